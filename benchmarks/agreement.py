@@ -2,9 +2,9 @@
 
     python benchmarks/agreement.py NAME=RUN_DIR [NAME=RUN_DIR ...]
 
-The runs are ordinary ones: the quickstart's first steps with `model.dtype=bfloat16 batch.prompts=16`, with the engine
-in process and with `rollout.engine=sglang`. The limits that docs/diagnostics.md argues from these figures are in
-megatron_stare/rollout/agreement/limits.py.
+The runs are ordinary ones: the quickstart's first steps with `model.dtype=bfloat16
+batch.prompts=16`, with the engine in process and with `rollout.engine=sglang`. The limits that
+docs/diagnostics.md argues from these figures are in megatron_stare/rollout/agreement/limits.py.
 """
 
 from __future__ import annotations
@@ -25,11 +25,16 @@ CANARY = ("canary_max", "canary_likely_mean", "canary_unlikely_mean")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", metavar="NAME=RUN_DIR")
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
-    found: dict[str, Any] = {"machine": machine(), "unit": "nats, of the absolute differences of a step's tokens"}
+    found: dict[str, Any] = {
+        "machine": machine(),
+        "unit": "nats, of the absolute differences of a step's tokens",
+    }
     for name, _, directory in (run.partition("=") for run in args.runs):
         found[name] = figures(Path(directory))
         print(name, json.dumps(found[name]["over_steps"]))
@@ -45,7 +50,10 @@ def figures(directory: Path) -> dict[str, Any]:
         values = [row[key] for row in run.metrics if (key := f"agreement/{name}") in row]
         if values:
             by_step[name] = [float(f"{value:.3g}") for value in values]
-    over = {name: {"median": statistics.median(values), "largest": max(values)} for name, values in by_step.items()}
+    over = {
+        name: {"median": statistics.median(values), "largest": max(values)}
+        for name, values in by_step.items()
+    }
     return {
         "settings": {name: run.setting(name) for name in settings},
         "entropy": [float(f"{row['entropy/mean']:.3g}") for row in run.metrics],

@@ -1,13 +1,16 @@
-"""How much of the time engines generate, and steps a second, with rollouts sampled ahead of training and without.
+"""How much of the time engines generate, and steps a second, with rollouts sampled ahead of
+training and without.
 
-Servers are played by a process of its own, over HTTP: a response takes its number of tokens times a token's time,
-lengths are log-normal with sigma 1, and a paused server makes none. Their time, training's and the weight sync's stand
-as 1 : 0.7 : 0.05, where 1 is what the synchronous source waits for a batch, measured first. Clients, weight updates,
-pool and sources are the product's; training is a sleep. What is measured is the order of things, not their speed.
+Servers are played by a process of its own, over HTTP: a response takes its number of tokens times a
+token's time, lengths are log-normal with sigma 1, and a paused server makes none. Their time,
+training's and the weight sync's stand as 1 : 0.7 : 0.05, where 1 is what the synchronous source
+waits for a batch, measured first. Clients, weight updates, pool and sources are the product's;
+training is a sleep. What is measured is the order of things, not their speed.
 
-Servers have few slots, so that a batch keeps all of them busy for most of its time; or so many that a step waits for
-its longest responses alone, and even servers that begin the next step at once have little to do. Beside each run
-stands what the same servers would do without any time in between (asynchrony_ideal.py).
+Servers have few slots, so that a batch keeps all of them busy for most of its time; or so many that
+a step waits for its longest responses alone, and even servers that begin the next step at once have
+little to do. Beside each run stands what the same servers would do without any time in between
+(asynchrony_ideal.py).
 
     python benchmarks/asynchrony.py
 """
@@ -53,18 +56,25 @@ from megatron_stare.rollout.sources.synchronous_source import SynchronousSource
 
 RESULT = Path(__file__).parent / "results/asynchrony.json"
 TRAINING, SYNC = 0.7, 0.05  # of what the synchronous source waits for a batch
-TARGETS = {"generating": 0.85, "steps_a_second_against_synchronous": 1.6}  # at staleness 1, at least
+# at staleness 1, at least
+TARGETS = {"generating": 0.85, "steps_a_second_against_synchronous": 1.6}
 LONGEST = 400  # tokens
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--prompts", type=int, default=16, help="a step")
     parser.add_argument("--samples", type=int, default=4, help="a prompt")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument(
-        "--slots", type=int, nargs="+", default=[2, 4, 16], help="responses a replica generates at a time; a table each"
+        "--slots",
+        type=int,
+        nargs="+",
+        default=[2, 4, 16],
+        help="responses a replica generates at a time; a table each",
     )
     parser.add_argument("--median", type=float, default=12, help="tokens of a response")
     parser.add_argument("--token-s", type=float, default=0.01, help="seconds a token")
@@ -75,7 +85,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), LONGEST)
         for slots in args.slots:
-            tables[f"{slots} slots"] = table(argparse.Namespace(**{**vars(args), "slots": slots}), Path(folder))
+            tables[f"{slots} slots"] = table(
+                argparse.Namespace(**{**vars(args), "slots": slots}), Path(folder)
+            )
     settings = {name: value for name, value in vars(args).items() if name != "out"}
     result = {"machine": machine(), "settings": settings, "targets": TARGETS, **tables}
     args.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -99,24 +111,40 @@ def table(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def servers_of(args: argparse.Namespace) -> Servers:
-    return Servers(args.replicas, args.slots, args.prompts, args.samples, args.median, LONGEST, args.token_s)
+    return Servers(
+        args.replicas, args.slots, args.prompts, args.samples, args.median, LONGEST, args.token_s
+    )
 
 
-def play(args: argparse.Namespace, folder: Path, bound: int | None, training_s: float, sync_s: float) -> dict[str, Any]:
+def play(
+    args: argparse.Namespace, folder: Path, bound: int | None, training_s: float, sync_s: float
+) -> dict[str, Any]:
     """A run of some steps."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     servers = context.Process(target=serve, args=(there, args, sync_s))
     servers.start()
     try:
-        return play_on(args, folder, [f"http://127.0.0.1:{port}" for port in here.recv()], here, bound, training_s)
+        return play_on(
+            args,
+            folder,
+            [f"http://127.0.0.1:{port}" for port in here.recv()],
+            here,
+            bound,
+            training_s,
+        )
     finally:
         servers.terminate()
         servers.join()
 
 
 def play_on(
-    args: argparse.Namespace, folder: Path, urls: list[str], servers: Connection, bound: int | None, training_s: float
+    args: argparse.Namespace,
+    folder: Path,
+    urls: list[str],
+    servers: Connection,
+    bound: int | None,
+    training_s: float,
 ) -> dict[str, Any]:
     os.environ["SGLANG_API_KEY"] = KEY
     config = Config.model_validate(
@@ -137,7 +165,9 @@ def play_on(
     ages: list[float] = []
     try:
         with VerifierPool("arithmetic", 1, 60.0) as verifiers:
-            made = Rollouts(pool, SingleTurn(config, load_tokenizer(str(folder))), lambda _: verdicts(verifiers))
+            made = Rollouts(
+                pool, SingleTurn(config, load_tokenizer(str(folder))), lambda _: verdicts(verifiers)
+            )
             groups = EveryGroup(Prompts(), args.prompts, args.samples)
             sampling = partial(SamplingParams, 1.0, LONGEST, 1, stop_token_ids=(0,))
             source: RolloutSource
@@ -210,7 +240,10 @@ class Playing(FakeServer):
 
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.read()
-        if request.path == "/generate" and not (asked := orjson.loads(body))["sampling_params"]["logit_bias"]:
+        if (
+            request.path == "/generate"
+            and not (asked := orjson.loads(body))["sampling_params"]["logit_bias"]
+        ):
             return web.Response(body=await self._response(asked), content_type="application/json")
         if request.path == "/pause_generation":
             self._paused = True
@@ -223,7 +256,8 @@ class Playing(FakeServer):
 
     async def _response(self, asked: dict[str, Any]) -> bytes:
         rid = asked["rid"]
-        wanted = servers_of(self._args).wanted(rid.split(":", 1)[1])  # the identifier ends in cursor and sample
+        # the identifier ends in cursor and sample
+        wanted = servers_of(self._args).wanted(rid.split(":", 1)[1])
         spans: list[tuple[str, int]] = []
         done = asyncio.get_running_loop().create_future()
         self._active[rid] = wanted, spans, done
@@ -236,7 +270,8 @@ class Playing(FakeServer):
             "completion_tokens": wanted,
             "weight_version": self.version,
             "weight_versions": [
-                {"version": v, "start": end - n, "end": end} for (v, n), end in zip(spans, ends, strict=True)
+                {"version": v, "start": end - n, "end": end}
+                for (v, n), end in zip(spans, ends, strict=True)
             ],
             "output_token_logprobs": [[-0.5, 5, None]] * wanted,
             "input_token_logprobs": [],
@@ -245,7 +280,8 @@ class Playing(FakeServer):
 
 
 def serve(pipe: Connection, args: argparse.Namespace, sync_s: float) -> None:
-    """Plays the servers until it is terminated; says for which part of the time between two words they generated."""
+    """Plays the servers until it is terminated; says for which part of the time between two words
+    they generated."""
 
     async def run() -> None:
         players, ports = [Playing(str(number), args, sync_s) for number in range(args.replicas)], []

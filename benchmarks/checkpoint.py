@@ -1,15 +1,18 @@
 """Measures what a step waits for a background checkpoint, and for one that training waits for.
 
-Four gloo ranks, TP2 x DP2 with the distributed optimizer, hold a float32 model and Adam's two moments, and save it turn
-by turn, so that a change of the machine's speed meets both ways: in the background (`begin`: until training may go on;
-`whole`: until the checkpoint is complete, when nothing trains meanwhile) and waited for (`waited`). Times are those of
-the slowest rank. The folder's bytes are held against those of one copy of weights and moments. Nothing is trained:
-memory that training changes while the writers read it is copied by the kernel then, at a cost that is not in here.
+Four gloo ranks, TP2 x DP2 with the distributed optimizer, hold a float32 model and Adam's two
+moments, and save it turn by turn, so that a change of the machine's speed meets both ways: in the
+background (`begin`: until training may go on; `whole`: until the checkpoint is complete, when
+nothing trains meanwhile) and waited for (`waited`). Times are those of the slowest rank. The
+folder's bytes are held against those of one copy of weights and moments. Nothing is trained: memory
+that training changes while the writers read it is copied by the kernel then, at a cost that is not
+in here.
 
-Beside them Megatron's own background save (`megatron_begin`, `megatron_whole`: AsyncCallsQueue, as its training loop
-has it; it makes no checksums), and ours with the first data rank alone writing what several hold (`one_writes`).
-`first` is the turn before the others, in which every way starts what it keeps; `left_mb` the memory of the processes
-that Megatron's way keeps between saves, of all ranks, each page that is shared counted in parts.
+Beside them Megatron's own background save (`megatron_begin`, `megatron_whole`: AsyncCallsQueue, as
+its training loop has it; it makes no checksums), and ours with the first data rank alone writing
+what several hold (`one_writes`). `first` is the turn before the others, in which every way starts
+what it keeps; `left_mb` the memory of the processes that Megatron's way keeps between saves, of all
+ranks, each page that is shared counted in parts.
 
     python benchmarks/checkpoint.py
 """
@@ -50,12 +53,16 @@ TARGET = 0.15  # of a save that is waited for
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=1536)
     parser.add_argument("--layers", type=int, default=17)
     parser.add_argument("--vocab", type=int, default=32_000)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="on the disk that is written to; default: a temporary one")
+    parser.add_argument(
+        "--folder", type=Path, help="on the disk that is written to; default: a temporary one"
+    )
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     measured(one_rank, PARALLEL.world_size, args, args.folder)
@@ -68,8 +75,12 @@ def one_rank(rank: int, folder: Path, args: argparse.Namespace, report: Any) -> 
     torch.set_num_threads(1)
     shape = shape_of(args)
     layout = parallel_layout.join(PARALLEL, rank, f"file://{folder}/ranks", seed=1, timeout_s=1800)
-    model = build_policy(shape, ModelConfig(path="unused"), PARALLEL, layout, distributed_optimizer=True)
-    optimizer, scheduler = build_optimizer(model, OptimizerConfig(distributed=True), "float32", steps=10)
+    model = build_policy(
+        shape, ModelConfig(path="unused"), PARALLEL, layout, distributed_optimizer=True
+    )
+    optimizer, scheduler = build_optimizer(
+        model, OptimizerConfig(distributed=True), "float32", steps=10
+    )
     with torch.no_grad():  # every page has to be there
         for _, parameter in named_parameters(model):
             parameter.normal_()
@@ -124,11 +135,17 @@ def one_rank(rank: int, folder: Path, args: argparse.Namespace, report: Any) -> 
             row["megatron_begin"] = seconds(megatron_begin)
             row["megatron_whole"] = row["megatron_begin"] + seconds(megatron_finish)
         times.append(row)
-    left = torch.tensor(float(sum(child.memory_full_info().pss for child in psutil.Process().children(recursive=True))))
+    left = torch.tensor(
+        float(
+            sum(child.memory_full_info().pss for child in psutil.Process().children(recursive=True))
+        )
+    )
     dist.all_reduce(left)
     elements = torch.tensor(float(sum(p.numel() for _, p in named_parameters(model))))
     if rank == 0:
-        report.send(result_of(times, nbytes, float(elements), args) | {"left_mb": round(float(left) / 1e6)})
+        report.send(
+            result_of(times, nbytes, float(elements), args) | {"left_mb": round(float(left) / 1e6)}
+        )
     parallel_layout.leave()
 
 
@@ -158,27 +175,35 @@ def seconds(way: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def result_of(times: list[dict[str, float]], nbytes: int, elements: float, args: argparse.Namespace) -> dict:
+def result_of(
+    times: list[dict[str, float]], nbytes: int, elements: float, args: argparse.Namespace
+) -> dict:
     """Medians over the repeats, without the first turn, which warms up; ratios turn by turn.
 
     Args:
         nbytes: of the checkpoint's files.
-        elements: of this rank's parameters; tensor-parallel ranks hold as many, and norms besides, which are few.
+        elements: of this rank's parameters; tensor-parallel ranks hold as many, and norms besides,
+            which are few.
     """
     first, *times = times
     ratios = [row["begin"] / row["waited"] for row in times]
     copy = 4 * elements * PARALLEL.tensor
     return {
         "machine": machine(),
-        "settings": {name: value for name, value in vars(args).items() if name not in ("out", "folder")},
+        "settings": {
+            name: value for name, value in vars(args).items() if name not in ("out", "folder")
+        },
         "layout": "TP2 x DP2, gloo, distributed optimizer",
         "parameters_gb": round(copy / 1e9, 3),
         "folder_gb": round(nbytes / 1e9, 3),
         "folder_of_one_copy": round(nbytes / (3 * copy), 4),
-        "seconds": {name: round(statistics.median(row[name] for row in times), 2) for name in times[0]},
+        "seconds": {
+            name: round(statistics.median(row[name] for row in times), 2) for name in times[0]
+        },
         "first": {name: round(value, 2) for name, value in first.items()},
         "of_megatrons": {
-            name: [round(row[name] / row[f"megatron_{name}"], 3) for row in times] for name in ("begin", "whole")
+            name: [round(row[name] / row[f"megatron_{name}"], 3) for row in times]
+            for name in ("begin", "whole")
         },
         "waited_of_one_writes": [round(row["waited"] / row["one_writes"], 3) for row in times],
         "begin_of_waited": [round(ratio, 3) for ratio in ratios],

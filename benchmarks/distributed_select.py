@@ -1,8 +1,10 @@
-"""The distributed select over 2^24 keys on four ranks, against a local torch.topk of one rank's share.
+"""The distributed select over 2^24 keys on four ranks, against a local torch.topk of one rank's
+share.
 
-All ranks run both, turn by turn, one thread each and warmed up. Where there are fewer cores than ranks the ranks share
-them, in the select and in torch.topk alike, so wall times of both are longer than on cores of their own; CPU times are
-not. Bytes are counted where they are sent: at every all-reduce.
+All ranks run both, turn by turn, one thread each and warmed up. Where there are fewer cores than
+ranks the ranks share them, in the select and in torch.topk alike, so wall times of both are longer
+than on cores of their own; CPU times are not. Bytes are counted where they are sent: at every
+all-reduce.
 
     python benchmarks/distributed_select.py
 """
@@ -35,7 +37,9 @@ MOST_BYTES, MOST_TIMES = 64 * 1024, 3.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--keys", type=int, default=2**24, help="of all ranks")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--share", type=float, default=0.1, help="selected")
@@ -53,7 +57,8 @@ def main() -> None:
 
 
 def measure(rank: int, init: str, args: argparse.Namespace) -> dict[str, Any]:
-    """This rank's wall and CPU seconds by what was run, a list over the repeats; and the bytes of every round."""
+    """This rank's wall and CPU seconds by what was run, a list over the repeats; and the bytes of
+    every round."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=args.ranks)
     sent: list[int] = []
@@ -76,7 +81,8 @@ def measure(rank: int, init: str, args: argparse.Namespace) -> dict[str, Any]:
         "topk of the surprisals": lambda: torch.topk(surprisal, own),
         "unsorted topk of the surprisals": lambda: torch.topk(surprisal, own, sorted=False),
     }
-    (threshold,) = runs["select"]()  # warm up, and check: as many keys at or above it as were asked for
+    # warm up, and check: as many keys at or above it as were asked for
+    (threshold,) = runs["select"]()
     chosen = (keys >= threshold).sum()
     dist.all_reduce(chosen)
     assert chosen == k
@@ -100,7 +106,8 @@ def timed(run: Callable[[], Any]) -> tuple[float, float]:
 
 
 def summary(args: argparse.Namespace, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the repeats of the slowest rank's wall time and of the mean CPU time, and ratios pair by pair."""
+    """Medians over the repeats of the slowest rank's wall time and of the mean CPU time, and ratios
+    pair by pair."""
 
     def of(name: str, which: int) -> list[float]:
         rows = zip(*([pair[which] for pair in rank["taken"][name]] for rank in ranks), strict=True)
@@ -108,13 +115,21 @@ def summary(args: argparse.Namespace, ranks: list[dict[str, Any]]) -> dict[str, 
 
     result: dict[str, Any] = {
         "machine": machine(),
-        "settings": {"keys": args.keys, "ranks": args.ranks, "share": args.share, "repeats": args.repeats},
+        "settings": {
+            "keys": args.keys,
+            "ranks": args.ranks,
+            "share": args.share,
+            "repeats": args.repeats,
+        },
         "threads_a_rank": 1,
         "rounds": len(ranks[0]["rounds"]),
         "bytes_a_round": max(ranks[0]["rounds"]),
         "bytes_target": MOST_BYTES,
         "times_target": MOST_TIMES,
-        "note": "a rank's share is keys / ranks; wall: the slowest rank, ranks share the cores; cpu: mean over ranks",
+        "note": (
+            "a rank's share is keys / ranks; wall: the slowest rank, ranks share the cores; cpu:"
+            " mean over ranks"
+        ),
     }
     for which, clock in enumerate(("wall", "cpu")):
         taken = {name: of(name, which) for name in ranks[0]["taken"]}
@@ -126,12 +141,19 @@ def summary(args: argparse.Namespace, ranks: list[dict[str, Any]]) -> dict[str, 
         result[clock] = {
             "seconds": {name: round(statistics.median(times), 4) for name, times in taken.items()},
             "select_against": {
-                name: {"median": round(statistics.median(each), 3), "from": round(each[0], 3), "to": round(each[-1], 3)}
+                name: {
+                    "median": round(statistics.median(each), 3),
+                    "from": round(each[0], 3),
+                    "to": round(each[-1], 3),
+                }
                 for name, each in ratios.items()
             },
         }
     against = [each["median"] for each in result["wall"]["select_against"].values()]
-    result["reached"] = {"bytes": result["bytes_a_round"] <= MOST_BYTES, "times": max(against) <= MOST_TIMES}
+    result["reached"] = {
+        "bytes": result["bytes_a_round"] <= MOST_BYTES,
+        "times": max(against) <= MOST_TIMES,
+    }
     return result
 
 

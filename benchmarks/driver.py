@@ -2,16 +2,17 @@
 
 By default a step has 8,192 replies of 16,384 tokens each.
 
-A process of its own plays the servers, over HTTP: its answers are shaped as recorded ones, with token ids and log-probs
-of all digits, and their bytes are made as they are sent. Everything after that is the product: engines' workers (Ray's
-actors; with --inline objects of the driver) read the JSON, check it and decode the text, the driver makes
-trajectories, has each verified by the verifier's processes, lays them end to end, judges, plans and gives every data
-rank its share, of which the first rank makes its micro-batches.
+A process of its own plays the servers, over HTTP: its answers are shaped as recorded ones, with
+token ids and log-probs of all digits, and their bytes are made as they are sent. Everything after
+that is the product: engines' workers (Ray's actors; with --inline objects of the driver) read the
+JSON, check it and decode the text, the driver makes trajectories, has each verified by the
+verifier's processes, lays them end to end, judges, plans and gives every data rank its share, of
+which the first rank makes its micro-batches.
 
-Processor seconds are those of whole processes, above what they had spent before the first request; a machine that is
-shared makes them longer by its caches alone, but seconds of the clock by whatever else runs: see load_average. Memory
-is the peak of the driver's resident memory (VmHWM: shared pages of the object store included) above what it held
-before.
+Processor seconds are those of whole processes, above what they had spent before the first request;
+a machine that is shared makes them longer by its caches alone, but seconds of the clock by whatever
+else runs: see load_average. Memory is the peak of the driver's resident memory (VmHWM: shared pages
+of the object store included) above what it held before.
 
     python benchmarks/driver.py
 """
@@ -79,16 +80,31 @@ DATA_RANKS = (1, 2, 4, 8, 16)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--replies", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=16_384, help="of every reply")
     parser.add_argument("--samples", type=int, default=16, help="replies a prompt")
-    parser.add_argument("--replicas", type=int, default=2, help="servers, and workers that speak to them")
-    parser.add_argument("--data-ranks", type=int, default=16, help="of the run whose first micro-batch is waited for")
-    parser.add_argument("--inline", action="store_true", help="everything but the servers in one process")
+    parser.add_argument(
+        "--replicas", type=int, default=2, help="servers, and workers that speak to them"
+    )
+    parser.add_argument(
+        "--data-ranks",
+        type=int,
+        default=16,
+        help="of the run whose first micro-batch is waited for",
+    )
+    parser.add_argument(
+        "--inline", action="store_true", help="everything but the servers in one process"
+    )
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
-    result = {"machine": machine(), "settings": {k: v for k, v in vars(args).items() if k != "out"}, "targets": TARGETS}
+    result = {
+        "machine": machine(),
+        "settings": {k: v for k, v in vars(args).items() if k != "out"},
+        "targets": TARGETS,
+    }
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), args.tokens)
         result |= measure(args, Path(folder))
@@ -98,21 +114,28 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One step's rollouts and what comes of them; raises where what was decoded is not what was sent."""
+    """One step's rollouts and what comes of them; raises where what was decoded is not what was
+    sent."""
     context = multiprocessing.get_context("spawn")
     last_sent = context.Value("d", 0.0)
     here, there = context.Pipe()
-    servers = context.Process(target=serve, args=(there, str(folder), args.replicas, args.tokens, last_sent))
+    servers = context.Process(
+        target=serve, args=(there, str(folder), args.replicas, args.tokens, last_sent)
+    )
     servers.start()
     ports, sent = here.recv()
     try:
-        return measure_from(args, folder, [f"http://127.0.0.1:{port}" for port in ports], sent, last_sent)
+        return measure_from(
+            args, folder, [f"http://127.0.0.1:{port}" for port in ports], sent, last_sent
+        )
     finally:
         servers.terminate()
         servers.join()
 
 
-def measure_from(args: argparse.Namespace, folder: Path, urls: list[str], sent: list[str], last: Any) -> dict[str, Any]:
+def measure_from(
+    args: argparse.Namespace, folder: Path, urls: list[str], sent: list[str], last: Any
+) -> dict[str, Any]:
     os.environ["SGLANG_API_KEY"] = KEY
     config = Config.model_validate(
         {
@@ -136,7 +159,11 @@ def measure_from(args: argparse.Namespace, folder: Path, urls: list[str], sent: 
         with VerifierPool("arithmetic", 1, 60.0) as verifiers:
             arrivals = Arrivals()
             source = SynchronousSource(
-                Rollouts(pool, SingleTurn(config, load_tokenizer(str(folder))), lambda _: verdicts(verifiers)),
+                Rollouts(
+                    pool,
+                    SingleTurn(config, load_tokenizer(str(folder))),
+                    lambda _: verdicts(verifiers),
+                ),
                 EveryGroup(Prompts(), config.batch.prompts, args.samples),
                 partial(SamplingParams, 1.0, args.tokens, 1, stop_token_ids=(0,)),
                 dict,
@@ -155,14 +182,19 @@ def measure_from(args: argparse.Namespace, folder: Path, urls: list[str], sent: 
             parts = batch.shares(plan.samples_of(rank) for rank in range(args.data_ranks))
             shares = [workers.share(part) for part in parts]
             shared, driver_cpu, peak = time.monotonic(), cpu_s(), process_memory("VmHWM")
-            *first, rank_cpu = workers.wait([workers.start_on(0, "first_micro_batch", shares[0], plan)])[0]
+            *first, rank_cpu = workers.wait(
+                [workers.start_on(0, "first_micro_batch", shares[0], plan)]
+            )[0]
             ready = time.monotonic()
             engine_cpu = sum(
-                after - before for before, after in zip(workers_at_start, workers.call("cpu_s"), strict=True)
+                after - before
+                for before, after in zip(workers_at_start, workers.call("cpu_s"), strict=True)
             )
         check(batch, args, sent, first)
         del shares
-        received = {dp: largest_share(batch, args.tokens, dp) for dp in DATA_RANKS if dp <= args.replies}
+        received = {
+            dp: largest_share(batch, args.tokens, dp) for dp in DATA_RANKS if dp <= args.replies
+        }
     finally:
         close()
     return {
@@ -185,22 +217,31 @@ def measure_from(args: argparse.Namespace, folder: Path, urls: list[str], sent: 
             "a rank's micro-batches": round(ready - shared, 3),
         },
         "bytes_a_rank_receives": received,
-        "times_data_ranks_against_one": {dp: round(n * dp / received[1], 4) for dp, n in received.items()},
+        "times_data_ranks_against_one": {
+            dp: round(n * dp / received[1], 4) for dp, n in received.items()
+        },
     }
 
 
 def check(batch: RolloutBatch, args: argparse.Namespace, sent: list[str], first: list[int]) -> None:
-    """Every reply came whole, was verified, and is one that was sent: tokens, log-probs and text."""
+    """Every reply came whole, was verified, and is one that was sent: tokens, log-probs and
+    text."""
     assert batch.size == args.replies and bool(batch.verified.all()) and bool(batch.loss_mask.all())
-    assert set(batch.response_lengths.tolist()) == {args.tokens} and set(batch.run_versions.tolist()) == {VERSION}
+    assert set(batch.response_lengths.tolist()) == {args.tokens} and set(
+        batch.run_versions.tolist()
+    ) == {VERSION}
     found = {digest(t.tokens, t.log_probs, t.text) for t in batch.trajectories}
-    assert found <= set(sent) and len(found) == min(TEMPLATES, args.replies), "what was decoded is not what was sent"
+    assert found <= set(sent) and len(found) == min(TEMPLATES, args.replies), (
+        "what was decoded is not what was sent"
+    )
     assert first == [PROMPT + args.tokens, args.tokens]  # a budget of one reply a micro-batch
 
 
 def digest(tokens: Tensor, log_probs: Tensor, text: str) -> str:
     """SHA-256 of a reply's tokens, log-probs and text."""
-    return hashlib.sha256(tokens.numpy().tobytes() + log_probs.numpy().tobytes() + text.encode()).hexdigest()
+    return hashlib.sha256(
+        tokens.numpy().tobytes() + log_probs.numpy().tobytes() + text.encode()
+    ).hexdigest()
 
 
 def planned(batch: RolloutBatch, data_ranks: int, tokens: int) -> MicroBatchPlan:
@@ -211,21 +252,29 @@ def planned(batch: RolloutBatch, data_ranks: int, tokens: int) -> MicroBatchPlan
 def largest_share(batch: RolloutBatch, tokens: int, data_ranks: int) -> int:
     """Bytes of what the rank that receives most is sent."""
     plan = planned(batch, data_ranks, tokens)
-    return max(len(pickle.dumps(batch.share(plan.samples_of(rank)), protocol=5)) for rank in range(data_ranks))
+    return max(
+        len(pickle.dumps(batch.share(plan.samples_of(rank)), protocol=5))
+        for rank in range(data_ranks)
+    )
 
 
 class Worker(EngineWorker):
-    """An engine's worker that also says what it has spent, and takes a trainer rank's share where that comes first."""
+    """An engine's worker that also says what it has spent, and takes a trainer rank's share where
+    that comes first."""
 
     def cpu_s(self) -> float:
         return cpu_s()
 
     def first_micro_batch(self, share: RankShare, plan: MicroBatchPlan) -> tuple[int, int, float]:
-        """Tokens and scored positions of the first micro-batch of data rank 0, and processor seconds until it was
-        there."""
+        """Tokens and scored positions of the first micro-batch of data rank 0, and processor
+        seconds until it was there."""
         before = cpu_s()
         batch = RankBatch(share, plan, 0, torch.device("cpu"), WholeSequences(packed=True))
-        return batch.micro_batches[0].tokens.numel(), batch.micro_batches[0].rows.numel(), cpu_s() - before
+        return (
+            batch.micro_batches[0].tokens.numel(),
+            batch.micro_batches[0].rows.numel(),
+            cpu_s() - before,
+        )
 
 
 def inline_workers(config: Config) -> tuple[Workers, Any]:
@@ -234,13 +283,15 @@ def inline_workers(config: Config) -> tuple[Workers, Any]:
 
 
 def ray_workers(config: Config) -> tuple[Workers, Any]:
-    """Starts engines' workers as Ray actors, as a run on Ray does, and no trainers. The second value ends them and
-    leaves Ray."""
+    """Starts engines' workers as Ray actors, as a run on Ray does, and no trainers. The second
+    value ends them and leaves Ray."""
     from megatron_stare.cluster import ray as on_ray
 
     on_ray.start_ray(config)
     count = len(config.sglang.urls)
-    workers = on_ray.start_actors([{}] * count, config.rollout.threads, "rollout engine", config.runtime.timeout_s)
+    workers = on_ray.start_actors(
+        [{}] * count, config.rollout.threads, "rollout engine", config.runtime.timeout_s
+    )
     workers.build(Worker, [(config, number) for number in range(count)])
 
     def close() -> None:
@@ -258,7 +309,9 @@ class Prompts:
 
     def take(self, n: int) -> list[Prompt]:
         first, self._cursor = self._cursor, self._cursor + n
-        return [Prompt(i, str(i), "", "7", tuple(range(1, PROMPT + 1))) for i in range(first, first + n)]
+        return [
+            Prompt(i, str(i), "", "7", tuple(range(1, PROMPT + 1))) for i in range(first, first + n)
+        ]
 
 
 class Arrivals:
@@ -301,11 +354,21 @@ class Weights:
 
 
 def save_model(folder: Path, tokens: int) -> None:
-    """A model's folder whose tokenizer is a byte-level BPE of the project's own pages and sources."""
-    files = sorted(str(file) for name in ("docs", "megatron_stare") for file in (ROOT / name).rglob("*.[mp][dy]"))
+    """A model's folder whose tokenizer is a byte-level BPE of the project's own pages and
+    sources."""
+    files = sorted(
+        str(file)
+        for name in ("docs", "megatron_stare")
+        for file in (ROOT / name).rglob("*.[mp][dy]")
+    )
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.train(files, trainers.BpeTrainer(vocab_size=VOCAB, show_progress=False, special_tokens=["<end>"]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    tokenizer.train(
+        files, trainers.BpeTrainer(vocab_size=VOCAB, show_progress=False, special_tokens=["<end>"])
+    )
     save_tiny(folder, tokenizer.get_vocab_size(), 64, 1)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -325,7 +388,10 @@ class Replies(FakeServer):
 
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.read()
-        if request.path == "/generate" and not (asked := orjson.loads(body))["sampling_params"]["logit_bias"]:
+        if (
+            request.path == "/generate"
+            and not (asked := orjson.loads(body))["sampling_params"]["logit_bias"]
+        ):
             return web.Response(body=self._reply(asked), content_type="application/json")
         status, content = await self.request(request.method, request.path, request.headers, body)
         return web.Response(status=status, body=content)
@@ -359,7 +425,8 @@ class Replies(FakeServer):
 
 
 def serve(pipe: Connection, folder: str, replicas: int, tokens: int, last_sent: Any) -> None:
-    """Plays the servers until it is terminated; sends their ports, and what each reply is when it is read rightly."""
+    """Plays the servers until it is terminated; sends their ports, and what each reply is when it
+    is read rightly."""
     tokenizer = load_tokenizer(folder)
     pages = "".join(file.read_text() for file in sorted((ROOT / "docs").rglob("*.md")))
     text = tokenizer(pages).input_ids
@@ -368,12 +435,18 @@ def serve(pipe: Connection, folder: str, replicas: int, tokens: int, last_sent: 
     replies, sent = [], []
     for number in range(TEMPLATES):
         ids = text[number * tokens : (number + 1) * tokens]
-        log_probs = -generator.exponential(0.5, tokens).astype(np.float32)  # float32 as servers compute them
+        # float32 as servers compute them
+        log_probs = -generator.exponential(0.5, tokens).astype(np.float32)
         replies.append(
-            {"output_ids": ids, "scored": [[x, i, None] for x, i in zip(log_probs.tolist(), ids, strict=True)]}
+            {
+                "output_ids": ids,
+                "scored": [[x, i, None] for x, i in zip(log_probs.tolist(), ids, strict=True)],
+            }
         )
         decoded = tokenizer.decode(ids, skip_special_tokens=True)
-        sent.append(digest(torch.tensor(ids, dtype=torch.int32), torch.from_numpy(log_probs), decoded))
+        sent.append(
+            digest(torch.tensor(ids, dtype=torch.int32), torch.from_numpy(log_probs), decoded)
+        )
 
     async def run() -> None:
         ports = []

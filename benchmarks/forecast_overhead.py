@@ -1,8 +1,10 @@
-"""Measures the entropy forecast's cost: the log-prob pass with and without two sums over the vocabulary, by turns.
+"""Measures the entropy forecast's cost: the log-prob pass with and without two sums over the
+vocabulary, by turns.
 
-Both run on the same micro-batches of the same model in one process, alternating, so that a change of the machine's
-speed meets both. Without CUDA the seconds are of the processor, so that other programs do not count. A tall vocabulary
-over a small model is the hard case: the head is then most of the pass.
+Both run on the same micro-batches of the same model in one process, alternating, so that a change
+of the machine's speed meets both. Without CUDA the seconds are of the processor, so that other
+programs do not count. A tall vocabulary over a small model is the hard case: the head is then most
+of the pass.
 
     python benchmarks/forecast_overhead.py
 """
@@ -36,7 +38,9 @@ RESULT = Path(__file__).parent / "results/forecast_overhead.json"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--length", type=int, default=64, help="tokens a response")
     parser.add_argument("--budget", type=int, default=512, help="tokens a micro-batch")
@@ -54,8 +58,11 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Medians over the repeats with and without, of the pass and of the head's operator alone, and their ratios."""
-    batch = ragged_batch(args.samples, args.vocab, median=args.length, sigma=0.0, longest=args.length)
+    """Medians over the repeats with and without, of the pass and of the head's operator alone, and
+    their ratios."""
+    batch = ragged_batch(
+        args.samples, args.vocab, median=args.length, sigma=0.0, longest=args.length
+    )
     logits = 3 * torch.randn(args.budget, args.vocab, device=device())
     targets = torch.randint(0, args.vocab, (args.budget,), device=device())
     with tiny_policy(args.vocab, args.hidden, args.layers) as (model, shape, layout):
@@ -70,9 +77,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
         @torch.no_grad()
         def operator(second_moment: bool) -> None:
-            log_prob_and_entropy(logits, targets, vocab_size=args.vocab, second_moment=second_moment)
+            log_prob_and_entropy(
+                logits, targets, vocab_size=args.vocab, second_moment=second_moment
+            )
 
-        measured = {"pass": compare(whole_pass, args.repeats), "operator": compare(operator, args.repeats)}
+        measured = {
+            "pass": compare(whole_pass, args.repeats),
+            "operator": compare(operator, args.repeats),
+        }
     clock = "wall" if torch.cuda.is_available() else "processor time"
     return {
         "machine": machine(),
@@ -84,7 +96,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare(run: Any, repeats: int) -> dict[str, Any]:
-    """Seconds of `run(True)` and `run(False)`, taken in turns, which of them first changing from turn to turn."""
+    """Seconds of `run(True)` and `run(False)`, taken in turns, which of them first changing from
+    turn to turn."""
     times: dict[bool, list[float]] = {True: [], False: []}
     run(True), run(False)  # warm up
     for i in range(repeats):

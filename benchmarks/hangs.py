@@ -1,9 +1,10 @@
 """The eight hangs that the black box must name, each in a real run; what it says, and how soon.
 
-Each run has Ray, two tensor-parallel ranks over gloo, an engine and verifiers on this machine's CPUs, and is hung after
-some steps by hanging a real part of it (tests/support/hangs.py). `limit_s` is the limit of the phase at that moment,
-`from_hang_to_screen_s` the time until all processes were looked at, their stacks taken and the bundle written. A run
-whose verifier takes five times as long in one step must say nothing, nor one whose machine others take for a while.
+Each run has Ray, two tensor-parallel ranks over gloo, an engine and verifiers on this machine's
+CPUs, and is hung after some steps by hanging a real part of it (tests/support/hangs.py). `limit_s`
+is the limit of the phase at that moment, `from_hang_to_screen_s` the time until all processes were
+looked at, their stacks taken and the bundle written. A run whose verifier takes five times as long
+in one step must say nothing, nor one whose machine others take for a while.
 
     python benchmarks/hangs.py [--only PATTERN]
 """
@@ -29,7 +30,8 @@ RESULT = Path(__file__).parent / "results/hangs.json"
 
 
 def named(name: str) -> dict[str, Any]:
-    """Provokes one hang, waits until the watcher reports it, and compares the report with the expected sentence."""
+    """Provokes one hang, waits until the watcher reports it, and compares the report with the
+    expected sentence."""
     with tempfile.TemporaryDirectory() as folder, hung(name, Path(folder)) as (run, hang):
         hang.begin(run)
         begun = now()
@@ -49,7 +51,11 @@ def named(name: str) -> dict[str, Any]:
 
 def undisturbed() -> dict[str, Any]:
     """A run that must end without a bundle."""
-    settings = {"reward.verifier": "support.stalling_verifier.slow", "run.steps": 8, "reward.workers": 1}
+    settings = {
+        "reward.verifier": "support.stalling_verifier.slow",
+        "run.steps": 8,
+        "reward.workers": 1,
+    }
     with (
         tempfile.TemporaryDirectory() as folder,
         HungRun(Path(folder), **settings, **{"faults.hangs.floor_s": 2}) as run,
@@ -65,7 +71,8 @@ def undisturbed() -> dict[str, Any]:
 
 
 def crowded() -> dict[str, Any]:
-    """A run beside processes that want all of its machine, begun and ended in its middle, which must not be told of."""
+    """A run beside processes that want all of its machine, begun and ended in its middle, which
+    must not be told of."""
     settings = {"batch.prompts": 16, "batch.samples_per_prompt": 8}
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -78,14 +85,21 @@ def crowded() -> dict[str, Any]:
         "bundles": len(bundles),
         "floor_s": 0.5,
         "busy processes": found.busy,
-        "step_s": {"before": round(found.usual_s, 2), "beside them": [round(s, 2) for s in found.loaded_s]},
+        "step_s": {
+            "before": round(found.usual_s, 2),
+            "beside them": [round(s, 2) for s in found.loaded_s],
+        },
         "longest phase_s": {name: round(seconds, 2) for name, seconds in found.longest.items()},
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="pattern of the runs that are made; the others' results are kept")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", help="pattern of the runs that are made; the others' results are kept"
+    )
     args = parser.parse_args()
     for name in HANGS:
         if re.search(args.only, name):

@@ -1,22 +1,23 @@
-"""Kills one process of a small run, of any kind and at any time, and leaves the rest to the run: does it end with the
-weights that it would have ended with, and is nothing left?
+"""Kills one process of a small run, of any kind and at any time, and leaves the rest to the run:
+does it end with the weights that it would have ended with, and is nothing left?
 
-A seed draws the runner, the process (driver, verifier; on Ray also rank, engine, raylet, GCS) and the time, uniformly
-over the seconds that the undisturbed run takes, from its start to its end. The process is killed by SIGKILL then, or as
-soon as it is there; at the end it may be gone already, which is recorded as killed nothing. Nobody touches the run
-afterwards. It must exit with 0, its policy must have the undisturbed run's SHA-256, its record every step once, and of
-its processes and files in /dev/shm none may be left. Local engine, synchronous, one layout a runner.
+A seed draws the runner, the process (driver, verifier; on Ray also rank, engine, raylet, GCS) and
+the time, uniformly over the seconds that the undisturbed run takes, from its start to its end. The
+process is killed by SIGKILL then, or as soon as it is there; at the end it may be gone already,
+which is recorded as killed nothing. Nobody touches the run afterwards. It must exit with 0, its
+policy must have the undisturbed run's SHA-256, its record every step once, and of its processes and
+files in /dev/shm none may be left. Local engine, synchronous, one layout a runner.
 
     python benchmarks/kill_anywhere.py --seeds 20
     python benchmarks/kill_anywhere.py --seeds 20 --first-seed 20          # goes on; what is recorded is left
 
-Of a run this small most seconds are its start's. With --training it has forty steps, a save every other one, and the
-process is killed once a step, drawn uniformly, is in its record, and a drawn share of a step's seconds later; results
-then go to benchmarks/results/kill_training.json.
+Of a run this small most seconds are its start's. With --training it has forty steps, a save every
+other one, and the process is killed once a step, drawn uniformly, is in its record, and a drawn
+share of a step's seconds later; results then go to benchmarks/results/kill_training.json.
 
-Results are added to benchmarks/results/kill_anywhere.json, seed by seed. Where the package has changed since, the
-undisturbed run is made again; where it computes other numbers now, that of before is kept under `before`: each seed was
-held against the code that it was killed with.
+Results are added to benchmarks/results/kill_anywhere.json, seed by seed. Where the package has
+changed since, the undisturbed run is made again; where it computes other numbers now, that of
+before is kept under `before`: each seed was held against the code that it was killed with.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is run; the environment may have another's
+# the package that is run; the environment may have another's
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # of what a run leaves behind
 
 import psutil
@@ -70,7 +72,11 @@ SMALL = {
 RANK_THREADS, ENGINE_THREADS = 1, 2
 RUNNERS = {
     "inline": {"runtime.runner": "inline", "parallel.tensor": 1, "rollout.threads": 1},
-    "ray": {"parallel.tensor": 2, "runtime.trainer_threads": RANK_THREADS, "rollout.threads": ENGINE_THREADS},
+    "ray": {
+        "parallel.tensor": 2,
+        "runtime.trainer_threads": RANK_THREADS,
+        "rollout.threads": ENGINE_THREADS,
+    },
 }
 PROCESSES = {
     "inline": ("driver", "verifier"),
@@ -104,8 +110,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--runner", choices=[*RUNNERS, "any"], default="any")
-    parser.add_argument("--training", action="store_true", help="of a longer run, between its steps and in them")
-    parser.add_argument("--out", type=Path, help=f"default: {RESULT.name}, or {TRAINING.name}, beside the others")
+    parser.add_argument(
+        "--training", action="store_true", help="of a longer run, between its steps and in them"
+    )
+    parser.add_argument(
+        "--out", type=Path, help=f"default: {RESULT.name}, or {TRAINING.name}, beside the others"
+    )
     arguments = parser.parse_args()
     arguments.out = arguments.out or (TRAINING if arguments.training else RESULT)
     steps = TRAINING_STEPS if arguments.training else int(SMALL["run.steps"])
@@ -117,13 +127,18 @@ def main() -> None:
             if outcome.code or outcome.left or outcome.restarts:
                 sys.exit(f"the undisturbed run: {outcome}")
             before = found["undisturbed"].get(runner)
-            if before is not None and before["sha256"] != outcome.sha256:  # seeds say which policy theirs was
+            # seeds say which policy theirs was
+            if before is not None and before["sha256"] != outcome.sha256:
                 found.setdefault("before", []).append(before)
-            found["undisturbed"][runner] = asdict(outcome)  # its seconds, too, are of this code on this machine today
+            # its seconds, too, are of this code on this machine today
+            found["undisturbed"][runner] = asdict(outcome)
             found["package"][runner] = code_digest()
             write(arguments.out, found)
         whole = found["undisturbed"][runner]
-        print(f"undisturbed, {runner}: {whole['seconds']:.1f} s, policy {whole['sha256'][:12]}", flush=True)
+        print(
+            f"undisturbed, {runner}: {whole['seconds']:.1f} s, policy {whole['sha256'][:12]}",
+            flush=True,
+        )
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
         if str(seed) in found["seeds"]:
             continue
@@ -134,18 +149,30 @@ def main() -> None:
             outcome = run(runner, process, share * whole["step_s"], after, steps)
         else:
             outcome = run(runner, process, share * whole["seconds"], steps=steps)
-        well = not outcome.code and (outcome.sha256, list(outcome.steps)) == (whole["sha256"], list(whole["steps"]))
-        found["seeds"][str(seed)] = asdict(outcome) | {"equal": well, "share": share, "date": time.strftime("%F %T%z")}
+        well = not outcome.code and (outcome.sha256, list(outcome.steps)) == (
+            whole["sha256"],
+            list(whole["steps"]),
+        )
+        found["seeds"][str(seed)] = asdict(outcome) | {
+            "equal": well,
+            "share": share,
+            "date": time.strftime("%F %T%z"),
+        }
         write(arguments.out, found)
         when = "nothing" if outcome.killed_s is None else f"at {outcome.killed_s:.1f} s"
         print(
-            f"seed {seed}: {runner}, {process}, killed {when} after step {outcome.step}, {outcome.restarts} restarts, "
-            f"{outcome.seconds:.1f} s: {'equal' if well else 'NOT EQUAL'}{', LEFT ' if outcome.left else ''}"
+            f"seed {seed}: {runner}, {process}, killed {when} after step {outcome.step},"
+            f" {outcome.restarts} restarts, "
+            f"{outcome.seconds:.1f} s:"
+            f" {'equal' if well else 'NOT EQUAL'}{', LEFT ' if outcome.left else ''}"
             f"{' '.join(outcome.left)}{outcome.said}",
             flush=True,
         )
     bad = [seed for seed, each in found["seeds"].items() if not each["equal"] or each["left"]]
-    print(f"{len(found['seeds'])} seeds recorded, {len(bad)} of them not as they must be: {' '.join(bad) or 'none'}")
+    print(
+        f"{len(found['seeds'])} seeds recorded, {len(bad)} of them not as they must be:"
+        f" {' '.join(bad) or 'none'}"
+    )
     sys.exit(bool(bad))
 
 
@@ -157,7 +184,11 @@ def draw(seed: int, runners: list[str]) -> tuple[str, str, float]:
 
 
 def run(
-    runner: str, process: str | None = None, at_s: float = 0.0, after: int = 0, steps: int = int(SMALL["run.steps"])
+    runner: str,
+    process: str | None = None,
+    at_s: float = 0.0,
+    after: int = 0,
+    steps: int = int(SMALL["run.steps"]),
 ) -> Outcome:
     """A supervised run of which a process is killed; None: none is.
 
@@ -168,7 +199,10 @@ def run(
     """
     outcome, traces = Outcome(runner, process, at_s, after), Traces()
     settings = {**SMALL, **RUNNERS[runner], "run.steps": steps}
-    arguments = [str(ROOT / "configs/quickstart.yaml"), *(f"{key}={value}" for key, value in settings.items())]
+    arguments = [
+        str(ROOT / "configs/quickstart.yaml"),
+        *(f"{key}={value}" for key, value in settings.items()),
+    ]
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "said").open("w+") as said:
         begun = time.monotonic()
         command = [sys.executable, "-m", "megatron_stare.cli", "train", *arguments, "--supervise"]
@@ -209,8 +243,8 @@ def run(
 
 
 def kill(kind: str, supervisor: subprocess.Popen[bytes], begun: float) -> float | None:
-    """Kills a process of the run, as soon as there is one of this kind. Seconds from the run's start; None: it ended
-    before."""
+    """Kills a process of the run, as soon as there is one of this kind. Seconds from the run's
+    start; None: it ended before."""
     while supervisor.poll() is None:
         for process in psutil.Process(supervisor.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error, OSError):
@@ -243,10 +277,17 @@ def recorded(directory: Path) -> list[int]:
 
 
 def read(path: Path, steps: int) -> dict[str, Any]:
-    """Reads the results of earlier runs, or begins empty ones; exits where the file has other settings."""
+    """Reads the results of earlier runs, or begins empty ones; exits where the file has other
+    settings."""
     of_all = {"model.path": "assets/tiny-adder", "run.steps": steps}
     settings = {runner: {**SMALL, **each, **of_all} for runner, each in RUNNERS.items()}
-    empty = {"machine": machine(), "settings": settings, "package": {}, "undisturbed": {}, "seeds": {}}
+    empty = {
+        "machine": machine(),
+        "settings": settings,
+        "package": {},
+        "undisturbed": {},
+        "seeds": {},
+    }
     if not path.exists():
         return empty
     found: dict[str, Any] = json.loads(path.read_text())

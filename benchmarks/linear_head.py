@@ -1,7 +1,8 @@
-"""The three ways through the output layer: time and extra memory of forward and backward, against materialised logits.
+"""The three ways through the output layer: time and extra memory of forward and backward, against
+materialised logits.
 
-All three run on the same tensors in one process, turn by turn, with a token-local loss and a float32 buffer for the
-weight's gradient, as Megatron has one.
+All three run on the same tensors in one process, turn by turn, with a token-local loss and a
+float32 buffer for the weight's gradient, as Megatron has one.
 
     python benchmarks/linear_head.py
     python benchmarks/linear_head.py --rows 32768 --hidden 5120 --columns 151936 --dtype bfloat16 --chunk 2048   a GPU's
@@ -31,7 +32,9 @@ MODES = ("materialised", "gradient_in_forward", "recompute")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--columns", type=int, default=32768)
@@ -50,13 +53,17 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """By mode: median seconds, extra MB, both as shares of materialised logits', and the largest error of the weight's
-    gradient against it, relative to the largest entry."""
+    """By mode: median seconds, extra MB, both as shares of materialised logits', and the largest
+    error of the weight's gradient against it, relative to the largest entry."""
     where = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, args.dtype)
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(args.rows, args.hidden, generator=generator).to(where, dtype).requires_grad_()
-    weight = (torch.randn(args.columns, args.hidden, generator=generator) / args.hidden**0.5).to(where, dtype)
+    hidden = (
+        torch.randn(args.rows, args.hidden, generator=generator).to(where, dtype).requires_grad_()
+    )
+    weight = (torch.randn(args.columns, args.hidden, generator=generator) / args.hidden**0.5).to(
+        where, dtype
+    )
     weight = weight.requires_grad_()
     targets = torch.randint(0, args.columns, (args.rows,), generator=generator).to(where)
     advantage = torch.randn(args.rows, generator=generator).to(where)
@@ -74,7 +81,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         head = LinearHead(problem, mode, args.chunk)  # type: ignore[arg-type]
         buffer.zero_()
         before = memory(where, reset=True)
-        seconds = timed(lambda: head.loss(hidden, weight, targets, loss_of, buffer)[0].backward(), where)
+        seconds = timed(
+            lambda: head.loss(hidden, weight, targets, loss_of, buffer)[0].backward(), where
+        )
         extra = memory(where) - before
         if weight.grad is not None:  # as Megatron's hook does
             buffer.add_(weight.grad)
@@ -93,10 +102,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "seconds": statistics.median(run[mode][0] for run in runs),
             "extra_mb": statistics.median(run[mode][1] for run in runs) / 1e6,
             "time_share": statistics.median(run[mode][0] / run["materialised"][0] for run in runs),
-            "memory_share": statistics.median(run[mode][1] / run["materialised"][1] for run in runs),
+            "memory_share": statistics.median(
+                run[mode][1] / run["materialised"][1] for run in runs
+            ),
             "gradient_error": float((gradients[mode] - whole).abs().max() / whole.abs().max()),
         }
-    return {mode: {name: float(f"{x:.4g}") for name, x in each.items()} for mode, each in found.items()}
+    return {
+        mode: {name: float(f"{x:.4g}") for name, x in each.items()} for mode, each in found.items()
+    }
 
 
 def timed(run: Callable[[], Any], where: str) -> float:

@@ -1,15 +1,16 @@
-"""2,000 steps of STARE on two cores of a processor, of which twelve times something is killed or stopped and which
-nobody touches, and the same steps of GRPO, undisturbed.
+"""2,000 steps of STARE on two cores of a processor, of which twelve times something is killed or
+stopped and which nobody touches, and the same steps of GRPO, undisturbed.
 
-The quickstart's configuration on Ray at TP2, a save every 20 steps, under `train --supervise`. Kinds and steps of the
-faults are drawn with a seed: each process of the run is killed (SIGKILL) at least once, and one rank is stopped
-(SIGSTOP), which the black box has to end. Every ten steps it is looked at what all processes of the run hold: memory
-(Pss), descriptors, entries of /dev/shm.
+The quickstart's configuration on Ray at TP2, a save every 20 steps, under `train --supervise`.
+Kinds and steps of the faults are drawn with a seed: each process of the run is killed (SIGKILL) at
+least once, and one rank is stopped (SIGSTOP), which the black box has to end. Every ten steps it is
+looked at what all processes of the run hold: memory (Pss), descriptors, entries of /dev/shm.
 
-Where the system lets it, the run has a /dev/shm of its own, so that nothing else on the machine counts.
+Where the system lets it, the run has a /dev/shm of its own, so that nothing else on the machine
+counts.
 
-Resumable: where this is killed, the run ends in order with it, and the same command goes on from its directory; what
-was done to it and seen of it is on disk, and not done again.
+Resumable: where this is killed, the run ends in order with it, and the same command goes on from
+its directory; what was done to it and seen of it is on disk, and not done again.
 
     python benchmarks/long_run.py
     python benchmarks/long_run.py --only grpo --runs FOLDER --out FILE
@@ -33,7 +34,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is run; the environment may have another's
+# the package that is run; the environment may have another's
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # of what a run leaves behind
 
 import psutil
@@ -52,8 +54,9 @@ STARE = {
     "run.checkpoint_every": 20,
     "faults.hangs.end_run": True,
     "rollout.threads": 1,
-    # several micro-batches a step, as any run but a tiny one has: in one of the whole batch tensors are as large as the
-    # batch happens to be, and the C library's heap breaks into pieces for some 200 steps after each start
+    # several micro-batches a step, as any run but a tiny one has: in one of the whole batch tensors
+    # are as large as the batch happens to be, and the C library's heap breaks into pieces for some
+    # 200 steps after each start
     "batch.micro_batch_tokens": 2048,
 }
 # what STARE is compared with differs from it in nothing but weights and gate: scripts/quickstart.sh
@@ -62,16 +65,19 @@ GRPO = {
     "algorithm.aggregation": "token_mean",
     "algorithm.clip_high": 0.28,
     "algorithm.dual_clip": 10,
-    # nothing is done to it, so one process does: its numbers are those of two ranks on Ray, to rounding
+    # nothing is done to it, so one process does: its numbers are those of two ranks on Ray, to
+    # rounding
     "runtime.runner": "inline",
     "parallel.tensor": 1,
 }
 SETTINGS = {"stare": STARE, "grpo": STARE | GRPO}
 STOPPED = "rank stopped"
 STARTING = "starting"  # a worker that has been asked nothing yet
-# Ray gives its workers way to everything else on the machine (nice 15): beside other work they would hardly run
+# Ray gives its workers way to everything else on the machine (nice 15): beside other work they
+# would hardly run
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0"}
-CONTINUED = (75, 130, 143)  # exit codes of a run that somebody has told to end, and that goes on by the same command
+# exit codes of a run that somebody has told to end, and that goes on by the same command
+CONTINUED = (75, 130, 143)
 LOOK_S = 0.05
 SAMPLES_EVERY, SAMPLE_AT = 10, 5  # steps; saves are begun at multiples of 20
 TAIL_BYTES = 64_000  # of the record, more than two lines
@@ -95,7 +101,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--faults", type=int, default=12)
     parser.add_argument("--seed", type=int, default=1, help="of the faults")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs/long_run", help="where the run directories go")
+    parser.add_argument(
+        "--runs", type=Path, default=ROOT / "runs/long_run", help="where the run directories go"
+    )
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("overrides", nargs="*", help="settings of both runs, key=value")
     args = parser.parse_args()
@@ -115,20 +123,23 @@ def main() -> None:
 
 
 def draw(seed: int, count: int, steps: int) -> list[Fault]:
-    """Each kind once and a rank stopped, as far as the count goes, then any kind; steps anywhere but in the last
-    hundredth, after which nothing would be seen to go on."""
+    """Each kind once and a rank stopped, as far as the count goes, then any kind; steps anywhere
+    but in the last hundredth, after which nothing would be seen to go on."""
     drawn = random.Random(seed)
     each = [*PROCESSES["ray"], STOPPED]
     drawn.shuffle(each)
     kinds = (each + drawn.choices(PROCESSES["ray"], k=count))[:count]
     drawn.shuffle(kinds)
     at = sorted(drawn.sample(range(1, steps - steps // 100), count))
-    return [Fault(step, kind, drawn.random(), drawn.random()) for step, kind in zip(at, kinds, strict=True)]
+    return [
+        Fault(step, kind, drawn.random(), drawn.random())
+        for step, kind in zip(at, kinds, strict=True)
+    ]
 
 
 def events_of(runs: Path, name: str) -> Path:
-    """File of what was done to a run and observed of it, a line each. The file lies beside the run's directory, because
-    a run may begin that directory anew."""
+    """File of what was done to a run and observed of it, a line each. The file lies beside the
+    run's directory, because a run may begin that directory anew."""
     return runs / f"{name}.events.jsonl"
 
 
@@ -139,7 +150,9 @@ class LongRun:
         overrides: settings, key=value.
     """
 
-    def __init__(self, name: str, runs: Path, steps: int, overrides: list[str], faults: list[Fault]) -> None:
+    def __init__(
+        self, name: str, runs: Path, steps: int, overrides: list[str], faults: list[Fault]
+    ) -> None:
         self._dir, self._events, self._faults = runs / name, events_of(runs, name), faults
         self._said = runs / f"{name}.log"
         settings = {**SETTINGS[name], "run.name": name, "run.steps": steps}
@@ -165,13 +178,24 @@ class LongRun:
             supervisor.terminate()
             supervisor.wait()
         left = traces.left()
-        print(f"{self._dir.name}: ended with code {code}{', LEFT ' if left else ''}{' '.join(left)}", flush=True)
+        print(
+            f"{self._dir.name}: ended with code {code}{', LEFT ' if left else ''}{' '.join(left)}",
+            flush=True,
+        )
         self._note("ended", code=code, left=left)
 
     def _start(self, traces: Traces, again: bool) -> subprocess.Popen[bytes]:
         resume = ["--resume"] if again and (self._dir / "config.yaml").exists() else []
         config = str(ROOT / "configs/quickstart.yaml")
-        command = [sys.executable, "-m", "megatron_stare.cli", "train", config, f"run.dir={self._dir}", *self._settings]
+        command = [
+            sys.executable,
+            "-m",
+            "megatron_stare.cli",
+            "train",
+            config,
+            f"run.dir={self._dir}",
+            *self._settings,
+        ]
         command += [*resume, "--supervise"]
         own = ["unshare", "--mount", "--", "sh", "-c", OWN_SHM, "sh"]
         has_own = subprocess.run([*own, "true"], capture_output=True).returncode == 0
@@ -196,15 +220,19 @@ class LongRun:
         return supervisor
 
     def _wait_for_the_end_of(self, pid: int, created: float) -> None:
-        """Waits for a supervisor whose starter was killed: such a supervisor ends its run in order."""
+        """Waits for a supervisor whose starter was killed: such a supervisor ends its run in
+        order."""
         with contextlib.suppress(psutil.NoSuchProcess):
             before = psutil.Process(pid)
             if before.create_time() == created:
                 before.wait()
 
-    def _watch(self, supervisor: subprocess.Popen[bytes], todo: list[Fault], traces: Traces) -> None:
+    def _watch(
+        self, supervisor: subprocess.Popen[bytes], todo: list[Fault], traces: Traces
+    ) -> None:
         """Does what is to be done to the run, and looks at it, until it ends."""
-        seen, beyond = 0, self._newest()[0]  # the step last looked at; the furthest before the last fault
+        # the step last looked at; the furthest before the last fault
+        seen, beyond = 0, self._newest()[0]
         while supervisor.poll() is None:
             step, seconds = self._newest()
             if todo and step >= max(todo[0].step, beyond + 1):
@@ -247,8 +275,8 @@ class LongRun:
         return False
 
     def _sample(self, supervisor: subprocess.Popen[bytes]) -> dict[str, Any]:
-        """Counts what each kind of process holds: number, Pss in bytes, descriptors, threads. The sizes of /dev/shm, as
-        the run sees it, are added."""
+        """Counts what each kind of process holds: number, Pss in bytes, descriptors, threads. The
+        sizes of /dev/shm, as the run sees it, are added."""
         kinds: dict[str, dict[str, int]] = {}
         for process in _tree(supervisor.pid):
             with contextlib.suppress(psutil.Error, OSError):
@@ -258,7 +286,9 @@ class LongRun:
                     "descriptors": process.num_fds(),
                     "threads": process.num_threads(),
                 }
-                of_kind = kinds.setdefault(self._kind(process, supervisor.pid), dict.fromkeys(held, 0))
+                of_kind = kinds.setdefault(
+                    self._kind(process, supervisor.pid), dict.fromkeys(held, 0)
+                )
                 for what, much in held.items():
                     of_kind[what] += much
         shm = Path(f"/proc/{supervisor.pid}/root/dev/shm")
@@ -270,8 +300,8 @@ class LongRun:
         return {"kinds": kinds, "shm": {"entries": len(sizes), "bytes": sum(sizes)}}
 
     def _kind(self, process: psutil.Process, supervisor: int) -> str:
-        """Kind of a process, by its command: one of kill_anywhere.PROCESSES or another. A kind that is known is not
-        looked up again."""
+        """Kind of a process, by its command: one of kill_anywhere.PROCESSES or another. A kind that
+        is known is not looked up again."""
         if process not in self._kinds:
             found = _named(process, supervisor)
             if found == STARTING:
@@ -311,7 +341,8 @@ def _named(process: psutil.Process, supervisor: int) -> str:
 
 
 def _role(pid: int, supervisor: int) -> str:
-    """Role of a worker as its beats name it: ranks and engines have one thread each. Without beats it is STARTING."""
+    """Role of a worker as its beats name it: ranks and engines have one thread each. Without beats
+    it is STARTING."""
     for beat in Path(f"/proc/{supervisor}/root/dev/shm").glob(f"{PREFIX}*/beat_*.json"):
         with contextlib.suppress(OSError, ValueError):  # it is replaced
             found = json.loads(beat.read_text())

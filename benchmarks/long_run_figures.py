@@ -19,14 +19,26 @@ from megatron_stare.run_dir.json_lines import read_jsonl
 
 TARGET, BAND = 0.12, 0.25  # nats, of configs/quickstart.yaml; share of it
 HELD_AFTER, HELD_SHARE = 300, 0.9  # steps, of the others
-LEVEL_AFTER, MEMORY_SHARE = 200, 0.05  # steps of the run, and after a fault, of its new processes; growth, of the mean
+# steps of the run, and after a fault, of its new processes; growth, of the mean
+LEVEL_AFTER, MEMORY_SHARE = 200, 0.05
 SAVE_EVERY, SAVE_SHARE = 20, 0.03  # steps; of wall time
-WRITTEN = 5  # steps after a save beside which its writers may still be at work; at the sixth processes are looked at
+# steps after a save beside which its writers may still be at work; at the sixth processes are
+# looked at
+WRITTEN = 5
 LAST = 100  # steps that say where a run ended
 FAULTS = 10
 COUNT_SHARE = 0.01  # of the mean, over the run
 COUNTED = ("descriptors", "processes", "shm")  # the entries of the last
-SETTINGS = ("parallel", "batch", "rollout", "runtime", "algorithm", "optimizer", "checkpoint", "faults")
+SETTINGS = (
+    "parallel",
+    "batch",
+    "rollout",
+    "runtime",
+    "algorithm",
+    "optimizer",
+    "checkpoint",
+    "faults",
+)
 Sample = dict[str, Any]
 
 
@@ -78,7 +90,10 @@ def judged(runs: Mapping[str, Mapping[str, Any]], steps: int) -> dict[str, bool]
         "twin_outside": bool(twin) and not _inside(twin["entropy"]["end"]),
         "memory_level": bool(stare) and stare["memory"]["over_the_run"] is not None,
         **{f"{what}_level": bool(stare) and _level(stare[what]) for what in COUNTED},
-        **{f"{what}_level_over_restarts": bool(stare) and _level_over_restarts(stare[what]) for what in COUNTED},
+        **{
+            f"{what}_level_over_restarts": bool(stare) and _level_over_restarts(stare[what])
+            for what in COUNTED
+        },
         "saves_cheap": bool(stare) and stare["saves"]["share"] < SAVE_SHARE,
     }
     if found["memory_level"]:
@@ -96,8 +111,8 @@ def _injected(found: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _level(found: Mapping[str, Any]) -> bool:
-    """Checks that a number does not rise between faults. The slope need not be 0: a connection that is there at one
-    look and not at the next makes it a little more."""
+    """Checks that a number does not rise between faults. The slope need not be 0: a connection that
+    is there at one look and not at the next makes it a little more."""
     return found["over_the_run"] is not None and found["over_the_run"] < COUNT_SHARE
 
 
@@ -108,7 +123,8 @@ def _level_over_restarts(found: Mapping[str, Any]) -> bool:
 
 
 def entropy(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Shares of the steps after HELD_AFTER whose entropy lies inside the band, and where the run ended, nats."""
+    """Shares of the steps after HELD_AFTER whose entropy lies inside the band, and where the run
+    ended, nats."""
     held = [row["entropy/mean"] for row in rows if row["step"] > HELD_AFTER]
     return {
         "target": TARGET,
@@ -129,8 +145,9 @@ def _inside(nats: float) -> bool:
 
 
 def saves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Cost of saving: seconds that training waited, and seconds by which steps are longer beside working writers. The
-    latter are the excess of these steps' medians over the median of the other steps of a cycle."""
+    """Cost of saving: seconds that training waited, and seconds by which steps are longer beside
+    working writers. The latter are the excess of these steps' medians over the median of the other
+    steps of a cycle."""
     rows = rows[SAVE_EVERY:]  # the first steps are warm-up
     waited = sum(row["perf/save_s"] for row in rows)
     cycle: dict[int, list[float]] = {}
@@ -149,15 +166,21 @@ def saves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def faults(events: Sequence[Mapping[str, Any]], starts: Sequence[tuple[float, int]]) -> list[dict[str, Any]]:
-    """Each with the seconds until workers were started again for it, and the step that was gone back to.
+def faults(
+    events: Sequence[Mapping[str, Any]], starts: Sequence[tuple[float, int]]
+) -> list[dict[str, Any]]:
+    """Each with the seconds until workers were started again for it, and the step that was gone
+    back to.
 
     Args:
-        starts: of the run's sessions, as seconds of the clock, whole ones, and the step after which they go on.
+        starts: of the run's sessions, as seconds of the clock, whole ones, and the step after which
+            they go on.
     """
     those = [event for event in events if event["event"] == "fault"]
     found = []
-    for event, until in zip(those, [*(each["at"] for each in those), float("inf")][1:], strict=True):
+    for event, until in zip(
+        those, [*(each["at"] for each in those), float("inf")][1:], strict=True
+    ):
         again = next(((at, step) for at, step in starts if event["at"] < at < until), None)
         found.append(
             {
@@ -171,9 +194,11 @@ def faults(events: Sequence[Mapping[str, Any]], starts: Sequence[tuple[float, in
     return found
 
 
-def stretches(samples: Sequence[Sample], events: Sequence[Mapping[str, Any]], settled: int) -> list[list[Sample]]:
-    """Samples after LEVEL_AFTER, those between two faults or starts by hand together, without so many steps after
-    one."""
+def stretches(
+    samples: Sequence[Sample], events: Sequence[Mapping[str, Any]], settled: int
+) -> list[list[Sample]]:
+    """Samples after LEVEL_AFTER, those between two faults or starts by hand together, without so
+    many steps after one."""
     found: list[list[Sample]] = [[]]
     since = last = 0
     for event in events:
@@ -189,10 +214,15 @@ def stretches(samples: Sequence[Sample], events: Sequence[Mapping[str, Any]], se
 def growth(
     samples: Sequence[Sample], events: Sequence[Mapping[str, Any]], value: Callable[[Sample], float]
 ) -> dict[str, Any]:
-    """The slope of one line with an intercept for each stretch between faults (least squares), times the steps after
-    LEVEL_AFTER; as it is, and as a share of the mean."""
+    """The slope of one line with an intercept for each stretch between faults (least squares),
+    times the steps after LEVEL_AFTER; as it is, and as a share of the mean."""
     steps = max((sample["step"] for sample in samples), default=0) - LEVEL_AFTER
-    found: dict[str, Any] = {"rise": None, "over_the_run": None, "over_the_run_unsettled": None, "levels": []}
+    found: dict[str, Any] = {
+        "rise": None,
+        "over_the_run": None,
+        "over_the_run_unsettled": None,
+        "levels": [],
+    }
     for settled, name in ((LEVEL_AFTER, "over_the_run"), (0, "over_the_run_unsettled")):
         parts = stretches(samples, events, settled)
         if not parts:
@@ -224,7 +254,9 @@ def by_kind(samples: Sequence[Sample], events: Sequence[Mapping[str, Any]]) -> d
     kinds = sorted({kind for sample in samples for kind in sample["kinds"]})
     found = {}
     for kind in kinds:
-        grown = growth(samples, events, lambda sample, kind=kind: sample["kinds"].get(kind, {}).get("pss", 0))
+        grown = growth(
+            samples, events, lambda sample, kind=kind: sample["kinds"].get(kind, {}).get("pss", 0)
+        )
         levels = grown["levels"]
         found[kind] = {
             "mb": [round(each["median"] / 1e6, 1) for each in levels],

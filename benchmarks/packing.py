@@ -1,7 +1,8 @@
-"""Packed against padded micro-batches on a ragged batch: tokens a second of the log-prob pass and of the gradient.
+"""Packed against padded micro-batches on a ragged batch: tokens a second of the log-prob pass and
+of the gradient.
 
-Both run the same samples under the same token budget in one process, turn by turn, so that a change of the machine's
-speed meets both. Lengths are log-normal, as those of long chains of thought are.
+Both run the same samples under the same token budget in one process, turn by turn, so that a change
+of the machine's speed meets both. Lengths are log-normal, as those of long chains of thought are.
 
     python benchmarks/packing.py
 """
@@ -35,7 +36,9 @@ VOCAB = 1000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=96)
     parser.add_argument("--median", type=float, default=60, help="median response length, tokens")
     parser.add_argument("--sigma", type=float, default=0.9, help="spread of the lengths' logarithm")
@@ -55,19 +58,25 @@ def main() -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Medians over the repeats, and the ratio packed / padded pair by pair."""
-    batch = ragged_batch(args.samples, VOCAB, median=args.median, sigma=args.sigma, longest=args.longest)
+    batch = ragged_batch(
+        args.samples, VOCAB, median=args.median, sigma=args.sigma, longest=args.longest
+    )
     tokens = int(batch.lengths.sum())
     with tiny_policy(VOCAB, args.hidden, args.layers) as (model, shape, layout):
         head = Head(shape.vocab_size, 1.0, layout)
 
         def once(packed: bool) -> tuple[float, int]:
-            rules = PlanRules(data_parallel=1, budget=args.budget, packed=packed, cost=cost_of(shape))
+            rules = PlanRules(
+                data_parallel=1, budget=args.budget, packed=packed, cost=cost_of(shape)
+            )
             start = time.perf_counter()
             plan = plan_micro_batches(batch.lengths.tolist(), rules)
             share = batch.share(plan.samples_of(0))
             rank_batch = RankBatch(share, plan, 0, device(), WholeSequences(packed=packed))
             compute_log_probs(model, rank_batch, head)
-            accumulate_gradients(model, rank_batch, head, lambda lp, _, __: (lp.sum() / tokens, {"lp": lp.detach()}))
+            accumulate_gradients(
+                model, rank_batch, head, lambda lp, _, __: (lp.sum() / tokens, {"lp": lp.detach()})
+            )
             return time.perf_counter() - start, len(rank_batch.micro_batches)
 
         once(True), once(False)  # warm up

@@ -7,8 +7,8 @@ from typing import Any
 
 
 def spread(one: list[float], other: list[float]) -> dict[str, Any]:
-    """Ratios pair by pair: their median, the order statistics that enclose the true median with 95 %, their quartiles;
-    and the ratio of the two quickest."""
+    """Ratios pair by pair: their median, the order statistics that enclose the true median with 95
+    %, their quartiles; and the ratio of the two quickest."""
     ratios = sorted(a / b for a, b in zip(one, other, strict=True))
     count = len(ratios)
     outer = max(int(count / 2 - 0.98 * count**0.5), 0)

@@ -1,11 +1,11 @@
 """Compares `megatron-stare plan` with CPU runs: bytes of tensors in many layouts, seconds in a few.
 
-Predictions come first and are committed before anything they speak of is run; `measure` adds what the runs took and
-never changes a prediction. Memory: the fullest rank's tensors in the update (`plan/update_mb` and
-`memory/update_live_mb`).
-Seconds: medians of a step's, in configurations that the coefficients were not fitted to; the fit is of one other run,
-or of two of other widths.
-Responses all have the longest length, so that micro-batches are full, as the plan's are.
+Predictions come first and are committed before anything they speak of is run; `measure` adds what
+the runs took and never changes a prediction. Memory: the fullest rank's tensors in the update
+(`plan/update_mb` and `memory/update_live_mb`).
+Seconds: medians of a step's, in configurations that the coefficients were not fitted to; the fit is
+of one other run, or of two of other widths. Responses all have the longest length, so that
+micro-batches are full, as the plan's are.
 
     python benchmarks/plan_accuracy.py predict          # runs those that coefficients are fitted to
     git add benchmarks/results/plan_accuracy.json && git commit
@@ -43,15 +43,19 @@ from megatron_stare.run_dir.json_lines import read_jsonl
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks/results/plan_accuracy.json"
 ADDER = ROOT / "assets/tiny-adder"
-PROMPT, END, WORDS = 9, 1, 16  # tokens of every prompt; the end token, which the models never draw; the vocabulary
+# tokens of every prompt; the end token, which the models never draw; the vocabulary
+PROMPT, END, WORDS = 9, 1, 16
 MEMORY_WITHIN, SECONDS_WITHIN = 0.10, 0.25
 STEPS, LEFT_OUT = {"memory": 3, "seconds": 23}, 3
 
 Run = dict[str, Any]
 
 
-def run_of(response: int = 39, sequences: int = 16, hidden: int = 128, layers: int = 4, **settings: Any) -> Run:
-    """Settings of a run whose micro-batches hold so many sequences of `PROMPT + response` tokens, full."""
+def run_of(
+    response: int = 39, sequences: int = 16, hidden: int = 128, layers: int = 4, **settings: Any
+) -> Run:
+    """Settings of a run whose micro-batches hold so many sequences of `PROMPT + response` tokens,
+    full."""
     named = {name.replace("__", "."): value for name, value in settings.items()}
     tokens = sequences * (PROMPT + response)
     return {
@@ -79,7 +83,9 @@ MEMORY = {
     "large micro-batches": run_of(sequences=32),
     "all recomputed": run_of(response=119, model__recompute="full"),
     "attention recomputed": run_of(response=119, model__recompute="selective"),
-    "feed-forward recomputed": run_of(model__recompute="selective", model__recompute_modules="[mlp]"),
+    "feed-forward recomputed": run_of(
+        model__recompute="selective", model__recompute_modules="[mlp]"
+    ),
     "tensor 2": run_of(parallel__tensor=2),
     "tensor 2, sequence parallel": run_of(parallel__tensor=2, parallel__sequence=True),
     "data 2": run_of(parallel__data=2),
@@ -108,7 +114,8 @@ FITS: dict[str, tuple[list[Run], dict[str, Run]]] = {
         },
     ),
     "hidden 256": ([run_of(hidden=256, sequences=32)], WIDE),
-    # this machine's speed moves by a fifth from one minute to another: the run of the middle of three
+    # this machine's speed moves by a fifth from one minute to another: the run of the middle of
+    # three
     "hidden 256, of three runs": ([run_of(hidden=256, sequences=32)], WIDE),
     # what does not grow with a model's products shows in runs of other widths and batches
     "hidden 128 and 256, of three runs each": (
@@ -121,20 +128,28 @@ PHASES = ("rollout", "log_probs", "update", "sync", "step")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("stage", choices=["predict", "measure"])
     parser.add_argument("--only", choices=["memory", "seconds"], help="of what is measured")
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found: Run = json.loads(args.out.read_text()) if args.out.exists() else {"machine": machine()}
+        found: Run = (
+            json.loads(args.out.read_text()) if args.out.exists() else {"machine": machine()}
+        )
         if args.stage == "predict":
             predict(found, Path(folder))
         else:
             kinds = {"memory": (MEMORY, found["memory"])}
             kinds |= {fit: (runs, found["fits"][fit]["seconds"]) for fit, (_, runs) in FITS.items()}
             for kind, (runs, known) in kinds.items():
-                for name in runs if args.only is None or (args.only == "memory") == (kind == "memory") else ():
+                for name in (
+                    runs
+                    if args.only is None or (args.only == "memory") == (kind == "memory")
+                    else ()
+                ):
                     if "measured" not in known[name]:
                         known[name] |= measured(kind, runs[name], Path(folder))
                         found["verdict"] = verdict(found)
@@ -145,7 +160,8 @@ def main() -> None:
 
 
 def predict(found: Run, folder: Path) -> None:
-    """Adds the predictions that are not there yet: coefficients of one run, and what they say of all others."""
+    """Adds the predictions that are not there yet: coefficients of one run, and what they say of
+    all others."""
     found.setdefault("memory", {})
     fits = found.setdefault("fits", {})
     for name, (fitted, runs) in FITS.items():
@@ -160,7 +176,15 @@ def predict(found: Run, folder: Path) -> None:
                 seconds[run_dir] = statistics.median(row["time/step_s"] for row in rows[LEFT_OUT:])
             middle.append(sorted(seconds, key=seconds.__getitem__)[len(seconds) // 2])
             took |= seconds
-        fit = [sys.executable, "-m", "megatron_stare.cli", "plan", str(middle[0] / "config.yaml"), "--gpu", "cpu-core"]
+        fit = [
+            sys.executable,
+            "-m",
+            "megatron_stare.cli",
+            "plan",
+            str(middle[0] / "config.yaml"),
+            "--gpu",
+            "cpu-core",
+        ]
         fit += [word for run_dir in middle for word in ("--calibrate", str(run_dir))]
         fit += ["--coefficients", str(coefficients)]
         subprocess.run(fit, check=True, stdout=subprocess.DEVNULL, env=environment())
@@ -181,8 +205,13 @@ def predict(found: Run, folder: Path) -> None:
 
 
 def prediction(run: Run, folder: Path, coefficients: Path) -> dict[str, float]:
-    options = options_of(run, folder) | {"plan.gpu": "cpu-core", "plan.coefficients": str(coefficients)}
-    config = load_config(ROOT / "configs/quickstart.yaml", [f"{name}={value}" for name, value in options.items()])
+    options = options_of(run, folder) | {
+        "plan.gpu": "cpu-core",
+        "plan.coefficients": str(coefficients),
+    }
+    config = load_config(
+        ROOT / "configs/quickstart.yaml", [f"{name}={value}" for name, value in options.items()]
+    )
     return predicted(resolve_run(config))
 
 
@@ -195,20 +224,30 @@ def measured(kind: str, run: Run, folder: Path) -> Run:
         return {"measured": round(max(row["memory/update_live_mb"] for row in rows), 3)}
     kept = rows[LEFT_OUT:]
     return {
-        "measured": {phase: round(statistics.median(row[f"time/{phase}_s"] for row in kept), 4) for phase in PHASES}
+        "measured": {
+            phase: round(statistics.median(row[f"time/{phase}_s"] for row in kept), 4)
+            for phase in PHASES
+        }
     }
 
 
 def verdict(found: Run) -> Run:
-    """Errors, as shares of what was measured, and how many are within the bound; of seconds those of a whole step."""
+    """Errors, as shares of what was measured, and how many are within the bound; of seconds those
+    of a whole step."""
     kinds = {"memory": (found["memory"], MEMORY_WITHIN)}
     kinds |= {name: (fit["seconds"], SECONDS_WITHIN) for name, fit in found["fits"].items()}
     said: Run = {}
     for kind, (known, bound) in kinds.items():
         done = {name: each for name, each in known.items() if "measured" in each}
-        errors = {name: _whole(each["predicted"]) / _whole(each["measured"]) - 1 for name, each in done.items()}
+        errors = {
+            name: _whole(each["predicted"]) / _whole(each["measured"]) - 1
+            for name, each in done.items()
+        }
         within = sum(abs(error) <= bound for error in errors.values())
-        said[kind] = {"errors": {name: round(error, 4) for name, error in errors.items()}, "within": within}
+        said[kind] = {
+            "errors": {name: round(error, 4) for name, error in errors.items()},
+            "within": within,
+        }
         said[kind] |= {"of": len(errors)}
     return said
 
@@ -220,7 +259,13 @@ def _whole(value: Any) -> float:
 def train(run: Run, steps: int, run_dir: Path) -> list[dict[str, Any]]:
     """The record of a run, as a user makes it."""
     options = options_of(run, run_dir.parent) | {"run.steps": steps, "run.dir": str(run_dir)}
-    command = [sys.executable, "-m", "megatron_stare.cli", "train", str(ROOT / "configs/quickstart.yaml")]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_stare.cli",
+        "train",
+        str(ROOT / "configs/quickstart.yaml"),
+    ]
     command += [f"{name}={value}" for name, value in options.items()]
     done = subprocess.run(command, capture_output=True, text=True, env=environment())
     if done.returncode:
@@ -234,15 +279,20 @@ def options_of(run: Run, folder: Path) -> dict[str, Any]:
     path = folder / f"model-{shape['hidden']}-{shape['layers']}"
     if not path.exists():
         save_endless(path, **shape)
-    ranks = [value for name, value in run["settings"].items() if name.startswith("parallel.") and value is not True]
+    ranks = [
+        value
+        for name, value in run["settings"].items()
+        if name.startswith("parallel.") and value is not True
+    ]
     alone = {"runtime.runner": "inline"} if max(ranks) == 1 else {}
     off = {"run.checkpoint_every": 0, "eval.prompts": 0, "observability.sinks": "[jsonl]"}
     return {"model.path": str(path), **run["settings"], **alone, **off}
 
 
 def save_endless(path: Path, hidden: int, layers: int) -> None:
-    """A random Qwen2 with the adder's tokenizer that never draws its end token: the first channel of its hidden states
-    is 1 in every layer, and the end token's row of the output layer looks at that channel alone."""
+    """A random Qwen2 with the adder's tokenizer that never draws its end token: the first channel
+    of its hidden states is 1 in every layer, and the end token's row of the output layer looks at
+    that channel alone."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=WORDS,
@@ -269,7 +319,11 @@ def save_endless(path: Path, hidden: int, layers: int) -> None:
         shutil.copy(ADDER / name, path)
     config.architectures = ["Qwen2ForCausalLM"]
     config.save_pretrained(path)
-    save_file({name: each.contiguous() for name, each in tensors.items()}, path / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: each.contiguous() for name, each in tensors.items()},
+        path / "model.safetensors",
+        {"format": "pt"},
+    )
 
 
 def environment() -> dict[str, str]:

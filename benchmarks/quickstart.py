@@ -1,6 +1,7 @@
 """Runs the quickstart for several seeds with STARE and with GRPO, and writes what the runs show.
 
-Resumable: finished runs are kept and not run again. Each run is the user's own command, scripts/quickstart.sh.
+Resumable: finished runs are kept and not run again. Each run is the user's own command,
+scripts/quickstart.sh.
 
     python benchmarks/quickstart.py --seeds 1 2 3
 """
@@ -25,13 +26,21 @@ MEASURED = "measured.json"  # beside a finished run: what it was run from, and h
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--algorithms", nargs="+", default=["stare", "grpo"])
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs/benchmark", help="where the run directories go")
+    parser.add_argument(
+        "--runs", type=Path, default=ROOT / "runs/benchmark", help="where the run directories go"
+    )
     args = parser.parse_args()
     commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.strip()
     for algorithm in args.algorithms:
         for seed in args.seeds:
@@ -57,25 +66,31 @@ def main() -> None:
 
 
 def figures(run_dir: Path) -> dict[str, Any]:
-    """Results of a finished run: accuracies, the gain's paired 95 % interval, metrics, the whole command's figures."""
+    """Results of a finished run: accuracies, the gain's paired 95 % interval, metrics, the whole
+    command's figures."""
     run = read_run(run_dir)
     before, after = run.before, run.after
     assert before is not None and after is not None
     s = summary(run.metrics)
-    difference, low, high = paired_interval(before["correct"], after["correct"], problems=after["problem"])
+    difference, low, high = paired_interval(
+        before["correct"], after["correct"], problems=after["problem"]
+    )
     rounded = {name: round(value, 4) for name, value in s.items() if value is not None}
     return {
         "pass1": [before["pass1"], after["pass1"]],
         "pass1_gain_95": [round(x, 4) for x in (difference, low, high)],
         "greedy": [before["greedy"], after["greedy"]],
         **rounded,
-        **json.loads((run_dir / MEASURED).read_text()),  # of the whole command, start and evaluation included
+        # of the whole command, start and evaluation included
+        **json.loads((run_dir / MEASURED).read_text()),
     }
 
 
 def record(name: str, result: dict[str, Any]) -> None:
     """Adds one run to the result file."""
-    results = json.loads(RESULT.read_text()) if RESULT.exists() else {"machine": machine(), "runs": {}}
+    results = (
+        json.loads(RESULT.read_text()) if RESULT.exists() else {"machine": machine(), "runs": {}}
+    )
     results["runs"][name] = result
     RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(json.dumps(results, indent=1) + "\n")

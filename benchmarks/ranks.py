@@ -13,9 +13,11 @@ from typing import Any
 from megatron_stare.models.shape import ModelShape
 
 
-def measured(one_rank: Callable[..., None], world: int, args: argparse.Namespace, where: Path | None = None) -> None:
-    """Runs one_rank(rank, folder, args, report) on every rank; what one of them reports is printed, and kept in
-    `args.out`.
+def measured(
+    one_rank: Callable[..., None], world: int, args: argparse.Namespace, where: Path | None = None
+) -> None:
+    """Runs one_rank(rank, folder, args, report) on every rank; what one of them reports is printed,
+    and kept in `args.out`.
 
     Args:
         where: the disk that the folder is on; default: that of temporary files.

@@ -1,12 +1,13 @@
-"""The quickstart with both releases of megatron-core, by turns in one run: seconds of a step and of its phases, memory,
-and whether every metric that is no clock is the same number.
+"""The quickstart with both releases of megatron-core, by turns in one run: seconds of a step and of
+its phases, memory, and whether every metric that is no clock is the same number.
 
     PYTHON=python3.11 bash scripts/setup_env.sh            # the older release, in .venv-3.11
     .venv/bin/python benchmarks/releases.py                # three turns of thirty steps, inline and on Ray with TP2
 
-A turn is a run of each release; the first of them changes from turn to turn. Seconds are medians of a run's steps after
-the first five; ratios are newer to older. PyTorch is another build in each (docs/upstreams.md), so what differs is not
-megatron-core's alone. Results are benchmarks/results/releases.json.
+A turn is a run of each release; the first of them changes from turn to turn. Seconds are medians of
+a run's steps after the first five; ratios are newer to older. PyTorch is another build in each
+(docs/upstreams.md), so what differs is not megatron-core's alone. Results are
+benchmarks/results/releases.json.
 """
 
 from __future__ import annotations
@@ -30,12 +31,21 @@ LAYOUTS = {"inline": ["runtime.runner=inline", "parallel.tensor=1"], "tp2": []}
 PHASES = ("step", "rollout", "log_probs", "update", "sync")
 TIMED = ("time/", "perf/", "memory/", "plan/")
 WARM = 5
-ASK = "import importlib.metadata as m, json, torch; print(json.dumps([m.version('megatron-core'), torch.__version__]))"
+ASK = (
+    "import importlib.metadata as m, json, torch; print(json.dumps([m.version('megatron-core'),"
+    " torch.__version__]))"
+)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--older", default=str(ROOT / ".venv-3.11/bin/python"), help="Python of 0.16.1's environment")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--older",
+        default=str(ROOT / ".venv-3.11/bin/python"),
+        help="Python of 0.16.1's environment",
+    )
     parser.add_argument("--newer", default=sys.executable, help="Python of 0.19.2's environment")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
@@ -44,7 +54,10 @@ def main() -> int:
     pythons = {"older": args.older, "newer": args.newer}
     for python in pythons.values():
         if not Path(python).exists():
-            parser.error(f"{python} is not there: PYTHON=python3.11 bash scripts/setup_env.sh makes .venv-3.11")
+            parser.error(
+                f"{python} is not there: PYTHON=python3.11 bash scripts/setup_env.sh makes"
+                " .venv-3.11"
+            )
     result: dict[str, Any] = {"machine": machine(), "steps": args.steps, "turns": args.turns}
     result["releases"] = {name: releases_of(python) for name, python in pythons.items()}
     for layout, overrides in LAYOUTS.items():
@@ -73,7 +86,10 @@ def rows_of(python: str, overrides: list[str]) -> list[dict[str, Any]]:
             [python, "-m", "megatron_stare.cli", "train", "configs/quickstart.yaml", *words],
             cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, check=True,
         )  # fmt: skip
-        return [json.loads(line) for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()
+        ]
 
 
 def compared(made: dict[str, list[list[dict[str, Any]]]]) -> dict[str, Any]:
@@ -86,12 +102,17 @@ def compared(made: dict[str, list[list[dict[str, Any]]]]) -> dict[str, Any]:
         }
         told["ratios"][phase] = spread(seconds["newer"], seconds["older"])
         told["seconds"][phase] = {name: round(median(each), 4) for name, each in seconds.items()}
-    memory = {name: [rows[-1]["memory/tree_pss_gb"] for rows in runs] for name, runs in made.items()}
+    memory = {
+        name: [rows[-1]["memory/tree_pss_gb"] for rows in runs] for name, runs in made.items()
+    }
     told["tree_pss_gb"] = {name: round(median(each), 3) for name, each in memory.items()}
     one, other = (numbers(made[name][0]) for name in ("older", "newer"))
     told["same_numbers"] = one == other
     told["last_step"] = {
-        name: {key: rows[0][-1].get(key) for key in ("reward/mean", "entropy/mean", "optimizer/grad_norm")}
+        name: {
+            key: rows[0][-1].get(key)
+            for key in ("reward/mean", "entropy/mean", "optimizer/grad_norm")
+        }
         for name, rows in made.items()
     }
     return told

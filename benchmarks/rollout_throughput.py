@@ -1,9 +1,10 @@
 """Rollout throughput of the SGLang engine against a bare asyncio client of the same server.
 
-Both send the same requests and keep as many of them under way, turn by turn, so that a change of the machine's speed
-meets both. The bare client is the least there can be: asyncio streams that are kept open, bodies made beforehand,
-answers read as JSON and thrown away. The engine makes the bodies, validates ids, balances, and turns answers into
-tokens with log-probs and weight versions. Every response has the same length.
+Both send the same requests and keep as many of them under way, turn by turn, so that a change of
+the machine's speed meets both. The bare client is the least there can be: asyncio streams that are
+kept open, bodies made beforehand, answers read as JSON and thrown away. The engine makes the
+bodies, validates ids, balances, and turns answers into tokens with log-probs and weight versions.
+Every response has the same length.
 
     python benchmarks/rollout_throughput.py        # needs scripts/setup_sglang.sh
 """
@@ -40,10 +41,14 @@ TARGET = 0.95  # of the bare client's throughput
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--under-way", type=int, default=64, help="requests a server is given at a time")
+    parser.add_argument(
+        "--under-way", type=int, default=64, help="requests a server is given at a time"
+    )
     parser.add_argument("--threads", type=int, default=1, help="of a server")
     parser.add_argument("--repeats", type=int, default=6)
     args = parser.parse_args()
@@ -54,7 +59,9 @@ def main() -> None:
 def measure(args: argparse.Namespace) -> None:
     """Writes the result after every pair."""
     params = SamplingParams(1.0, args.new_tokens, seed=1, step=1, stop_token_ids=(1,))
-    requests = [GenerateRequest(f"{i}:0", (3, 14, 4, 2 + i % 10, 15), i, 0) for i in range(args.requests)]
+    requests = [
+        GenerateRequest(f"{i}:0", (3, 14, 4, 2 + i % 10, 15), i, 0) for i in range(args.requests)
+    ]
     config = Config.model_validate(
         {
             "model": {"path": str(MODEL)},
@@ -79,7 +86,8 @@ def measure(args: argparse.Namespace) -> None:
 
         ours(-1), theirs(-1)  # warm up
         pairs = []
-        for turn in range(args.repeats):  # who goes first changes, so that neither always meets a server just rested
+        # who goes first changes, so that neither always meets a server just rested
+        for turn in range(args.repeats):
             order = (ours, theirs) if turn % 2 else (theirs, ours)
             rates = {call: tokens_per_s(call, turn) for call in order}
             pairs.append((rates[ours], rates[theirs]))
@@ -111,7 +119,9 @@ def result_of(args: argparse.Namespace, pairs: list[tuple[float, float]]) -> dic
 
 def say_one_token(engine: SGLangEngine) -> None:
     """Brings the server weights that only ever say SAID."""
-    tensors = {name: torch.zeros_like(t) for name, t in load_file(MODEL / "model.safetensors").items()}
+    tensors = {
+        name: torch.zeros_like(t) for name, t in load_file(MODEL / "model.safetensors").items()
+    }
     for name, tensor in tensors.items():
         if name.endswith("norm.weight") or name == "model.embed_tokens.weight":
             tensor.fill_(1.0)
@@ -129,10 +139,16 @@ def tokens_per_s(call: Callable[[int], int], turn: int) -> float:
 
 
 async def bare(
-    engine: SGLangEngine, requests: list[GenerateRequest], params: SamplingParams, under_way: int, turn: int
+    engine: SGLangEngine,
+    requests: list[GenerateRequest],
+    params: SamplingParams,
+    under_way: int,
+    turn: int,
 ) -> int:
     """Sends the requests over `under_way` connections; the tokens that came back."""
-    bodies = [json.dumps(generate_body(r, params, f"bare{turn}-{r.rid}")).encode() for r in requests]
+    bodies = [
+        json.dumps(generate_body(r, params, f"bare{turn}-{r.rid}")).encode() for r in requests
+    ]
     waiting = iter(bodies)
     tokens = 0
 
@@ -158,7 +174,9 @@ async def bare(
         await writer.wait_closed()
 
     assert engine.process is not None
-    await asyncio.gather(*(connection(engine.process.url, engine.process.api_key) for _ in range(under_way)))
+    await asyncio.gather(
+        *(connection(engine.process.url, engine.process.api_key) for _ in range(under_way))
+    )
     return tokens
 
 

@@ -1,7 +1,9 @@
-"""How long a page of sampled responses takes to write, open, filter and scroll in a headless Chromium, by their number.
+"""How long a page of sampled responses takes to write, open, filter and scroll in a headless
+Chromium, by their number.
 
-Responses of mathematics' length, of which a third carry the numbers of their tokens; a small page beside the large one
-says what the number costs. Medians of several openings; a frame is one that the page draws while it scrolls.
+Responses of mathematics' length, of which a third carry the numbers of their tokens; a small page
+beside the large one says what the number costs. Medians of several openings; a frame is one that
+the page draws while it scrolls.
 
 python benchmarks/rollouts_page.py --out benchmarks/results/rollouts_page.json
 """
@@ -99,12 +101,20 @@ def run_directory(folder: Path, responses: int) -> Path:
         f"run: {{name: made, steps: {steps}}}\nalgorithm: {{name: stare, variant: C2}}\n"
     )
     rows = [
-        {"step": step, "stare/gate": step % 2, "stare/threshold_plus": 0.4, "stare/threshold_minus": 0.7}
+        {
+            "step": step,
+            "stare/gate": step % 2,
+            "stare/threshold_plus": 0.4,
+            "stare/threshold_minus": 0.7,
+        }
         for step in range(1, steps + 1)
     ]
     (folder / "metrics.jsonl").write_text("".join(map(to_line, rows)))
     for step in range(1, steps + 1):
-        write_atomically(rollout_file(folder / "rollouts", step), [_response(step, i, noise) for i in range(PER_STEP)])
+        write_atomically(
+            rollout_file(folder / "rollouts", step),
+            [_response(step, i, noise) for i in range(PER_STEP)],
+        )
     return folder
 
 
@@ -116,8 +126,10 @@ def _response(step: int, number: int, noise: random.Random) -> dict[str, Any]:
         "step": step,
         "cursor": step * PER_STEP + number,
         "sample": number % 8,
-        "prompt": f"Find the number of ordered pairs of integers below {noise.randint(10, 10**6)} whose "
-        + " ".join(noise.choice(WORDS) for _ in range(40)),
+        "prompt": (
+            f"Find the number of ordered pairs of integers below {noise.randint(10, 10**6)} whose "
+            + " ".join(noise.choice(WORDS) for _ in range(40))
+        ),
         "response": "".join(pieces),
         "answer": str(noise.randint(0, 999)),
         "reward": float(right),
@@ -144,9 +156,15 @@ async def opened(page: Path) -> dict[str, Any]:
         await here.open(page, 1400)
         found: dict[str, Any] = {"listed_ms": await here.settled(READY)}
         found["first_paint_ms"] = await here.settled(PAINTED)
-        found["filter_reward_ms"], _ = await here.settled(FILTERED.format(name="reward-from", value="1"))
-        found["search_first_ms"], _ = await here.settled(FILTERED.format(name="search", value="factor 7 12"))
-        found["search_again_ms"], _ = await here.settled(FILTERED.format(name="search", value="factor 144"))
+        found["filter_reward_ms"], _ = await here.settled(
+            FILTERED.format(name="reward-from", value="1")
+        )
+        found["search_first_ms"], _ = await here.settled(
+            FILTERED.format(name="search", value="factor 7 12")
+        )
+        found["search_again_ms"], _ = await here.settled(
+            FILTERED.format(name="search", value="factor 144")
+        )
         await here.settled(FILTERED.format(name="search", value=""))
         frames = sorted(await here.settled(SCROLLED))
         found["scroll_frame_median_ms"] = frames[len(frames) // 2]
@@ -176,7 +194,9 @@ def measure(responses: int, openings: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--responses", type=int, nargs="+", default=[100, 10_000])
     parser.add_argument("--openings", type=int, default=5)
@@ -184,7 +204,10 @@ def main() -> None:
     if browser() is None:
         parser.error("there is no Chromium here: apt-get install chromium")
     rows = [measure(number, args.openings) for number in args.responses]
-    args.out.write_text(json.dumps({"machine": machine(), "openings": args.openings, "pages": rows}, indent=2) + "\n")
+    args.out.write_text(
+        json.dumps({"machine": machine(), "openings": args.openings, "pages": rows}, indent=2)
+        + "\n"
+    )
     print(args.out.read_text())
 
 

@@ -1,5 +1,6 @@
-"""Rotary embeddings of packed sequences: gathered by position and applied at once, as here, against Megatron's own,
-which cuts the row into its sequences. Forward and backward of one layer's queries, turn by turn; the results are equal.
+"""Rotary embeddings of packed sequences: gathered by position and applied at once, as here, against
+Megatron's own, which cuts the row into its sequences. Forward and backward of one layer's queries,
+turn by turn; the results are equal.
 
     python benchmarks/rotary.py
 """
@@ -31,7 +32,9 @@ class OneRank:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--size", type=int, default=64, help="of a head")
@@ -39,7 +42,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    result = {"machine": machine(), "settings": {k: v for k, v in vars(args).items() if k != "out"}, "sequences": {}}
+    result = {
+        "machine": machine(),
+        "settings": {k: v for k, v in vars(args).items() if k != "out"},
+        "sequences": {},
+    }
     for count in (8, 32, 128):
         result["sequences"][count] = compared(count, args)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -52,7 +59,9 @@ def compared(count: int, args: argparse.Namespace) -> dict[str, float]:
 
     length = args.tokens // count
     bounds = torch.arange(0, args.tokens + 1, length, dtype=torch.int32)
-    angles = torch.arange(length)[:, None] / 10_000 ** (torch.arange(args.size) % (args.size // 2) / (args.size / 2))
+    angles = torch.arange(length)[:, None] / 10_000 ** (
+        torch.arange(args.size) % (args.size // 2) / (args.size / 2)
+    )
     angles = angles[:, None, None]
     positions = torch.arange(args.tokens) % length
     generator = torch.Generator().manual_seed(0)
@@ -60,7 +69,9 @@ def compared(count: int, args: argparse.Namespace) -> dict[str, float]:
     slopes = torch.randn(queries.shape, generator=generator)
 
     def ours() -> Tensor:
-        return rope_utils._apply_rotary_pos_emb_bshd(queries, angles.index_select(0, positions).squeeze(1))
+        return rope_utils._apply_rotary_pos_emb_bshd(
+            queries, angles.index_select(0, positions).squeeze(1)
+        )
 
     def megatrons() -> Tensor:
         return rope_utils._apply_rotary_pos_emb_thd(queries, bounds, angles, cp_group=OneRank())

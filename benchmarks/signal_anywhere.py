@@ -1,18 +1,20 @@
-"""Signals a small run at any time, as a scheduler or a person does: is it closed in order, and in two lines?
+"""Signals a small run at any time, as a scheduler or a person does: is it closed in order, and in
+two lines?
 
-A seed draws the signal (SIGINT, SIGTERM, SIGUSR1) and the time, uniformly from where the run takes signals to
---after-s seconds after the first step of the first run; every third seed draws a second signal, up to SECOND_S after
-the first. The run must end with the code of docs/checkpoints.md, say on stderr that each signal came, where it stopped
-and what to type, and nothing else: no warning and no traceback of what was interrupted. None of its processes, of its
-files in /dev/shm and of its temporary folders may be left. Each run is a fork of this script, which has imported the
-package once.
+A seed draws the signal (SIGINT, SIGTERM, SIGUSR1) and the time, uniformly from where the run takes
+signals to --after-s seconds after the first step of the first run; every third seed draws a second
+signal, up to SECOND_S after the first. The run must end with the code of docs/checkpoints.md, say
+on stderr that each signal came, where it stopped and what to type, and nothing else: no warning and
+no traceback of what was interrupted. None of its processes, of its files in /dev/shm and of its
+temporary folders may be left. Each run is a fork of this script, which has imported the package
+once.
 
     python benchmarks/signal_anywhere.py --seeds 20                        # one process, the local engine
     python benchmarks/signal_anywhere.py --seeds 20 --first-seed 20        # goes on; what is recorded is left
     python benchmarks/signal_anywhere.py --seeds 20 --ray                  # two ranks of Ray, its start included
 
-Results are added to benchmarks/results/signal_anywhere.json (signal_anywhere_ray.json), seed by seed, each with the
-code that it was run with.
+Results are added to benchmarks/results/signal_anywhere.json (signal_anywhere_ray.json), seed by
+seed, each with the code that it was run with.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is run; the environment may have another's
+# the package that is run; the environment may have another's
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # of what a run leaves behind
 
 from machine import machine
@@ -90,7 +93,10 @@ class Run:
             os.environ.update(self._traces.environment(self._variables))
             tempfile.tempdir = None
             for number in SIGNALS:
-                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+                signal.signal(
+                    number,
+                    signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
+                )
             code = command_line(self._command)
             sys.stdout.flush()
         finally:
@@ -117,7 +123,8 @@ class Run:
         return time.monotonic() - begun
 
     def end(self, number: int, second: int | None = None, after_s: float = 0.0) -> dict[str, Any]:
-        """Sends the signal, and the second one if there is one and the run still lives. Returns what the run did."""
+        """Sends the signal, and the second one if there is one and the run still lives. Returns
+        what the run did."""
         self._traces.look()
         begun = sent = time.monotonic()
         os.kill(self.pid, number)
@@ -133,7 +140,12 @@ class Run:
         well = in_order([number, *([] if second is None else [second])], code, said) and not left
         well &= AT_ONCE not in said or ended - sent <= AT_ONCE_S
         faults = {} if well else {"said": said, "left": left}
-        figures = {"code": code, "steps": steps, "closing_s": round(ended - begun, 2), "in_order": well}
+        figures = {
+            "code": code,
+            "steps": steps,
+            "closing_s": round(ended - begun, 2),
+            "in_order": well,
+        }
         return figures | ({"at_once_s": round(ended - sent, 2)} if AT_ONCE in said else {}) | faults
 
 
@@ -141,12 +153,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--after-s", type=float, default=AFTER_S, help="of training that signals may come in")
-    parser.add_argument("--ray", action="store_true", help="two ranks and an engine of Ray instead of one process")
-    parser.add_argument("--out", type=Path, help=f"default: {RESULT.name} or {RAY_RESULT.name}, beside the others")
+    parser.add_argument(
+        "--after-s", type=float, default=AFTER_S, help="of training that signals may come in"
+    )
+    parser.add_argument(
+        "--ray", action="store_true", help="two ranks and an engine of Ray instead of one process"
+    )
+    parser.add_argument(
+        "--out", type=Path, help=f"default: {RESULT.name} or {RAY_RESULT.name}, beside the others"
+    )
     arguments = parser.parse_args()
     arguments.out = arguments.out or (RAY_RESULT if arguments.ray else RESULT)
-    found = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"machine": machine(), "seeds": {}}
+    found = (
+        json.loads(arguments.out.read_text())
+        if arguments.out.exists()
+        else {"machine": machine(), "seeds": {}}
+    )
     first_s = None
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
         if str(seed) in found["seeds"]:
@@ -158,7 +180,9 @@ def main() -> int:
                 whole.end(signal.SIGINT)
         drawn = random.Random(seed)
         number, at_s = drawn.choice(SIGNALS), drawn.uniform(0, first_s + arguments.after_s)
-        second, after_s = (drawn.choice(SIGNALS), drawn.uniform(0, SECOND_S)) if seed % 3 == 0 else (None, 0.0)
+        second, after_s = (
+            (drawn.choice(SIGNALS), drawn.uniform(0, SECOND_S)) if seed % 3 == 0 else (None, 0.0)
+        )
         with tempfile.TemporaryDirectory() as folder:
             run = Run(Path(folder), ray=arguments.ray)
             time.sleep(at_s)
@@ -169,16 +193,23 @@ def main() -> int:
             sent |= {"second": signal.Signals(second).name, "after_s": round(after_s, 3)}
         found["seeds"][str(seed)] = {**sent, **outcome, "package": code_digest()}
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
-        said = "in order" if outcome["in_order"] else f"NOT in order\n{outcome['said']}{outcome['left']}"
-        print(f"seed {seed}: {name} at {at_s:.2f} s, after {outcome['steps']} steps: {said}", flush=True)
+        said = (
+            "in order"
+            if outcome["in_order"]
+            else f"NOT in order\n{outcome['said']}{outcome['left']}"
+        )
+        print(
+            f"seed {seed}: {name} at {at_s:.2f} s, after {outcome['steps']} steps: {said}",
+            flush=True,
+        )
     every = found["seeds"].values()
     print(f"{sum(each['in_order'] for each in every)} of {len(every)} in order")
     return 0 if all(each["in_order"] for each in every) else 1
 
 
 def in_order(numbers: Sequence[int], code: int, said: str) -> bool:
-    """Returns whether a run that was sent these signals ended as docs/checkpoints.md has it. The last may have come too
-    late to be said."""
+    """Returns whether a run that was sent these signals ended as docs/checkpoints.md has it. The
+    last may have come too late to be said."""
     *signals, stopped, command = said.splitlines() if said.count("\n") > 2 else ("", "", "")
     names = [signal.Signals(number).name for number in numbers]
     told = [line.partition(": ")[0] for line in signals]
@@ -187,12 +218,20 @@ def in_order(numbers: Sequence[int], code: int, said: str) -> bool:
     elif told not in (names, names[:1]):
         return False
     first, *later = numbers
-    hurried = len(signals) == 2 and first == AFTER_STEP and "already" not in signals[1] and signals[1] != AT_ONCE
+    hurried = (
+        len(signals) == 2
+        and first == AFTER_STEP
+        and "already" not in signals[1]
+        and signals[1] != AT_ONCE
+    )
     number = later[0] if hurried else first
     interrupted = f"interrupted ({signal.Signals(number).name})"
     if not stopped.startswith(interrupted) or not command.startswith("  megatron-stare train "):
         return False
-    if stopped.startswith(f"{interrupted} before the run began; start it with") or signals[-1] == AT_ONCE:
+    if (
+        stopped.startswith(f"{interrupted} before the run began; start it with")
+        or signals[-1] == AT_ONCE
+    ):
         return code == 128 + number
     if not stopped.startswith(f"{interrupted} after step "):
         return False

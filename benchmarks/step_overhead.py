@@ -1,9 +1,11 @@
-"""Measures what STARE costs a training step, against GRPO with the same log-prob pass and against GRPO without one.
+"""Measures what STARE costs a training step, against GRPO with the same log-prob pass and against
+GRPO without one.
 
-One trainer takes the same step (log-prob pass, measure, update, on a fixed batch) as STARE and as GRPO by turns, in the
-order A B B A, so that a change of the machine's speed meets both and each follows either as often. A ratio is that of
-two steps of the same turn; its median comes with the range that holds the true one in 95 of 100 runs. Beside it stands
-what needs no difference of two long times: the seconds that STARE takes more than GRPO for selecting and in the loss.
+One trainer takes the same step (log-prob pass, measure, update, on a fixed batch) as STARE and as
+GRPO by turns, in the order A B B A, so that a change of the machine's speed meets both and each
+follows either as often. A ratio is that of two steps of the same turn; its median comes with the
+range that holds the true one in 95 of 100 runs. Beside it stands what needs no difference of two
+long times: the seconds that STARE takes more than GRPO for selecting and in the loss.
 
     python benchmarks/step_overhead.py
 """
@@ -43,18 +45,25 @@ TARGET = 1.01
 VOCAB, PROMPT, LONGEST = 4096, 16, 400
 # the same surrogate, so that the weights are all that differs
 GRPO = {"name": "grpo", "aggregation": "token_mean", "clip_high": 0.28, "dual_clip": 10.0}
-STARE = {"name": "stare", "variant": "C2", "entropy_target": 100.0}  # nats: the gate is open, both sides are selected
+# nats: the gate is open, both sides are selected
+STARE = {"name": "stare", "variant": "C2", "entropy_target": 100.0}
 NO_PASS = {"surprisal": "rollout", "gate": "lagged"}
-PASSES: dict[str, dict[str, Any]] = {"with log-prob pass": {}, "without log-prob pass": {"statistics": NO_PASS}}
+PASSES: dict[str, dict[str, Any]] = {
+    "with log-prob pass": {},
+    "without log-prob pass": {"statistics": NO_PASS},
+}
 METHODS = {"grpo": GRPO, "stare": STARE}
-PHASES = ("log_probs", "measure", "update", "loss")  # loss: the method's own part of update, forward
+# loss: the method's own part of update, forward
+PHASES = ("log_probs", "measure", "update", "loss")
 
 Times = dict[str, dict[str, list[float]]]  # method -> phase -> seconds, in order of the turns
 LAYOUTS = {"tp1": {"tensor": 1}, "tp2": {"tensor": 2}}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompts", type=int, default=4, help="of 8 responses each")
     parser.add_argument("--median", type=float, default=60, help="median response length, tokens")
     parser.add_argument("--hidden", type=int, default=256)
@@ -64,7 +73,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     settings = {name: value for name, value in vars(args).items() if name != "out"}
-    result: dict[str, Any] = {"machine": machine(), "settings": settings, "target": {"stare / grpo": TARGET}}
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "settings": settings,
+        "target": {"stare / grpo": TARGET},
+    }
     with tempfile.TemporaryDirectory() as folder:
         save_tiny(folder, VOCAB, args.hidden, args.layers)
         for name, parallel in LAYOUTS.items():
@@ -75,9 +88,13 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace, folder: str, parallel: dict[str, int]) -> dict[str, Any]:
-    """One layout: medians, paired ratios with their spread, and the share of a step that STARE itself takes."""
+    """One layout: medians, paired ratios with their spread, and the share of a step that STARE
+    itself takes."""
     configs = {
-        name: {method: config_of(args, folder, parallel, {"algorithm": METHODS[method], **case}) for method in METHODS}
+        name: {
+            method: config_of(args, folder, parallel, {"algorithm": METHODS[method], **case})
+            for method in METHODS
+        }
         for name, case in PASSES.items()
     }
     world = configs["with log-prob pass"]["grpo"].parallel.world_size
@@ -90,36 +107,54 @@ def measure(args: argparse.Namespace, folder: str, parallel: dict[str, int]) -> 
     found = {name: summary(each) for name, each in times.items()}
     step = {name: statistics.median(steps(each["stare"])) for name, each in times.items()}
     on_policy = statistics.median(steps(times["without log-prob pass"]["grpo"]))
-    across = {f"stare {name} / grpo without log-prob pass": round(step[name] / on_policy, 4) for name in step}
+    across = {
+        f"stare {name} / grpo without log-prob pass": round(step[name] / on_policy, 4)
+        for name in step
+    }
     return {"tokens": tokens, **found, "ratios of medians": across}
 
 
 def steps(phases: dict[str, list[float]]) -> list[float]:
     """Seconds of whole steps."""
-    return [sum(step) for step in zip(phases["log_probs"], phases["measure"], phases["update"], strict=True)]
+    return [
+        sum(step)
+        for step in zip(phases["log_probs"], phases["measure"], phases["update"], strict=True)
+    ]
 
 
 def summary(times: Times) -> dict[str, Any]:
-    """Summary of the two methods' turns: seconds of steps and phases, and STARE's seconds as a share of GRPO's."""
-    medians = {name: {phase: statistics.median(each[phase]) for phase in PHASES} for name, each in times.items()}
-    more = {phase: medians["stare"][phase] - medians["grpo"][phase] for phase in ("measure", "loss")}
+    """Summary of the two methods' turns: seconds of steps and phases, and STARE's seconds as a
+    share of GRPO's."""
+    medians = {
+        name: {phase: statistics.median(each[phase]) for phase in PHASES}
+        for name, each in times.items()
+    }
+    more = {
+        phase: medians["stare"][phase] - medians["grpo"][phase] for phase in ("measure", "loss")
+    }
     whole = statistics.median(steps(times["grpo"]))
     return {
         "step_s": {name: round(statistics.median(steps(each)), 4) for name, each in times.items()},
-        "phase_s": {name: {phase: round(s, 5) for phase, s in each.items()} for name, each in medians.items()},
+        "phase_s": {
+            name: {phase: round(s, 5) for phase, s in each.items()}
+            for name, each in medians.items()
+        },
         "stare's own seconds / step of grpo": round(sum(more.values()) / whole, 5),
         "stare / grpo": spread(steps(times["stare"]), steps(times["grpo"])),
     }
 
 
-def config_of(args: argparse.Namespace, folder: str, parallel: dict[str, int], case: dict[str, Any]) -> Config:
+def config_of(
+    args: argparse.Namespace, folder: str, parallel: dict[str, int], case: dict[str, Any]
+) -> Config:
     tree = {
         "model": {"path": folder},
         "parallel": parallel,
         "batch": {"micro_batch_tokens": 1024},
         "rollout": {"max_prompt_tokens": PROMPT, "max_new_tokens": LONGEST},
         "optimizer": {"lr": 1e-9},  # every step is the same step
-        "observability": {"entropy_forecast": False},  # it would be made in the log-prob pass, where there is one
+        # it would be made in the log-prob pass, where there is one
+        "observability": {"entropy_forecast": False},
         "runtime": {"trainer_threads": args.threads},
         **case,
     }
@@ -132,15 +167,24 @@ def rank_times(
     """Tokens of the batch, and this rank's seconds by kind of step, method and phase."""
     run = resolve_run(configs["with log-prob pass"]["grpo"])
     trainer = Trainer(run, rank, init)
-    batch = ragged_batch(args.prompts * GROUP, VOCAB, median=args.median, sigma=0.7, longest=LONGEST, prompt=PROMPT)
+    batch = ragged_batch(
+        args.prompts * GROUP, VOCAB, median=args.median, sigma=0.7, longest=LONGEST, prompt=PROMPT
+    )
     plan = plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), plan_rules(run))
-    times = {name: turns(trainer, batch, plan, args.repeats, methods) for name, methods in configs.items()}
+    times = {
+        name: turns(trainer, batch, plan, args.repeats, methods)
+        for name, methods in configs.items()
+    }
     trainer.close()
     return int(batch.lengths.sum()), times
 
 
 def turns(
-    trainer: Trainer, batch: RolloutBatch, plan: MicroBatchPlan, repeats: int, configs: dict[str, Config]
+    trainer: Trainer,
+    batch: RolloutBatch,
+    plan: MicroBatchPlan,
+    repeats: int,
+    configs: dict[str, Config],
 ) -> Times:
     """Seconds of the methods' steps."""
     methods = {name: config.algorithm.method for name, config in configs.items()}

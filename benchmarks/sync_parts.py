@@ -1,5 +1,5 @@
-"""Measures each part of a weight sync to SGLang servers by itself: the constants of sync_model.py. The plain broadcast
-that the benchmark is held against is here too."""
+"""Measures each part of a weight sync to SGLang servers by itself: the constants of sync_model.py.
+The plain broadcast that the benchmark is held against is here too."""
 
 from __future__ import annotations
 
@@ -49,10 +49,13 @@ class Servers:
         self._clients, self._model, self._shared = list(clients), model, shared
         self._layouts = [server.layout for server in servers]
         self._shape, self._dtype = servers[0].shape, servers[0].dtype
-        self.buckets = [layout.tensors(torch.randn(layout.numel, dtype=layout.dtype)) for layout in buckets]
+        self.buckets = [
+            layout.tensors(torch.randn(layout.numel, dtype=layout.dtype)) for layout in buckets
+        ]
         tensors = [tensor for bucket in self.buckets for tensor in bucket]
         self._few = [next(tensor for tensor in tensors if tensor[0] == "model.norm.weight")]
-        self._some = [tensor for tensor in tensors if tensor[0] == "model.embed_tokens.weight"]  # a quarter of all
+        # a quarter of all
+        self._some = [tensor for tensor in tensors if tensor[0] == "model.embed_tokens.weight"]
         self._broadcast = BroadcastSync(self._clients, 600)
         self._loop = asyncio.new_event_loop()
         self._loop.run_until_complete(self._broadcast.meet(self._layouts))
@@ -62,16 +65,17 @@ class Servers:
         return self._took(everywhere(*(client.checksums() for client in self._clients)))
 
     def bare(self) -> float:
-        """The whole weights from this process, where they lie end to end: the endpoints that SGLang has for it, and
-        nothing around them."""
+        """The whole weights from this process, where they lie end to end: the endpoints that SGLang
+        has for it, and nothing around them."""
         return self._took(self._sent(self._broadcast, self.buckets))
 
     def constants(self, method: str) -> dict[str, float]:
         """Seconds of what a sync by the method asks servers for, beside the bytes of a whole model.
 
         Returns:
-            `update`: one of nothing, from the pause to the resumed servers; `session`, opened and closed; `request`: a
-            bucket of few bytes, `disk_request` a folder of them; `body_mb`: 10^6 bytes in the body of a request.
+            `update`: one of nothing, from the pause to the resumed servers; `session`, opened and
+            closed; `request`: a bucket of few bytes, `disk_request` a folder of them; `body_mb`:
+            10^6 bytes in the body of a request.
         """
         sync = self.sync(method)
         empty = WeightUpdate(self._clients, self._broadcast, 0, self._shape, self._dtype, proven={})
@@ -123,15 +127,19 @@ class Servers:
 
 
 def rates(sizes: list[int], shared: str) -> dict[str, float]:
-    """Seconds that a core takes for the bytes of the whole model: to `copy` them to memory it has, to `copy_new` to
-    memory that is new, to `hash` them, to `write` them to a file that is on disk then, and to copy them from the file,
-    mapped as servers do it, to memory it has (`mapped`)."""
+    """Seconds that a core takes for the bytes of the whole model: to `copy` them to memory it has,
+    to `copy_new` to memory that is new, to `hash` them, to `write` them to a file that is on disk
+    then, and to copy them from the file, mapped as servers do it, to memory it has (`mapped`)."""
     found = {}
     source = [torch.ones(size, dtype=torch.uint8) for size in sizes]
     into = [torch.ones_like(buffer) for buffer in source]
-    found["copy"] = timed(lambda: [to.copy_(buffer) for to, buffer in zip(into, source, strict=True)])
+    found["copy"] = timed(
+        lambda: [to.copy_(buffer) for to, buffer in zip(into, source, strict=True)]
+    )
     found["copy_new"] = timed(lambda: [buffer.clone() for buffer in source])
-    found["hash"] = timed(lambda: [hashlib.sha256(buffer.numpy().data).digest() for buffer in source])
+    found["hash"] = timed(
+        lambda: [hashlib.sha256(buffer.numpy().data).digest() for buffer in source]
+    )
     with tempfile.TemporaryDirectory(dir=shared) as folder:
         file = Path(folder) / "model.safetensors"
 
@@ -160,7 +168,8 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 class PlainBroadcast:
-    """This process and `receivers` more in a gloo group, that broadcast buffers of `sizes` bytes when asked."""
+    """This process and `receivers` more in a gloo group, that broadcast buffers of `sizes` bytes
+    when asked."""
 
     def __init__(self, sizes: list[int], receivers: int) -> None:
         self._folder = tempfile.TemporaryDirectory()

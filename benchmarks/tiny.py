@@ -41,13 +41,17 @@ def save_tiny(folder: str | Path, vocab: int, hidden: int, layers: int) -> None:
 
 
 @contextmanager
-def tiny_policy(vocab: int, hidden: int, layers: int) -> Iterator[tuple[list[nn.Module], ModelShape, Layout]]:
+def tiny_policy(
+    vocab: int, hidden: int, layers: int
+) -> Iterator[tuple[list[nn.Module], ModelShape, Layout]]:
     """Such a model in Megatron, on one rank."""
     with tempfile.TemporaryDirectory() as folder:
         save_tiny(folder, vocab, hidden, layers)
         shape, parallel = read_shape(folder), ParallelConfig()
         layout = parallel_layout.join(parallel, 0, f"file://{folder}/ranks", seed=1, timeout_s=60)
-        model = build_policy(shape, ModelConfig(path=folder), parallel, layout, distributed_optimizer=False)
+        model = build_policy(
+            shape, ModelConfig(path=folder), parallel, layout, distributed_optimizer=False
+        )
         load_hf(model, HfFolder(folder), shape, layout)
         try:
             yield model, shape, layout
@@ -58,7 +62,8 @@ def tiny_policy(vocab: int, hidden: int, layers: int) -> Iterator[tuple[list[nn.
 def ragged_batch(
     samples: int, vocab: int, *, median: float, sigma: float, longest: int, prompt: int = 8
 ) -> RolloutBatch:
-    """Random tokens in responses of log-normal lengths, as those of long chains of thought are; half are right.
+    """Random tokens in responses of log-normal lengths, as those of long chains of thought are;
+    half are right.
 
     Args:
         median: response length, tokens.

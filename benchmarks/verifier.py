@@ -1,9 +1,11 @@
-"""Answers a second that a pool judges against bare math-verify in as many processes: what deadlines and sockets cost.
+"""Answers a second that a pool judges against bare math-verify in as many processes: what deadlines
+and sockets cost.
 
-No answer is the same characters as its reference, so nobody is helped by comparing strings. Two mixes: `labelled`, the
-labelled answers that come along, and `integers`, what most answers of competitions are. `math_verify` in the pool is
-the same work as bare, so its share is what the pool costs; `math` is the verifier of runs. Bare processes and pool take
-turns, and a share is the median of those turns.
+No answer is the same characters as its reference, so nobody is helped by comparing strings. Two
+mixes: `labelled`, the labelled answers that come along, and `integers`, what most answers of
+competitions are. `math_verify` in the pool is the same work as bare, so its share is what the pool
+costs; `math` is the verifier of runs. Bare processes and pool take turns, and a share is the median
+of those turns.
 
 python benchmarks/verifier.py --out benchmarks/results/verifier.json
 """
@@ -30,7 +32,9 @@ Texts = list[tuple[str, str]]
 
 def labelled(number: int) -> Texts:
     """The labelled answers again and again, without those that repeat their reference."""
-    lines = (SHIPPED / "assets" / "verification" / "labelled_answers.jsonl").read_text().splitlines()
+    lines = (
+        (SHIPPED / "assets" / "verification" / "labelled_answers.jsonl").read_text().splitlines()
+    )
     texts = [(case["response"], case["gold"]) for case in map(json.loads, lines)]
     texts = [(response, gold) for response, gold in texts if f"{{{gold}}}" not in response]
     return (texts * (number // len(texts) + 1))[:number]
@@ -38,7 +42,11 @@ def labelled(number: int) -> Texts:
 
 def integers(number: int) -> Texts:
     """Integers named as '= n' or with zeros before, half of them wrong."""
-    forms = ("So $m+n = \\boxed{%s%d}$.", "Thus \\boxed{0%s%d} is the answer.", "We get \\(\\boxed{x = %s%d}\\).")
+    forms = (
+        "So $m+n = \\boxed{%s%d}$.",
+        "Thus \\boxed{0%s%d} is the answer.",
+        "We get \\(\\boxed{x = %s%d}\\).",
+    )
     return [(forms[n % 3] % ("", 100 + n % 800 + n % 2), str(100 + n % 800)) for n in range(number)]
 
 
@@ -57,14 +65,18 @@ def measure(texts: Texts, rounds: int) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     ready, go, done = context.Queue(), [context.Queue() for _ in range(WORKERS)], context.Queue()
     processes = [
-        context.Process(target=bare, args=(texts[n::WORKERS], ready, go[n], done), daemon=True) for n in range(WORKERS)
+        context.Process(target=bare, args=(texts[n::WORKERS], ready, go[n], done), daemon=True)
+        for n in range(WORKERS)
     ]
     for process in processes:
         process.start()
     for _ in processes:
         ready.get()
     found: dict[str, list[float]] = {"bare": [], "math_verify": [], "math": []}
-    with VerifierPool("math_verify", WORKERS, 60) as plain, VerifierPool("math", WORKERS, 60) as ours:
+    with (
+        VerifierPool("math_verify", WORKERS, 60) as plain,
+        VerifierPool("math", WORKERS, 60) as ours,
+    ):
         for turn in range(rounds + 1):  # the first warms up
             start = time.perf_counter()
             for queue in go:
@@ -81,7 +93,9 @@ def measure(texts: Texts, rounds: int) -> dict[str, Any]:
                     found[name].append(len(texts) / taken)
     for queue in go:
         queue.put(False)
-    rates = {f"{name}_answers_per_s": round(statistics.median(each), 1) for name, each in found.items()}
+    rates = {
+        f"{name}_answers_per_s": round(statistics.median(each), 1) for name, each in found.items()
+    }
     shares = {
         f"{name}_share_of_bare": round(
             statistics.median(a / b for a, b in zip(found[name], found["bare"], strict=True)), 3

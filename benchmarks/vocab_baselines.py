@@ -1,8 +1,9 @@
 """Baselines that the log-prob operator is measured against, each written afresh and at its best.
 
-Every baseline takes this rank's logits [N, V] with gradient, targets [N] over the whole vocabulary and the group, and
-gives log-prob [N] and entropy [N]; `of_entropy` says whether the entropy carries gradient, without which it is computed
-outside autograd. Temperature is 1 and no column is padding, which spares the baselines both.
+Every baseline takes this rank's logits [N, V] with gradient, targets [N] over the whole vocabulary
+and the group, and gives log-prob [N] and entropy [N]; `of_entropy` says whether the entropy carries
+gradient, without which it is computed outside autograd. Temperature is 1 and no column is padding,
+which spares the baselines both.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from torch.distributed import ProcessGroup
 Baseline = Callable[[Tensor, Tensor, "ProcessGroup | None", bool], tuple[Tensor, "Tensor | None"]]
 
 
-def float32(logits: Tensor, targets: Tensor, group: ProcessGroup | None, of_entropy: bool) -> tuple[Tensor, Tensor]:
-    """The formulation of published trainers: a float32 copy, log_softmax for the log-prob, softmax for the entropy.
-    Over several ranks: an autograd function for each, with a collective for the maximum and for every sum.
+def float32(
+    logits: Tensor, targets: Tensor, group: ProcessGroup | None, of_entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """The formulation of published trainers: a float32 copy, log_softmax for the log-prob, softmax
+    for the entropy. Over several ranks: an autograd function for each, with a collective for the
+    maximum and for every sum.
 
-    At its best: the entropy's product with the logits is summed without being written, and the log-softmax is
-    shared by both.
+    At its best: the entropy's product with the logits is summed without being written, and the
+    log-softmax is shared by both.
     """
     x = logits.float()
     if group is not None:
@@ -41,7 +45,8 @@ def float32(logits: Tensor, targets: Tensor, group: ProcessGroup | None, of_entr
 def cross_entropy(
     logits: Tensor, targets: Tensor, group: ProcessGroup | None, of_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """torch's cross_entropy of a float32 copy, and the entropy as ln sum exp less the mean logit. One rank only."""
+    """torch's cross_entropy of a float32 copy, and the entropy as ln sum exp less the mean logit.
+    One rank only."""
     if group is not None:
         raise NotImplementedError("knows no split vocabulary")
     x = logits.float()
@@ -50,9 +55,11 @@ def cross_entropy(
         return log_prob, x.logsumexp(-1) - torch.linalg.vecdot(x.softmax(-1), x)
 
 
-def megatron(logits: Tensor, targets: Tensor, group: ProcessGroup | None, of_entropy: bool) -> tuple[Tensor, None]:
-    """megatron.core's vocab_parallel_cross_entropy: the log-prob alone, there is no entropy. float32 logits are
-    overwritten."""
+def megatron(
+    logits: Tensor, targets: Tensor, group: ProcessGroup | None, of_entropy: bool
+) -> tuple[Tensor, None]:
+    """megatron.core's vocab_parallel_cross_entropy: the log-prob alone, there is no entropy.
+    float32 logits are overwritten."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     from megatron_stare.megatron.backend.cpu_backend import backend
@@ -66,15 +73,17 @@ def megatron(logits: Tensor, targets: Tensor, group: ProcessGroup | None, of_ent
 def megatron_fused(
     logits: Tensor, targets: Tensor, group: ProcessGroup | None, of_entropy: bool
 ) -> tuple[Tensor, None]:
-    """The one of `cross_entropy_loss_fusion`, for which torch compiles what `megatron` does one by one, if it may. Its
-    gradient is rounded to bfloat16 whatever the logits are."""
+    """The one of `cross_entropy_loss_fusion`, for which torch compiles what `megatron` does one by
+    one, if it may. Its gradient is rounded to bfloat16 whatever the logits are."""
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.parallel_state import get_tensor_model_parallel_group
 
     if of_entropy:
         raise NotImplementedError("has no entropy")
     tp_group = group or get_tensor_model_parallel_group()
-    return -fused_vocab_parallel_cross_entropy(logits[:, None], targets[:, None], tp_group).squeeze(1), None
+    return -fused_vocab_parallel_cross_entropy(logits[:, None], targets[:, None], tp_group).squeeze(
+        1
+    ), None
 
 
 BASELINES: dict[str, Baseline] = {

@@ -1,10 +1,12 @@
-"""Proof of the memory floor: log-prob, entropy and both their gradients at 8k x 152k bfloat16 on a CPU, in a process
-that may not hold more than its imports, its logits and 360 MB: below 600 MB beside the logits with PyTorch's CPU build,
-whose imports take 240. With its build with CUDA they take 535.
+"""Proof of the memory floor: log-prob, entropy and both their gradients at 8k x 152k bfloat16 on a
+CPU, in a process that may not hold more than its imports, its logits and 360 MB: below 600 MB
+beside the logits with PyTorch's CPU build, whose imports take 240. With its build with CUDA they
+take 535.
 
-Once everything is imported, RLIMIT_DATA is set: it makes an allocation above it fail. It leaves out the files that
-libraries are mapped from, so the largest resident memory, which has all, is held against the same limit. 64 random rows
-are checked against float64. Exits 1 where one is off or the memory was above the limit.
+Once everything is imported, RLIMIT_DATA is set: it makes an allocation above it fail. It leaves out
+the files that libraries are mapped from, so the largest resident memory, which has all, is held
+against the same limit. 64 random rows are checked against float64. Exits 1 where one is off or the
+memory was above the limit.
 
     python benchmarks/vocab_memory.py
 """
@@ -26,18 +28,23 @@ TEMPERATURE = 0.9
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--columns", type=int, default=151936)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # threads that are never used would have stacks all the same
+    # threads that are never used would have stacks all the same
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
     result = {"rows": args.rows, "columns": args.columns, "threads": args.threads}
     result |= run(args.rows, args.columns, 2 * args.rows * args.columns + ROOM)
     peak = high_water() / 1e6
     result["peak_rss_mb"] = peak
-    result["within"] = peak <= result["limit_mb"] and result["largest_error"]["allowed_share"] <= 1.0
+    result["within"] = (
+        peak <= result["limit_mb"] and result["largest_error"]["allowed_share"] <= 1.0
+    )
     args.out.parent.mkdir(exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
@@ -45,7 +52,8 @@ def main() -> int:
 
 
 def run(rows: int, columns: int, more: int) -> dict[str, Any]:
-    """Forward and backward with so many bytes more than imports take, and the largest errors of the checked rows."""
+    """Forward and backward with so many bytes more than imports take, and the largest errors of the
+    checked rows."""
     import time
 
     import torch
@@ -68,7 +76,12 @@ def run(rows: int, columns: int, more: int) -> dict[str, Any]:
     mine = leaf.view(rows, columns)  # not a leaf, because it is written over
     start = time.perf_counter()
     log_prob, entropy = log_prob_and_entropy(
-        mine, targets, vocab_size=columns, temperature=TEMPERATURE, entropy_gradient=True, overwrite_logits=True
+        mine,
+        targets,
+        vocab_size=columns,
+        temperature=TEMPERATURE,
+        entropy_gradient=True,
+        overwrite_logits=True,
     )
     (gradient,) = torch.autograd.grad((log_prob, entropy), mine, tuple(upstream))
     seconds = time.perf_counter() - start
@@ -80,15 +93,26 @@ def run(rows: int, columns: int, more: int) -> dict[str, Any]:
         wanted = log_p[targets[row]], -(log_p.exp() * log_p).sum()
         (of_z,) = torch.autograd.grad(wanted, truth, tuple(upstream[:, row].double()))
         errors = [
-            float((got[row].double() - want).abs()) for got, want in zip((log_prob, entropy), wanted, strict=True)
+            float((got[row].double() - want).abs())
+            for got, want in zip((log_prob, entropy), wanted, strict=True)
         ]
         off = (gradient[row].double() - of_z).abs()
-        # float32 sums for the outputs; for the gradient bfloat16's rounding, 2^-9, and that of what it is made from
-        shares = [errors[0] / 1e-5, errors[1] / 1e-5, float((off / (2**-8 * of_z.abs() + 1e-8)).max())]
+        # float32 sums for the outputs; for the gradient bfloat16's rounding, 2^-9, and that of what
+        # it is made from
+        shares = [
+            errors[0] / 1e-5,
+            errors[1] / 1e-5,
+            float((off / (2**-8 * of_z.abs() + 1e-8)).max()),
+        ]
         found = [*errors, float(off.max()), max(shares)]
         worst = {name: max(old, new) for (name, old), new in zip(worst.items(), found, strict=True)}
     limit = (imported + more) / 1e6
-    return {"limit_mb": limit, "imports_mb": imported / 1e6, "seconds": round(seconds, 3), "largest_error": worst}
+    return {
+        "limit_mb": limit,
+        "imports_mb": imported / 1e6,
+        "seconds": round(seconds, 3),
+        "largest_error": worst,
+    }
 
 
 def high_water() -> float:

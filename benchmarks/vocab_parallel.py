@@ -1,17 +1,20 @@
-"""Log-prob and entropy over sharded logits: our bodies against what trainers do today. Time, extra memory, error.
+"""Log-prob and entropy over sharded logits: our bodies against what trainers do today. Time, extra
+memory, error.
 
-A cell is one shape, dtype, number of tensor-parallel ranks and task; in it every body and baseline runs on the same
-tensors, one after the other. Extra memory is the largest resident memory of a rank during the last call (on a GPU:
-allocated memory) less that before it; small buffers that the allocator kept from the call before are not in it.
-Errors are the largest of 64 random rows against float64. Cells are saved as they come, the tasks of a small
-shape together, and those that are there already are left out.
+A cell is one shape, dtype, number of tensor-parallel ranks and task; in it every body and baseline
+runs on the same tensors, one after the other. Extra memory is the largest resident memory of a rank
+during the last call (on a GPU: allocated memory) less that before it; small buffers that the
+allocator kept from the call before are not in it. Errors are the largest of 64 random rows against
+float64. Cells are saved as they come, the tasks of a small shape together, and those that are there
+already are left out.
 
     python benchmarks/vocab_parallel.py                     the grid of this machine
     python benchmarks/vocab_parallel.py --seconds 150       no new cell after that time; call it again for the rest
     python benchmarks/vocab_parallel.py --huge-pages        on a CPU, with an allocator that asks for them; a file apart
     python benchmarks/vocab_parallel.py --table             the table for the docs and its summary, from the saved cells
     TORCHDYNAMO_DISABLE=0 python benchmarks/vocab_parallel.py --only 1024/32768 --out benchmarks/results/NAME.json
-                                                            beside Megatron's fused cross entropy, compiled
+                                                            beside Megatron's fused cross entropy,
+                                                            compiled
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ from vocab_baselines import BASELINES
 from megatron_stare.ops.vocab_parallel import log_prob_and_entropy
 
 RESULTS = Path(__file__).parent / "results"
-TASKS = ("forward", "metric", "gradient")  # forward alone; and backward of the log-prob; and of the entropy too
+# forward alone; and backward of the log-prob; and of the entropy too
+TASKS = ("forward", "metric", "gradient")
 CHECKED_ROWS = 64
 PATIENCE_S = 3.0  # of one body or baseline in one cell, after its first three runs
 MOST_RUNS = 7
@@ -67,7 +71,8 @@ class Cell:
         if self.device == "cpu" and self.rows > 4096:
             return ["chunked"]
         if self.device == "cpu" and self.is_large:
-            ours = ["chunked"]  # the plain body takes minutes, and is not what anything is measured against
+            # the plain body takes minutes, and is not what anything is measured against
+            ours = ["chunked"]
         return [*ours, *BASELINES]
 
     @property
@@ -94,13 +99,25 @@ def grid(cuda: bool) -> Iterator[Cell]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--only", default="", help="cells whose name contains this, for example bfloat16/1/")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of all ranks together")
-    parser.add_argument("--huge-pages", action="store_true", help="what is written first time then costs a CPU little")
+    parser.add_argument(
+        "--only", default="", help="cells whose name contains this, for example bfloat16/1/"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="of all ranks together"
+    )
+    parser.add_argument(
+        "--huge-pages",
+        action="store_true",
+        help="what is written first time then costs a CPU little",
+    )
     parser.add_argument("--table", action="store_true")
-    parser.add_argument("--out", type=Path, help="default: in results/, by device and kind of pages")
+    parser.add_argument(
+        "--out", type=Path, help="default: in results/, by device and kind of pages"
+    )
     args = parser.parse_args()
     kind = "_gpu" if torch.cuda.is_available() else "_huge_pages" if args.huge_pages else ""
     args.out = args.out or RESULTS / f"vocab_parallel{kind}.json"
@@ -110,10 +127,17 @@ def main() -> None:
         return
     end = time.monotonic() + args.seconds
     if args.huge_pages:
-        os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # read by torch's allocator, in the ranks' processes
+        # read by torch's allocator, in the ranks' processes
+        os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
     saved |= {"machine": machine(), "threads": args.threads, "huge_pages": args.huge_pages}
-    todo = [c for c in grid(torch.cuda.is_available()) if c.name not in saved["cells"] and args.only in c.name]
-    for _, same in itertools.groupby(todo, lambda cell: cell if cell.is_large else replace(cell, task="")):
+    todo = [
+        c
+        for c in grid(torch.cuda.is_available())
+        if c.name not in saved["cells"] and args.only in c.name
+    ]
+    for _, same in itertools.groupby(
+        todo, lambda cell: cell if cell.is_large else replace(cell, task="")
+    ):
         if time.monotonic() > end:
             print("time is up; call again for the rest")
             return
@@ -129,7 +153,10 @@ def run_cells(cells: list[Cell], threads: int) -> list[dict[str, Any]]:
     """Measures every body and baseline in cells that differ in their task alone."""
     ranks = cells[0].ranks
     with tempfile.TemporaryDirectory() as folder:
-        jobs = [(rank, f"file://{folder}/ranks", cells, max(threads // ranks, 1)) for rank in range(ranks)]
+        jobs = [
+            (rank, f"file://{folder}/ranks", cells, max(threads // ranks, 1))
+            for rank in range(ranks)
+        ]
         with multiprocessing.get_context("spawn").Pool(ranks) as pool:
             return pool.starmap(measure, jobs, chunksize=1)[0]
 
@@ -152,7 +179,9 @@ def measure(rank: int, init: str, cells: list[Cell], threads: int) -> list[dict[
     return results
 
 
-def compare(cell: Cell, kept: Tensor, targets: Tensor, upstream: Tensor, checked: Tensor) -> dict[str, Any]:
+def compare(
+    cell: Cell, kept: Tensor, targets: Tensor, upstream: Tensor, checked: Tensor
+) -> dict[str, Any]:
     """One cell: every body and baseline on copies of the same logits."""
     group = dist.group.WORLD if cell.ranks > 1 else None
     truth = exact(kept[checked], targets[checked], upstream[:, checked], cell, group)
@@ -182,9 +211,15 @@ def join(rank: int, init: str, cell: Cell) -> None:
 
 
 def caller(
-    body: str, logits: Tensor, targets: Tensor, upstream: Tensor, cell: Cell, group: dist.ProcessGroup | None
+    body: str,
+    logits: Tensor,
+    targets: Tensor,
+    upstream: Tensor,
+    cell: Cell,
+    group: dist.ProcessGroup | None,
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """One run: log-prob, entropy where there is one, and the gradient where the task asks for it."""
+    """One run: log-prob, entropy where there is one, and the gradient where the task asks for
+    it."""
     backward, of_entropy = cell.task != "forward", cell.task == "gradient"
 
     def run() -> tuple[Tensor, ...]:
@@ -194,7 +229,8 @@ def caller(
                 log_prob, entropy = BASELINES[body](leaf, targets, group, of_entropy)
             source = leaf
         else:
-            source = leaf.view(leaf.shape) if backward else leaf  # not a leaf, because it is written over
+            # not a leaf, because it is written over
+            source = leaf.view(leaf.shape) if backward else leaf
             log_prob, entropy = log_prob_and_entropy(
                 source,
                 targets,
@@ -212,7 +248,11 @@ def caller(
 
     if body in BASELINES:
         copies = 5 * logits.numel() * 4  # float32 copies that the baselines keep at once, at most
-        room = psutil.virtual_memory().available / cell.ranks if cell.device == "cpu" else torch.cuda.mem_get_info()[0]
+        room = (
+            psutil.virtual_memory().available / cell.ranks
+            if cell.device == "cpu"
+            else torch.cuda.mem_get_info()[0]
+        )
         if copies > room:
             raise MemoryError(f"needs up to {copies / 1e9:.1f} GB, {room / 1e9:.1f} GB are free")
     return run
@@ -270,7 +310,8 @@ def slowest(seconds: list[float], cell: Cell) -> list[float]:
 def exact(
     logits: Tensor, targets: Tensor, upstream: Tensor, cell: Cell, group: dist.ProcessGroup | None
 ) -> list[Tensor]:
-    """In float64: log-prob, entropy and this rank's columns of the gradient, of the checked rows."""
+    """In float64: log-prob, entropy and this rank's columns of the gradient, of the checked
+    rows."""
     parts = [logits]
     if group is not None:
         parts = [torch.empty_like(logits) for _ in range(cell.ranks)]
@@ -323,8 +364,10 @@ def copy_bandwidth(out: Tensor, source: Tensor) -> dict[str, float]:
 def table(cells: dict[str, Any]) -> str:
     """Markdown: a line a cell, our first body against the baselines."""
     lines = [
-        "| N x V | dtype | TP | task | ours s | extra MB | float32 s | extra MB | ratio | cross_entropy s | megatron s "
-        "| largest error, ours / float32 |",
+        (
+            "| N x V | dtype | TP | task | ours s | extra MB | float32 s | extra MB | ratio |"
+            " cross_entropy s | megatron s | largest error, ours / float32 |"
+        ),
         "|" + " --- |" * 12,
     ]
     for name in sorted(cells, key=order):
@@ -333,12 +376,14 @@ def table(cells: dict[str, Any]) -> str:
         ours = next(iter(cell.values()))
         theirs = cell.get("float32", {})
         ratio = f"{ours['seconds'] / theirs['seconds']:.2f}" if "seconds" in theirs else ""
-        errors = " / ".join(f"{max(x['errors'].values()):.1e}" for x in (ours, theirs) if "errors" in x)
+        errors = " / ".join(
+            f"{max(x['errors'].values()):.1e}" for x in (ours, theirs) if "errors" in x
+        )
         cross, core = (shown(cell, each) for each in ("cross_entropy", "megatron"))
         lines.append(
-            f"| {int(rows):,} x {int(columns):,} | {dtype} | {ranks} | {task} | {ours['seconds']:.3f} "
-            f"| {max(ours['extra_mb'], 0):.0f} | {shown(cell, 'float32')} | {theirs.get('extra_mb', '')} | {ratio} "
-            f"| {cross} | {core} | {errors} |"
+            f"| {int(rows):,} x {int(columns):,} | {dtype} | {ranks} | {task} |"
+            f" {ours['seconds']:.3f} | {max(ours['extra_mb'], 0):.0f} | {shown(cell, 'float32')} |"
+            f" {theirs.get('extra_mb', '')} | {ratio} | {cross} | {core} | {errors} |"
         )
     return "\n".join(lines)
 
@@ -350,20 +395,32 @@ def order(name: str) -> tuple[Any, ...]:
 
 
 def summary(cells: dict[str, Any]) -> str:
-    """Summary of the cells that stand beside the float32 formulation. Listed are the range of each task's ratios, the
-    largest share of the formulation's extra memory, and every output whose error is larger than the formulation's."""
-    pairs = {name: (next(iter(cell.values())), cell["float32"]) for name, cell in cells.items() if "float32" in cell}
+    """Summary of the cells that stand beside the float32 formulation. Listed are the range of each
+    task's ratios, the largest share of the formulation's extra memory, and every output whose error
+    is larger than the formulation's."""
+    pairs = {
+        name: (next(iter(cell.values())), cell["float32"])
+        for name, cell in cells.items()
+        if "float32" in cell
+    }
     pairs = {name: pair for name, pair in pairs.items() if "seconds" in pair[1]}
     lines = [f"{len(cells)} cells, {len(pairs)} beside the float32 formulation"]
     for task in TASKS:
-        ratios = [ours["seconds"] / theirs["seconds"] for name, (ours, theirs) in pairs.items() if name.endswith(task)]
+        ratios = [
+            ours["seconds"] / theirs["seconds"]
+            for name, (ours, theirs) in pairs.items()
+            if name.endswith(task)
+        ]
         lines.append(f"{task}: {min(ratios):.2f} to {max(ratios):.2f} of its time")
     memory = max(ours["extra_mb"] / theirs["extra_mb"] for ours, theirs in pairs.values())
     lines.append(f"at most {memory:.4f} of its extra memory")
     for name, (ours, theirs) in pairs.items():
         for output, error in ours["errors"].items():
             if error > theirs["errors"][output]:
-                lines.append(f"larger error: {name} {output} {error:.3g}, float32's {theirs['errors'][output]:.3g}")
+                lines.append(
+                    f"larger error: {name} {output} {error:.3g}, float32's"
+                    f" {theirs['errors'][output]:.3g}"
+                )
     return "\n".join(lines)
 
 

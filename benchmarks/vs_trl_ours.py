@@ -1,4 +1,5 @@
-"""Additions of vs_trl.py to a run of ours: a clock at the end of every step, and responses of given lengths."""
+"""Additions of vs_trl.py to a run of ours: a clock at the end of every step, and responses of given
+lengths."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ class Clock(Sink):
         self._file = open(os.environ["VS_TRL_CLOCK"], "w")  # noqa: SIM115 closed with the run
 
     def step(self, step: int, metrics: Mapping[str, float], batch: RolloutBatch) -> None:
-        line = {"at": time.monotonic(), "reward": metrics["reward/mean"], "tokens": metrics["response/length_mean"]}
+        line = {
+            "at": time.monotonic(),
+            "reward": metrics["reward/mean"],
+            "tokens": metrics["response/length_mean"],
+        }
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 

@@ -1,6 +1,7 @@
 """TRL's GRPOTrainer on a task of vs_trl.py; run by it, in TRL's environment.
 
-Writes a line a step to the file named by VS_TRL_CLOCK: when it ended, its mean reward and the responses' mean length.
+Writes a line a step to the file named by VS_TRL_CLOCK: when it ended, its mean reward and the
+responses' mean length.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from typing import Any
 import machine  # noqa: F401 - settles vector maths
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TrainerCallback,
+)
 from trl import GRPOConfig, GRPOTrainer
 from vs_trl_task import LONGEST, Lengths, mostly_even, problems, right
 
@@ -28,9 +35,15 @@ class Clock(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._at = time.monotonic()  # before TRL reports, which is part of the next step
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
         if logs and "reward" in logs:
-            line = {"at": self._at, "reward": logs["reward"], "tokens": logs["completions/mean_length"]}
+            line = {
+                "at": self._at,
+                "reward": logs["reward"],
+                "tokens": logs["completions/mean_length"],
+            }
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
 
@@ -101,7 +114,9 @@ def main() -> None:
         **settings,
     )
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation=args.attention)
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=torch.float32, attn_implementation=args.attention
+    )
     if args.task == "ragged":
         give_lengths(model, args.seed, tokenizer.eos_token_id)
     judge = right if args.task == "quickstart" else mostly_even

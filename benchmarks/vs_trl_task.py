@@ -1,4 +1,5 @@
-"""The two tasks of vs_trl.py, the same for both trainers: the quickstart's, and one of ragged responses.
+"""The two tasks of vs_trl.py, the same for both trainers: the quickstart's, and one of ragged
+responses.
 
 Light: TRL's environment imports it, and so do reward workers.
 """
@@ -30,7 +31,8 @@ def right(response: str, answer: str) -> float:
 
 
 def mostly_even(response: str, answer: str) -> float:
-    """The ragged task's: half of the responses or so get 1, as lengths are given and nothing is to be learnt."""
+    """The ragged task's: half of the responses or so get 1, as lengths are given and nothing is to
+    be learnt."""
     digits = [c for c in response if c.isdigit()]
     return float(2 * sum(c in "02468" for c in digits) > len(digits))
 

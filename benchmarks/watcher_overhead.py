@@ -1,10 +1,12 @@
-"""Measures what the black box costs a run: the quickstart with a watcher beside it, and without, by turns.
+"""Measures what the black box costs a run: the quickstart with a watcher beside it, and without, by
+turns.
 
-Whole runs of the command line, in the order A B B A, so that a change of the machine's speed meets both. Both make the
-same steps, bit for bit, so a ratio is that of the same step in two runs of the same turn; its median comes with the
-range that holds the true one in 95 of 100 runs. Beside it stand the ratio of whole runs, from start to end, and what
-needs no difference of two long times: the processor seconds of the watcher, and the seconds that the driver takes to
-write its beats, of a second of the run.
+Whole runs of the command line, in the order A B B A, so that a change of the machine's speed meets
+both. Both make the same steps, bit for bit, so a ratio is that of the same step in two runs of the
+same turn; its median comes with the range that holds the true one in 95 of 100 runs. Beside it
+stand the ratio of whole runs, from start to end, and what needs no difference of two long times:
+the processor seconds of the watcher, and the seconds that the driver takes to write its beats, of a
+second of the run.
 
     python benchmarks/watcher_overhead.py
 """
@@ -40,22 +42,36 @@ PUTS = 2000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--turns", type=int, default=4, help="at least 2, of one run with a watcher and one without")
+    parser.add_argument(
+        "--turns", type=int, default=4, help="at least 2, of one run with a watcher and one without"
+    )
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     runs: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     for turn in range(args.turns):
         for watched in (True, False) if turn % 2 == 0 else (False, True):
             runs[watched].append(found := run(args.steps, watched))
-            print(f"turn {turn}, {'with' if watched else 'without'}: {found['seconds']:.1f} s", flush=True)
-    steps = {watched: [s for each in found for s in each["steps"]] for watched, found in runs.items()}
+            print(
+                f"turn {turn}, {'with' if watched else 'without'}: {found['seconds']:.1f} s",
+                flush=True,
+            )
+    steps = {
+        watched: [s for each in found for s in each["steps"]] for watched, found in runs.items()
+    }
     whole = {watched: [each["seconds"] for each in found] for watched, found in runs.items()}
     usual = statistics.median(steps[False])
     result = {
         "machine": machine(),
-        "settings": {"config": "configs/quickstart.yaml", "steps": args.steps, "turns": args.turns, "skipped": FIRST},
+        "settings": {
+            "config": "configs/quickstart.yaml",
+            "steps": args.steps,
+            "turns": args.turns,
+            "skipped": FIRST,
+        },
         "load_average": [round(each, 1) for each in os.getloadavg()],
         "step_s": {"with": round(statistics.median(steps[True]), 4), "without": round(usual, 4)},
         "a step, with / without": spread(steps[True], steps[False]),
@@ -81,7 +97,10 @@ def run(steps: int, watched: bool) -> dict[str, Any]:
         "observability.sinks": "[jsonl]",
         "faults.hangs.enabled": str(watched).lower(),
     }
-    words = [str(ROOT / "configs/quickstart.yaml"), *(f"{key}={value}" for key, value in settings.items())]
+    words = [
+        str(ROOT / "configs/quickstart.yaml"),
+        *(f"{key}={value}" for key, value in settings.items()),
+    ]
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "said").open("w+") as said:
         begun = time.monotonic()
         process = subprocess.Popen(
@@ -130,7 +149,8 @@ def children(pid: int) -> list[psutil.Process]:
 
 
 def beats_s() -> float:
-    """Seconds that a driver takes for the beats of a step, into a folder in memory: mean of many."""
+    """Seconds that a driver takes for the beats of a step, into a folder in memory: mean of
+    many."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         beats = DriverBeats(Path(folder), HangsConfig())
         begun = time.perf_counter()

@@ -1,11 +1,14 @@
-"""The live weights of a TP2 x PP2 model streamed to one rank, against a plain all-gather of the same bytes.
+"""The live weights of a TP2 x PP2 model streamed to one rank, against a plain all-gather of the
+same bytes.
 
-Four gloo ranks do both in one run, turn by turn, so that a change of the machine's speed meets both. The all-gather
-is the plainest there can be: each rank contributes a quarter of the model's bytes from one flat buffer, and one
-collective leaves all of them in a buffer on every rank, allocated beforehand. It knows no names and no layouts, and
-every rank holds the model. The stream makes whole Hugging Face tensors out of Megatron's shards, in buckets of bounded
-size with a checksum of each tensor; only the sender gets them, so it moves a quarter of the all-gather's traffic. The
-same stream without checksums, and a plain gather to one rank, which has the stream's traffic, are reported beside.
+Four gloo ranks do both in one run, turn by turn, so that a change of the machine's speed meets
+both. The all-gather is the plainest there can be: each rank contributes a quarter of the model's
+bytes from one flat buffer, and one collective leaves all of them in a buffer on every rank,
+allocated beforehand. It knows no names and no layouts, and every rank holds the model. The stream
+makes whole Hugging Face tensors out of Megatron's shards, in buckets of bounded size with a
+checksum of each tensor; only the sender gets them, so it moves a quarter of the all-gather's
+traffic. The same stream without checksums, and a plain gather to one rank, which has the stream's
+traffic, are reported beside.
 
     python benchmarks/weight_stream.py
 """
@@ -41,7 +44,9 @@ TARGET = 0.6  # of the all-gather's throughput
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=16_000)
@@ -101,7 +106,9 @@ def seconds(way: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def result_of(times: list[dict[str, float]], model_bytes: int, args: argparse.Namespace, buckets: int) -> dict:
+def result_of(
+    times: list[dict[str, float]], model_bytes: int, args: argparse.Namespace, buckets: int
+) -> dict:
     """Medians over the repeats; ratios of throughputs turn by turn."""
     ratios = [row["all_gather"] / row["stream"] for row in times]
     settings = {name: value for name, value in vars(args).items() if name != "out"}
@@ -112,11 +119,14 @@ def result_of(times: list[dict[str, float]], model_bytes: int, args: argparse.Na
         "model_mb": round(model_bytes / 1e6, 1),
         "buckets": buckets,
         "mb_per_s": {
-            name: round(model_bytes / 1e6 / statistics.median(row[name] for row in times), 1) for name in times[0]
+            name: round(model_bytes / 1e6 / statistics.median(row[name] for row in times), 1)
+            for name in times[0]
         },
         "stream_of_all_gather": [round(ratio, 3) for ratio in ratios],
         "stream_of_all_gather_median": round(statistics.median(ratios), 3),
-        "stream_of_gather_median": round(statistics.median(row["gather"] / row["stream"] for row in times), 3),
+        "stream_of_gather_median": round(
+            statistics.median(row["gather"] / row["stream"] for row in times), 3
+        ),
         "target": TARGET,
     }
 

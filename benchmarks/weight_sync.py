@@ -1,23 +1,28 @@
-"""How fast a run's weights get into its SGLang servers, against a plain gloo broadcast of the same bytes.
+"""How fast a run's weights get into its SGLang servers, against a plain gloo broadcast of the same
+bytes.
 
-A run's own ranks and engines, placed by Ray, without a step of training: a trainer of as many pipeline stages as asked
-for, each with a group of its own, and servers of several ranks. They take turns, so that a change of the machine's
-speed meets all:
+A run's own ranks and engines, placed by Ray, without a step of training: a trainer of as many
+pipeline stages as asked for, each with a group of its own, and servers of several ranks. They take
+turns, so that a change of the machine's speed meets all:
 
-- "plain": torch.distributed's broadcast, of the buckets' sizes, from one process to as many others as the servers have
-  ranks, with nothing around it;
-- "checksums": the servers' own pass over the weights they hold, all at once, which every proved sync waits for;
-- "bare": what SGLang's endpoints take for a broadcast of the same buckets from one process that has them ready, without
-  a trainer, a gather or a proof; a sync by these endpoints cannot be faster;
+- "plain": torch.distributed's broadcast, of the buckets' sizes, from one process to as many others
+  as the servers have ranks, with nothing around it;
+- "checksums": the servers' own pass over the weights they hold, all at once, which every proved
+  sync waits for;
+- "bare": what SGLang's endpoints take for a broadcast of the same buckets from one process that has
+  them ready, without a trainer, a gather or a proof; a sync by these endpoints cannot be faster;
 
 and by each of the three ways of syncing, `disk` through a folder in memory,
 
-- "transfer": sessions opened, the ranks' gather, the buckets sent, loaded into the model, sessions closed;
-- "proved": a whole sync, from the pause to the resumed servers: of `distributed` by the run's engines, as between two
-  steps; of the others the servers' end is this process, which saves two calls of Ray.
+- "transfer": sessions opened, the ranks' gather, the buckets sent, loaded into the model, sessions
+  closed;
+- "proved": a whole sync, from the pause to the resumed servers: of `distributed` by the run's
+  engines, as between two steps; of the others the servers' end is this process, which saves two
+  calls of Ray.
 
-What the object store and the driver carry of it is read from Ray's counter of bytes that were ever put there, and from
-the driver's sockets and its memory. The constants of benchmarks/sync_model.py are measured in the same turns.
+What the object store and the driver carry of it is read from Ray's counter of bytes that were ever
+put there, and from the driver's sockets and its memory. The constants of benchmarks/sync_model.py
+are measured in the same turns.
 
     python benchmarks/weight_sync.py        # needs scripts/setup_sglang.sh; four minutes
 """
@@ -37,7 +42,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-# Ray gives its workers, and so the servers, less of a busy machine than the plain broadcast would get
+# Ray gives its workers, and so the servers, less of a busy machine than the plain broadcast would
+# get
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 import ray
@@ -58,12 +64,15 @@ from megatron_stare.rollout.engines.sglang.target import ServersTarget
 RESULT = Path(__file__).parent / "results/weight_sync.json"
 TARGETS = {"transfer_of_plain": 0.85, "proved_of_bound": 0.8}
 REPEATS = {"distributed": 9, "disk": 5, "tensor": 3}  # of turns, at most
-SHARED = "/dev/shm"  # where `disk` writes: in memory, so that its rows do not hang on what the disk is at
+# where `disk` writes: in memory, so that its rows do not hang on what the disk is at
+SHARED = "/dev/shm"
 MB = 2**20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sync", choices=REPEATS, nargs="+", default=[*REPEATS])
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=4)
@@ -98,7 +107,11 @@ def config_of(args: argparse.Namespace, folder: str) -> Config:
                 "max_new_tokens": 64,
                 "sync_bucket_mb": args.bucket_mb,
             },
-            "sglang": {"sync": "distributed", "tensor_parallel": args.ranks, "start_timeout_s": 900},
+            "sglang": {
+                "sync": "distributed",
+                "tensor_parallel": args.ranks,
+                "start_timeout_s": 900,
+            },
             "runtime": {"object_store_mb": 200},
         }
     )
@@ -117,14 +130,24 @@ def measure(args: argparse.Namespace, folder: str, runner: RayRunner) -> None:
         for method in args.sync:
             way, rows, carried = Way(method, runner, servers, target), [], []
             for turn in range(args.warm_up + min(args.repeats, REPEATS[method])):
-                row = {"plain": plain.seconds(), "checksums": servers.checksums(), "bare": servers.bare()}
+                row = {
+                    "plain": plain.seconds(),
+                    "checksums": servers.checksums(),
+                    "bare": servers.bare(),
+                }
                 row["transfer"] = way.transfer()
                 before = carried_so_far()
                 forget_peak()
                 held = process_memory("VmRSS")
                 row["proved"] = way.proved(turn + 1)
-                after = carried_so_far() | {"driver_memory_mb": (process_memory("VmHWM") - held) / 1e6}
-                row |= {"link": plain.seconds_to_one()} | rates(sizes, SHARED) | servers.constants(method)
+                after = carried_so_far() | {
+                    "driver_memory_mb": (process_memory("VmHWM") - held) / 1e6
+                }
+                row |= (
+                    {"link": plain.seconds_to_one()}
+                    | rates(sizes, SHARED)
+                    | servers.constants(method)
+                )
                 row["ray_call"] = timed(lambda: runner.trainers._workers.call("stage"))
                 if turn >= args.warm_up:
                     rows.append(row)
@@ -136,7 +159,9 @@ def measure(args: argparse.Namespace, folder: str, runner: RayRunner) -> None:
 class Way:
     """The run's ranks and servers, and one way of syncing between them."""
 
-    def __init__(self, method: str, runner: RayRunner, servers: Servers, target: ServersTarget) -> None:
+    def __init__(
+        self, method: str, runner: RayRunner, servers: Servers, target: ServersTarget
+    ) -> None:
         self._runner, self._servers, self._method = runner, servers, method
         self._target = target  # the run's own keeps its senders
         if method != "distributed":
@@ -159,8 +184,11 @@ class Way:
     def proved(self, version: int) -> float:
         """Seconds of a whole sync."""
         if self._method == "distributed":
-            self._servers.say(version - 1)  # as the run's engines left them, whatever was measured behind their backs
-            return timed(lambda: self._runner.engines.update_weights(version, self._runner.trainers.export()))
+            # as the run's engines left them, whatever was measured behind their backs
+            self._servers.say(version - 1)
+            return timed(
+                lambda: self._runner.engines.update_weights(version, self._runner.trainers.export())
+            )
         return timed(lambda: self._update(version))
 
     def _update(self, version: int) -> None:
@@ -186,7 +214,10 @@ def save(args: argparse.Namespace, method: str, result: dict[str, Any]) -> None:
 
 
 def result_of(
-    args: argparse.Namespace, rows: list[dict[str, float]], carried: list[dict[str, float]], sizes: list[int]
+    args: argparse.Namespace,
+    rows: list[dict[str, float]],
+    carried: list[dict[str, float]],
+    sizes: list[int],
 ) -> dict[str, Any]:
     """Medians over the turns; shares turn by turn, and their medians."""
     shares = {
@@ -202,21 +233,28 @@ def result_of(
     return {
         "settings": settings | {"repeats": len(rows)},
         "mb": round(sum(sizes) / 1e6, 1),
-        "seconds": {name: round(statistics.median(row[name] for row in rows), 5) for name in rows[0]},
+        "seconds": {
+            name: round(statistics.median(row[name] for row in rows), 5) for name in rows[0]
+        },
         "turns": [{name: round(value, 5) for name, value in row.items()} for row in rows],
         "shares": {name: [round(share, 3) for share in found] for name, found in shares.items()},
-        "share_medians": {name: round(statistics.median(found), 3) for name, found in shares.items()},
-        "carried": {name: round(max(row[name] for row in carried), 3) for name in carried[0]},  # most of any turn, MB
+        "share_medians": {
+            name: round(statistics.median(found), 3) for name, found in shares.items()
+        },
+        # most of any turn, MB
+        "carried": {name: round(max(row[name] for row in carried), 3) for name in carried[0]},
     }
 
 
 def bare_proved(row: dict[str, float]) -> float:
-    """Seconds of SGLang's endpoints for a whole sync: bare, the checksums, and the calls of an update around them."""
+    """Seconds of SGLang's endpoints for a whole sync: bare, the checksums, and the calls of an
+    update around them."""
     return row["bare"] + row["checksums"] + row["update"] - row["session"]
 
 
 def carried_so_far() -> dict[str, float]:
-    """MB that were ever put into the object stores of all nodes, and that the driver's open sockets have carried."""
+    """MB that were ever put into the object stores of all nodes, and that the driver's open sockets
+    have carried."""
     stored = 0
     for node in ray.nodes():
         channel = init_grpc_channel(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")
@@ -227,7 +265,9 @@ def carried_so_far() -> dict[str, float]:
     sockets = subprocess.run(["ss", "-tinpO"], capture_output=True, text=True, check=True).stdout
     mine = [line for line in sockets.splitlines() if f"pid={os.getpid()}," in line]
     for name in ("bytes_sent", "bytes_received"):
-        found[f"driver_{name[6:]}_mb"] = sum(int(n) for line in mine for n in re.findall(rf"{name}:(\d+)", line)) / 1e6
+        found[f"driver_{name[6:]}_mb"] = (
+            sum(int(n) for line in mine for n in re.findall(rf"{name}:(\d+)", line)) / 1e6
+        )
     return found
 
 

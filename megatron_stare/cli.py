@@ -1,4 +1,5 @@
-"""The command line: `megatron-stare train CONFIG key=value ...`. User errors exit with 2, without a traceback."""
+"""The command line: `megatron-stare train CONFIG key=value ...`. User errors exit with 2, without a
+traceback."""
 
 from __future__ import annotations
 
@@ -31,9 +32,9 @@ PROGRAM = "megatron-stare"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns the exit code: 0 done, 1 the doctor or a bisection found a fault, or a run does not go
-    on, 2 a user error, 75 a run that saved itself because it was asked to or out of time, 130 interrupted, 143 a run
-    told to end."""
+    """Runs one command. Returns the exit code: 0 done, 1 the doctor or a bisection found a fault,
+    or a run does not go on, 2 a user error, 75 a run that saved itself because it was asked to or
+    out of time, 130 interrupted, 143 a run told to end."""
     args, rest = parser().parse_known_args(argv)
     # argparse takes positionals in one run only: overrides after an option come back as unknown
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
@@ -62,28 +63,42 @@ def _hint(unrecognized: Sequence[str]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    top = argparse.ArgumentParser(prog=PROGRAM, description="Stable RL of reasoning models on Megatron.")
+    top = argparse.ArgumentParser(
+        prog=PROGRAM, description="Stable RL of reasoning models on Megatron."
+    )
     top.add_argument("--version", action="version", version=__version__)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser(
         "train",
         help="train a policy",
-        description="Trains the policy that CONFIG describes. Settings are listed with units in docs/configuration.md.",
+        description=(
+            "Trains the policy that CONFIG describes. Settings are listed with units in"
+            " docs/configuration.md."
+        ),
         epilog="example: megatron-stare train configs/quickstart.yaml run.seed=2 algorithm=grpo",
     )
     train.add_argument("config", help="YAML file")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help="dotted settings that replace the file's")
+    train.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="dotted settings that replace the file's"
+    )
     train.add_argument(
         "--dry-run",
         action="store_true",
-        help="check everything that can be known without workers, print the resolved config and stop",
+        help=(
+            "check everything that can be known without workers, print the resolved config and stop"
+        ),
     )
-    train.add_argument("--resume", action="store_true", help="continue the newest checkpoint of the run")
+    train.add_argument(
+        "--resume", action="store_true", help="continue the newest checkpoint of the run"
+    )
     train.add_argument(
         "--supervise",
         action="store_true",
-        help="start the run in a process of its own, and again where that is killed; see docs/recovery.md",
+        help=(
+            "start the run in a process of its own, and again where that is killed; see"
+            " docs/recovery.md"
+        ),
     )
     train.add_argument(
         "--from-step",
@@ -94,7 +109,10 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--stop-after",
         metavar="TIME",
-        help="save and end with exit code 75 before this time, such as 3h50m, 90m or 5400 (seconds), is over",
+        help=(
+            "save and end with exit code 75 before this time, such as 3h50m, 90m or 5400 (seconds),"
+            " is over"
+        ),
     )
     train.add_argument(
         "--dump-step",
@@ -107,8 +125,11 @@ def parser() -> argparse.ArgumentParser:
     recipes = commands.add_parser(
         "recipes",
         help="list the recipes of published runs, or hold one against what was published",
-        description="Lists the recipes of published runs with what each reproduces; of one recipe, every published "
-        "setting with its source's line, the recipe's value, and why it differs where it does.",
+        description=(
+            "Lists the recipes of published runs with what each reproduces; of one recipe, every"
+            " published setting with its source's line, the recipe's value, and why it differs"
+            " where it does."
+        ),
         epilog="start one: bash scripts/run_recipe.sh NAME, or megatron-stare train recipes/NAME",
     )
     recipes_command.add_arguments(recipes)
@@ -117,8 +138,11 @@ def parser() -> argparse.ArgumentParser:
     formats = commands.add_parser(
         "format",
         help="say which settings had other names in earlier releases",
-        description="Prints the sections that had other names in earlier releases and what they are called now; of "
-        "CONFIG, those that are in it. A run's own config.yaml is read as it is; a file that a person wrote is not.",
+        description=(
+            "Prints the sections that had other names in earlier releases and what they are called"
+            " now; of CONFIG, those that are in it. A run's own config.yaml is read as it is; a"
+            " file that a person wrote is not."
+        ),
     )
     formats.add_argument("config", nargs="?", help="YAML file, of a run or a person's own")
     formats.set_defaults(run=_format)
@@ -126,9 +150,11 @@ def parser() -> argparse.ArgumentParser:
     convert = commands.add_parser(
         "convert",
         help="convert a Hugging Face folder to a distributed checkpoint, or back",
-        description="Converts a Hugging Face folder to a distributed checkpoint that loads in any layout, or a "
-        "distributed checkpoint (converted, of a run, or of Megatron-LM) to a Hugging Face folder. "
-        "See docs/checkpoints.md.",
+        description=(
+            "Converts a Hugging Face folder to a distributed checkpoint that loads in any layout,"
+            " or a distributed checkpoint (converted, of a run, or of Megatron-LM) to a Hugging"
+            " Face folder. See docs/checkpoints.md."
+        ),
     )
     _add_convert_arguments(convert)
     convert.set_defaults(run=_convert)
@@ -136,21 +162,27 @@ def parser() -> argparse.ArgumentParser:
     status = commands.add_parser(
         "status",
         help="say how a run stands: phase, rates, time left, alerts, and what to do where it ended",
-        description="Says how a run stands, from its files alone, on this machine or another. Exits 1 where it does "
-        "not go on. See docs/status.md.",
+        description=(
+            "Says how a run stands, from its files alone, on this machine or another. Exits 1 where"
+            " it does not go on. See docs/status.md."
+        ),
     )
     views.add_status_arguments(status)
     status.set_defaults(run=views.run_status)
 
-    report = commands.add_parser("report", help="write report.html of one or several runs, finished or not")
+    report = commands.add_parser(
+        "report", help="write report.html of one or several runs, finished or not"
+    )
     views.add_report_arguments(report)
     report.set_defaults(run=views.run_report)
 
     rollouts = commands.add_parser(
         "rollouts",
         help="write a page of a run's sampled responses, or of two runs side by side",
-        description="Writes a page of the responses that a run stored: filtered, token by token, with what was "
-        "selected and why. See docs/rollouts.md.",
+        description=(
+            "Writes a page of the responses that a run stored: filtered, token by token, with what"
+            " was selected and why. See docs/rollouts.md."
+        ),
     )
     views.add_rollouts_arguments(rollouts)
     rollouts.set_defaults(run=views.run_rollouts)
@@ -158,10 +190,15 @@ def parser() -> argparse.ArgumentParser:
     evaluation = commands.add_parser(
         "eval",
         help="evaluate a checkpoint on tasks: avg@k, pass@k, maj@k with intervals",
-        description="Samples responses of a checkpoint to the problems of CONFIG's tasks and counts them as the "
-        "evaluations of training are counted. A command that was interrupted or killed goes on where it stopped when "
-        "it is given again. See docs/evaluation.md.",
-        epilog="example: megatron-stare eval configs/quickstart.yaml eval.samples=8 --checkpoint runs/my-run/hf",
+        description=(
+            "Samples responses of a checkpoint to the problems of CONFIG's tasks and counts them as"
+            " the evaluations of training are counted. A command that was interrupted or killed"
+            " goes on where it stopped when it is given again. See docs/evaluation.md."
+        ),
+        epilog=(
+            "example: megatron-stare eval configs/quickstart.yaml eval.samples=8 --checkpoint"
+            " runs/my-run/hf"
+        ),
     )
     eval_command.add_arguments(evaluation)
     evaluation.set_defaults(run=eval_command.run_command)
@@ -169,9 +206,14 @@ def parser() -> argparse.ArgumentParser:
     plan = commands.add_parser(
         "plan",
         help="say what a run takes: memory by GPU, time by phase, the nearest layouts that fit",
-        description="Says what a run takes on GPUs that need not be there, and the nearest layouts that fit. Exits 1 "
-        "where it does not fit. See docs/planning.md.",
-        epilog="example: megatron-stare plan my_32b.yaml --nodes 4 --gpu h100-80g --response-tokens 6000",
+        description=(
+            "Says what a run takes on GPUs that need not be there, and the nearest layouts that"
+            " fit. Exits 1 where it does not fit. See docs/planning.md."
+        ),
+        epilog=(
+            "example: megatron-stare plan my_32b.yaml --nodes 4 --gpu h100-80g --response-tokens"
+            " 6000"
+        ),
     )
     add_arguments(plan)
     plan.set_defaults(run=run_command)
@@ -179,23 +221,37 @@ def parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser(
         "doctor",
         help="say what this machine or cluster lacks for a run",
-        description="Looks at versions, limits, folders, ports, clocks, GPUs and environment of this machine, or of "
-        "all nodes of CONFIG's runtime.ray_address; with CONFIG, against that run. Exit code 1: there is a fault. "
-        "See docs/doctor.md.",
+        description=(
+            "Looks at versions, limits, folders, ports, clocks, GPUs and environment of this"
+            " machine, or of all nodes of CONFIG's runtime.ray_address; with CONFIG, against that"
+            " run. Exit code 1: there is a fault. See docs/doctor.md."
+        ),
     )
     doctor.add_argument("config", nargs="?", help="YAML file of the run that is meant")
-    doctor.add_argument("overrides", nargs="*", metavar="key=value", help="dotted settings that replace the file's")
+    doctor.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="dotted settings that replace the file's"
+    )
     doctor.add_argument("--json", action="store_true", help="findings as JSON")
-    doctor.add_argument("--bandwidth", action="store_true", help="also measure an all-reduce, which takes some seconds")
+    doctor.add_argument(
+        "--bandwidth",
+        action="store_true",
+        help="also measure an all-reduce, which takes some seconds",
+    )
     doctor.set_defaults(run=_doctor)
 
     bisect = commands.add_parser(
         "bisect",
-        help="make steps of a run again with one cause changed at a time, and say which one explains its record",
-        description="Makes steps S + 1 to T of RUN again from its checkpoint of step S: unchanged, which must give the "
-        "record, and with gate, correction, staleness, layout and engine changed one at a time. Says which of them "
-        "moves entropy, agreement or reward, and which explains a record that the unchanged steps do not give. Exit "
-        "code 0: the record is what the configuration says; 1: it is not. See docs/bisect.md.",
+        help=(
+            "make steps of a run again with one cause changed at a time, and say which one explains"
+            " its record"
+        ),
+        description=(
+            "Makes steps S + 1 to T of RUN again from its checkpoint of step S: unchanged, which"
+            " must give the record, and with gate, correction, staleness, layout and engine changed"
+            " one at a time. Says which of them moves entropy, agreement or reward, and which"
+            " explains a record that the unchanged steps do not give. Exit code 0: the record is"
+            " what the configuration says; 1: it is not. See docs/bisect.md."
+        ),
         epilog="example: megatron-stare bisect runs/my-run --from 100 --to 120",
     )
     bisect_command.add_arguments(bisect)
@@ -208,7 +264,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run_tool.add_argument("tool", choices=TOOLS, metavar="TOOL", help="one of the above")
-    run_tool.add_argument("arguments", nargs=argparse.REMAINDER, help="the tool's own; --help lists them")
+    run_tool.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="the tool's own; --help lists them"
+    )
     run_tool.set_defaults(run=_tool)
     return top
 
@@ -247,7 +305,9 @@ def _train_to_code(args: argparse.Namespace, begun: float, interruption: Interru
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         if interruption.standing is not None and interruption.standing.checkpoint is not None:
-            print(what_now(interruption, *_typed(args, interruption), ended="ended"), file=sys.stderr)
+            print(
+                what_now(interruption, *_typed(args, interruption), ended="ended"), file=sys.stderr
+            )
         return 2
     return 0
 
@@ -272,13 +332,21 @@ def _typed(
     if Path(sys.argv[0]).name == program and shutil.which(program) is None:
         program = sys.argv[0]  # .venv/bin/megatron-stare
     given = {"--dump-step": args.dump_step, "--stop-after": args.stop_after}
-    overrides, options = args.overrides, [str(x) for pair in given.items() if pair[1] is not None for x in pair]
+    overrides, options = (
+        args.overrides,
+        [str(x) for pair in given.items() if pair[1] is not None for x in pair],
+    )
     options += ["--supervise"] if args.supervise else []
     if interruption.standing is None and run_dir is None:
         options += [] if args.from_step is None else ["--from-step", str(args.from_step)]
-        options += [flag for flag, given in (("--resume", args.resume), ("--dry-run", args.dry_run)) if given]
+        options += [
+            flag
+            for flag, given in (("--resume", args.resume), ("--dry-run", args.dry_run))
+            if given
+        ]
     else:
-        overrides = [each for each in overrides if not each.startswith("run.dir=")]  # another is given
+        # another is given
+        overrides = [each for each in overrides if not each.startswith("run.dir=")]
     return [program, "train", args.config, *overrides], options
 
 
@@ -289,25 +357,38 @@ def _train_or_check(args: argparse.Namespace, begun: float) -> None:
     if Path(args.config).is_file():
         for line in former_names(args.config):
             print(line, file=sys.stderr)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are forked and spawned around it
+    # workers are forked and spawned around it
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are local folders
     if args.dry_run:
         from megatron_stare.driver.opening import rehearse, remarks
 
-        resolved, said = rehearse(config, resume=args.resume, from_step=args.from_step, dump_step=args.dump_step)
-        print(dump_yaml(resolved), *(f"# {line}\n" for line in [*remarks(resolved), *said]), sep="", end="")
+        resolved, said = rehearse(
+            config, resume=args.resume, from_step=args.from_step, dump_step=args.dump_step
+        )
+        print(
+            dump_yaml(resolved),
+            *(f"# {line}\n" for line in [*remarks(resolved), *said]),
+            sep="",
+            end="",
+        )
         return
     from megatron_stare.observability.metrics.figures import closing
     from megatron_stare.train import train  # imports torch and transformers: seconds
 
     poll()
-    run_dir = train(config, resume=args.resume, from_step=args.from_step, dump_step=args.dump_step, limit=limit)
+    run_dir = train(
+        config, resume=args.resume, from_step=args.from_step, dump_step=args.dump_step, limit=limit
+    )
     print(closing(run_dir))
 
 
 def _format(args: argparse.Namespace) -> None:
     if args.config is None:
-        print(f"configurations and run states are of format {FORMAT}; up to format 5 a configuration had")
+        print(
+            f"configurations and run states are of format {FORMAT}; up to format 5 a"
+            " configuration had"
+        )
         former = [*RENAMED, *(f"services.{setting}" for setting in SERVICES)]
         print("\n".join(f"  {each:27} which is {names_now(each)} now" for each in former))
     else:
@@ -316,21 +397,36 @@ def _format(args: argparse.Namespace) -> None:
 
 def _add_convert_arguments(convert: argparse.ArgumentParser) -> None:
     """The arguments of a conversion."""
-    convert.add_argument("source", type=Path, help="Hugging Face folder, distributed checkpoint or run directory")
+    convert.add_argument(
+        "source", type=Path, help="Hugging Face folder, distributed checkpoint or run directory"
+    )
     convert.add_argument("target", type=Path, help="folder to write; must not exist")
     convert.add_argument(
         "--model",
         type=Path,
         metavar="HF_DIR",
-        help="where config.json and tokenizer are; default: in the checkpoint, or what the run started from",
-    )
-    convert.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the result; default: as it is")
-    convert.add_argument("--processes", type=_at_least_one, default=1, metavar="N", help="default 1")
-    convert.add_argument(
-        "--shard-gb", type=float, default=4.0, metavar="GB", help="largest safetensors file, 10^9 bytes; default 4"
+        help=(
+            "where config.json and tokenizer are; default: in the checkpoint, or what the run"
+            " started from"
+        ),
     )
     convert.add_argument(
-        "--check", action="store_true", help="read both sides again and compare every tensor bit for bit"
+        "--dtype", choices=("bfloat16", "float32"), help="of the result; default: as it is"
+    )
+    convert.add_argument(
+        "--processes", type=_at_least_one, default=1, metavar="N", help="default 1"
+    )
+    convert.add_argument(
+        "--shard-gb",
+        type=float,
+        default=4.0,
+        metavar="GB",
+        help="largest safetensors file, 10^9 bytes; default 4",
+    )
+    convert.add_argument(
+        "--check",
+        action="store_true",
+        help="read both sides again and compare every tensor bit for bit",
     )
 
 
@@ -353,7 +449,8 @@ def _convert(args: argparse.Namespace) -> None:
 
 def _doctor(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides) if args.config else None
-    from megatron_stare.commands.doctor.examine import as_json, as_text, examine, faults  # imports torch: seconds
+    # imports torch: seconds
+    from megatron_stare.commands.doctor.examine import as_json, as_text, examine, faults
 
     found = examine(config, bandwidth=args.bandwidth)
     print(as_json(found) if args.json else as_text(found))

@@ -1,4 +1,5 @@
-"""Errors meant for the person at the keyboard. `cli.py` prints them without a traceback and exits with 2."""
+"""Errors meant for the person at the keyboard. `cli.py` prints them without a traceback and exits
+with 2."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class UserError(Exception):
     """
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
-        super().__init__(what, where, fix)  # positional args only, so that the error survives pickling
+        # positional args only, so that the error survives pickling
+        super().__init__(what, where, fix)
         self.what, self.where, self.fix = what, where, fix
 
     def __reduce__(self):
@@ -49,7 +51,10 @@ class UnusableCheckpointError(DataError):
         super().__init__(
             error.what,
             where=error.where,
-            fix=f"put it back as it was written, or continue from the checkpoint of step {older}: --from-step {older}",
+            fix=(
+                f"put it back as it was written, or continue from the checkpoint of step {older}:"
+                f" --from-step {older}"
+            ),
         )
         self.run_dir, self.older = run_dir, older
 
@@ -113,7 +118,8 @@ _BOUNDS = {
 
 
 def in_words(error: Mapping[str, Any]) -> str:
-    """Says what is wrong with a value, of one of pydantic's errors; in its own words where there are none of ours."""
+    """Says what is wrong with a value, of one of pydantic's errors; in its own words where there
+    are none of ours."""
     kind, context = error["type"], error.get("ctx", {})
     if kind in _BOUNDS:
         words, name = _BOUNDS[kind]

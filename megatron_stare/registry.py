@@ -1,4 +1,5 @@
-"""Finds what a configuration names: ours by its short name, a user's own by its dotted path. Imports no torch."""
+"""Finds what a configuration names: ours by its short name, a user's own by its dotted path.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from typing import Any, get_type_hints
 
 from megatron_stare.errors import ConfigError, in_words, unknown_name
 
-# Modules of earlier releases that configurations name or a user's files import, and where they are now.
+# Modules of earlier releases that configurations name or a user's files import, and where they are
+# now.
 MOVED = {
     "megatron_stare.batch": "megatron_stare.records.batch",
     "megatron_stare.bisecting.late_engine": "megatron_stare.commands.bisect.causes",
@@ -41,8 +43,8 @@ MOVED = {
 class Extension:
     """Something that a configuration names, ours or a user's own, and settings of its own.
 
-    In YAML it is a name, or `{name: ..., setting: value}`. Which settings there are says whoever reads them, see
-    `settings_of`.
+    In YAML it is a name, or `{name: ..., setting: value}`. Which settings there are says whoever
+    reads them, see `settings_of`.
 
     name: a short name, or a path as `resolve` takes it.
     settings: as they were read, not checked.
@@ -58,7 +60,9 @@ class Extension:
             return value
         written = {"name": value} if isinstance(value, str) else value
         if not isinstance(written, Mapping) or not isinstance(written.get("name"), str):
-            raise ValueError("must be a name, or {name: ...} with settings of its own beside the name")
+            raise ValueError(
+                "must be a name, or {name: ...} with settings of its own beside the name"
+            )
         return cls(written["name"], {key: each for key, each in written.items() if key != "name"})
 
     @classmethod
@@ -88,7 +92,8 @@ class Extension:
 def settings_of(
     extension: Extension, reader: Callable[..., Any], where: str, given: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The settings of an extension, checked and converted as the function or class that reads them says.
+    """The settings of an extension, checked and converted as the function or class that reads them
+    says.
 
     Its settings are its keyword-only parameters, with their types and defaults.
 
@@ -101,24 +106,35 @@ def settings_of(
         The settings that are written, by name; the others have their defaults.
 
     Raises:
-        ConfigError: a setting that there is not (with a suggestion), one that is missing, or a value of the wrong type
-            or out of range.
+        ConfigError: a setting that there is not (with a suggestion), one that is missing, or a
+            value of the wrong type or out of range.
     """
     parameters: Collection[inspect.Parameter] = ()
     with contextlib.suppress(TypeError, ValueError):  # of something that is not Python's
         parameters = inspect.signature(reader).parameters.values()
-    known = {each.name: each for each in parameters if each.kind is each.KEYWORD_ONLY and each.name not in given}
+    known = {
+        each.name: each
+        for each in parameters
+        if each.kind is each.KEYWORD_ONLY and each.name not in given
+    }
     for key in extension.settings:
         if key not in known and known:
             raise unknown_name(str(key), known, f"{where}.{key}")
         if key not in known:
             raise ConfigError(
-                f"{extension.name!r} has no settings of its own", where=f"{where}.{key}", fix="leave it out"
+                f"{extension.name!r} has no settings of its own",
+                where=f"{where}.{key}",
+                fix="leave it out",
             )
     for key, parameter in known.items():
         if parameter.default is parameter.empty and key not in extension.settings:
-            raise ConfigError(f"{extension.name!r} needs this setting, and it is missing", where=f"{where}.{key}")
-    return {key: _typed(reader, key, value, f"{where}.{key}") for key, value in extension.settings.items()}
+            raise ConfigError(
+                f"{extension.name!r} needs this setting, and it is missing", where=f"{where}.{key}"
+            )
+    return {
+        key: _typed(reader, key, value, f"{where}.{key}")
+        for key, value in extension.settings.items()
+    }
 
 
 def _typed(reader: Callable[..., Any], key: str, value: Any, where: str) -> Any:
@@ -129,29 +145,35 @@ def _typed(reader: Callable[..., Any], key: str, value: Any, where: str) -> Any:
     annotated = reader.__init__ if isinstance(reader, type) else reader  # type: ignore[misc]
     try:
         hints = get_type_hints(
-            annotated if inspect.isroutine(annotated) else type(reader).__call__, include_extras=True
+            annotated if inspect.isroutine(annotated) else type(reader).__call__,
+            include_extras=True,
         )
         return TypeAdapter(hints.get(key, Any)).validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
         below = "".join(f".{part}" for part in first["loc"])
-        raise ConfigError(f"{in_words(first)} (got {first['input']!r})", where=where + below) from error
+        raise ConfigError(
+            f"{in_words(first)} (got {first['input']!r})", where=where + below
+        ) from error
     except (NameError, PydanticUserError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"the type of this setting cannot be read: {reason}", where=where) from error
+        raise ConfigError(
+            f"the type of this setting cannot be read: {reason}", where=where
+        ) from error
 
 
 def resolve(name: str, known: Mapping[str, str], where: str) -> Any:
     """The object called `name`.
 
     Args:
-        name: a key of `known`, `package.module.attribute` or `path/to/file.py:attribute`; of a module that is in MOVED
-            the former name too.
+        name: a key of `known`, `package.module.attribute` or `path/to/file.py:attribute`; of a
+            module that is in MOVED the former name too.
         known: short name to dotted path.
         where: the configuration key, for the error.
 
     Raises:
-        ConfigError: unknown short name (with a suggestion), or a path that does not import (with the line that fails).
+        ConfigError: unknown short name (with a suggestion), or a path that does not import (with
+            the line that fails).
     """
     path, _, attribute = name.rpartition(":")
     if path.endswith(".py") and name not in known:
@@ -174,14 +196,19 @@ def _attribute(module: ModuleType, name: str, where: str) -> Any:
 
 
 def _imported_file(path: str, where: str) -> ModuleType:
-    """The module that a file makes, once a process. It is found by no `import`, and shadows none."""
+    """The module that a file makes, once a process. It is found by no `import`, and shadows
+    none."""
     file = Path(path).expanduser().resolve()
     name = f"file:{file}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
     if not file.is_file() or spec is None or spec.loader is None:
-        raise ConfigError(f"there is no file {path!r}", where=where, fix="correct the path, or give it from the root")
+        raise ConfigError(
+            f"there is no file {path!r}",
+            where=where,
+            fix="correct the path, or give it from the root",
+        )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up
     try:
@@ -196,7 +223,9 @@ def _not_imported(module: str, error: Exception, where: str) -> ConfigError:
     """Says whether the module was not found, or was found and failed, and then at which line."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     # rows of MOVED whose former module is the missing one, or lies in the missing package
-    if missing and (moved := {old: new for old, new in MOVED.items() if f"{old}.".startswith(f"{missing}.")}):
+    if missing and (
+        moved := {old: new for old, new in MOVED.items() if f"{old}.".startswith(f"{missing}.")}
+    ):
         return ConfigError(
             f"cannot import {module!r}: there is no {missing!r} in this release",
             where=where,
@@ -206,14 +235,22 @@ def _not_imported(module: str, error: Exception, where: str) -> ConfigError:
         return ConfigError(
             f"cannot import {module!r}: there is no module {missing!r} on Python's path",
             where=where,
-            fix=f"correct the dotted path, or name the folder that {missing!r} lies in: PYTHONPATH=FOLDER",
+            fix=(
+                f"correct the dotted path, or name the folder that {missing!r} lies in:"
+                " PYTHONPATH=FOLDER"
+            ),
         )
     if isinstance(error, SyntaxError) and error.filename:
         line = f"{error.filename}:{error.lineno}"
     else:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
-        line = f"{frames[-1].filename}:{frames[-1].lineno}" if frames[1:] else module  # the first frame is `resolve`
+        frames = [
+            f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename
+        ]
+        # the first frame is `resolve`
+        line = f"{frames[-1].filename}:{frames[-1].lineno}" if frames[1:] else module
     said = error.msg if isinstance(error, SyntaxError) else str(error)
     return ConfigError(
-        f"cannot import {module!r}: {type(error).__name__}: {said} ({line})", where=where, fix=f"mend {line}"
+        f"cannot import {module!r}: {type(error).__name__}: {said} ({line})",
+        where=where,
+        fix=f"mend {line}",
     )

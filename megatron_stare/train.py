@@ -1,11 +1,11 @@
 """The training loop. It reads like the algorithm; everything it calls lives elsewhere.
 
-next:     rollouts -> rewards -> group advantages                              (driver/training_source.py)
-step:     log-probs -> statistics, gate, weights -> of each mini-batch backward  (driver/policy_trainer.py)
-publish:  weight sync, and the proof that it arrived                           (driver/training_source.py)
-log:      metrics, alerts and samples to every sink                            (observability/metrics/monitor.py)
-steps:    between two steps, the checkpoint and the evaluation that are due    (driver/session.py, parts.py)
-session:  where one lost a worker, another goes on from the newest checkpoint  (driver/held_run.py)
+next:     rollouts -> rewards -> group advantages             (driver/training_source.py)
+step:     log-probs -> statistics, gate, weights -> backward  (driver/policy_trainer.py)
+publish:  weight sync, and the proof that it arrived          (driver/training_source.py)
+log:      metrics, alerts and samples to every sink           (observability/metrics/monitor.py)
+steps:    checkpoint and evaluation that are due              (driver/session.py, driver/parts.py)
+session:  a lost worker: another session goes on              (driver/held_run.py)
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def train(
 
     Args:
         resume: continue the newest checkpoint of the run, or that of `from_step`.
-        dump_step: the step of whose first update batch, weights, loss and gradients are written out; None: no step.
-        limit: of the time that the run may take; None: there is none.
+        dump_step: step whose first update batch, weights, loss and gradients are written out.
+        limit: of the run's time.
 
     Raises:
         UserError: something the user can mend; the last checkpoint is intact.

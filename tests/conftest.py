@@ -15,13 +15,15 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    # read when Triton's own functions are defined, which whoever imports it first does; megatron-core does
+    # read when Triton's own functions are defined, which whoever imports it first does;
+    # megatron-core does
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from hypothesis import settings
 from support.ranks import RankPool
 
-settings.register_profile("project", deadline=None, derandomize=True)  # no timing asserts, the same examples every run
+# no timing asserts, the same examples every run
+settings.register_profile("project", deadline=None, derandomize=True)
 settings.load_profile("project")
 torch.set_num_threads(1)  # two test processes of two threads each would fight over two cores
 
@@ -44,6 +46,9 @@ def writers() -> Iterator[RankPool]:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Lets the ranks go before files without them: idle, their gloo threads still take half a core."""
-    if nextitem is None or (nextitem.path != item.path and "ranks" not in getattr(nextitem, "fixturenames", ())):
+    """Lets the ranks go before files without them: idle, their gloo threads still take half a
+    core."""
+    if nextitem is None or (
+        nextitem.path != item.path and "ranks" not in getattr(nextitem, "fixturenames", ())
+    ):
         POOL.close()

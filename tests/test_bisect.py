@@ -1,7 +1,8 @@
 """Runs that do not do what their configuration says, and a command that has to name why.
 
-Each fault but one is planted into a real run from outside, so that its configuration knows nothing of it, and is gone
-when the command makes the steps again. The last one is in the code that the configuration names, and stays.
+Each fault but one is planted into a real run from outside, so that its configuration knows nothing
+of it, and is gone when the command makes the steps again. The last one is in the code that the
+configuration names, and stays.
 """
 
 from __future__ import annotations
@@ -42,8 +43,11 @@ SETTINGS = {
     "observability.sinks": "[jsonl]",
     "faults.hangs.enabled": "false",
 }
-OPEN = "algorithm={name: stare, variant: C2, amplify: 2.0, attenuate: 0.3, entropy_target: 100.0}"  # it always is
-CORRECTED = "algorithm={name: stare, entropy_target: null, correction: {mode: truncate, high: 1.05}}"
+# it always is
+OPEN = "algorithm={name: stare, variant: C2, amplify: 2.0, attenuate: 0.3, entropy_target: 100.0}"
+CORRECTED = (
+    "algorithm={name: stare, entropy_target: null, correction: {mode: truncate, high: 1.05}}"
+)
 DRAWN = "algorithm={name: clip_cov, share: 0.2, cov_low: 0.0, cov_high: 100.0}"
 CUT = (
     "partial={tokens: 8, prompts: 7}",
@@ -64,12 +68,14 @@ def stuck_gate(monkeypatch: pytest.MonkeyPatch) -> None:
 def lost_correction(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights are computed and thrown away."""
     sound = Correction.weights
-    monkeypatch.setattr(Correction, "weights", lambda self, *args: torch.ones_like(sound(self, *args)))
+    monkeypatch.setattr(
+        Correction, "weights", lambda self, *args: torch.ones_like(sound(self, *args))
+    )
 
 
 def stale_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every update reaches the engine, is proven, and takes effect an update too late; in a run whose limits let such a
-    difference pass, as those of 16 bits may."""
+    """Every update reaches the engine, is proven, and takes effect an update too late; in a run
+    whose limits let such a difference pass, as those of 16 bits may."""
     monkeypatch.setitem(LARGEST, "float32", 10.0)
     held: dict[int, list[torch.Tensor]] = {}
     begin, collect = LocalEngine.begin_weight_update, LocalEngine.collect
@@ -97,7 +103,9 @@ def stale_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def draw_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token's number in a draw is where it lies among those at hand, which the layout decides."""
     sound = clip_cov.uniform
-    monkeypatch.setattr(clip_cov, "uniform", lambda seed, step, index: sound(seed, step, torch.arange(len(index))))
+    monkeypatch.setattr(
+        clip_cov, "uniform", lambda seed, step, index: sound(seed, step, torch.arange(len(index)))
+    )
 
 
 def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +114,9 @@ def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def recorded(where: Path, *overrides: str) -> Path:
     settings = [f"{key}={value}" for key, value in SETTINGS.items()]
-    config = load_config(ROOT / "configs/quickstart.yaml", [*settings, model(), f"run.dir={where}", *overrides])
+    config = load_config(
+        ROOT / "configs/quickstart.yaml", [*settings, model(), f"run.dir={where}", *overrides]
+    )
     return train(config)
 
 
@@ -114,7 +124,10 @@ def contents(folder: Path) -> dict[str, tuple[str, int]]:
     """Hash of every file's contents, and the time at which it was written last."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {
-        str(path.relative_to(folder)): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
+        str(path.relative_to(folder)): (
+            hashlib.sha256(path.read_bytes()).hexdigest(),
+            path.stat().st_mtime_ns,
+        )
         for path in files
     }
 
@@ -128,7 +141,12 @@ def contents(folder: Path) -> dict[str, tuple[str, int]]:
         (lost_correction, (CORRECTED, *CUT), "correction", "correction-off"),
         (stale_weights, (OPEN,), "staleness", "weights-late"),
         (draw_by_place, (DRAWN,), "layout", "draws-by-place"),
-        (nothing, (DRAWN.replace("clip_cov", "support.placed_draws.PlacedDraws"),), "layout", "micro-batches"),
+        (
+            nothing,
+            (DRAWN.replace("clip_cov", "support.placed_draws.PlacedDraws"),),
+            "layout",
+            "micro-batches",
+        ),
     ],
     ids=["clean", "gate", "correction", "stale", "draw", "own-code"],
 )
@@ -153,11 +171,14 @@ def test_the_planted_cause_is_named_and_no_other(
     place = tmp_path / f"bisects/run-{FIRST}-{LAST}"
     found = json.loads((place / "findings.json").read_text())
     assert (found["cause"], found["change"]) == (cause, change)
-    sound = plant is not nothing  # the code at hand, which made the record where nothing was planted
+    # the code at hand, which made the record where nothing was planted
+    sound = plant is not nothing
     assert code == (1 if cause else 0) and found["reproduced"] != sound
     lines = {line["name"]: line for line in found["lines"]}
     assert not any(line["failed"] for line in lines.values())
-    assert [name for name, line in lines.items() if line["breaks"]] == ([change] if cause and not sound else [])
+    assert [name for name, line in lines.items() if line["breaks"]] == (
+        [change] if cause and not sound else []
+    )
     assert contents(run) == before
     if not sound:
         assert lines["unchanged"]["equal"] == LAST - FIRST

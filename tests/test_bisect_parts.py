@@ -43,7 +43,9 @@ MODEL = ROOT / "assets/tiny-adder"
 EXACT = {"exact": True}
 
 
-def row(step: int, shift: float = 0.0, *, agreement: float = 1e-6, loss: float = 0.1) -> dict[str, float]:
+def row(
+    step: int, shift: float = 0.0, *, agreement: float = 1e-6, loss: float = 0.1
+) -> dict[str, float]:
     """A step of a run whose entropy and reward go up and down by a tenth."""
     swing = 0.1 * (-1) ** step
     return {
@@ -72,7 +74,9 @@ def test_a_record_that_comes_out_names_nothing() -> None:
     found = explain(BEFORE, course(), remade, **EXACT)
     assert found.reproduced and (found.cause, found.change) == ("", "")
     assert [line.equal for line in found.lines] == [10, 0, 0]
-    assert found.lines[1].moved["entropy"] > 3 and found.lines[2].moved["entropy"] == pytest.approx(0, abs=1e-3)
+    assert found.lines[1].moved["entropy"] > 3 and found.lines[2].moved["entropy"] == pytest.approx(
+        0, abs=1e-3
+    )
     assert "(+" in as_text(found).splitlines()[3] and "named: none" in as_text(found)
 
 
@@ -85,7 +89,9 @@ def test_a_layout_that_moves_the_first_step_is_named_though_the_record_comes_out
         assert found.lines[1].breaks == (("optimizer/grad_norm",) if cause else ())
     later = course()
     later[1]["optimizer/grad_norm"] = 9.0  # rounding of the first step has come to this: no fault
-    assert not explain(BEFORE, course(), [Remade(None, course()), Remade(CUT, later)], **EXACT).cause
+    assert not explain(
+        BEFORE, course(), [Remade(None, course()), Remade(CUT, later)], **EXACT
+    ).cause
 
 
 def test_a_gate_that_is_not_where_its_entropy_has_it_is_named_though_the_record_comes_out() -> None:
@@ -94,7 +100,10 @@ def test_a_gate_that_is_not_where_its_entropy_has_it_is_named_though_the_record_
     method = config.algorithm.method
 
     def record(*gates: float) -> list[dict[str, float]]:  # entropies of 0.9 and 1.1 by turns
-        return [{**row(11 + i), "entropy/target": 1.0, "stare/gate": gate} for i, gate in enumerate(gates)]
+        return [
+            {**row(11 + i), "entropy/target": 1.0, "stare/gate": gate}
+            for i, gate in enumerate(gates)
+        ]
 
     assert contradictions(config, method, record(1.0, 0.0, 1.0)) == {}
     for stuck, said in (
@@ -106,12 +115,15 @@ def test_a_gate_that_is_not_where_its_entropy_has_it_is_named_though_the_record_
         found = explain(BEFORE, course(), [Remade(None, course())], **EXACT, contradicted=wrong)
         assert (found.reproduced, found.cause, found.change) == (True, "gate", "")
         assert "named: gate\n" in as_text(found)
-    lagged = config.model_copy(update={"statistics": config.statistics.model_copy(update={"gate": "lagged"})})
+    lagged = config.model_copy(
+        update={"statistics": config.statistics.model_copy(update={"gate": "lagged"})}
+    )
     assert contradictions(lagged, method, record(1.0, 1.0)) == {}  # it reads the step before
 
 
 def test_the_change_that_is_the_record_is_named() -> None:
-    """And not one that comes near: a change is named for more equal steps than nothing changed has."""
+    """And not one that comes near: a change is named for more equal steps than nothing changed
+    has."""
     record = course(0.5)
     near = [dict(each) for each in record]
     near[0]["loss/policy"] += 1e-9
@@ -119,7 +131,9 @@ def test_the_change_that_is_the_record_is_named() -> None:
     found = explain(BEFORE, record, remade, **EXACT)
     assert (found.reproduced, found.cause, found.change) == (False, "gate", "gate-open")
     begun = [*record[:4], *course()[4:]]  # as long as the unchanged steps are: no sign of anything
-    assert not explain(BEFORE, begun, [Remade(None, [*begun[:4], *near[4:]]), Remade(GATE, begun[:4])], **EXACT).cause
+    assert not explain(
+        BEFORE, begun, [Remade(None, [*begun[:4], *near[4:]]), Remade(GATE, begun[:4])], **EXACT
+    ).cause
 
 
 def test_the_change_that_brings_the_figures_back_is_named() -> None:
@@ -130,7 +144,9 @@ def test_the_change_that_brings_the_figures_back_is_named() -> None:
     found = explain(BEFORE, record, remade, **EXACT)
     assert (found.reproduced, found.cause) == (False, "staleness") and "agreement" in found.why
     assert not explain(BEFORE, record, remade[:2], **EXACT).cause
-    none = explain(BEFORE, record, [Remade(None, course(loss=0.3)), Remade(GATE, course(loss=0.4))], **EXACT)
+    none = explain(
+        BEFORE, record, [Remade(None, course(loss=0.3)), Remade(GATE, course(loss=0.4))], **EXACT
+    )
     assert not none.reproduced and not none.cause and "a cause outside" in none.why
 
 
@@ -142,10 +158,21 @@ def test_a_run_that_is_not_exact_is_held_to_its_noise() -> None:
 
 
 def test_what_failed_is_shown_and_names_nothing() -> None:
-    found = explain(BEFORE, course(1.0), [Remade(None, course()), Remade(GATE, failed="no"), Remade(LATE, [])], **EXACT)
-    assert not found.cause and [line.failed for line in found.lines] == ["", "no", "it made 0 of 10 steps"]
+    found = explain(
+        BEFORE,
+        course(1.0),
+        [Remade(None, course()), Remade(GATE, failed="no"), Remade(LATE, [])],
+        **EXACT,
+    )
+    assert not found.cause and [line.failed for line in found.lines] == [
+        "",
+        "no",
+        "it made 0 of 10 steps",
+    ]
     assert "gate-open: no" in as_text(found)
-    tree = as_tree(explain([], [{**row(1), "reward/mean": math.nan}], [Remade(None, [row(1)])], **EXACT))
+    tree = as_tree(
+        explain([], [{**row(1), "reward/mean": math.nan}], [Remade(None, [row(1)])], **EXACT)
+    )
     assert tree["record"]["reward"] is None
 
 
@@ -165,13 +192,16 @@ def test_changed_methods_are_the_runs_own_but_for_the_change() -> None:
     """Also where they arrive, in another process."""
     method = Stare(entropy_target=0.3, adaptive=True, correction=Correction())
     low, high = ({"entropy": torch.tensor(x, dtype=torch.float64)} for x in (0.1, 0.5))
-    state = {name: torch.tensor(x, dtype=torch.float64) for name, x in method.initial_state().items()}
+    state = {
+        name: torch.tensor(x, dtype=torch.float64) for name, x in method.initial_state().items()
+    }
     for change, gate in ((open_gate, 1.0), (closed_gate, 0.0)):
         changed = pickle.loads(pickle.dumps(change(method)))
         assert isinstance(changed, Stare) and changed.share == method.share
         for statistics in (low, high):
             sound, held = method.control(state, statistics), changed.control(state, statistics)
-            assert held == {**sound, "gate": torch.tensor(gate, dtype=torch.float64)}  # W and M still move
+            # W and M still move
+            assert held == {**sound, "gate": torch.tensor(gate, dtype=torch.float64)}
     assert without_correction(method) == Stare(entropy_target=0.3, adaptive=True)
 
     drawn = ClipCov(seed=3)
@@ -197,9 +227,21 @@ def test_what_can_be_changed_of_a_run() -> None:
         {"correction-off", "weights-late", *both},
         {"gate"},
     )
-    assert found("algorithm=clip_cov", "parallel.data=2", "parallel.tensor=1")[0] >= {"draws-by-place", "data-ranks"}
-    assert found("rollout.engine=sglang")[0] == {"gate-open", "gate-closed", "micro-batches", "engine-local"}
-    assert found("batch.micro_batch_tokens=48", "algorithm=grpo")[1] == {"gate", "correction", "layout"}
+    assert found("algorithm=clip_cov", "parallel.data=2", "parallel.tensor=1")[0] >= {
+        "draws-by-place",
+        "data-ranks",
+    }
+    assert found("rollout.engine=sglang")[0] == {
+        "gate-open",
+        "gate-closed",
+        "micro-batches",
+        "engine-local",
+    }
+    assert found("batch.micro_batch_tokens=48", "algorithm=grpo")[1] == {
+        "gate",
+        "correction",
+        "layout",
+    }
 
 
 def test_a_late_engine_samples_with_the_weights_before(tmp_path: Path) -> None:
@@ -208,17 +250,23 @@ def test_a_late_engine_samples_with_the_weights_before(tmp_path: Path) -> None:
             engine.begin_weight_update(version)
             generator = torch.Generator().manual_seed(version)
             engine.update_weights(
-                [(name, torch.randn(p.shape, generator=generator) * 0.1) for name, p in engine._parameters.items()]
+                [
+                    (name, torch.randn(p.shape, generator=generator) * 0.1)
+                    for name, p in engine._parameters.items()
+                ]
             )
             engine.end_weight_update()
-        params = SamplingParams(temperature=1.0, max_new_tokens=12, seed=1, step=1, stop_token_ids=())
+        params = SamplingParams(
+            temperature=1.0, max_new_tokens=12, seed=1, step=1, stop_token_ids=()
+        )
         engine.submit([GenerateRequest("a", (2, 3, 4), 0, 0)], params)
         (result,) = engine.collect(1.0)
         assert result.versions == ((versions[-1], 12),)  # it says that it has the newest
         return result.output_ids.tolist()
 
     path = str(MODEL)
-    assert sampled(LateEngine(path), [1]) == sampled(LocalEngine(path), [1])  # there are none before
+    # there are none before
+    assert sampled(LateEngine(path), [1]) == sampled(LocalEngine(path), [1])
     late = LateEngine(path)
     assert sampled(late, [1, 2]) == sampled(LocalEngine(path), [1])
     assert sampled(late, [3]) == sampled(LocalEngine(path), [2]) != sampled(LocalEngine(path), [3])
@@ -238,13 +286,19 @@ def run_of(where: Path) -> Path:
     return where
 
 
-def test_a_re_run_begins_where_the_run_stood_and_shares_what_it_does_not_write(tmp_path: Path) -> None:
+def test_a_re_run_begins_where_the_run_stood_and_shares_what_it_does_not_write(
+    tmp_path: Path,
+) -> None:
     run, folder = run_of(tmp_path / "run"), tmp_path / "again"
     folder.mkdir()
     checkpoint = run / "checkpoints/step_000005"
     prepare(run, checkpoint, folder, {"algorithm.entropy_target": None, "rollout.max_batch": 3})
     again, was = load_recorded(folder / "config.yaml"), load_recorded(run / "config.yaml")
-    assert (again.run.dir, again.run.steps, again.rollout.max_batch) == (str(folder), was.run.steps, 3)
+    assert (again.run.dir, again.run.steps, again.rollout.max_batch) == (
+        str(folder),
+        was.run.steps,
+        3,
+    )
     assert again.algorithm.settings()["entropy_target"] == 0.3  # the method's default
     assert (again.eval.every, [sink.name for sink in again.observability.sinks]) == (0, ["jsonl"])
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 5
@@ -254,7 +308,9 @@ def test_a_re_run_begins_where_the_run_stood_and_shares_what_it_does_not_write(t
     assert RunState.read(there).step == 5 and not (folder / "checkpoints/step_000010").exists()
 
 
-def test_what_cannot_be_bisected_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_bisected_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = run_of(tmp_path / "run")
     taken = tmp_path / "taken"
     taken.mkdir()
@@ -265,7 +321,10 @@ def test_what_cannot_be_bisected_is_refused(tmp_path: Path, capsys: pytest.Captu
         ([str(run), "--from", "10", "--to", "12"], "no record of step 12"),
         ([str(run), "--from", "5", "--to", "5"], "step 5 is not after step 5"),
         ([str(run), "--from", "5", "--to", "6", "--causes", "gate,moon"], "unknown cause 'moon'"),
-        ([str(run), "--from", "5", "--to", "6", "--out", str(taken)], "there are files in this folder"),
+        (
+            [str(run), "--from", "5", "--to", "6", "--out", str(taken)],
+            "there are files in this folder",
+        ),
     ):
         assert main(["bisect", *arguments]) == 2
         assert said in capsys.readouterr().err

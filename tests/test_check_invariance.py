@@ -36,7 +36,9 @@ take, ALGORITHMS = *of("invariance.step", "take"), *of("invariance.table", "ALGO
 
 def check(*arguments: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "tools/check_invariance.py"), *arguments]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=timeout
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,16 @@ def pool() -> Iterator[Any]:
 @pytest.mark.wide
 @pytest.mark.distributed
 def test_thresholds_per_rank_are_caught() -> None:
-    arguments = ["--world", "2", "--micro-batch-tokens", "64", "--algorithm", "stare", "--set", "variant=C2"]
+    arguments = [
+        "--world",
+        "2",
+        "--micro-batch-tokens",
+        "64",
+        "--algorithm",
+        "stare",
+        "--set",
+        "variant=C2",
+    ]
     passed = check(*arguments)
     assert (passed.returncode, passed.stderr) == (0, "")  # not a word of an upstream's
     mutant = check(*arguments, "--trainer", "support.mutants.PerRankThresholds")
@@ -62,10 +73,12 @@ def test_thresholds_per_rank_are_caught() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "layout", "cut"),
     [
-        ("gspo", {"context": 2, "tensor": 2}, {"budget": 64, "packed": True}),  # one ratio a response
+        # one ratio a response
+        ("gspo", {"context": 2, "tensor": 2}, {"budget": 64, "packed": True}),
         ("grpo_s", {"context": 2, "pipeline": 2}, {"budget": 40, "packed": False}),
         ("stare", {"context": 4}, {"budget": 64, "packed": True}),
-        # quantiles, N and denominators of sequences without the tokens that are masked for their age
+        # quantiles, N and denominators of sequences without the tokens that are masked for their
+        # age
         ("stare", {"context": 2, "data": 2}, {"budget": 40, "packed": True, "stale": True}),
         ("stare C4, rare below a bound", {"tensor": 2, "data": 2}, {"budget": 64, "packed": True}),
         ("stare C2, gate by sample", {"context": 2, "data": 2}, {"budget": 40, "packed": False}),
@@ -90,7 +103,8 @@ def test_an_impossible_layout_is_refused() -> None:
 
 
 def test_a_gradient_that_is_off_is_a_fault() -> None:
-    """The comparison itself, on numbers: a tensor off by more than it may, a token selected otherwise, another loss."""
+    """The comparison itself, on numbers: a tensor off by more than it may, a token selected
+    otherwise, another loss."""
     step = {
         "given": {"plus": {1, 2}},
         "selected": {"plus": {1, 2}},
@@ -107,20 +121,24 @@ def test_a_gradient_that_is_off_is_a_fault() -> None:
 
     off = torch.tensor([1.0, 2.0 + 3e-5])
     assert len(faults("gradients", {**step["gradients"], "w": off})) == 1
-    assert faults("gradients", {**step["gradients"], "small": torch.tensor([2e-9])}) == []  # nothing beside the others
+    # nothing beside the others
+    assert faults("gradients", {**step["gradients"], "small": torch.tensor([2e-9])}) == []
     assert len(faults("gradients", {**step["gradients"], "w": off * float("nan")})) == 1
     assert len(faults("gradients", {"w": off})) == 1
     assert len(faults("weights", {"w": torch.tensor([0.5, 0.5 + 3e-6])})) == 1
     assert len(faults("selected", {"plus": {1, 3}})) == 1
     assert len(faults("given", {"plus": {1, 3}})) == 1
     assert len(faults("metrics", {"loss/policy": 0.1001, "optimizer/grad_norm": 2.0})) == 1
-    near = compare(step, {**copy.deepcopy(step), "selected": {"plus": {1, 3}}, "near": {"plus": {2, 3}}})
+    near = compare(
+        step, {**copy.deepcopy(step), "selected": {"plus": {1, 3}}, "near": {"plus": {2, 3}}}
+    )
     assert near.faults == [] and near.excused == [2, 3]
 
 
 @pytest.mark.parametrize("step", [1e-4, 0.1, 10.0])
 def test_weights_are_held_to_what_the_step_moves(step: float) -> None:
-    """A hundred-thousandth of the step, and the rounding of weights of 0.5, whatever the size of the step."""
+    """A hundred-thousandth of the step, and the rounding of weights of 0.5, whatever the size of
+    the step."""
     before = {"w": torch.tensor([0.5, -0.5]), "still": torch.tensor([0.25])}
     after = {"w": before["w"] - step, "still": before["still"]}
     whole = {
@@ -139,12 +157,18 @@ def test_weights_are_held_to_what_the_step_moves(step: float) -> None:
     size = max(0.5, step)
     assert faults("w", 0.5e-5 * step) == 0
     assert faults("w", 2e-5 * step + 2.5e-7 * size) == 1
-    assert faults("still", 2e-8 * step + 6e-8) == 1  # a tensor that does not move, beside one that does
+    # a tensor that does not move, beside one that does
+    assert faults("still", 2e-8 * step + 6e-8) == 1
 
 
 STEEP = [
     Case({"name": "twenty_entropy"}, parallel={"tensor": 4}, budget=77, seed=6),
-    Case(ALGORITHMS["grpo with correction and entropy bonus"], parallel={"tensor": 4}, budget=77, off_policy=0.5),
+    Case(
+        ALGORITHMS["grpo with correction and entropy bonus"],
+        parallel={"tensor": 4},
+        budget=77,
+        off_policy=0.5,
+    ),
 ]
 
 
@@ -152,22 +176,29 @@ STEEP = [
 def steep(
     pool: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[tuple[dict[str, Any], dict[str, Any]]]]:
-    """The model, and steps at a learning rate of 1 whose gradient is large: on one rank and on four."""
+    """The model, and steps at a learning rate of 1 whose gradient is large: on one rank and on
+    four."""
     folder = tmp_path_factory.mktemp("model")
     write_model(folder)
     wholes = [take(pool, case.alone(), str(folder), None) for case in STEEP]
-    cuts = [take(pool, case, str(folder), w["scores"]) for case, w in zip(STEEP, wholes, strict=True)]
+    cuts = [
+        take(pool, case, str(folder), w["scores"]) for case, w in zip(STEEP, wholes, strict=True)
+    ]
     return folder, list(zip(wholes, cuts, strict=True))
 
 
-def twenty_entropy_in_float64(folder: Path, case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor], set[int]]:
+def twenty_entropy_in_float64(
+    folder: Path, case: Case
+) -> tuple[dict[str, Tensor], dict[str, Tensor], set[int]]:
     """Weights before and after the step of SGD by plain transformers, and the tokens selected."""
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     batch, start = fixed_batch(case.seed), 0
     advantages = build_method(case.algorithm).judge(batch).advantages
     rows = []
-    for i, (p, n) in enumerate(zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True)):
+    for i, (p, n) in enumerate(
+        zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True)
+    ):
         tokens = batch.tokens[start : start + p + n]
         start += p + n
         log_p = policy(tokens[None]).logits[0, p - 1 : -1].log_softmax(-1)
@@ -176,7 +207,9 @@ def twenty_entropy_in_float64(folder: Path, case: Case) -> tuple[dict[str, Tenso
         rows.append((taken, -(log_p.exp() * log_p).sum(1).detach(), counts))
     log_prob, entropy, advantage = (torch.cat(column) for column in zip(*rows, strict=True))
     candidates = (advantage != 0).nonzero().squeeze(1)
-    chosen = candidates[entropy[candidates].argsort(descending=True)[: max(1, int(len(candidates) * 0.2 + 0.9999))]]
+    chosen = candidates[
+        entropy[candidates].argsort(descending=True)[: max(1, int(len(candidates) * 0.2 + 0.9999))]
+    ]
     (-(advantage * log_prob)[chosen].mean()).backward()
     after = {name: (p - case.lr * p.grad).detach() for name, p in policy.named_parameters()}
     return before, after, set(chosen.tolist())
@@ -185,17 +218,21 @@ def twenty_entropy_in_float64(folder: Path, case: Case) -> tuple[dict[str, Tenso
 @pytest.mark.wide
 @pytest.mark.distributed
 def test_float32_explains_what_a_large_step_differs_by(steep: Any) -> None:
-    """The step in float64 lies within half the limit of that on one rank and of that on four, so two right steps may be
-    that far apart; and more than 0.5e-6 from either, so an absolute limit of 1e-6 is not one they must keep.
+    """The step in float64 lies within half the limit of that on one rank and of that on four, so
+    two right steps may be that far apart; and more than 0.5e-6 from either, so an absolute limit of
+    1e-6 is not one they must keep.
 
-    Shown for one batch, not for all: of the seeds 5 to 12, seed 9 is 5.3e-6 of its move off, over half the limit.
+    Shown for one batch, not for all: of the seeds 5 to 12, seed 9 is 5.3e-6 of its move off, over
+    half the limit.
     """
     folder, ((whole, cut), _) = steep
     before, after, chosen = twenty_entropy_in_float64(folder, STEEP[0])
     assert whole["selected"]["forks"] == chosen
     scale = moved(before, after)
     for step in (whole, cut):
-        errors = {name: float((step["weights"][name] - want).abs().max()) for name, want in after.items()}
+        errors = {
+            name: float((step["weights"][name] - want).abs().max()) for name, want in after.items()
+        }
         for name, error in errors.items():
             assert error <= RELATIVE / 2 * scale[name], name
         assert max(errors.values()) > 0.5e-6
@@ -220,7 +257,11 @@ def test_every_method_in_every_layout(tmp_path: Path) -> None:
         assert len(layouts) == 14, name
         assert all(entry["faults"] == 0 for entry in layouts.values()), name
     # the check would be empty where a method selects nothing
-    for name in rows.keys() - METHODS.keys() - {"grpo with correction and entropy bonus", "twenty_entropy by quantile"}:
+    for name in (
+        rows.keys()
+        - METHODS.keys()
+        - {"grpo with correction and entropy bonus", "twenty_entropy by quantile"}
+    ):
         assert all(entry["selected"] > 0 for entry in rows[name].values()), name
     for name in ("stare", "stapo_stare", "twenty_entropy", "kl_cov"):
         assert all(entry["selected"] > 0 for entry in rows[name].values()), name

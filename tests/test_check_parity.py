@@ -23,13 +23,16 @@ pytestmark = pytest.mark.distributed
 
 def check_parity(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "tools/check_parity.py"), *arguments]
-    return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    return subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("second", ["--pp", pytest.param("--cp", marks=pytest.mark.slow)])
 def test_a_checkpoint_is_held_against_transformers(tmp_path: Path, second: str) -> None:
-    save_model(tmp_path, "llama_tied_llama3")  # one key-value head, shared by two ranks; 37 words; scaled RoPE
+    # one key-value head, shared by two ranks; 37 words; scaled RoPE
+    save_model(tmp_path, "llama_tied_llama3")
     done = check_parity(str(tmp_path), "--tp", "2", second, "2")
     assert (done.returncode, done.stderr) == (0, "")
     logits, weights = done.stdout.splitlines()  # and no word of an upstream's
@@ -76,7 +79,9 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     assert f"known: {', '.join(sorted(KNOWN))}" in done.stderr
 
 
-def test_a_checkpoint_of_megatron_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
+def test_a_checkpoint_of_megatron_is_refused_with_the_command_that_converts_it(
+    tmp_path: Path,
+) -> None:
     converted = tmp_path / "converted"
     convert(ROOT / "assets/tiny-adder", converted, None, Options())
     done = check_parity(str(converted))

@@ -1,4 +1,5 @@
-"""tools/check_vectors.py: passes on right numbers, other numbers and shapes too, and on nothing else."""
+"""tools/check_vectors.py: passes on right numbers, other numbers and shapes too, and on nothing
+else."""
 
 from __future__ import annotations
 
@@ -81,7 +82,11 @@ def test_every_expected_number_counts(group: str) -> None:
     paths = list(answers(VECTORS[group], group))
     assert paths
     generator = np.random.default_rng(0)
-    few = paths if len(paths) <= 30 else [paths[i] for i in generator.choice(len(paths), 30, replace=False)]
+    few = (
+        paths
+        if len(paths) <= 30
+        else [paths[i] for i in generator.choice(len(paths), 30, replace=False)]
+    )
     for path in few:
         found = TOOL.evaluate(group, {**VECTORS, group: changed(VECTORS[group], path)})
         assert found.where, path
@@ -105,7 +110,9 @@ def test_what_is_not_understood_fails(group: str, tmp_path: Path) -> None:
     assert TOOL.evaluate(group, {**VECTORS, group: values}).where
 
 
-def test_unknown_groups_and_broken_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_groups_and_broken_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(tmp_path, {"novelty": [1.0]}) == 1
     assert "no such group is known" in capsys.readouterr().out
     for broken in ("{", "[1]", "{}", '{"meta": {}}'):
@@ -137,7 +144,9 @@ def top(x: np.ndarray, candidates: np.ndarray, k: int) -> np.ndarray:
     return flags
 
 
-def padded(generator: np.random.Generator, lengths: list[int], low: float, high: float) -> np.ndarray:
+def padded(
+    generator: np.random.Generator, lengths: list[int], low: float, high: float
+) -> np.ndarray:
     width = max(lengths)
     mask = np.arange(width) < np.array(lengths)[:, None]
     return np.where(mask, generator.uniform(low, high, mask.shape), 0.0)
@@ -195,7 +204,10 @@ def generated(seed: int) -> dict[str, Any]:
 
     everyone, first, rest = list(range(size)), [0], list(range(1, size))
     cases = []
-    for scope, parts in (("global", [everyone]), (f"micro_batches_{first}_{rest}".replace(" ", ""), [first, rest])):
+    for scope, parts in (
+        ("global", [everyone]),
+        (f"micro_batches_{first}_{rest}".replace(" ", ""), [first, rest]),
+    ):
         for variant in ("O1", "C2"):
             done = [weights(rows, variant) for rows in parts]
             cases.append(
@@ -228,12 +240,18 @@ def generated(seed: int) -> dict[str, Any]:
         "per_token_loss_before_weight": -objective * mask,
         "loss_global_token_mean": (weights(everyone, "C2")[0] * -objective * mask).sum() / n,
         "loss_as_legacy_verl_micro_batches_0_123": sum(
-            len(rows) / size * (weights(rows, "C2")[0] * -objective * mask)[rows].sum() / mask[rows].sum()
+            len(rows)
+            / size
+            * (weights(rows, "C2")[0] * -objective * mask)[rows].sum()
+            / mask[rows].sum()
             for rows in (first, rest)
         ),
     }
 
-    prob, spread = np.where(mask, generator.uniform(0, 0.3, mask.shape), 0.0), padded(generator, lengths, 0, 2)
+    prob, spread = (
+        np.where(mask, generator.uniform(0, 0.3, mask.shape), 0.0),
+        padded(generator, lengths, 0, 2),
+    )
     spread = np.round(spread, 4)
     candidates = mask & (wide > 0) & (prob < 0.2)
     v4 = {}
@@ -325,7 +343,8 @@ def generated(seed: int) -> dict[str, Any]:
     }
 
     number = int(generator.integers(4, 7))
-    reward = np.r_[1.0, 1.0, 0.0, 0.0, generator.integers(0, 2, number - 4)]  # one alone would have no spread
+    # one alone would have no spread
+    reward = np.r_[1.0, 1.0, 0.0, 0.0, generator.integers(0, 2, number - 4)]
     generator.shuffle(reward)
     spans = generator.integers(2, 6, number)
     here = np.arange(spans.max()) < spans[:, None]
@@ -377,7 +396,11 @@ def generated(seed: int) -> dict[str, Any]:
         "token_ratio": token_ratio,
         "seq_ratio_arithmetic_mean": mean_ratio,
         "clip": [0.1, 0.15],
-        "objective": np.minimum(mean_ratio * advantage_s, np.clip(mean_ratio, 0.9, 1.15) * advantage_s).mean(),
+        "objective": (
+            np.minimum(
+                mean_ratio * advantage_s, np.clip(mean_ratio, 0.9, 1.15) * advantage_s
+            ).mean()
+        ),
     }
 
     train = [generator.uniform(-3, -0.1, m) for m in (4, 1, 3)]
@@ -414,6 +437,8 @@ def generated(seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_other_numbers_and_shapes_pass(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_numbers_and_shapes_pass(
+    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     status = run(tmp_path, generated(seed))
     assert status == 0, capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""Everything a user can get wrong is one clear error on stderr, exit code 2, no traceback, nothing started."""
+"""Everything a user can get wrong is one clear error on stderr, exit code 2, no traceback, nothing
+started."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def dry(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
-    return run(capsys, QUICKSTART, f"model.path={ROOT / 'assets/tiny-adder'}", *overrides, "--dry-run")
+    return run(
+        capsys, QUICKSTART, f"model.path={ROOT / 'assets/tiny-adder'}", *overrides, "--dry-run"
+    )
 
 
 @pytest.mark.parametrize(
@@ -38,23 +41,41 @@ def dry(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         ("algorithm.share=2", "share"),
         ("parallel.tensor=3", "cannot be cut over 3 tensor-parallel ranks"),
         ("parallel.pipeline=2", "3 layers cannot be cut into 2 stages x 1 chunks"),
-        ("parallel={tensor: 1, pipeline: 2, first_stage_layers: 3}", "3 of 3 layers leave 0 for 1 stages"),
+        (
+            "parallel={tensor: 1, pipeline: 2, first_stage_layers: 3}",
+            "3 of 3 layers leave 0 for 1 stages",
+        ),
         ("parallel.virtual_pipeline=3", "virtual stages need a pipeline"),
-        ("parallel={tensor: 1, context: 3, context_comm: a2a}", "cannot be cut over 3 context-parallel ones"),
+        (
+            "parallel={tensor: 1, context: 3, context_comm: a2a}",
+            "cannot be cut over 3 context-parallel ones",
+        ),
         ("parallel.expert=2", "the model has no experts"),
         ("optimizer={name: sgd, distributed: true}", "sgd has no distributed form"),
-        ("model.recompute_layers=2", "model.recompute_layers: it says nothing where model.recompute is none"),
+        (
+            "model.recompute_layers=2",
+            "model.recompute_layers: it says nothing where model.recompute is none",
+        ),
         ("model.reference_path=here", "the method uses no reference policy"),
-        ("model.reference_refresh_every=10", "model.reference_refresh_every: the method uses no reference policy"),
+        (
+            "model.reference_refresh_every=10",
+            "model.reference_refresh_every: the method uses no reference policy",
+        ),
         ("batch.mini_batch_prompts=5", "use a divisor of batch.prompts; the nearest is 4"),
         ("batch.mini_batch_prompts=64", "the nearest is 32"),
         ("batch.epochs=0", "must be at least 1"),
         ("statistics.surprisal=new", "statistics.surprisal"),
-        ("statistics.gate=lagged", "surprisal old takes a log-prob pass, which gives the exact gate for nothing"),
+        (
+            "statistics.gate=lagged",
+            "surprisal old takes a log-prob pass, which gives the exact gate for nothing",
+        ),
         ("batch.samples_per_prompt=1", "use at least 2"),
         ("batch.micro_batch_tokens=20", "at least 48"),
         ("rollout.max_new_tokens=1000", "exceed the model's 128 positions"),
-        ("rollout.max_prompt_tokens=1024", "rollout.max_prompt_tokens: prompts of 1024 tokens leave no room"),
+        (
+            "rollout.max_prompt_tokens=1024",
+            "rollout.max_prompt_tokens: prompts of 1024 tokens leave no room",
+        ),
         ("rollout.max_prompt_tokens=128", "fix: at most 127, less the tokens of a response"),
         ("sglang.colocated=true", "set rollout.engine=sglang"),
         ("optimizer.lr=fast", "optimizer.lr"),
@@ -62,14 +83,19 @@ def dry(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         ("optimizer.lr=-1", "must be above 0"),
         ("model.path=/nowhere", "cannot read the model's config.json"),
         ("model.dtype=float8", "model.dtype: must be 'float32', 'bfloat16' or 'float16'"),
-        ("optimizer.min_loss_scale=131072", "min_loss_scale 131072 is above initial_loss_scale 65536"),
+        (
+            "optimizer.min_loss_scale=131072",
+            "min_loss_scale 131072 is above initial_loss_scale 65536",
+        ),
         ("model.head=chunked", "model.head: must be 'auto', 'materialised'"),
         ("model.head_chunk_tokens=0", "must be at least 1"),
         ("run.steps", "section.key=value"),
         ("run.seed.x=1", "run.seed: must be a whole number"),
     ],
 )
-def test_refused_before_anything_starts(capsys: pytest.CaptureFixture[str], override: str, message: str) -> None:
+def test_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
     assert message in dry(capsys, override)
 
 
@@ -77,7 +103,10 @@ def test_refused_before_anything_starts(capsys: pytest.CaptureFixture[str], over
     ("overrides", "message"),
     [
         (("sglang.python=/nowhere/python",), "there is no Python at /nowhere/python"),
-        (("rollout.max_new_tokens=112",), "exceed the 126 that a server fills of its context of 128"),
+        (
+            ("rollout.max_new_tokens=112",),
+            "exceed the 126 that a server fills of its context of 128",
+        ),
         (("sglang.cache_tokens=40",), "rollout.max_new_tokens"),
         (("sglang.cache_tokens=18",), "fix: at most 15, less the tokens of a response"),
         (("sglang.urls=[http://127.0.0.1:1]", "rollout.max_new_tokens=112"), "at most 110"),
@@ -90,10 +119,14 @@ def test_refused_before_anything_starts(capsys: pytest.CaptureFixture[str], over
 def test_sglang_is_refused_before_a_server_starts(
     capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...], message: str
 ) -> None:
-    assert message in dry(capsys, "rollout.engine=sglang", f"sglang.python={sys.executable}", *overrides)
+    assert message in dry(
+        capsys, "rollout.engine=sglang", f"sglang.python={sys.executable}", *overrides
+    )
 
 
-def test_sglang_is_refused_for_a_model_it_would_pad(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_sglang_is_refused_for_a_model_it_would_pad(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     save_model(tmp_path, "qwen2")
     capsys.readouterr()  # transformers' progress bar
     assert "SGLang pads feed-forward layers 48 wide" in dry(
@@ -108,13 +141,23 @@ def test_a_gradient_before_the_whole_response_is_known(capsys: pytest.CaptureFix
 
 def test_what_context_parallelism_needs_room_for(capsys: pytest.CaptureFixture[str]) -> None:
     error = dry(capsys, "batch.micro_batch_tokens=48", "parallel.context=5")
-    assert "16 prompt + 32 new tokens, padded to a multiple of 10, exceed a micro-batch of 48 tokens" in error
+    assert (
+        "16 prompt + 32 new tokens, padded to a multiple of 10, exceed a micro-batch of 48 tokens"
+        in error
+    )
     assert "at least 50" in error
 
 
-def test_an_average_over_a_micro_batch_that_lies_on_several_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    error = dry(capsys, "parallel.context=2", "algorithm={name: grpo, aggregation: micro_batch_mean}")
-    assert "context-parallel ranks hold a part of them each" in error and "algorithm.aggregation" in error
+def test_an_average_over_a_micro_batch_that_lies_on_several_ranks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = dry(
+        capsys, "parallel.context=2", "algorithm={name: grpo, aggregation: micro_batch_mean}"
+    )
+    assert (
+        "context-parallel ranks hold a part of them each" in error
+        and "algorithm.aggregation" in error
+    )
 
 
 LAGGED = ("statistics={surprisal: rollout, gate: lagged}", "observability.entropy_forecast=false")
@@ -155,7 +198,9 @@ def test_a_log_prob_pass_that_nobody_reads_is_skipped(capsys: pytest.CaptureFixt
     assert "gate: lagged" in capsys.readouterr().out
 
 
-def test_missing_and_broken_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_missing_and_broken_configuration(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert "cannot read the configuration" in run(capsys, str(tmp_path / "none.yaml"))
     (tmp_path / "broken.yaml").write_text("run: [1\n")
     assert "not valid YAML line" in run(capsys, str(tmp_path / "broken.yaml"))
@@ -164,12 +209,18 @@ def test_missing_and_broken_configuration(capsys: pytest.CaptureFixture[str], tm
 
 
 def test_data_errors_name_the_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    common = ["data.source=jsonl", f"run.dir={tmp_path / 'run'}", f"model.path={ROOT / 'assets/tiny-adder'}"]
+    common = [
+        "data.source=jsonl",
+        f"run.dir={tmp_path / 'run'}",
+        f"model.path={ROOT / 'assets/tiny-adder'}",
+    ]
     assert "data.path" in run(capsys, QUICKSTART, *common)
     assert "none.jsonl" in run(capsys, QUICKSTART, *common, f"data.path={tmp_path / 'none.jsonl'}")
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')
-    assert f"{broken}:2" in run(capsys, QUICKSTART, *common, f"data.path={broken}", "eval.prompts=0")
+    assert f"{broken}:2" in run(
+        capsys, QUICKSTART, *common, f"data.path={broken}", "eval.prompts=0"
+    )
     long = tmp_path / "long.jsonl"
     long.write_text('{"prompt": "10+10+10+10+10+10=", "answer": "60"}\n')
     message = run(capsys, QUICKSTART, *common, f"data.path={long}", "eval.prompts=0")
@@ -181,7 +232,9 @@ def test_data_errors_name_the_line(capsys: pytest.CaptureFixture[str], tmp_path:
 @pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/version").exists(), reason="needs /proc")
 def test_a_run_directory_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
     # /proc refuses writes to everyone, root included
-    message = run(capsys, QUICKSTART, "run.dir=/proc/run", f"model.path={ROOT / 'assets/tiny-adder'}")
+    message = run(
+        capsys, QUICKSTART, "run.dir=/proc/run", f"model.path={ROOT / 'assets/tiny-adder'}"
+    )
     assert "the run directory cannot be written" in message
 
 
@@ -208,7 +261,8 @@ def test_dry_run_prints_what_it_would_do_and_does_nothing(
         (["optimizer={lr: -1}"], "optimizer={lr: -1}: optimizer.lr: "),
         (["model={dtype: float32}"], "model={dtype: float32}: model.path: this key is required"),
         (["run.seed.x=1"], "run.seed.x=1: run.seed: "),
-        (["optimizer.lr=1"], "broken.yaml: optimizer.eps: "),  # the file's own fault stays the file's
+        # the file's own fault stays the file's
+        (["optimizer.lr=1"], "broken.yaml: optimizer.eps: "),
         (["optimizer.ep=1"], "optimizer.ep=1: optimizer.ep: unknown name"),  # eps begins alike
     ],
 )
@@ -233,7 +287,9 @@ def test_the_override_that_is_wrong_is_blamed(
         (["--steps=3"], None),
     ],
 )
-def test_settings_with_dashes(capsys: pytest.CaptureFixture[str], arguments: list[str], hint: str | None) -> None:
+def test_settings_with_dashes(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], hint: str | None
+) -> None:
     with pytest.raises(SystemExit) as left:
         main(["train", QUICKSTART, *arguments])
     assert left.value.code == 2
@@ -259,26 +315,36 @@ def test_a_method_that_does_not_import(
 
     error = refused("his_methods.mine.Method")
     assert (
-        "algorithm.name: cannot import 'his_methods.mine': there is no module 'his_methods' on Python's path" in error
+        "algorithm.name: cannot import 'his_methods.mine': there is no module 'his_methods' on"
+        " Python's path" in error
     )
     assert "PYTHONPATH=FOLDER" in error
     error = refused("her_methods.mine.Method")
-    assert "there is no module 'her_methods.mine'" in error and "fix: correct the dotted path" in error
+    assert (
+        "there is no module 'her_methods.mine'" in error and "fix: correct the dotted path" in error
+    )
     error = refused("her_methods.calls.Method")
     line = f"{package / 'helper.py'}:2"
-    assert f"NameError: name 'three' is not defined ({line})" in error and f"fix: mend {line}" in error
+    assert (
+        f"NameError: name 'three' is not defined ({line})" in error and f"fix: mend {line}" in error
+    )
     assert f"fix: mend {package / 'typo.py'}:2" in refused("her_methods.typo.Method")
     line = f"{package / 'lacks.py'}:2"
     error = refused("her_methods.lacks.Method")
     assert f"No module named 'no_such_library' ({line})" in error and f"fix: mend {line}" in error
 
 
-def test_a_failed_start_leaves_what_it_found(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The verifier is the first thing of a run to start, when the run directory has been made and written to."""
+def test_a_failed_start_leaves_what_it_found(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The verifier is the first thing of a run to start, when the run directory has been made and
+    written to."""
     model = f"model.path={ROOT / 'assets/tiny-adder'}"
 
     def start(place: Path) -> None:
-        assert "cannot import" in run(capsys, QUICKSTART, model, f"run.dir={place}", "reward.verifier=nowhere.verify")
+        assert "cannot import" in run(
+            capsys, QUICKSTART, model, f"run.dir={place}", "reward.verifier=nowhere.verify"
+        )
 
     start(tmp_path / "of/no/one")
     assert list(tmp_path.iterdir()) == []
@@ -292,15 +358,25 @@ def test_a_failed_start_leaves_what_it_found(capsys: pytest.CaptureFixture[str],
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["mine", "notes", "today"]
 
 
-def test_a_run_that_is_there_is_not_touched(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_run_that_is_there_is_not_touched(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "config.yaml").write_text("model: {path: here}\n")
-    message = run(capsys, QUICKSTART, f"model.path={ROOT / 'assets/tiny-adder'}", f"run.dir={tmp_path}")
+    message = run(
+        capsys, QUICKSTART, f"model.path={ROOT / 'assets/tiny-adder'}", f"run.dir={tmp_path}"
+    )
     assert "there is a run in this directory already" in message
     assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
 
 
-def test_a_step_to_write_out_must_be_made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    arguments = [QUICKSTART, f"model.path={ROOT / 'assets/tiny-adder'}", f"run.dir={tmp_path / 'run'}"]
+def test_a_step_to_write_out_must_be_made(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = [
+        QUICKSTART,
+        f"model.path={ROOT / 'assets/tiny-adder'}",
+        f"run.dir={tmp_path / 'run'}",
+    ]
     assert "these are left: 1 to 300" in run(capsys, *arguments, "--dump-step=301")
     assert not (tmp_path / "run").exists()
 
@@ -334,9 +410,17 @@ def test_reports_go_where_nothing_is_lost(
     assert main(["report", "a", "--out", "a/metrics.jsonl/report.html"]) == 2
     error = capsys.readouterr().err
     assert "the report cannot be written" in error and "fix: " in error
-    assert sorted(p.name for p in Path("a").iterdir()) == ["comparison.html", "metrics.jsonl", "report.html"]
+    assert sorted(p.name for p in Path("a").iterdir()) == [
+        "comparison.html",
+        "metrics.jsonl",
+        "report.html",
+    ]
 
 
 def test_the_page_of_settings_says_what_a_run_refuses() -> None:
-    (row,) = [line for line in (ROOT / "docs/configuration.md").read_text().splitlines() if "`sgd`" in line]
+    (row,) = [
+        line
+        for line in (ROOT / "docs/configuration.md").read_text().splitlines()
+        if "`sgd`" in line
+    ]
     assert "refused in a run" in row

@@ -50,9 +50,15 @@ def dry(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("observability.sinks=[console]", "observability.sinks: none of them keeps the record"),
         (
             "rollout.engine=collections.OrderedDict",
-            "'collections.OrderedDict' is not a subclass of megatron_stare.rollout.engines.engine.Engine",
+            (
+                "'collections.OrderedDict' is not a subclass of"
+                " megatron_stare.rollout.engines.engine.Engine"
+            ),
         ),
-        ("rollout.engine=collections.namedtuple", "is not a subclass of megatron_stare.rollout.engines.engine.Engine"),
+        (
+            "rollout.engine=collections.namedtuple",
+            "is not a subclass of megatron_stare.rollout.engines.engine.Engine",
+        ),
         ("data={source: jsonl}", "data.path: the source 'jsonl' needs a file"),
         ("data={source: jsonl, path: none.jsonl}", "No such file"),
         ("data.source=my_data.Prompts", "data.source: cannot import 'my_data'"),
@@ -62,16 +68,36 @@ def dry(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("eval.prompts=12666", "12665 different ones"),
         ("data.template=no place", "data.template: a template has the place {prompt} once"),
         ("rollout.environment=my_tools.Search", "rollout.environment: cannot import 'my_tools'"),
-        ("rollout.environment=collections.OrderedDict", "is not a subclass of megatron_stare.environments"),
+        (
+            "rollout.environment=collections.OrderedDict",
+            "is not a subclass of megatron_stare.environments",
+        ),
         ("eval.tasks=[{name: a}, {name: a}]", "two tasks are called 'a'"),
-        ("eval.tasks=[{name: a, prompts: 1, verifier: maths}]", "eval.tasks[a].verifier: unknown name 'maths'"),
-        ("eval.tasks=[{name: a, prompts: 1, verifier: no.such}]", "eval.tasks[a].verifier: cannot import 'no'"),
-        ("eval.tasks=[{name: a, source: jsonl, path: none.jsonl}]", "none.jsonl: cannot read the prompts"),
-        ("eval.tasks=[{name: a, prompts: 1, environment: no.Such}]", "eval.tasks[a].environment: cannot import 'no'"),
-        ("eval.tasks=[{name: a, prompts: 1, max_new_tokens: 9999}]", "eval.tasks[a].max_new_tokens: 16 prompt + 9999"),
+        (
+            "eval.tasks=[{name: a, prompts: 1, verifier: maths}]",
+            "eval.tasks[a].verifier: unknown name 'maths'",
+        ),
+        (
+            "eval.tasks=[{name: a, prompts: 1, verifier: no.such}]",
+            "eval.tasks[a].verifier: cannot import 'no'",
+        ),
+        (
+            "eval.tasks=[{name: a, source: jsonl, path: none.jsonl}]",
+            "none.jsonl: cannot read the prompts",
+        ),
+        (
+            "eval.tasks=[{name: a, prompts: 1, environment: no.Such}]",
+            "eval.tasks[a].environment: cannot import 'no'",
+        ),
+        (
+            "eval.tasks=[{name: a, prompts: 1, max_new_tokens: 9999}]",
+            "eval.tasks[a].max_new_tokens: 16 prompt + 9999",
+        ),
     ],
 )
-def test_what_does_not_exist(capsys: pytest.CaptureFixture[str], override: str, message: str) -> None:
+def test_what_does_not_exist(
+    capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
     assert message in dry(capsys, override)
 
 
@@ -82,20 +108,30 @@ def test_a_verifier_is_tried_and_not_in_this_process(
     monkeypatch.syspath_prepend(tmp_path / "code")
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     (tmp_path / "code/sums_verifier.py").write_text(
-        "def verify(response, answer):\n    return 1.0\n\n\ndef self_test():\n    return ['1+1 is 3']\n"
+        "def verify(response, answer):\n    return 1.0\n\n\ndef self_test():\n    return ['1+1 is"
+        " 3']\n"
     )
-    assert "gets known answers wrong: 1+1 is 3" in dry(capsys, "reward.verifier=sums_verifier.verify")
+    assert "gets known answers wrong: 1+1 is 3" in dry(
+        capsys, "reward.verifier=sums_verifier.verify"
+    )
     assert "sums_verifier" not in sys.modules
 
 
-def test_a_verifier_must_judge_the_users_known_answers_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_verifier_must_judge_the_users_known_answers_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     Path("known.jsonl").write_text('{"response": "1+1=2", "answer": "2", "reward": 0}\n')
     error = dry(capsys, "reward.known_answers=known.jsonl")
-    assert "reward.known_answers: the verifier gets 1 of 1 known answers wrong: '1+1=2' against '2' earns 1.0" in error
+    assert (
+        "reward.known_answers: the verifier gets 1 of 1 known answers wrong: '1+1=2' against '2'"
+        " earns 1.0" in error
+    )
 
 
 def test_both_files_of_prompts_are_read(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = "".join(json.dumps({"prompt": f"{i}+1=", "answer": i + 1}) + "\n" for i in range(10, 60))
+    lines = "".join(
+        json.dumps({"prompt": f"{i}+1=", "answer": i + 1}) + "\n" for i in range(10, 60)
+    )
     Path("good.jsonl").write_text(lines + lines)
     Path("bad.jsonl").write_text('{"prompt": \n')
     data = "data={source: jsonl, path: good.jsonl, eval_path: %s}"
@@ -103,13 +139,17 @@ def test_both_files_of_prompts_are_read(capsys: pytest.CaptureFixture[str]) -> N
     assert "bad.jsonl:1" in dry(capsys, data % "bad.jsonl")
     error = dry(capsys, data % "good.jsonl", "eval.prompts=500")
     assert "has 50 different ones" in error and "fix: at most 50" in error
-    assert main(["train", QUICKSTART, MODEL, data % "good.jsonl", "eval.prompts=50", "--dry-run"]) == 0
+    assert (
+        main(["train", QUICKSTART, MODEL, data % "good.jsonl", "eval.prompts=50", "--dry-run"]) == 0
+    )
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["data"]["path"] == str(Path("good.jsonl").absolute())
 
 
 @pytest.mark.parametrize("step", ["0", "-1", "301"])
-def test_a_step_to_write_out_that_is_not_made(capsys: pytest.CaptureFixture[str], step: str) -> None:
+def test_a_step_to_write_out_that_is_not_made(
+    capsys: pytest.CaptureFixture[str], step: str
+) -> None:
     assert "--dump-step: step" in dry(capsys, f"--dump-step={step}")
 
 
@@ -143,9 +183,12 @@ def test_a_run_to_resume(capsys: pytest.CaptureFixture[str]) -> None:
     (run / "checkpoints/step_000200.tmp").mkdir()
     capsys.readouterr()
     assert main(["train", QUICKSTART, MODEL, "--resume", "--dry-run"]) == 0
-    assert (run / "checkpoints/step_000200.tmp").exists()  # what a killed save left is not a rehearsal's to remove
+    # what a killed save left is not a rehearsal's to remove
+    assert (run / "checkpoints/step_000200.tmp").exists()
     capsys.readouterr()
-    assert "optimizer.lr: the run was started with 0.00045" in dry(capsys, "--resume", "optimizer.lr=1")
+    assert "optimizer.lr: the run was started with 0.00045" in dry(
+        capsys, "--resume", "optimizer.lr=1"
+    )
     error = dry(capsys, "--resume", "run.steps=99")
     assert "run.steps: " in error and "has 100 steps already, and 99 are asked for" in error
     assert "these are left: 101 to 300" in dry(capsys, "--resume", "--dump-step=100")
@@ -165,7 +208,9 @@ def rehearsed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     return [line.removeprefix("# ") for line in lines if line.startswith(("# data:", "# warning:"))]
 
 
-def test_a_tokenizer_larger_than_the_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_tokenizer_larger_than_the_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Its last id may be the last row; the next one has none."""
     model = tmp_path / "model"
     shutil.copytree(ROOT / "assets/tiny-adder", model)
@@ -180,11 +225,17 @@ def test_a_tokenizer_larger_than_the_model(capsys: pytest.CaptureFixture[str], t
     tokenizer.save_pretrained(model)
     capsys.readouterr()
     error = dry(capsys, f"model.path={model}")
-    assert f"ids up to {rows} ('<one_too_many>')" in error and f"vocab_size {rows}" in error and "fix: " in error
+    assert (
+        f"ids up to {rows} ('<one_too_many>')" in error
+        and f"vocab_size {rows}" in error
+        and "fix: " in error
+    )
 
 
 def problems(name: str, *texts: str, answer: str = "2") -> None:
-    Path(name).write_text("".join(json.dumps({"prompt": text, "answer": answer}) + "\n" for text in texts))
+    Path(name).write_text(
+        "".join(json.dumps({"prompt": text, "answer": answer}) + "\n" for text in texts)
+    )
 
 
 def test_repeats_and_small_files_are_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,7 +254,10 @@ def test_repeats_and_small_files_are_said(capsys: pytest.CaptureFixture[str]) ->
     ]
     with Path("p.jsonl").open("a") as file:
         file.write('{"prompt": "2+0=", "answer": "3"}\n')
-    assert "2 prompts come more than once, 1 of them with different answers" in rehearsed(capsys, *small)[0]
+    assert (
+        "2 prompts come more than once, 1 of them with different answers"
+        in rehearsed(capsys, *small)[0]
+    )
 
 
 def test_training_on_what_is_evaluated_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,9 +266,13 @@ def test_training_on_what_is_evaluated_is_said(capsys: pytest.CaptureFixture[str
     problems("e.jsonl", "1+1=", "5-3=")
     data = ("data={source: files, path: p.jsonl, eval_path: %s}", "batch.prompts=2")
     same = rehearsed(capsys, data[0] % "p.jsonl", *data[1:], "eval.prompts=3")
-    assert [line.split(";")[0] for line in same] == ["warning: 3 of 3 problems of the evaluation are trained on"]
+    assert [line.split(";")[0] for line in same] == [
+        "warning: 3 of 3 problems of the evaluation are trained on"
+    ]
     some = rehearsed(capsys, data[0] % "e.jsonl", *data[1:], "eval.prompts=2")
-    assert [line.split(";")[0] for line in some] == ["warning: 1 of 2 problems of the evaluation are trained on"]
+    assert [line.split(";")[0] for line in some] == [
+        "warning: 1 of 2 problems of the evaluation are trained on"
+    ]
     named = (
         "data={source: files, path: p.jsonl}",
         "batch.prompts=2",

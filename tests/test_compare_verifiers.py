@@ -24,7 +24,10 @@ def test_disagreements_are_counted_and_written(tmp_path, capsys):
     assert compare_verifiers.main([*arguments, "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert "exact: 3 right; against the labels 1 wrong ones rewarded, 1 right ones refused" in said
-    assert "choice: 3 right, 1 crash; against the labels 1 wrong ones rewarded, 1 right ones refused" in said
+    assert (
+        "choice: 3 right, 1 crash; against the labels 1 wrong ones rewarded, 1 right ones refused"
+        in said
+    )
     assert "exact and choice disagree on 2" in said
     rewards = [json.loads(line)["rewards"] for line in out.read_text().splitlines()]
     assert rewards == [{"exact": 0.0, "choice": 1.0}, {"exact": 1.0, "choice": "crash"}]

@@ -1,5 +1,5 @@
-"""`megatron-stare eval` with the engine in process: what training says of the same weights, what a kill leaves, and
-what is refused."""
+"""`megatron-stare eval` with the engine in process: what training says of the same weights, what a
+kill leaves, and what is refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return out, evaluated(out)["held-out"]
 
 
-# several runs, of each how many requests its engines were given at a time, by engine in the order of their first
+# several runs, of each how many requests its engines were given at a time, by engine in the order
+# of their first
 TRAIN = """
 from megatron_stare.cli import main
 from megatron_stare.rollout.engines.local import LocalEngine
@@ -86,8 +87,8 @@ print(*told, sep="\\n")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path, str]:
-    """Runs of two steps, in one process, to import once: evaluated after every step, never, and by engines of the
-    evaluation's own; and what they said."""
+    """Runs of two steps, in one process, to import once: evaluated after every step, never, and by
+    engines of the evaluation's own; and what they said."""
     folder = tmp_path_factory.mktemp("trained")
     small = [f"{name}={value}" for name, value in SMALL.items()]
     common = ["train", QUICKSTART, *small, *INLINE, "observability.sinks=[jsonl]"]
@@ -98,22 +99,33 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path,
     ]
     script = TRAIN.format(commands=commands)
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=folder, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S
+        [sys.executable, "-c", script],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr
     return folder / "with", folder / "without", folder / "own", done.stdout
 
 
 @pytest.mark.wide
-def test_training_is_the_same_with_and_without_evaluation(trained: tuple[Path, Path, Path, str]) -> None:
+def test_training_is_the_same_with_and_without_evaluation(
+    trained: tuple[Path, Path, Path, str],
+) -> None:
     evaluated, alone, own = (run_dir / "hf/model.safetensors" for run_dir in trained[:3])
     assert evaluated.read_bytes() == alone.read_bytes() == own.read_bytes()
     assert evaluated.read_bytes() != (MODEL / "model.safetensors").read_bytes()
-    steps = [json.loads(line)["step"] for line in (trained[0] / "eval.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"] for line in (trained[0] / "eval.jsonl").read_text().splitlines()
+    ]
     assert steps == [0, 1, 2]
 
 
-def test_engines_of_the_evaluations_own_give_the_same_numbers(trained: tuple[Path, Path, Path, str]) -> None:
+def test_engines_of_the_evaluations_own_give_the_same_numbers(
+    trained: tuple[Path, Path, Path, str],
+) -> None:
     """And training's answer nothing but training's."""
     of_training, _, own, said = trained
     assert (own / "eval.jsonl").read_text() == (of_training / "eval.jsonl").read_text()
@@ -126,8 +138,11 @@ def test_engines_of_the_evaluations_own_give_the_same_numbers(trained: tuple[Pat
 
 
 @pytest.mark.parametrize("checkpoint", ["hf", "", "checkpoints/step_000002"])
-def test_training_and_the_command_give_the_same_numbers(trained: tuple[Path, ...], tmp_path: Path, checkpoint) -> None:
-    """For the same weights, from an exported folder and from the distributed checkpoint, by run and by step."""
+def test_training_and_the_command_give_the_same_numbers(
+    trained: tuple[Path, ...], tmp_path: Path, checkpoint
+) -> None:
+    """For the same weights, from an exported folder and from the distributed checkpoint, by run and
+    by step."""
     ours = json.loads((trained[0] / "eval.jsonl").read_text().splitlines()[-1])
     found = evaluated(tmp_path / "out", checkpoint=trained[0] / checkpoint)["held-out"]
     assert found["decoding"].pop("seed") == 20240917
@@ -143,12 +158,15 @@ def test_what_is_written(whole: tuple[Path, dict[str, Any]]) -> None:
     out, record = whole
     rows = responses(out)
     assert sorted(key(row) for row in rows) == sorted(
-        [("held-out", False, p, s) for p in range(16) for s in range(3)] + [("held-out", True, p, 0) for p in range(16)]
+        [("held-out", False, p, s) for p in range(16) for s in range(3)]
+        + [("held-out", True, p, 0) for p in range(16)]
     )
     problems = [json.loads(line) for line in (out / "problems.jsonl").read_text().splitlines()]
     assert [row["right"] / 3 for row in problems] == pytest.approx(record["correct"])
     for row in rows:
-        assert row["reward"] == float(row["text"].rpartition("=")[2] == problems[row["prompt"]]["answer"])
+        assert row["reward"] == float(
+            row["text"].rpartition("=")[2] == problems[row["prompt"]]["answer"]
+        )
     assert record["results"].keys() == {"avg@3", "pass@1", "pass@2", "pass@3", "maj@2", "maj@3"}
     kept = json.loads((out / "results.json").read_text())
     assert kept == {"held-out": json.loads(json.dumps(record))}
@@ -163,9 +181,14 @@ def test_what_is_written(whole: tuple[Path, dict[str, Any]]) -> None:
 
 
 def test_an_evaluation_is_watched(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """By a process that says so in the evaluation's folder, tells nothing of one that gets on, and ends with it."""
+    """By a process that says so in the evaluation's folder, tells nothing of one that gets on, and
+    ends with it."""
     beat = read_heartbeat(whole[0])
-    assert beat is not None and (beat.pid, beat.phase, beat.process) == (os.getpid(), "closing", "ended")
+    assert beat is not None and (beat.pid, beat.phase, beat.process) == (
+        os.getpid(),
+        "closing",
+        "ended",
+    )
     assert not (whole[0] / "blackbox").exists()
     assert FOLDER_VARIABLE not in os.environ
     evaluated(tmp_path / "out", "eval.prompts=1", "faults.hangs.enabled=false")
@@ -190,12 +213,23 @@ def verify(response, answer):
 
 
 @pytest.mark.distributed
-def test_an_evaluation_that_is_killed_goes_on_where_it_stopped(whole: tuple[Path, dict[str, Any]], tmp_path) -> None:
+def test_an_evaluation_that_is_killed_goes_on_where_it_stopped(
+    whole: tuple[Path, dict[str, Any]], tmp_path
+) -> None:
     out, gate, stops = tmp_path / "out", tmp_path / "gate", tmp_path / "stops.py"
     stops.write_text(STOPS.format(gate=str(gate)))
     os.mkfifo(gate)
     verifier = f"reward.verifier={stops}:verify"
-    command = [sys.executable, "-m", "megatron_stare.cli", "eval", QUICKSTART, *INLINE, *ASKED, verifier]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_stare.cli",
+        "eval",
+        QUICKSTART,
+        *INLINE,
+        *ASKED,
+        verifier,
+    ]
     process = subprocess.Popen(
         [*command, f"--checkpoint={MODEL}", f"--out={out}"],
         stdout=subprocess.DEVNULL,
@@ -213,7 +247,8 @@ def test_an_evaluation_that_is_killed_goes_on_where_it_stopped(whole: tuple[Path
     before = (out / "responses.jsonl").read_bytes()
     assert 8 <= before.count(b"\n") < 20
     gate.unlink()
-    (out / "responses.jsonl").write_bytes(before + b'{"task": "held-out", "gre')  # as if it was killed while it wrote
+    # as if it was killed while it wrote
+    (out / "responses.jsonl").write_bytes(before + b'{"task": "held-out", "gre')
     told: list[tuple[int, int]] = []
     record = evaluated(out, verifier, shown=lambda *seen: told.append(seen))["held-out"]
     assert record == whole[1]
@@ -226,7 +261,9 @@ def no_engines(_: object) -> None:
     raise AssertionError("engines were started")
 
 
-def test_what_is_there_is_not_done_again(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_what_is_there_is_not_done_again(
+    whole: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     """No engine is started for it; and more samples of the same kind join those that are there."""
     out = tmp_path / "out"
     shutil.copytree(whole[0], out)
@@ -241,15 +278,19 @@ def test_what_is_there_is_not_done_again(whole: tuple[Path, dict[str, Any]], tmp
     fewer = evaluated(out, "eval.samples=2")["held-out"]  # of which some are left out
     assert len(responses(out)) == 80
     assert fewer["results"]["avg@2"]["value"] == pytest.approx(
-        sum(row["reward"] for row in responses(whole[0]) if row["sample"] < 2 and not row["greedy"]) / 32
+        sum(row["reward"] for row in responses(whole[0]) if row["sample"] < 2 and not row["greedy"])
+        / 32
     )
 
 
-def test_another_seed_is_another_evaluation(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_another_seed_is_another_evaluation(
+    whole: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     other = evaluated(tmp_path / "out", "eval.seed=5")["held-out"]
     assert other["greedy_correct"] == whole[1]["greedy_correct"]
     assert [s["response"] for s in other["samples"]] != [s["response"] for s in whole[1]["samples"]]
-    again = evaluated(tmp_path / "again", "run.seed=5")["held-out"]  # of the run, not of evaluations
+    # of the run, not of evaluations
+    again = evaluated(tmp_path / "again", "run.seed=5")["held-out"]
     assert again == whole[1]
 
 
@@ -263,13 +304,17 @@ def test_another_seed_is_another_evaluation(whole: tuple[Path, dict[str, Any]], 
         (("model.dtype=bfloat16",), "engine.dtype float32, now it is bfloat16"),
     ],
 )
-def test_a_folder_takes_responses_of_one_kind(whole, tmp_path: Path, change: tuple[str, ...], named: str) -> None:
+def test_a_folder_takes_responses_of_one_kind(
+    whole, tmp_path: Path, change: tuple[str, ...], named: str
+) -> None:
     with pytest.raises(UserError, match=r"name another --out") as error:
         evaluated(whole[0], *change)
     assert named in error.value.what
 
 
-def test_a_folder_takes_responses_of_one_checkpoint(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_a_folder_takes_responses_of_one_checkpoint(
+    whole: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     shutil.copytree(MODEL, tmp_path / "model")
     with pytest.raises(UserError, match=r"of checkpoint\.path"):
         evaluated(whole[0], checkpoint=tmp_path / "model")
@@ -298,13 +343,22 @@ HERE = f"--checkpoint={MODEL}"
     ("arguments", "message"),
     [
         (("--checkpoint=/nowhere",), "--checkpoint /nowhere: there is no such folder"),
-        ((f"--checkpoint={ROOT / 'configs'}",), "neither a Hugging Face folder (config.json) nor a distributed checkp"),
+        (
+            (f"--checkpoint={ROOT / 'configs'}",),
+            "neither a Hugging Face folder (config.json) nor a distributed checkp",
+        ),
         ((HERE, "eval.prompts=0"), "eval: there is nothing to evaluate"),
         ((HERE, "--tasks=aime"), "--tasks: unknown name 'aime'\n  fix: known here: held-out"),
         ((HERE, TASKS, "--tasks=sums,mroe"), "did you mean 'more'"),
-        ((HERE, "eval.samples=4", "eval.k=[1, 5]"), "eval.k: pass@5 cannot be told from 4 responses a problem"),
+        (
+            (HERE, "eval.samples=4", "eval.k=[1, 5]"),
+            "eval.k: pass@5 cannot be told from 4 responses a problem",
+        ),
         ((HERE, "eval.k=[0]"), "pass@0 cannot be told"),
-        ((HERE, "eval.tasks=[{name: sums, samples: 2, k: [4]}]"), "eval.tasks[sums].k: pass@4 cannot be told from 2"),
+        (
+            (HERE, "eval.tasks=[{name: sums, samples: 2, k: [4]}]"),
+            "eval.tasks[sums].k: pass@4 cannot be told from 2",
+        ),
         ((HERE, "eval.samples=0"), "eval.samples: must be at least 1"),
         ((HERE, "eval.prompts=20000"), "an evaluation of 20000 problems would ask some twice"),
         ((HERE, "rollout.max_new_tokens=1000"), "exceed the model's 128 positions"),
@@ -313,7 +367,9 @@ HERE = f"--checkpoint={MODEL}"
         ((HERE, "model.path=/nowhere"), "cannot read the model's config.json"),
     ],
 )
-def test_bad_input_is_refused_by_name(capsys, monkeypatch, tmp_path: Path, arguments: tuple[str, ...], message) -> None:
+def test_bad_input_is_refused_by_name(
+    capsys, monkeypatch, tmp_path: Path, arguments: tuple[str, ...], message
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert message in refused(capsys, *arguments)
 
@@ -323,15 +379,20 @@ def test_a_checkpoint_of_another_model_is_refused(capsys, monkeypatch, tmp_path:
     save_model(tmp_path / "other", "qwen2")
     capsys.readouterr()  # transformers' progress bar
     error = refused(capsys, f"--checkpoint={tmp_path / 'other'}")
-    assert "is another model than" in error and "layers 4, not 3" in error and "fix: another" in error
+    assert (
+        "is another model than" in error and "layers 4, not 3" in error and "fix: another" in error
+    )
     shutil.copytree(MODEL, tmp_path / "cut")
     weights = (tmp_path / "cut/model.safetensors").read_bytes()
     (tmp_path / "cut/model.safetensors").write_bytes(weights[: len(weights) // 2])
     assert "cut short" in refused(capsys, f"--checkpoint={tmp_path / 'cut'}")
 
 
-def test_a_checkpoint_says_what_model_it_is_of(capsys, monkeypatch, trained, tmp_path: Path) -> None:
-    """Its tensors fit a model whose positions are rotated otherwise; what it would say is not what it learnt."""
+def test_a_checkpoint_says_what_model_it_is_of(
+    capsys, monkeypatch, trained, tmp_path: Path
+) -> None:
+    """Its tensors fit a model whose positions are rotated otherwise; what it would say is not what
+    it learnt."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(MODEL, tmp_path / "other")
     config = json.loads((MODEL / "config.json").read_text())
@@ -342,7 +403,9 @@ def test_a_checkpoint_says_what_model_it_is_of(capsys, monkeypatch, trained, tmp
         assert "is another model than" in error and "rope_theta" in error
 
 
-def test_a_folder_with_something_else_in_it_is_left_alone(capsys, monkeypatch, tmp_path: Path) -> None:
+def test_a_folder_with_something_else_in_it_is_left_alone(
+    capsys, monkeypatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/notes.txt").write_text("mine")
@@ -356,7 +419,9 @@ def test_tasks_are_chosen_and_added(capsys, monkeypatch, tmp_path: Path) -> None
     command = ["eval", QUICKSTART, *INLINE, TASKS, "eval.greedy=false", HERE]
     assert main([*command, "--tasks=sums"]) == 0
     shown = capsys.readouterr()
-    assert "sums: 8 of 8 responses" in shown.err and "avg@2" in shown.out and "more" not in shown.out
+    assert (
+        "sums: 8 of 8 responses" in shown.err and "avg@2" in shown.out and "more" not in shown.out
+    )
     (out,) = Path("evals").iterdir()
     assert out == default_out(load_config(QUICKSTART), MODEL)
     assert main([*command, "--json"]) == 0

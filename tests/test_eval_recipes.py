@@ -1,5 +1,5 @@
-"""The evaluation of the published recipes by `megatron-stare eval`: six sets in their published formats, prepared by
-the tool, answered by a tiny model of the same architecture."""
+"""The evaluation of the published recipes by `megatron-stare eval`: six sets in their published
+formats, prepared by the tool, answered by a tiny model of the same architecture."""
 
 from __future__ import annotations
 
@@ -27,11 +27,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     for name in SETS:
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PUBLISHED[name][0]))
+        (tmp_path / "rows.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in PUBLISHED[name][0])
+        )
         assert prepare_data.main([name, "rows.jsonl", "--out", f"data/{name}.jsonl"]) == 0
     tokenizer = char_tokenizer(CHAT_TEMPLATE)
     tokenizer.eos_token = ";"
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = Qwen2Config(
         **sizes,
         num_key_value_heads=2,
@@ -60,8 +67,16 @@ def test_the_final_evaluation_of_a_recipe(folder: Path, capsys: pytest.CaptureFi
     assert {name: record["decoding"]["samples"] for name, record in tasks.items()} == SETS
     for name, record in tasks.items():
         assert record["problems"] == len(PUBLISHED[name][1])
-        assert record["results"].keys() >= {f"avg@{SETS[name]}", f"pass@{SETS[name]}", f"maj@{SETS[name]}"}
-        assert (record["decoding"]["temperature"], record["decoding"]["top_p"], record["greedy"]) == (1.0, 0.7, None)
+        assert record["results"].keys() >= {
+            f"avg@{SETS[name]}",
+            f"pass@{SETS[name]}",
+            f"maj@{SETS[name]}",
+        }
+        assert (
+            record["decoding"]["temperature"],
+            record["decoding"]["top_p"],
+            record["greedy"],
+        ) == (1.0, 0.7, None)
         assert record["failures"] == 0
     rows = [json.loads(line) for line in (folder / "out/problems.jsonl").read_text().splitlines()]
     assert [(row["task"], row["id"]) for row in rows[:2]] == [("aime24", "60"), ("aime25", "0")]

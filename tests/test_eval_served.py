@@ -1,5 +1,5 @@
-"""`megatron-stare eval` with real servers and on Ray: interrupted and continued, the same results where seeds are
-honoured, and by servers that are attached to."""
+"""`megatron-stare eval` with real servers and on Ray: interrupted and continued, the same results
+where seeds are honoured, and by servers that are attached to."""
 
 from __future__ import annotations
 
@@ -17,8 +17,20 @@ from support.leftovers import Traces
 from support.runs import ROOT, environment, model, train
 
 MODEL = ROOT / "assets/tiny-adder"
-COMMAND = [sys.executable, "-m", "megatron_stare.cli", "eval", str(ROOT / "configs/quickstart.yaml")]
-ASKED = (f"model.path={MODEL}", "eval.prompts=64", "eval.samples=8", "eval.greedy=false", f"--checkpoint={MODEL}")
+COMMAND = [
+    sys.executable,
+    "-m",
+    "megatron_stare.cli",
+    "eval",
+    str(ROOT / "configs/quickstart.yaml"),
+]
+ASKED = (
+    f"model.path={MODEL}",
+    "eval.prompts=64",
+    "eval.samples=8",
+    "eval.greedy=false",
+    f"--checkpoint={MODEL}",
+)
 SERVED = (
     "rollout.engine=sglang",
     f"sglang.python={servers.PYTHON}",
@@ -46,15 +58,22 @@ def responses(out: Path) -> dict[tuple[int, int], dict[str, Any]]:
 def evaluate(out: Path, *settings: str, said: str = "avg@8") -> dict[str, Any]:
     """The record of an evaluation that ends well. Of what is set twice the later counts."""
     done = subprocess.run(
-        [*COMMAND, *ASKED, *settings, f"--out={out}"], env=environment(), capture_output=True, text=True, timeout=1800
+        [*COMMAND, *ASKED, *settings, f"--out={out}"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr
     assert said in done.stdout
     return json.loads((out / "results.json").read_text())["held-out"]
 
 
-def stopped(out: Path, at_least: int, number: signal.Signals, *settings: str, traces: Traces) -> int:
-    """Starts an evaluation, and sends it a signal once so many responses are there. Returns its exit code."""
+def stopped(
+    out: Path, at_least: int, number: signal.Signals, *settings: str, traces: Traces
+) -> int:
+    """Starts an evaluation, and sends it a signal once so many responses are there. Returns its
+    exit code."""
     process = subprocess.Popen(
         [*COMMAND, *ASKED, *settings, f"--out={out}"],
         env=traces.environment(environment()),
@@ -74,13 +93,17 @@ def stopped(out: Path, at_least: int, number: signal.Signals, *settings: str, tr
 
 @real
 def test_servers_are_killed_with_it_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    """64 problems, 8 responses each; once killed, once told to end, then to its end: as in one go."""
+    """64 problems, 8 responses each; once killed, once told to end, then to its end: as in one
+    go."""
     whole = evaluate(tmp_path / "whole", *SERVED)
     out, traces = tmp_path / "out", Traces()
     assert stopped(out, 60, signal.SIGKILL, *SERVED, traces=traces) == -signal.SIGKILL
     first = (out / "responses.jsonl").read_bytes()
     assert 60 <= first.count(b"\n") < 512
-    assert stopped(out, first.count(b"\n") + 60, signal.SIGTERM, *SERVED, traces=traces) == 128 + signal.SIGTERM
+    assert (
+        stopped(out, first.count(b"\n") + 60, signal.SIGTERM, *SERVED, traces=traces)
+        == 128 + signal.SIGTERM
+    )
     second = (out / "responses.jsonl").read_bytes()
     assert second.startswith(first[: first.rindex(b"\n") + 1])
     assert second.count(b"\n") >= first.count(b"\n") + 60
@@ -97,7 +120,11 @@ def test_servers_that_are_attached_to(tmp_path: Path) -> None:
     with servers.running(seeds=True) as engine:
         servers.sync(engine, 3, servers.says_only(5))
         assert engine.process is not None
-        attached = ("rollout.engine=sglang", f"sglang.urls=[{engine.process.url}]", "sglang.seeds=true")
+        attached = (
+            "rollout.engine=sglang",
+            f"sglang.urls=[{engine.process.url}]",
+            "sglang.seeds=true",
+        )
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SGLANG_API_KEY", engine.process.api_key)
             found = [
@@ -110,18 +137,34 @@ def test_servers_that_are_attached_to(tmp_path: Path) -> None:
 
 @real
 def test_training_evaluates_on_servers_of_the_evaluations_own(tmp_path: Path) -> None:
-    """The evaluation's servers say the same to training and to the command of the same weights. Training gives these
-    servers the weights beside its own."""
+    """The evaluation's servers say the same to training and to the command of the same weights.
+    Training gives these servers the weights beside its own."""
     asked = ("eval.prompts=16", "eval.samples=4", "eval.greedy=false")
-    run, served = tmp_path / "run", ("rollout.engine=sglang", "sglang.seeds=true", "runtime.runner=inline")
-    started = (f"sglang.python={servers.PYTHON}", f"sglang.start_timeout_s={servers.START_S}", "parallel.tensor=1")
+    run, served = (
+        tmp_path / "run",
+        ("rollout.engine=sglang", "sglang.seeds=true", "runtime.runner=inline"),
+    )
+    started = (
+        f"sglang.python={servers.PYTHON}",
+        f"sglang.start_timeout_s={servers.START_S}",
+        "parallel.tensor=1",
+    )
     with servers.running(seeds=True) as engine, pytest.MonkeyPatch.context() as patch:
         assert engine.process is not None
         url = engine.process.url
         patch.setenv("SGLANG_API_KEY", engine.process.api_key)
-        done = train(model(), f"run.dir={run}", *started, *served, *asked, f"eval.urls=[{url}]", cwd=tmp_path)
+        done = train(
+            model(), f"run.dir={run}", *started, *served, *asked, f"eval.urls=[{url}]", cwd=tmp_path
+        )
         assert done.returncode == 0, done.stderr
-        found = evaluate(tmp_path / "out", *served, *asked, f"sglang.urls=[{url}]", f"--checkpoint={run}", said="avg@4")
+        found = evaluate(
+            tmp_path / "out",
+            *served,
+            *asked,
+            f"sglang.urls=[{url}]",
+            f"--checkpoint={run}",
+            said="avg@4",
+        )
     base, after = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
     assert (after["step"], found["step"]) == (2, 2)
     assert (after["correct"], after["samples"]) == (found["correct"], found["samples"])
@@ -141,7 +184,9 @@ def test_training_on_ray_evaluates_on_engines_of_the_evaluations_own(tmp_path: P
     records = []
     for name, engines in (("shared", 0), ("own", 2)):
         run = tmp_path / name
-        done = train(model(), f"run.dir={run}", "eval.every=1", f"eval.engines={engines}", cwd=tmp_path)
+        done = train(
+            model(), f"run.dir={run}", "eval.every=1", f"eval.engines={engines}", cwd=tmp_path
+        )
         assert done.returncode == 0, done.stderr
         records.append((run / "eval.jsonl").read_text())
     assert records[0] == records[1] and records[0].count("\n") == 3

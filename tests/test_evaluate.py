@@ -20,7 +20,8 @@ from megatron_stare.rollout.sources.rollout_source import Rollouts
 from megatron_stare.tasks.task import Evaluation, Task
 
 PROBLEMS = [Prompt(i, str(i), f"{i}+{i}=", str(2 * i)) for i in range(10)]
-# by problem: what the verifier says of the sampled answer and of the greedy one; None: it failed, in either way
+# by problem: what the verifier says of the sampled answer and of the greedy one; None: it failed,
+# in either way
 SAMPLED: list[float | None] = [1.0, 0.0, None, 1.0, None, 0.0, 0.4, 1.0, None, 0.0]
 GREEDY: list[float | None] = [1.0, None, 1.0, 1.0, None, 0.0, 1.0, 1.0, 0.0, 0.0]
 
@@ -50,7 +51,8 @@ def test_a_problem_whose_verifier_failed_counts_as_wrong() -> None:
     record, _ = run(greedy=True)
     assert record["problems"] == len(record["correct"]) == 10
     assert record["correct"] == [1, 0, 0, 1, 0, 0, 0, 1, 0, 0]
-    assert record["pass1"] == pytest.approx(0.3)  # of all problems, not of the seven that were verified
+    # of all problems, not of the seven that were verified
+    assert record["pass1"] == pytest.approx(0.3)
     assert record["failures"] == 3
     assert record["greedy_correct"] == [1, 0, 1, 1, 0, 0, 1, 1, 0, 0]
     assert record["greedy"] == pytest.approx(0.5)
@@ -75,7 +77,9 @@ def test_the_result_of_a_problem_is_the_share_of_its_responses() -> None:
     rewards = [[1.0, 0.0, None], [1.0, 1.0, 1.0], [0.0, 0.0, 0.4], [None, 1.0, 0.6]]
 
     def rollout(prompts: list[Prompt], count: int, **how: Any) -> list[Response]:
-        made = [sampled_trajectory(p, index, [2], [-1.0]) for p in prompts for index in range(count)]
+        made = [
+            sampled_trajectory(p, index, [2], [-1.0]) for p in prompts for index in range(count)
+        ]
         for each in made:
             each.reward = rewards[each.prompt.cursor][each.sample_index] if count == 3 else 1.0
             each.reward_status = "ok" if each.reward is not None else "crash"
@@ -83,7 +87,17 @@ def test_the_result_of_a_problem_is_the_share_of_its_responses() -> None:
         return [Response.of(each) for each in made]
 
     about = {"task": "sums", "decoding": {"samples": 3}}
-    found = evaluate(PROBLEMS[:4], rollout, unasked, step=2, seed=1, greedy=True, samples=3, ks=[1, 3], about=about)
+    found = evaluate(
+        PROBLEMS[:4],
+        rollout,
+        unasked,
+        step=2,
+        seed=1,
+        greedy=True,
+        samples=3,
+        ks=[1, 3],
+        about=about,
+    )
     record = found.record
     assert record["correct"] == pytest.approx([1 / 3, 1, 0, 2 / 3])
     assert record["pass1"] == pytest.approx(0.5)
@@ -107,7 +121,9 @@ def test_answers_are_counted_where_the_verifier_says_them() -> None:
     given = [["3", "0.5", "1/2"], ["2", "2", "4"]]
 
     def rollout(prompts: list[Prompt], count: int, **how: Any) -> list[Response]:
-        made = [sampled_trajectory(p, index, [2], [-1.0]) for p in prompts for index in range(count)]
+        made = [
+            sampled_trajectory(p, index, [2], [-1.0]) for p in prompts for index in range(count)
+        ]
         for each in made:
             each.reward_status, each.answer = "ok", given[each.prompt.cursor][each.sample_index]
             each.reward, each.text = float(each.answer in ("0.5", "1/2", "4")), f"= {each.answer}"
@@ -130,9 +146,14 @@ def test_prompts_of_the_same_problem_share_its_number() -> None:
         ("2+2=", "5", ""),  # another answer is another problem
         ("2+2=", "4", ""),
     ]
-    prompts = [Prompt(i, "same id", text, answer, problem=problem) for i, (text, answer, problem) in enumerate(asked)]
+    prompts = [
+        Prompt(i, "same id", text, answer, problem=problem)
+        for i, (text, answer, problem) in enumerate(asked)
+    ]
 
-    def rollout(prompts: list[Prompt], count: int, *, step: int, seed: int, greedy: bool) -> list[Response]:
+    def rollout(
+        prompts: list[Prompt], count: int, *, step: int, seed: int, greedy: bool
+    ) -> list[Response]:
         made = [sampled_trajectory(prompt, 0, [1], [0.0]) for prompt in prompts]
         for each in made:
             each.reward = 1.0
@@ -149,7 +170,9 @@ def test_the_bar_of_an_evaluation_counts_all_of_its_answers() -> None:
     """Sampled and greedy ones: it never goes back, and it ends at its end."""
     task = SimpleNamespace(samples=2, config=SimpleNamespace(eval=SimpleNamespace(greedy=True)))
     told: list[tuple[int, int]] = []
-    progress = answered(SimpleNamespace(prompts=PROBLEMS, task=task), lambda *seen: told.append(seen))  # type: ignore[arg-type]
+    progress = answered(
+        SimpleNamespace(prompts=PROBLEMS, task=task), lambda *seen: told.append(seen)
+    )  # type: ignore[arg-type]
     for wanted in (20, 10):
         for done in range(wanted + 1):
             progress(done, wanted)
@@ -162,14 +185,20 @@ def test_a_token_that_other_weights_sampled_is_an_error(monkeypatch: pytest.Monk
     config = load_config(ROOT / "configs/quickstart.yaml", ["eval.prompts=2", "eval.greedy=false"])
     evaluation = Evaluation(Task(config), PROBLEMS[:2], None)  # type: ignore[arg-type]
     kept: list[Response] = []
-    keeper = SimpleNamespace(known=lambda greedy: {}, add=lambda response, greedy: kept.append(response))
+    keeper = SimpleNamespace(
+        known=lambda greedy: {}, add=lambda response, greedy: kept.append(response)
+    )
 
-    def make(self: Rollouts, prompts: Any, count: int, params: Any, *, wanted: Any, verified: Any) -> None:
+    def make(
+        self: Rollouts, prompts: Any, count: int, params: Any, *, wanted: Any, verified: Any
+    ) -> None:
         for (prompt, index), version in zip(wanted, (4, 3), strict=True):
             verified(sampled_trajectory(prompt, index, [2], [-1.0], version=version))
 
     monkeypatch.setattr(Rollouts, "make", make)
     evaluator = Evaluator(SimpleNamespace(), {}, config.reward, (1,))  # type: ignore[arg-type]
-    with pytest.raises(WeightVersionError, match="holds version 4, but the rollout was sampled by version 3"):
+    with pytest.raises(
+        WeightVersionError, match="holds version 4, but the rollout was sampled by version 3"
+    ):
         evaluator.evaluate(evaluation, 4, 4, kept=keeper)
     assert [response.prompt for response in kept] == [0]

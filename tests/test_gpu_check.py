@@ -1,4 +1,5 @@
-"""scripts/gpu_check.sh: what each check computes, small, on a CPU; and that only figures within bounds pass."""
+"""scripts/gpu_check.sh: what each check computes, small, on a CPU; and that only figures within
+bounds pass."""
 
 from __future__ import annotations
 
@@ -76,7 +77,9 @@ def checked(rank: int, init: str, name: str) -> tuple[dict[str, Any], str, list[
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
 def test_a_check_on_a_cpu(writers, name: str) -> None:
     ((figures, verdict, broken),) = writers.run(checked, 1, name)
     assert (verdict, broken) == ("pass", [])
@@ -84,7 +87,8 @@ def test_a_check_on_a_cpu(writers, name: str) -> None:
 
 
 def optimizer_rows(rank: int, init: str) -> list[dict[str, Any]]:
-    """Compares both optimizers with a plain one, with stand-ins for what they need, and two results that are wrong."""
+    """Compares both optimizers with a plain one, with stand-ins for what they need, and two results
+    that are wrong."""
     check = module("optimizers")
     with module("rig").model_folder(module("rig").Size.of(True)) as folder:
         plain = check.updated(folder, PerformanceConfig())
@@ -104,9 +108,18 @@ def test_the_optimizers_rows_with_stand_ins(writers) -> None:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(ROOT),
+        "TORCHDYNAMO_DISABLE": "1",
+    }
     return subprocess.run(
-        ["bash", str(SCRIPT), *arguments], env=environment, capture_output=True, text=True, timeout=500
+        ["bash", str(SCRIPT), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
     )
 
 
@@ -126,15 +139,19 @@ def test_what_is_missing_is_not_run_and_what_is_there_is_not_repeated(tmp_path: 
     assert ended.returncode == 3, ended.stderr
     assert "trainer: pass, found before" in ended.stdout
     assert "export: not run: cuda missing" in ended.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["trainer.json"]  # nothing was written for it
+    # nothing was written for it
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trainer.json"]
     ended = run("trainer", "--again", "--out", str(tmp_path))
     assert ended.returncode == 3 and "trainer: not run: cuda missing" in ended.stdout
 
 
 def test_the_wheels_to_carry_are_those_of_this_project() -> None:
     listed = run("--wheels").stdout.splitlines()
-    pinned = [line.partition(";")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()]
-    assert {"megatron-core==0.19.2", "typing_extensions==4.16.0"} < set(listed) <= set(pinned)  # for Python 3.12
+    pinned = [
+        line.partition(";")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()
+    ]
+    # for Python 3.12
+    assert {"megatron-core==0.19.2", "typing_extensions==4.16.0"} < set(listed) <= set(pinned)
 
 
 # modules that come with neither PyTorch nor transformers, and are not carried
@@ -144,16 +161,24 @@ NOT_THERE = ("ray", "rich", "tensorboard", "aiohttp", "orjson", "math_verify", "
 def test_checks_need_no_more_than_what_is_carried() -> None:
     code = (
         f"import sys\nsys.path[:0] = [{str(FOLDER)!r}, {str(ROOT / 'benchmarks')!r}]\n"
-        f"sys.modules.update(dict.fromkeys({NOT_THERE!r}))\n"  # importing them fails as if they were not installed
+        # importing them fails as if they were not installed
+        f"sys.modules.update(dict.fromkeys({NOT_THERE!r}))\n"
         f"import machine\nfor name in {(*QUICK, *SLOW, *ALONE)!r}: __import__(name)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
     assert ended.returncode == 0, ended.stderr
 
 
 # what a check may want that a machine with PyTorch has not, by what is looked for in `CHECKS`
-HEAVY = {"megatron.core": "megatron", "pydantic": "pydantic", "transformers": "transformers", "triton": "triton"}
+HEAVY = {
+    "megatron.core": "megatron",
+    "pydantic": "pydantic",
+    "transformers": "transformers",
+    "triton": "triton",
+}
 
 
 # the others need them all
@@ -165,8 +190,8 @@ FEW_NEEDS = [
 
 @pytest.mark.parametrize("names", FEW_NEEDS, ids="-".join)
 def test_a_check_names_all_that_it_cannot_be_imported_without(names: tuple[str, ...]) -> None:
-    """Modules that are not among a check's needs are taken away. A need that is not named would let the check fail
-    where it cannot be run."""
+    """Modules that are not among a check's needs are taken away. A need that is not named would let
+    the check fail where it cannot be run."""
     sys.path.insert(0, str(FOLDER))
     try:
         entry = runpy.run_path(str(FOLDER / "__main__.py"), run_name="looked at")
@@ -180,11 +205,15 @@ def test_a_check_names_all_that_it_cannot_be_imported_without(names: tuple[str, 
         f"sys.modules.update(dict.fromkeys({gone!r}))\nimport machine, {', '.join(names)}\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
     assert ended.returncode == 0, ended.stderr
 
 
-def test_the_oldest_nccl_that_has_several_ranks_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_nccl_that_has_several_ranks_on_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lacking = module("verdict").lacking
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)

@@ -1,4 +1,5 @@
-"""Sessions end for good or are followed by another. Sessions are functions here; directory, lock and files are real."""
+"""Sessions end for good or are followed by another. Sessions are functions here; directory, lock
+and files are real."""
 
 from __future__ import annotations
 
@@ -24,7 +25,13 @@ from megatron_stare.rollout.engines.engine import EngineLostError
 from megatron_stare.rollout.fleet.health import NoEngineError
 from megatron_stare.run_dir.run_state import RunState
 
-ALONE = {**SMALL, "runtime.runner": "inline", "parallel.tensor": 1, "eval.prompts": 0, "faults.run.back_off_s": 0}
+ALONE = {
+    **SMALL,
+    "runtime.runner": "inline",
+    "parallel.tensor": 1,
+    "eval.prompts": 0,
+    "faults.run.back_off_s": 0,
+}
 LOST = (
     WorkerLostError("a rank died"),
     EngineLostError("gone"),
@@ -42,8 +49,12 @@ FOR_GOOD = (
 
 @contextlib.contextmanager
 def held(folder: Path, resume: bool = False, **settings: object):
-    overrides = [f"{key}={value}" for key, value in {**ALONE, "run.dir": folder / "run", **settings}.items()]
-    config = load_config(ROOT / "configs/quickstart.yaml", [f"model.path={ROOT / 'assets/tiny-adder'}", *overrides])
+    overrides = [
+        f"{key}={value}" for key, value in {**ALONE, "run.dir": folder / "run", **settings}.items()
+    ]
+    config = load_config(
+        ROOT / "configs/quickstart.yaml", [f"model.path={ROOT / 'assets/tiny-adder'}", *overrides]
+    )
     inputs = read_inputs(config)
     with HeldRun(config, inputs, resume=resume, from_step=None, dump_step=None) as run:
         run.first = inputs
@@ -51,10 +62,14 @@ def held(folder: Path, resume: bool = False, **settings: object):
 
 
 def sessions(
-    run: HeldRun, *ends: tuple[int, Exception] | None, came_up: bool = True, seen: list | None = None
+    run: HeldRun,
+    *ends: tuple[int, Exception] | None,
+    came_up: bool = True,
+    seen: list | None = None,
 ) -> Callable[[Inputs], list]:
-    """A function that plays sessions: the step that each comes to, and what ends it; None: it is the last. What it
-    gives says of each whether it was to continue a checkpoint, and what it was given."""
+    """A function that plays sessions: the step that each comes to, and what ends it; None: it is
+    the last. What it gives says of each whether it was to continue a checkpoint, and what it was
+    given."""
     seen = [] if seen is None else seen
 
     def session(inputs: Inputs) -> list[tuple[bool, Inputs]]:
@@ -89,7 +104,9 @@ def test_what_is_lost_opens_the_run_again(tmp_path: Path, error: Exception, caps
     assert [resumes for resumes, _ in seen] == [False, True, True]
     # what has a place in its data, or a file that is closed, is made anew
     assert len({id(inputs.source) for _, inputs in seen}) == 3
-    assert len({id(sink) for _, inputs in seen for sink in inputs.sinks.values()}) == 3 * len(run.first.sinks)
+    assert len({id(sink) for _, inputs in seen for sink in inputs.sinks.values()}) == 3 * len(
+        run.first.sinks
+    )
     assert [(row["by"], row["step"], row["why"]) for row in rows(tmp_path)] == [
         ("driver", 1, str(error)),
         ("driver", 12, str(error)),
@@ -107,10 +124,14 @@ def test_what_would_come_again_ends_it(tmp_path: Path, error: Exception) -> None
 
 
 @pytest.mark.parametrize(
-    ("error", "again"), [(WorkerLostError("killed as it started"), True), *((each, False) for each in LOST[1:])]
+    ("error", "again"),
+    [(WorkerLostError("killed as it started"), True), *((each, False) for each in LOST[1:])],
 )
-def test_what_never_came_up_is_more_likely_asked_for_wrongly(tmp_path: Path, error: Exception, again: bool) -> None:
-    """A process that died is not: it is tried again, a bounded number of times. Then nothing is left."""
+def test_what_never_came_up_is_more_likely_asked_for_wrongly(
+    tmp_path: Path, error: Exception, again: bool
+) -> None:
+    """A process that died is not: it is tried again, a bounded number of times. Then nothing is
+    left."""
     played: list[tuple[bool, Inputs]] = []
     with pytest.raises(type(error)), held(tmp_path) as run:
         run.until_done(run.first, sessions(run, *[(0, error)] * 4, came_up=False, seen=played))
@@ -120,7 +141,10 @@ def test_what_never_came_up_is_more_likely_asked_for_wrongly(tmp_path: Path, err
 
 def test_the_bound_is_that_of_the_configuration(tmp_path: Path) -> None:
     lost = [(step, WorkerLostError(f"after {step}")) for step in (5, 3, 6, 20, 20, 21)]
-    with pytest.raises(WorkerLostError, match="after 21"), held(tmp_path, **{"faults.run.attempts": 2}) as run:
+    with (
+        pytest.raises(WorkerLostError, match="after 21"),
+        held(tmp_path, **{"faults.run.attempts": 2}) as run,
+    ):
         run.until_done(run.first, sessions(run, *lost[:2], *lost[3:]))
     assert [row["step"] for row in rows(tmp_path)] == [5, 3, 20, 20]
     with (
@@ -131,7 +155,9 @@ def test_the_bound_is_that_of_the_configuration(tmp_path: Path) -> None:
     assert len(rows(tmp_path)) == 4
 
 
-def test_a_signal_between_two_sessions_says_how_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_between_two_sessions_says_how_to_continue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
@@ -145,7 +171,9 @@ def test_a_signal_between_two_sessions_says_how_to_continue(tmp_path: Path, monk
     assert (interruption.standing.step, interruption.standing.run_dir) == (7, tmp_path / "run")
 
 
-def test_a_run_that_is_being_discarded_is_none_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_being_discarded_is_none_to_continue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A second Ctrl-C may come while what a start left is removed, and says what to type."""
     asked = []
 
@@ -158,7 +186,8 @@ def test_a_run_that_is_being_discarded_is_none_to_continue(tmp_path: Path, monke
 
         def failing() -> None:
             with held(tmp_path) as run:
-                for number in range(8):  # in whatever order they are removed, none may go before the configuration
+                # in whatever order they are removed, none may go before the configuration
+                for number in range(8):
                     (run.dir.path / str(number)).mkdir()
                 assert interruption.last_words().step == 0
                 monkeypatch.setattr(shutil, "rmtree", removing)

@@ -1,4 +1,5 @@
-"""Versions in docs/install.md are true: why there are two environments, and which releases the image takes."""
+"""Versions in docs/install.md are true: why there are two environments, and which releases the
+image takes."""
 
 from __future__ import annotations
 
@@ -22,8 +23,13 @@ def pins() -> dict[str, str]:
 @pytest.mark.sglang
 def test_no_environment_serves_both() -> None:
     """Once this fails, one environment may do: docs/install.md."""
-    asked = "from importlib.metadata import requires, version; print(version('sglang'), *requires('sglang'), sep='\\n')"
-    said = subprocess.run([PYTHON, "-c", asked], capture_output=True, text=True, check=True).stdout.splitlines()
+    asked = (
+        "from importlib.metadata import requires, version; print(version('sglang'),"
+        " *requires('sglang'), sep='\\n')"
+    )
+    said = subprocess.run(
+        [PYTHON, "-c", asked], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     assert said[0] == ARGUMENTS["SGLANG"]
     wanted = {each.name: each for each in map(Requirement, said[1:]) if each.marker is None}
     assert not wanted["torch"].specifier.contains(pins()["torch"])
@@ -37,6 +43,12 @@ def test_the_image_and_the_page_take_the_releases_of_the_project() -> None:
         f"sglang=={ARGUMENTS['SGLANG']}" in page
         and ARGUMENTS["SGLANG"] in (ROOT / "scripts/sglang-cpu.lock").read_text()
     )
-    assert f"=={ARGUMENTS['TRANSFORMER_ENGINE']}" in page and f"--branch {ARGUMENTS['APEX']}" in page
-    assert f"torch {pins()['torch']}" in page and "CUDA 13.0" in page and ARGUMENTS["CUDA"].startswith("13.0")
+    assert (
+        f"=={ARGUMENTS['TRANSFORMER_ENGINE']}" in page and f"--branch {ARGUMENTS['APEX']}" in page
+    )
+    assert (
+        f"torch {pins()['torch']}" in page
+        and "CUDA 13.0" in page
+        and ARGUMENTS["CUDA"].startswith("13.0")
+    )
     assert set(re.findall(r"\$\{([A-Z]\w+)\}", IMAGE)) - {"PATH"} == set(ARGUMENTS)

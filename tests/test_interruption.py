@@ -1,4 +1,5 @@
-"""Signals to a command on its own thread: where they raise, where they do not, and that none is lost."""
+"""Signals to a command on its own thread: where they raise, where they do not, and that none is
+lost."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ LONG_S = 60.0
 
 @pytest.fixture(autouse=True)
 def taken() -> Iterator[None]:
-    """Ctrl-C is taken, whoever started pytest; and nothing is left behind that Python would complain of."""
+    """Ctrl-C is taken, whoever started pytest; and nothing is left behind that Python would
+    complain of."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.collect()  # what earlier tests left is theirs
     with warnings.catch_warnings(record=True) as said:
@@ -67,7 +69,8 @@ def driven(body: Callable[[Interruption], Any]) -> Any:
 
 
 def send(*numbers: int) -> None:
-    """Sends this process signals, one after the other, and waits until the main thread has taken each."""
+    """Sends this process signals, one after the other, and waits until the main thread has taken
+    each."""
     current = interruption._current
     for number in numbers:
         before = len(said_of(current))
@@ -227,7 +230,9 @@ def finished(result: Any) -> Future[Any]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_of_a_run_that_makes_steps_the_update_ends_first(number: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_of_a_run_that_makes_steps_the_update_ends_first(
+    number: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     async def sends() -> str:
         send(number)
         await asyncio.sleep(0)
@@ -244,7 +249,9 @@ def test_of_a_run_that_makes_steps_the_update_ends_first(number: int, capfd: pyt
         return current.exit_code
 
     assert driven(body) == 128 + number
-    said = f"{signal.Signals(number).name}: the run is saved and closed after the update under way\n"
+    said = (
+        f"{signal.Signals(number).name}: the run is saved and closed after the update under way\n"
+    )
     assert capfd.readouterr().err == said
 
 
@@ -276,7 +283,9 @@ def test_what_is_open_to_a_signal_is_ended_by_it_before_and_meanwhile() -> None:
     assert work.notes == ["begun", "ended"]
 
 
-def test_an_update_that_takes_too_long_is_ended_and_not_saved(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_update_that_takes_too_long_is_ended_and_not_saved(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     work = Work()
 
     def body(current: Interruption) -> None:
@@ -374,7 +383,8 @@ def test_the_command_s_errors_and_context_are_the_caller_s_and_signals_as_before
 
 
 def test_handlers_that_a_library_takes_over_are_put_back() -> None:
-    """Handlers are taken over as by Ray's core, with one of C: here the system's own, which would end this process."""
+    """Handlers are taken over as by Ray's core, with one of C: here the system's own, which would
+    end this process."""
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
 
@@ -491,7 +501,10 @@ def test_a_second_ctrl_c_ends_the_process_and_what_it_started_at_once(deaf) -> N
     assert "SIGTERM: already closing" in process.stderr.readline()
     threading.Event().wait(interruption.SAME_S)
     process.send_signal(signal.SIGINT)
-    assert process.stderr.read() == "SIGINT: ending at once, without saving\nstands at 4, saves: False\n"
+    assert (
+        process.stderr.read()
+        == "SIGINT: ending at once, without saving\nstands at 4, saves: False\n"
+    )
     assert process.wait() == 130
     assert not any(map(alive, below)) and not folder.exists()
 

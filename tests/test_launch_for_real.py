@@ -1,4 +1,5 @@
-"""A launch script's run, for real and on CPUs: the 7B recipe on a tiny model of the same architecture, by variables."""
+"""A launch script's run, for real and on CPUs: the 7B recipe on a tiny model of the same
+architecture, by variables."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ UP = ROOT / "scripts/ray_up.sh"
 def sums(count: int) -> str:
     """Problems that the tiny model was made for, as JSON lines."""
     problems = [draw_problem(1, "train", index) for index in range(count)]
-    return "".join(json.dumps({"prompt": each.text, "answer": each.answer}) + "\n" for each in problems)
+    return "".join(
+        json.dumps({"prompt": each.text, "answer": each.answer}) + "\n" for each in problems
+    )
 
 
 def variables(work: Path, run: str = "run", settings: str = "") -> dict[str, str]:
@@ -56,19 +59,29 @@ def variables(work: Path, run: str = "run", settings: str = "") -> dict[str, str
         "WORK": str(work),
         "RUN_DIR": str(work / run),
         "PYTHON": sys.executable,
-        "SETTINGS": "data.chat_template=false data.template=null reward.verifier=arithmetic reward.workers=1 "
-        f"runtime.object_store_mb=128 {settings}",
+        "SETTINGS": (
+            "data.chat_template=false data.template=null reward.verifier=arithmetic"
+            f" reward.workers=1 runtime.object_store_mb=128 {settings}"
+        ),
     }
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_7b_script_trains_on_two_simulated_nodes_and_goes_on(tmp_path: Path) -> None:
-    """Two ranks, a node each, and then one step more: the same command goes on where its run stopped."""
+    """Two ranks, a node each, and then one step more: the same command goes on where its run
+    stopped."""
     with simulated(2, 1) as nodes:
         for steps in ("2", "3"):
-            environment = {**os.environ, **variables(tmp_path), "STEPS": steps, "RAY_ADDRESS": nodes.address}
-            done = subprocess.run(["bash", *SCRIPT], env=environment, capture_output=True, text=True, timeout=300)
+            environment = {
+                **os.environ,
+                **variables(tmp_path),
+                "STEPS": steps,
+                "RAY_ADDRESS": nodes.address,
+            }
+            done = subprocess.run(
+                ["bash", *SCRIPT], env=environment, capture_output=True, text=True, timeout=300
+            )
             assert done.returncode == 0, done.stdout + done.stderr
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3]
     placed = (tmp_path / "run/placement.txt").read_text().splitlines()
@@ -80,12 +93,27 @@ def test_the_7b_script_trains_on_two_simulated_nodes_and_goes_on(tmp_path: Path)
 def joining(nodes: Nodes) -> Iterator[psutil.Process]:
     """One node more, by the script that starts nodes; what it starts are its children."""
     head, _, port = nodes.address.rpartition(":")
-    settings = {"HEAD": head, "NODE_IP": head, "RAY_PORT": port, "CPUS": "1", "GPUS": "1", "BLOCK": "1"}
+    settings = {
+        "HEAD": head,
+        "NODE_IP": head,
+        "RAY_PORT": port,
+        "CPUS": "1",
+        "GPUS": "1",
+        "BLOCK": "1",
+    }
     here = {**os.environ, **settings, "RESOURCES": json.dumps({FAKE: 1}), "PYTHON": sys.executable}
-    started = subprocess.Popen(["bash", str(UP)], env=here, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    started = subprocess.Popen(
+        ["bash", str(UP)], env=here, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     node = psutil.Process(started.pid)
     try:
-        there = {**os.environ, "HEAD": head, "RAY_PORT": port, "WAIT_NODES": "3", "PYTHON": sys.executable}
+        there = {
+            **os.environ,
+            "HEAD": head,
+            "RAY_PORT": port,
+            "WAIT_NODES": "3",
+            "PYTHON": sys.executable,
+        }
         subprocess.run(["bash", str(UP)], env=there, check=True, timeout=120)
         yield node
     finally:
@@ -107,23 +135,34 @@ def policy(run: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_node_is_killed_in_mid_run_comes_back_and_the_run_ends_as_undisturbed(tmp_path: Path) -> None:
-    """A rank's node is killed with everything on it once step 3 is made, whose checkpoint is that of step 2, and starts
-    again when the run says that it waits for it. Nobody touches the run, which ends with the undisturbed run's policy,
-    bit for bit, and every step once in its record."""
-    settings = "run.checkpoint_every=2 checkpoint.background=false faults.run.back_off_s=0.1 rollout.threads=1"
+def test_a_node_is_killed_in_mid_run_comes_back_and_the_run_ends_as_undisturbed(
+    tmp_path: Path,
+) -> None:
+    """A rank's node is killed with everything on it once step 3 is made, whose checkpoint is that
+    of step 2, and starts again when the run says that it waits for it. Nobody touches the run,
+    which ends with the undisturbed run's policy, bit for bit, and every step once in its record."""
+    settings = (
+        "run.checkpoint_every=2 checkpoint.background=false faults.run.back_off_s=0.1"
+        " rollout.threads=1"
+    )
     with simulated(1, 1) as nodes:
         here = {**os.environ, "STEPS": "6", "RAY_ADDRESS": nodes.address, "PYTHONUNBUFFERED": "1"}
         command = ["bash", *map(str, SCRIPT)]
         with joining(nodes):
             environment = {**here, **variables(tmp_path, "whole", settings)}
-            whole = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+            whole = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=300
+            )
             assert whole.returncode == 0, whole.stdout + whole.stderr
         with contextlib.ExitStack() as second:
             node = second.enter_context(joining(nodes))
             environment = {**here, **variables(tmp_path, "cut", settings)}
             with subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
             ) as run:
                 assert run.stdout is not None
                 said, waits = [], False

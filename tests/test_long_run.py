@@ -1,5 +1,5 @@
-"""The benchmark of a long run with faults: what it counts, by worked numbers, and a short one, disturbed and itself
-killed."""
+"""The benchmark of a long run with faults: what it counts, by worked numbers, and a short one,
+disturbed and itself killed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def test_what_is_drawn() -> None:
 
 def test_entropy_is_held_in_a_share_of_the_steps_after_300() -> None:
     nats = [0.5] * 300 + [0.0901, 0.1499, 0.12, 0.0899, 0.1501] + [0.12] * 5
-    found = judge.entropy([{"step": at, "entropy/mean": each} for at, each in enumerate(nats, start=1)])
+    found = judge.entropy(
+        [{"step": at, "entropy/mean": each} for at, each in enumerate(nats, start=1)]
+    )
     assert (found["held"], found["lowest"], found["highest"]) == (0.8, 0.0899, 0.1501)
     assert found["each_100"] == [0.5, 0.5, 0.5, 0.12]
 
@@ -68,7 +70,10 @@ def events(*those: tuple[str, int, float]) -> list[dict[str, Any]]:
             "step": step,
             "at": float(at),
             "fault": {"kind": "rank", "step": step},
-            "kinds": {"rank": {"pss": 3 * pss / 4, "number": 2}, "driver": {"pss": pss / 4, "number": 1}},
+            "kinds": {
+                "rank": {"pss": 3 * pss / 4, "number": 2},
+                "driver": {"pss": pss / 4, "number": 1},
+            },
             "shm": {"entries": 1},
         }
         for at, (event, step, pss) in enumerate(those)
@@ -80,8 +85,8 @@ def rise(noted: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def test_memory_is_a_slope_between_faults() -> None:
-    """One byte every two steps in each stretch; the levels of stretches are others, what comes before step 200 and in
-    the 200 steps after a fault falls."""
+    """One byte every two steps in each stretch; the levels of stretches are others, what comes
+    before step 200 and in the 200 steps after a fault falls."""
     noted = events(
         ("sample", 100, 9000),
         ("sample", 200, 8000),
@@ -113,15 +118,25 @@ def test_a_start_by_hand_parts_stretches_as_a_fault_does() -> None:
 
 
 def test_a_run_too_short_for_a_slope_has_none() -> None:
-    found = rise(events(("sample", 190, 1.0), ("sample", 210, 1.0), ("fault", 220, 0.0), ("sample", 230, 1.0)))
+    found = rise(
+        events(
+            ("sample", 190, 1.0), ("sample", 210, 1.0), ("fault", 220, 0.0), ("sample", 230, 1.0)
+        )
+    )
     assert found["over_the_run"] is None and found["levels"] == []
 
 
 def test_a_fault_lasts_until_workers_are_started_again_for_it() -> None:
     """The first start is the run's; the second fault needs none."""
-    noted = events(("sample", 5, 1.0), ("fault", 7, 0), ("sample", 5, 1.0), ("fault", 9, 0), ("fault", 11, 0))
+    noted = events(
+        ("sample", 5, 1.0), ("fault", 7, 0), ("sample", 5, 1.0), ("fault", 9, 0), ("fault", 11, 0)
+    )
     found = judge.faults(noted, [(-5.0, 0), (2.5, 4), (6.0, 8)])
-    assert [(each["seconds"], each["back_to_step"]) for each in found] == [(2, 4), (None, None), (2, 8)]
+    assert [(each["seconds"], each["back_to_step"]) for each in found] == [
+        (2, 4),
+        (None, None),
+        (2, 8),
+    ]
     assert judge.faults(events(("sample", 5, 1.0)), [(-5.0, 0)]) == []
 
 
@@ -170,8 +185,16 @@ def test_everything_is_shown() -> None:
         ("twin_outside", {}, {"entropy": {"end": 0.0901}}),
         ("memory_level", {"memory": {"over_the_run": 0.05}}, {}),
         ("memory_level", {"memory": {"over_the_run": None}}, {}),
-        ("descriptors_level", {"descriptors": {"over_the_run": 0.01, "levels": [{"median": 7}, {"median": 7}]}}, {}),
-        ("processes_level", {"processes": {"over_the_run": None, "levels": [{"median": 7}, {"median": 7}]}}, {}),
+        (
+            "descriptors_level",
+            {"descriptors": {"over_the_run": 0.01, "levels": [{"median": 7}, {"median": 7}]}},
+            {},
+        ),
+        (
+            "processes_level",
+            {"processes": {"over_the_run": None, "levels": [{"median": 7}, {"median": 7}]}},
+            {},
+        ),
         (
             "processes_level_over_restarts",
             {"processes": {"over_the_run": 0.0, "levels": [{"median": 7}, {"median": 8}]}},
@@ -181,7 +204,9 @@ def test_everything_is_shown() -> None:
         ("saves_cheap", {"saves": {"share": 0.03}}, {}),
     ],
 )
-def test_each_line_is_judged_by_itself(line: str, stare: dict[str, Any], grpo: dict[str, Any]) -> None:
+def test_each_line_is_judged_by_itself(
+    line: str, stare: dict[str, Any], grpo: dict[str, Any]
+) -> None:
     found = judge.judged({"stare": run(**stare), "grpo": run(**{**GRPO, **grpo})}, 2000)
     assert [name for name, well in found.items() if not well] == [line]
 
@@ -189,11 +214,18 @@ def test_each_line_is_judged_by_itself(line: str, stare: dict[str, Any], grpo: d
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_short_one_that_is_itself_killed(tmp_path: Path) -> None:
-    """40 steps, in which the engine and the driver are killed; in between the command is, its run ends with it, and the
-    same command goes on and does nothing again."""
+    """40 steps, in which the engine and the driver are killed; in between the command is, its run
+    ends with it, and the same command goes on and does nothing again."""
     out = tmp_path / "out.json"
     small = ["batch.prompts=4", "batch.samples_per_prompt=4", "eval.prompts=0"]
-    which = ["--only=stare", "--steps=40", "--faults=2", "--seed=3", f"--runs={tmp_path}", f"--out={out}"]
+    which = [
+        "--only=stare",
+        "--steps=40",
+        "--faults=2",
+        "--seed=3",
+        f"--runs={tmp_path}",
+        f"--out={out}",
+    ]
     command = [sys.executable, str(ROOT / "benchmarks/long_run.py"), *which, *small]
     first = subprocess.Popen(command, env=environment())
     until = time.monotonic() + SECONDS
@@ -202,16 +234,23 @@ def test_a_short_one_that_is_itself_killed(tmp_path: Path) -> None:
         psutil.wait_procs([psutil.Process(first.pid)], timeout=0.2)
     first.send_signal(signal.SIGKILL)
     first.wait()
-    done = subprocess.run(command, env=environment(), timeout=SECONDS, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=environment(), timeout=SECONDS, capture_output=True, text=True
+    )
     assert done.returncode == 1, done.stdout + done.stderr  # it cannot show what 2,000 steps show
     found = json.loads(out.read_text())["runs"]["stare"]
     assert (found["code"], found["left"], found["steps"], found["steps_once"]) == (0, [], 40, True)
     assert found["commands"] == 2
-    assert sorted(each["kind"] for each in found["faults"]) == sorted(f.kind for f in long_run.draw(3, 2, 40))
+    assert sorted(each["kind"] for each in found["faults"]) == sorted(
+        f.kind for f in long_run.draw(3, 2, 40)
+    )
     assert all(each["back_to_step"] < each["after_step"] for each in found["faults"])
     assert found["restarts"] == {"driver": 1, "supervisor": 1}
-    again = subprocess.run(command, env=environment(), timeout=SECONDS, capture_output=True, text=True)
-    assert json.loads(out.read_text())["runs"]["stare"] == found, again.stderr  # nothing is run a third time
+    again = subprocess.run(
+        command, env=environment(), timeout=SECONDS, capture_output=True, text=True
+    )
+    # nothing is run a third time
+    assert json.loads(out.read_text())["runs"]["stare"] == found, again.stderr
 
 
 def noted(runs: Path) -> list[dict[str, Any]]:

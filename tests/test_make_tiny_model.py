@@ -1,4 +1,5 @@
-"""The shipped models: the tool makes them reproducibly, and they leave reinforcement learning something to do."""
+"""The shipped models: the tool makes them reproducibly, and they leave reinforcement learning
+something to do."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ TOOL = ROOT / "tools/make_tiny_model.py"
 
 
 def make(path: Path, *arguments: str) -> bytes:
-    subprocess.run([sys.executable, str(TOOL), str(path), "--steps", "3", *arguments], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, str(TOOL), str(path), "--steps", "3", *arguments],
+        check=True,
+        capture_output=True,
+    )
     return (path / "model.safetensors").read_bytes()
 
 
@@ -38,10 +43,13 @@ def test_the_shipped_models_are_small_and_whole(name: str, megabytes: int) -> No
 
 
 def test_the_searcher_s_tokens_are_the_task_s_words() -> None:
-    """The tokenizer of a qwen2 would be taken for Qwen2's by transformers, and 41 cut into 4 and 1."""
+    """The tokenizer of a qwen2 would be taken for Qwen2's by transformers, and 41 cut into 4 and
+    1."""
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets/tiny-searcher")
     text = "33 8 5 2 = 38 : +8 41 +5 46 -2 44 wait +8 41 -5 36 +2 38"
     ids = tokenizer(text).input_ids
     assert tokenizer.convert_ids_to_tokens(ids) == text.split()
     assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
-    assert {tokenizer(word).input_ids[0] for word in VOCABULARY} == set(range(2, 2 + len(VOCABULARY)))
+    assert {tokenizer(word).input_ids[0] for word in VOCABULARY} == set(
+        range(2, 2 + len(VOCABULARY))
+    )

@@ -1,4 +1,5 @@
-"""Bytes that a GPU holds in each phase: worked sums, and a 32B run that just fits or just does not."""
+"""Bytes that a GPU holds in each phase: worked sums, and a 32B run that just fits or just does
+not."""
 
 from __future__ import annotations
 
@@ -25,9 +26,18 @@ GB = 10**9
 QWEN_32B = str(Path(__file__).parent.parent / "assets" / "architectures" / "qwen2.5-32b")
 # powers of two: a sum says what is in it
 NEEDS = Needs(*(2**n * GB for n in range(10)))
-PARAMETERS, GRADIENTS, OPTIMIZER, REFERENCE, FORWARD, ACTIVATIONS, LOGITS, BUCKETS, SERVED, CACHE = (
-    2**n for n in range(10)
-)
+(
+    PARAMETERS,
+    GRADIENTS,
+    OPTIMIZER,
+    REFERENCE,
+    FORWARD,
+    ACTIVATIONS,
+    LOGITS,
+    BUCKETS,
+    SERVED,
+    CACHE,
+) = (2**n for n in range(10))
 
 
 def totals(needs: Needs = NEEDS, **settings: Any) -> dict[str, float]:
@@ -74,7 +84,10 @@ def test_servers_apart_have_their_own_device():
 
 def test_a_reference_that_moves_is_there_in_its_pass_alone():
     moving = Needs(*(2**n * GB for n in range(10)), reference_moves=True)
-    found, stays = totals(moving, colocated=True, offload="none"), totals(colocated=True, offload="none")
+    found, stays = (
+        totals(moving, colocated=True, offload="none"),
+        totals(colocated=True, offload="none"),
+    )
     assert found["log_probs"] == stays["log_probs"]
     assert all(found[phase] == stays[phase] - REFERENCE for phase in found if phase != "log_probs")
 
@@ -86,12 +99,22 @@ def test_the_room_of_a_cache_is_that_of_its_fullest_phase():
     exact = budget(NEEDS, found.total("canary"), colocated=True, offload="all")
     assert exact.over == []
     assert exact.cache_room == CACHE * GB
-    assert budget(NEEDS, found.total("canary") - 1, colocated=True, offload="all").over == ["canary"]
+    assert budget(NEEDS, found.total("canary") - 1, colocated=True, offload="all").over == [
+        "canary"
+    ]
 
 
 def test_the_table_has_a_row_an_item_and_a_column_a_phase():
     *rows, last = budget(NEEDS, 100 * GB, colocated=True, offload="all").table().splitlines()
-    assert rows[0].split() == ["GB", "rollout", "log_probs", "update", "sync", "canary", "checkpoint"]
+    assert rows[0].split() == [
+        "GB",
+        "rollout",
+        "log_probs",
+        "update",
+        "sync",
+        "canary",
+        "checkpoint",
+    ]
     (parameters,) = (row for row in rows if row.startswith("parameters"))
     assert parameters.split()[1:] == ["1.0"] * 5  # not while servers generate
     assert last.split()[:3] == ["together,", "of", "100.0"]
@@ -105,8 +128,18 @@ def run_of(**sections: dict[str, Any]) -> ResolvedRun:
         "parallel": {"tensor": 8, "pipeline": 4, "data": 4, "sequence": True},
         "optimizer": {"distributed": True},
         "batch": {"micro_batch_tokens": 18_432},
-        "rollout": {"engine": "sglang", "engines": 32, "max_prompt_tokens": 2_048, "max_new_tokens": 16_384},
-        "sglang": {"colocated": True, "tensor_parallel": 4, "cache_tokens": None, "memory_fraction": 0.8},
+        "rollout": {
+            "engine": "sglang",
+            "engines": 32,
+            "max_prompt_tokens": 2_048,
+            "max_new_tokens": 16_384,
+        },
+        "sglang": {
+            "colocated": True,
+            "tensor_parallel": 4,
+            "cache_tokens": None,
+            "memory_fraction": 0.8,
+        },
         "algorithm": {"name": "grpo"},
     }
     for name, section in sections.items():
@@ -115,7 +148,8 @@ def run_of(**sections: dict[str, Any]) -> ResolvedRun:
 
 
 def test_a_32b_run_by_its_matrices():
-    """Bytes of docs/planning.md's table; the servers' by hand: 32,763,876,352 bfloat16 numbers over four ranks."""
+    """Bytes of docs/planning.md's table; the servers' by hand: 32,763,876,352 bfloat16 numbers over
+    four ranks."""
     found = Fit(80 * GB).budget(run_of())
     assert found.over == []
     update, rollout = found.phases["update"], found.phases["rollout"]
@@ -126,13 +160,18 @@ def test_a_32b_run_by_its_matrices():
     }
     assert update["parameters"] == pytest.approx(2.146 * GB, abs=1e6)
     assert update["gradients"] == 2 * update["parameters"]  # float32 beside bfloat16
-    assert update["optimizer"] == pytest.approx((1.073 + 2.146) * GB, abs=2e6)  # twelve bytes a parameter over four
-    tokens = Fit(80 * GB).budget(run_of(sglang={"cache_tokens": 100_000})).phases["rollout"]["cache"]
-    assert tokens == 100_000 * 2 * 64 * 2 * 128 * 2  # layers, two of eight heads a rank, sizes of a head and a number
+    # twelve bytes a parameter over four
+    assert update["optimizer"] == pytest.approx((1.073 + 2.146) * GB, abs=2e6)
+    tokens = (
+        Fit(80 * GB).budget(run_of(sglang={"cache_tokens": 100_000})).phases["rollout"]["cache"]
+    )
+    # layers, two of eight heads a rank, sizes of a head and a number
+    assert tokens == 100_000 * 2 * 64 * 2 * 128 * 2
 
 
 def test_a_share_that_leaves_the_trainer_no_room_is_refused_by_numbers():
-    """0.95 of 80 GB, the parameters' 2.146 and 3.0 of two processes are 81.1; 0.93 of it is what goes."""
+    """0.95 of 80 GB, the parameters' 2.146 and 3.0 of two processes are 81.1; 0.93 of it is what
+    goes."""
     run = run_of(sglang={"memory_fraction": 0.95})
     with pytest.raises(ConfigError) as refused:
         Fit(80 * GB).require(run)
@@ -154,7 +193,9 @@ def test_the_nearest_changes_that_fit_are_named_and_no_others():
 
 
 def test_a_cache_that_holds_no_response_is_refused():
-    with pytest.raises(ConfigError, match="cache holds 20000 tokens, a prompt with its response has up to 34816"):
+    with pytest.raises(
+        ConfigError, match="cache holds 20000 tokens, a prompt with its response has up to 34816"
+    ):
         Fit(80 * GB).require(
             run_of(
                 sglang={"cache_tokens": 20_000},
@@ -164,7 +205,9 @@ def test_a_cache_that_holds_no_response_is_refused():
         )
 
 
-def test_the_size_of_a_gpu_is_asked_for_or_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_a_gpu_is_asked_for_or_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert device_bytes() is None
     check_memory(run_of(sglang={"memory_fraction": 0.99}))  # of an unknown size
@@ -188,7 +231,8 @@ def test_offload_without_servers_on_the_device_is_refused():
     [
         (1, 1, [1]),
         (4, 1, [4, 3, 2, 1]),
-        # of chunks: 2 for each stage that follows, one of every other chunk for each stage, and the one that is begun
+        # of chunks: 2 for each stage that follows, one of every other chunk for each stage, and the
+        # one that is begun
         (2, 2, [(2 + 2 + 1) / 2, (0 + 2 + 1) / 2]),
         (4, 2, [(6 + 4 + 1) / 2, (4 + 4 + 1) / 2, (2 + 4 + 1) / 2, (0 + 4 + 1) / 2]),
         (2, 3, [(2 + 4 + 1) / 3, (0 + 4 + 1) / 3]),
@@ -205,7 +249,10 @@ def test_a_stage_in_chunks_is_budgeted_for_more() -> None:
     def activations(chunks: int) -> list[int]:
         parallel = {"tensor": 8, "pipeline": 2, "virtual_pipeline": chunks}
         given = {"model": {"path": QWEN_32B}, "parallel": parallel, "algorithm": {"name": "grpo"}}
-        return [each.activations for each in Fit(10**12).needs(resolve_run(Config.model_validate(given)))]
+        return [
+            each.activations
+            for each in Fit(10**12).needs(resolve_run(Config.model_validate(given)))
+        ]
 
     (first, last), (plain_first, plain_last) = activations(2), activations(1)
     assert first / plain_first == pytest.approx(2.5 / 2, rel=0.01)

@@ -42,8 +42,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("batch.packed=maybe", "batch.packed: must be true or false (got 'maybe')\n"),
         ("batch=3", "batch: must be a section of settings (got 3)\n"),
         ("statistics.surprisal=new", "must be 'old', 'current' or 'rollout' (got 'new')\n"),
-        ("model.path=Qwen/Qwen9-7B", "hf download Qwen/Qwen9-7B --local-dir models/Qwen9-7B, and then model.path="),
-        ("reward.verifier=trl.py:reward", "'trl.py:reward' takes (completions, **kwargs), and a verifier is called"),
+        (
+            "model.path=Qwen/Qwen9-7B",
+            "hf download Qwen/Qwen9-7B --local-dir models/Qwen9-7B, and then model.path=",
+        ),
+        (
+            "reward.verifier=trl.py:reward",
+            "'trl.py:reward' takes (completions, **kwargs), and a verifier is called",
+        ),
         ("reward.verifier=three.py:reward", "fix: def verify(response: str, answer: str) -> float"),
         ("data.path=sum.jsonl", "sums.jsonl?\n"),
         ("data.path=sums.jsonl", "fix: set data.prompt_key=question\n"),
@@ -51,7 +57,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("data.path=nowhere/sums.jsonl", "nowhere either\n"),
     ],
 )
-def test_the_message_says_what_to_do(override: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_message_says_what_to_do(
+    override: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     files = ["data.source=files"] if override.startswith("data.") else []
     assert main(["train", QUICKSTART, *files, override, "--dry-run"]) == 2
     error = capsys.readouterr().err
@@ -59,8 +67,16 @@ def test_the_message_says_what_to_do(override: str, said: str, capsys: pytest.Ca
 
 
 def test_columns_that_are_named_are_read(capsys: pytest.CaptureFixture[str]) -> None:
-    keys = ["data.prompt_key=question", "data.answer_key=label", "batch.prompts=1", "eval.prompts=0"]
-    assert main(["train", QUICKSTART, "data.source=files", "data.path=sums.jsonl", *keys, "--dry-run"]) == 0
+    keys = [
+        "data.prompt_key=question",
+        "data.answer_key=label",
+        "batch.prompts=1",
+        "eval.prompts=0",
+    ]
+    assert (
+        main(["train", QUICKSTART, "data.source=files", "data.path=sums.jsonl", *keys, "--dry-run"])
+        == 0
+    )
 
 
 def test_a_directory_in_use_names_who_uses_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,5 @@
-"""Model families: found by their files, read from config.json, and refused by name for what they do not do here."""
+"""Model families: found by their files, read from config.json, and refused by name for what they do
+not do here."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def folder(path: Path, family: str, **changed: Any) -> Path:
     """A folder with the config.json of a tiny model, with other fields."""
     path.mkdir(exist_ok=True)
     fields = json.loads(TINY[family]().to_json_string()) | changed
-    (path / "config.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not GONE}))
+    (path / "config.json").write_text(
+        json.dumps({k: v for k, v in fields.items() if v is not GONE})
+    )
     return path
 
 
@@ -61,9 +64,12 @@ def test_a_file_is_all_that_a_family_needs(tmp_path: Path, monkeypatch: pytest.M
     assert rule_for("decoder.layers.3.self_attention.linear_qkv.bias", shape).layout == "qkv"
     with pytest.raises(DataError, match="RoPE scaling 'yarn' is not supported\n  fix: known: none"):
         read_shape(folder(tmp_path / "model", "qwen2_yarn", model_type="mine"))
-    folder(tmp_path / "model", "llama", model_type="mine", window=64)  # as far as there are positions
+    # as far as there are positions
+    folder(tmp_path / "model", "llama", model_type="mine", window=64)
     read_shape(tmp_path / "model")
-    with pytest.raises(DataError, match=r"the last 63 of 64 positions \(sliding_window\)(.|\n)*set max_position"):
+    with pytest.raises(
+        DataError, match=r"the last 63 of 64 positions \(sliding_window\)(.|\n)*set max_position"
+    ):
         read_shape(folder(tmp_path / "model", "llama", model_type="mine", window=63))
 
 
@@ -103,7 +109,9 @@ def test_a_package_may_bring_a_family_that_is_missing_here(
 ) -> None:
     assert not models.MISSING.keys() & FAMILIES.keys()
     monkeypatch.setitem(models.MISSING, "mine", ("Mine", "everything"))
-    with pytest.raises(DataError, match=r"Mine \(model family 'mine'\) is not supported; missing: everything"):
+    with pytest.raises(
+        DataError, match=r"Mine \(model family 'mine'\) is not supported; missing: everything"
+    ):
         read_shape(folder(tmp_path / "model", "llama", model_type="mine"))
     installed("brought:FAMILY")
     assert read_shape(folder(tmp_path / "model", "llama", model_type="mine")).family == "mine"
@@ -119,10 +127,22 @@ def test_a_family_of_ours_is_not_replaced(tmp_path: Path, installed: Callable[..
 @pytest.mark.parametrize(
     ("entry", "source", "said"),
     [
-        ("brought:FAMILY", "1 / 0\n", "'mine' of brought:FAMILY cannot be loaded: ZeroDivisionError"),
+        (
+            "brought:FAMILY",
+            "1 / 0\n",
+            "'mine' of brought:FAMILY cannot be loaded: ZeroDivisionError",
+        ),
         ("brought:GONE", A_FILE, "'mine' of brought:GONE cannot be loaded: AttributeError"),
-        ("brought:ModelFamily", A_FILE, "brought:ModelFamily is no ModelFamily of the model_type 'mine'"),
-        ("brought:FAMILY", A_FILE.replace('"mine"', '"yours"'), "is no ModelFamily of the model_type 'mine'"),
+        (
+            "brought:ModelFamily",
+            A_FILE,
+            "brought:ModelFamily is no ModelFamily of the model_type 'mine'",
+        ),
+        (
+            "brought:FAMILY",
+            A_FILE.replace('"mine"', '"yours"'),
+            "is no ModelFamily of the model_type 'mine'",
+        ),
     ],
 )
 def test_a_package_that_brings_none_is_an_error_with_its_name(
@@ -134,7 +154,9 @@ def test_a_package_that_brings_none_is_an_error_with_its_name(
 
 
 @pytest.mark.parametrize(("family", "changed", "message"), REFUSED)
-def test_what_is_not_done_here_is_refused_by_name(tmp_path: Path, family: str, changed: dict, message: str) -> None:
+def test_what_is_not_done_here_is_refused_by_name(
+    tmp_path: Path, family: str, changed: dict, message: str
+) -> None:
     read_shape(folder(tmp_path, family))
     with pytest.raises(DataError) as refused:
         read_shape(folder(tmp_path, family, **changed))
@@ -143,17 +165,26 @@ def test_what_is_not_done_here_is_refused_by_name(tmp_path: Path, family: str, c
 
 
 @pytest.mark.parametrize(("family", "changed"), HARMLESS)
-def test_settings_that_change_nothing_are_not_refused(tmp_path: Path, family: str, changed: dict) -> None:
+def test_settings_that_change_nothing_are_not_refused(
+    tmp_path: Path, family: str, changed: dict
+) -> None:
     shape = read_shape(folder(tmp_path, family))
     assert read_shape(folder(tmp_path, family, **changed)) == shape
 
 
 def test_old_configs_name_rotary_parameters_otherwise(tmp_path: Path) -> None:
-    old = {"rope_parameters": GONE, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    old = {
+        "rope_parameters": GONE,
+        "rope_theta": 5e5,
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+    }
     shape = read_shape(folder(tmp_path, "llama", **old))
     assert shape.rope_theta == 5e5
     assert shape.rope_scaling == {"rope_type": "linear", "factor": 2.0}
-    assert read_shape(folder(tmp_path, "llama", rope_parameters=GONE, rope_theta=7.0)).rope_scaling is None
+    assert (
+        read_shape(folder(tmp_path, "llama", rope_parameters=GONE, rope_theta=7.0)).rope_scaling
+        is None
+    )
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -162,18 +193,25 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 @pytest.mark.parametrize(
     ("newer", "older", "base"),
     [
-        ({"rope_type": "default", "rope_theta": 1e6}, YARN, GONE),  # a model card's advice over what transformers wrote
+        # a model card's advice over what transformers wrote
+        ({"rope_type": "default", "rope_theta": 1e6}, YARN, GONE),
         ({**YARN, "rope_theta": 1e6}, {**YARN, "factor": 2.0}, 1e6),
         ({**YARN, "rope_theta": 1e6}, YARN, GONE),  # the base of the first is lost
         ({**YARN, "rope_theta": 1e6}, YARN, 1e4),
         ({**YARN, "rope_theta": 1e6}, {"type": "linear", "factor": 4.0}, 1e6),
     ],
 )
-def test_two_rotary_embeddings_are_refused(tmp_path: Path, newer: dict, older: dict, base: Any) -> None:
+def test_two_rotary_embeddings_are_refused(
+    tmp_path: Path, newer: dict, older: dict, base: Any
+) -> None:
     two = {"rope_parameters": newer, "rope_scaling": older, "rope_theta": base}
-    with pytest.raises(DataError, match="rope_parameters and rope_scaling describe two different") as refused:
+    with pytest.raises(
+        DataError, match="rope_parameters and rope_scaling describe two different"
+    ) as refused:
         read_shape(folder(tmp_path, "qwen2", **two))
-    assert refused.value.where == str(tmp_path / "config.json") and "leave one of them" in str(refused.value)
+    assert refused.value.where == str(tmp_path / "config.json") and "leave one of them" in str(
+        refused.value
+    )
 
 
 def test_the_same_rotary_embedding_twice_is_one(tmp_path: Path) -> None:
@@ -189,16 +227,29 @@ def test_transformers_takes_the_older_name_which_is_why(tmp_path: Path) -> None:
     """Were this to change upstream, the refusal could go."""
     from transformers import AutoConfig
 
-    two = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": YARN, "rope_theta": GONE}
+    two = {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "rope_scaling": YARN,
+        "rope_theta": GONE,
+    }
     read = AutoConfig.from_pretrained(folder(tmp_path, "qwen2", **two)).rope_parameters
     assert read["rope_type"] == "yarn" and read["rope_theta"] != 1e6
 
 
 def test_one_expert_a_token_with_its_weight_renormalised_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"one expert a token whose weight is renormalised \(norm_topk_prob\)"):
+    with pytest.raises(
+        DataError, match=r"one expert a token whose weight is renormalised \(norm_topk_prob\)"
+    ):
         read_shape(folder(tmp_path, "qwen3_moe", num_experts_per_tok=1, norm_topk_prob=True))
-    assert read_shape(folder(tmp_path, "qwen3_moe", num_experts_per_tok=1, norm_topk_prob=False)).experts_per_token == 1
-    assert read_shape(folder(tmp_path, "qwen3_moe", num_experts_per_tok=2, norm_topk_prob=True)).renormalise_experts
+    assert (
+        read_shape(
+            folder(tmp_path, "qwen3_moe", num_experts_per_tok=1, norm_topk_prob=False)
+        ).experts_per_token
+        == 1
+    )
+    assert read_shape(
+        folder(tmp_path, "qwen3_moe", num_experts_per_tok=2, norm_topk_prob=True)
+    ).renormalise_experts
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -213,7 +264,10 @@ def test_every_rule_is_found_again_by_its_megatron_name(tmp_path: Path, name: st
 
 def test_numbers_of_layers_and_experts(tmp_path: Path) -> None:
     name = "decoder.layers.12.mlp.experts.local_experts.3.linear_fc1.weight"
-    assert numbered(name) == (["12", "3"], "decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc1.weight")
+    assert numbered(name) == (
+        ["12", "3"],
+        "decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc1.weight",
+    )
     grouped = "decoder.layers.12.mlp.experts.linear_fc1.weight3"
     assert numbered(grouped) == (["12", "3"], "decoder.layers.{}.mlp.experts.linear_fc1.weight{}")
     shape = read_shape(folder(tmp_path, "qwen3_moe"))
@@ -223,12 +277,15 @@ def test_numbers_of_layers_and_experts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_sequences_cost_is_its_length_and_the_square_of_it(tmp_path: Path, name: str) -> None:
-    cost = cost_of(read_shape(folder(tmp_path, name)))  # 32 wide: attention costs as much as the rest at 384 tokens
+    # 32 wide: attention costs as much as the rest at 384 tokens
+    cost = cost_of(read_shape(folder(tmp_path, name)))
     assert [cost(0), cost(192), cost(384), cost(3840)] == [0, 192 * 1.5, 768, 3840 * 11]
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_servers_keep_every_tensor_somewhere_and_none_on_top_of_another(tmp_path: Path, name: str) -> None:
+def test_servers_keep_every_tensor_somewhere_and_none_on_top_of_another(
+    tmp_path: Path, name: str
+) -> None:
     save_model(tmp_path, name)
     shape = read_shape(tmp_path)
     family = family_of(shape)
@@ -256,7 +313,9 @@ class Recorded:
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", ["qwen2", "llama_tied_llama3"])  # two key-value heads; one
-def test_fused_projections_are_laid_out_as_separate_ones(tmp_path: Path, name: str, tp: int) -> None:
+def test_fused_projections_are_laid_out_as_separate_ones(
+    tmp_path: Path, name: str, tp: int
+) -> None:
     shape = read_shape(folder(tmp_path, name))
     for kind, rows in (("qkv", (32, shape.kv_heads * 8, shape.kv_heads * 8)), ("gated", (48, 48))):
         apart = Rule("megatron", ("q", "k", "v")[: len(rows)], kind)
@@ -267,7 +326,9 @@ def test_fused_projections_are_laid_out_as_separate_ones(tmp_path: Path, name: s
             whole = Recorded(torch.cat(parts))
             mine = shard(apart, parts, shape, rank, tp)
             assert torch.equal(shard(fused, [whole], shape, rank, tp), mine)
-            assert len(whole.read) == sum(rows) // (1 if kind == "qkv" and shape.kv_heads % tp else tp)
+            assert len(whole.read) == sum(rows) // (
+                1 if kind == "qkv" and shape.kv_heads % tp else tp
+            )
 
 
 def test_a_fused_tensor_with_too_many_rows_does_not_fit(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""`performance`: what is asked for reaches Megatron, what cannot be is refused, nothing is on before it was proven."""
+"""`performance`: what is asked for reaches Megatron, what cannot be is refused, nothing is on
+before it was proven."""
 
 from __future__ import annotations
 
@@ -43,7 +44,11 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
 
 
 def test_every_row_has_a_setting_and_megatron_has_its_fields() -> None:
-    switches = {name for name, info in PerformanceConfig.model_fields.items() if info.annotation == (bool | None)}
+    switches = {
+        name
+        for name, info in PerformanceConfig.model_fields.items()
+        if info.annotation == (bool | None)
+    }
     assert switches == {feature.name for feature in FEATURES} | NOT_OFFERED.keys()
     for feature in FEATURES:
         assert all(value for fields in feature.sets.values() for value in fields.values())
@@ -65,12 +70,16 @@ def test_a_setting_turns_on_its_fields_and_no_others(feature: performance.Featur
     for part in PARTS:
         before, after = megatron_fields(PerformanceConfig(), part), megatron_fields(on, part)
         assert not any(before.values())  # nothing is proven yet
-        assert {name: value for name, value in after.items() if value} == dict(feature.sets.get(part, {}))
+        assert {name: value for name, value in after.items() if value} == dict(
+            feature.sets.get(part, {})
+        )
         assert before.keys() == after.keys()
 
 
 @without_gpu
-def test_null_is_on_where_it_is_proven_and_the_device_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_null_is_on_where_it_is_proven_and_the_device_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     compiled = replace(FEATURES[1], proven=True)
     fused = replace(FEATURES[0], proven=True)
     assert (compiled.name, fused.name) == ("swiglu_fusion", "rope_fusion")
@@ -84,20 +93,33 @@ def test_null_is_on_where_it_is_proven_and_the_device_has_it(monkeypatch: pytest
 
 REFUSED = [
     ("rope_fusion=true", "performance.rope_fusion: it needs CUDA and Transformer Engine"),
-    ("wgrad_fusion=true", "performance.wgrad_fusion: it needs CUDA and Transformer Engine, or Apex"),
+    (
+        "wgrad_fusion=true",
+        "performance.wgrad_fusion: it needs CUDA and Transformer Engine, or Apex",
+    ),
     ("batched_p2p=true", "performance.batched_p2p: it needs CUDA"),
     ("cuda_connections=1", "performance.cuda_connections: it needs CUDA"),
     ("cuda_allocator=expandable_segments:True", "performance.cuda_allocator: it needs CUDA"),
     ("gradient_bucket=1000", "performance.gradient_bucket: buckets are for gradients"),
-    ("overlap_param_gather=true", "performance.overlap_param_gather: it needs optimizer.distributed"),
-    ("precision_aware_optimizer=true", "performance.precision_aware_optimizer: it needs optimizer.distributed"),
+    (
+        "overlap_param_gather=true",
+        "performance.overlap_param_gather: it needs optimizer.distributed",
+    ),
+    (
+        "precision_aware_optimizer=true",
+        "performance.precision_aware_optimizer: it needs optimizer.distributed",
+    ),
 ]
 
 
 @without_gpu
 @pytest.mark.parametrize(("override", "message"), REFUSED)
 def test_what_cannot_be_is_refused_by_name(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, message: str
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    override: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["train", QUICKSTART, MODEL, f"performance.{override}", "--dry-run"]) == 2
@@ -108,22 +130,38 @@ def test_what_cannot_be_is_refused_by_name(
     ("overrides", "message"),
     [
         (
-            ["rollout.engine=sglang", "sglang.colocated=true", "performance.cuda_allocator=expandable_segments:True"],
+            [
+                "rollout.engine=sglang",
+                "sglang.colocated=true",
+                "performance.cuda_allocator=expandable_segments:True",
+            ],
             "expandable segments cannot be shared",
         ),
         (
             ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "performance.batched_p2p=true"],
             "two stages of several chunks",
         ),
-        (["optimizer.distributed=true", "performance.overlap_param_gather=true"], "needs performance.overlap_grad_"),
-        (["parallel.sequence=true", "performance.tp_comm_overlap=true"], "tp_comm_overlap: it is not offered"),
         (
-            ["optimizer.distributed=true", "model.dtype=float32", "performance.optimizer_offload=true"],
+            ["optimizer.distributed=true", "performance.overlap_param_gather=true"],
+            "needs performance.overlap_grad_",
+        ),
+        (
+            ["parallel.sequence=true", "performance.tp_comm_overlap=true"],
+            "tp_comm_overlap: it is not offered",
+        ),
+        (
+            [
+                "optimizer.distributed=true",
+                "model.dtype=float32",
+                "performance.optimizer_offload=true",
+            ],
             "masters of 16-bit parameters alone",
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused_on_any_device(overrides: list[str], message: str) -> None:
+def test_what_does_not_go_together_is_refused_on_any_device(
+    overrides: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         check_performance(load_config(QUICKSTART, [MODEL, *overrides]))
     check_performance(load_config(QUICKSTART, [MODEL, *overrides[:-1]]))
@@ -140,7 +178,9 @@ def test_of_a_cluster_elsewhere_the_rank_says_what_it_lacks(tmp_path: Path) -> N
 
 def test_environment_of_trainer_ranks() -> None:
     assert environment(PerformanceConfig()) == {}
-    assert environment(PerformanceConfig(cuda_connections=1, cuda_allocator="max_split_size_mb:512")) == {
+    assert environment(
+        PerformanceConfig(cuda_connections=1, cuda_allocator="max_split_size_mb:512")
+    ) == {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512",
     }
@@ -155,7 +195,9 @@ def test_a_dry_run_says_what_turns_each_on(
     assert yaml.safe_load(text)["performance"]["bias_fusion"] is True  # remarks are comments
     for feature in FEATURES:
         turns_on = f"performance.{feature.name}=true turns it on"
-        assert (turns_on in text) == (feature.name != "bias_fusion" and not is_on(PerformanceConfig(), feature))
+        assert (turns_on in text) == (
+            feature.name != "bias_fusion" and not is_on(PerformanceConfig(), feature)
+        )
     assert "# activations: a rank keeps about" in text
     assert "# not offered: performance.tp_comm_overlap: Transformer Engine's user buffers" in text
 

@@ -17,7 +17,9 @@ LAYOUT = ("--tp", "2", "--sp", "--pp", "2", "--dp", "2", "--ep", "2")
 
 def plan_memory(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "tools/plan_memory.py"), *arguments]
-    return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    return subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
 
 
 @pytest.fixture
@@ -73,7 +75,9 @@ def test_what_cannot_be_planned_is_refused(model: str) -> None:
     assert done.returncode == 2 and "cannot read the model's config.json" in done.stderr
 
 
-def test_a_fault_ends_with_1(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_ends_with_1(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     import plan_memory
 

@@ -1,4 +1,5 @@
-"""Published data sets as tasks: small synthetic files in their formats, what is taken and what is dropped."""
+"""Published data sets as tasks: small synthetic files in their formats, what is taken and what is
+dropped."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ sys.path.insert(0, str(ROOT / "tools"))
 import prepare_data
 
 DAPO = (
-    "Solve the following math problem step by step. The last line of your response should be of the form "
-    "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\n"
-    'Remember to put your answer on its own line after "Answer:".'
+    "Solve the following math problem step by step. The last line of your response should be of the"
+    " form Answer: $Answer (without quotes) where $Answer is the answer to the"
+    ' problem.\n\n{}\n\nRemember to put your answer on its own line after "Answer:".'
 )
 
 
@@ -69,17 +70,28 @@ PUBLISHED = {
     ),
     "deepscaler": (
         [
-            {"problem": "What is half of 1?", "answer": "\\frac{1}{2}", "solution": "so $\\boxed{0.5}$"},
+            {
+                "problem": "What is half of 1?",
+                "answer": "\\frac{1}{2}",
+                "solution": "so $\\boxed{0.5}$",
+            },
             {"problem": "What is a third of 1?", "answer": "", "solution": ""},
             {"problem": " ", "answer": "1", "solution": ""},
-            {"problem": "Write ten to the ten thousand.", "answer": "1" + "0" * 10_000, "solution": ""},
+            {
+                "problem": "Write ten to the ten thousand.",
+                "answer": "1" + "0" * 10_000,
+                "solution": "",
+            },
         ],
         [("What is half of 1?", "\\frac{1}{2}", "1")],
         {"no answer": 1, "no problem": 1, "an answer of more than 1000 characters": 1},
     ),
     "skywork_or1": (
         [
-            {**verl("What is 1+1?", '["2"]', 7, "train-math-numinamath1.5"), "model_difficulty": {"R1": 3}},
+            {
+                **verl("What is 1+1?", '["2"]', 7, "train-math-numinamath1.5"),
+                "model_difficulty": {"R1": 3},
+            },
             verl("Roots of x^2=1?", '["1", "-1"]'),
             verl("What is 1+2?", "3x"),
             verl("What is 1+3?", "4"),
@@ -93,19 +105,38 @@ PUBLISHED = {
         {"not an object": 1},
     ),
     "aime24": (
-        [{"id": 60, "problem": "What is 8-1?", "solution": "", "answer": "007", "url": "", "year": "2024"}],
+        [
+            {
+                "id": 60,
+                "problem": "What is 8-1?",
+                "solution": "",
+                "answer": "007",
+                "url": "",
+                "year": "2024",
+            }
+        ],
         [("What is 8-1?", "007", "60")],
         {},
     ),
-    "aime25": ([{"problem": "What is 8-1?", "answer": 7, "id": "0"}], [("What is 8-1?", "7", "0")], {}),
+    "aime25": (
+        [{"problem": "What is 8-1?", "answer": 7, "id": "0"}],
+        [("What is 8-1?", "7", "0")],
+        {},
+    ),
     "amc23": (
         [
             {"id": 0, "question": "27?", "answer": "27", "url": ""},
-            {"id": 1, "problem": "A half and 28?", "question": "28?", "answer": 28.0, "url": ""},  # of a copy
+            # of a copy
+            {"id": 1, "problem": "A half and 28?", "question": "28?", "answer": 28.0, "url": ""},
             {"id": 2, "question": "A half?", "answer": 0.5, "url": ""},
             {"problem": "29?", "answer": ["29"]},  # of a copy of several sets
         ],
-        [("27?", "27", "0"), ("A half and 28?", "28", "1"), ("A half?", "0.5", "2"), ("29?", "29", "4")],
+        [
+            ("27?", "27", "0"),
+            ("A half and 28?", "28", "1"),
+            ("A half?", "0.5", "2"),
+            ("29?", "29", "4"),
+        ],
         {},
     ),
     "math500": (
@@ -125,7 +156,12 @@ PUBLISHED = {
     "minerva": (
         [
             {"question": "How fast?", "answer": "3e8"},
-            {"problem": "How far?", "solution": "It is \\boxed{4.5e33} here.", "type": "Astronomy", "idx": 3},
+            {
+                "problem": "How far?",
+                "solution": "It is \\boxed{4.5e33} here.",
+                "type": "Astronomy",
+                "idx": 3,
+            },
         ],
         [("How fast?", "3e8", "1"), ("How far?", "4.5e33", "2")],
         {},
@@ -165,7 +201,11 @@ def test_tasks_and_what_is_dropped(name, tmp_path, capsys):
     assert [(r.prompt, r.answer, r.id) for r in records] == expected
     assert {json.loads(line)["source"] for line in out.read_text().splitlines()} == {name}
     said = capsys.readouterr().out
-    found = {line[17:].strip(): int(line.split()[1]) for line in said.splitlines() if line.startswith("dropped")}
+    found = {
+        line[17:].strip(): int(line.split()[1])
+        for line in said.splitlines()
+        if line.startswith("dropped")
+    }
     assert found == dropped
     assert said.splitlines()[-1] == f"{len(expected)} tasks of {len(rows)} rows"
     assert sum(dropped.values()) + len(expected) == len(rows)
@@ -178,7 +218,10 @@ def test_parquet_and_what_the_evaluation_holds(tmp_path, capsys):
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "dapo.parquet")
     held = tmp_path / "held.jsonl"
     held.write_text(
-        json.dumps({"prompt": "A woman walks 3 miles an hour for 2 days. How far?", "answer": "144"}) + "\n"
+        json.dumps(
+            {"prompt": "A woman walks 3 miles an hour for 2 days. How far?", "answer": "144"}
+        )
+        + "\n"
     )
     arguments = ["dapo_math_17k", str(tmp_path / "dapo.parquet"), "--against", str(held)]
     for ngram, kept in ((7, [texts[1]]), (8, texts)):  # "walks 3 miles an hour for 2"

@@ -1,5 +1,5 @@
-"""Environment variables and ports of a run's processes: what clashes is refused before anything starts, and what does
-not reaches trainer ranks and servers alike."""
+"""Environment variables and ports of a run's processes: what clashes is refused before anything
+starts, and what does not reaches trainer ranks and servers alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from support.runs import ROOT
 from megatron_stare.cli import main
 from megatron_stare.cluster.ray import Actor
 from megatron_stare.config.load import load_config
-from megatron_stare.config.process_settings import check_environment, check_ports, port_share, shared_environment
+from megatron_stare.config.process_settings import (
+    check_environment,
+    check_ports,
+    port_share,
+    shared_environment,
+)
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.process.network import free_port, interface_address
@@ -28,24 +33,46 @@ def config(*overrides: str) -> Config:
 
 
 CLASHES = [
-    (("runtime.env={CUDA_VISIBLE_DEVICES: '0'}",), "runtime.env", "CUDA_VISIBLE_DEVICES is not to be set"),
+    (
+        ("runtime.env={CUDA_VISIBLE_DEVICES: '0'}",),
+        "runtime.env",
+        "CUDA_VISIBLE_DEVICES is not to be set",
+    ),
     (("runtime.env={RANK: '0'}",), "runtime.env", "RANK is not to be set"),
     (("runtime.env={WORLD_SIZE: '2'}",), "runtime.env", "WORLD_SIZE is not to be set"),
-    (("runtime.env={OMP_NUM_THREADS: '2'}",), "runtime.env", "runtime.trainer_threads and rollout.threads"),
-    (("runtime.env={CUDA_DEVICE_MAX_CONNECTIONS: '1'}",), "runtime.env", "performance.cuda_connections"),
-    (("runtime.env={NCCL_SOCKET_IFNAME: eth1}", "runtime.interface=eth0"), "runtime.env", "runtime.interface sets"),
+    (
+        ("runtime.env={OMP_NUM_THREADS: '2'}",),
+        "runtime.env",
+        "runtime.trainer_threads and rollout.threads",
+    ),
+    (
+        ("runtime.env={CUDA_DEVICE_MAX_CONNECTIONS: '1'}",),
+        "runtime.env",
+        "performance.cuda_connections",
+    ),
+    (
+        ("runtime.env={NCCL_SOCKET_IFNAME: eth1}", "runtime.interface=eth0"),
+        "runtime.env",
+        "runtime.interface sets",
+    ),
     (
         ("runtime.env={PYTORCH_ALLOC_CONF: a}", "performance.cuda_allocator=b"),
         "runtime.env",
         "performance.cuda_allocator says what PYTORCH_ALLOC_CONF would",
     ),
     (
-        ("runtime.env={PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:True'}", "sglang.colocated=true"),
+        (
+            "runtime.env={PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:True'}",
+            "sglang.colocated=true",
+        ),
         "runtime.env",
         "has expandable segments",
     ),
     (
-        ("sglang.environment={PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:True'}", "sglang.colocated=true"),
+        (
+            "sglang.environment={PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:True'}",
+            "sglang.colocated=true",
+        ),
         "sglang.environment",
         "has expandable segments",
     ),
@@ -97,10 +124,22 @@ def test_a_dry_run_refuses_it(
 
 def test_ranks_and_servers_get_the_same_and_servers_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "of the shell")
-    asked = config("runtime.env={NCCL_DEBUG: WARN, A: a}", "sglang.environment={A: b, C: c}", "runtime.interface=ib0")
-    shared = {"NCCL_DEBUG": "WARN", "A": "a", "GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
+    asked = config(
+        "runtime.env={NCCL_DEBUG: WARN, A: a}",
+        "sglang.environment={A: b, C: c}",
+        "runtime.interface=ib0",
+    )
+    shared = {
+        "NCCL_DEBUG": "WARN",
+        "A": "a",
+        "GLOO_SOCKET_IFNAME": "ib0",
+        "NCCL_SOCKET_IFNAME": "ib0",
+    }
     assert shared_environment(asked) == shared
-    assert server_options(asked).process_environment().items() >= (shared | {"A": "b", "C": "c"}).items()
+    assert (
+        server_options(asked).process_environment().items()
+        >= (shared | {"A": "b", "C": "c"}).items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,8 +159,8 @@ def test_both_ends_of_a_group_agree_on_nccls_memory(overrides: tuple[str, ...], 
 
 
 def test_no_two_holders_share_a_port() -> None:
-    """Servers of one node start at the same time, and listen minutes later: what is free now is no use to tell them
-    apart."""
+    """Servers of one node start at the same time, and listen minutes later: what is free now is no
+    use to tell them apart."""
     asked = config("runtime.ports=[30000, 30021]", "rollout.engines=3")
     shares = [port_share(asked, number, 3) for number in range(4)]
     ports = [port for share in shares for port in share or ()]
@@ -129,7 +168,9 @@ def test_no_two_holders_share_a_port() -> None:
     assert [server_options(asked, number).ports for number in range(3)] == shares[1:]
     assert port_share(config(), 0, 3) is None and server_options(config(), 2).ports is None
     check_ports(asked, 10)
-    with pytest.raises(ConfigError, match="22 ports are too few for the trainer's ranks and 11 engines"):
+    with pytest.raises(
+        ConfigError, match="22 ports are too few for the trainer's ranks and 11 engines"
+    ):
         check_ports(asked, 11)
 
 
@@ -142,7 +183,9 @@ def test_a_servers_ranks_meet_in_the_range_too() -> None:
 def test_a_port_is_free_and_one_of_those_given() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"no port of 127.0.0.1 between {port} and {port} can be listened on"):
+        with pytest.raises(
+            ConfigError, match=f"no port of 127.0.0.1 between {port} and {port} can be listened on"
+        ):
             free_port("127.0.0.1", [port])
         assert free_port("127.0.0.1", range(port, port + 3)) != port
 
@@ -156,6 +199,8 @@ def test_ranks_meet_at_the_interfaces_address_and_a_port_of_the_range() -> None:
 
 def test_the_address_of_an_interface() -> None:
     assert interface_address("lo") == "127.0.0.1"
-    with pytest.raises(ConfigError, match=f"{socket.gethostname()} has no network interface 'ib7'.*") as refused:
+    with pytest.raises(
+        ConfigError, match=f"{socket.gethostname()} has no network interface 'ib7'.*"
+    ) as refused:
         interface_address("ib7")
     assert "interfaces there: " in str(refused.value) and "lo" in str(refused.value)

@@ -36,7 +36,10 @@ def set_template(folder: Path, template: str) -> None:
 def set_system(folder: Path, system: str) -> None:
     rows = [
         {
-            "prompt": [{"role": "system", "content": system}, {"role": "user", "content": f"{n}+2"}],
+            "prompt": [
+                {"role": "system", "content": system},
+                {"role": "user", "content": f"{n}+2"},
+            ],
             "answer": str(n + 2),
         }
         for n in range(8)
@@ -46,7 +49,9 @@ def set_system(folder: Path, system: str) -> None:
 
 def inputs(folder: Path) -> tuple[dict[str, str], Any]:
     data = f"data={{source: jsonl, path: {folder}/train.jsonl, chat_template: true}}"
-    config = load_config(ROOT / "configs/quickstart.yaml", [f"model.path={folder}/model", "eval.prompts=0", data])
+    config = load_config(
+        ROOT / "configs/quickstart.yaml", [f"model.path={folder}/model", "eval.prompts=0", data]
+    )
     tokenizer = load_tokenizer(config.model.path)
     source = make_source(config, tokenizer, "train")
     before = source.state()
@@ -57,7 +62,12 @@ def inputs(folder: Path) -> tuple[dict[str, str], Any]:
 
 def test_the_same_files_are_known_again(folder: Path) -> None:
     first, config = inputs(folder)
-    assert {"tokenizer.json", "tokenizer_config.json", "chat template", "first prompt"} <= first.keys()
+    assert {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat template",
+        "first prompt",
+    } <= first.keys()
     again, _ = inputs(folder)
     refuse_other_inputs(first, again, config)
     refuse_other_inputs({}, again, config)  # of a release that saved none
@@ -71,7 +81,10 @@ def test_the_same_files_are_known_again(folder: Path) -> None:
             {"tokenizer_config.json", "chat template", "first prompt"},
         ),
         (lambda folder: set_system(folder, "2+2=4 "), {"first prompt"}),
-        (lambda folder: (folder / "model/added_tokens.json").write_text("{}"), {"added_tokens.json"}),
+        (
+            lambda folder: (folder / "model/added_tokens.json").write_text("{}"),
+            {"added_tokens.json"},
+        ),
     ],
     ids=["chat-template", "system-prompt", "tokenizer"],
 )
@@ -79,7 +92,9 @@ def test_others_are_named(folder: Path, change: Any, named: set[str]) -> None:
     before, config = inputs(folder)
     change(folder)
     now, _ = inputs(folder)
-    assert {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)} == named
+    assert {
+        name for name in before.keys() | now.keys() if before.get(name) != now.get(name)
+    } == named
     for name in named:  # each by itself
         with pytest.raises(DataError, match=f"{name} is (another|new) since the run was begun"):
             refuse_other_inputs(before, {**before, **{name: now[name]}}, config)

@@ -1,4 +1,5 @@
-"""`quickstart.sh --compare` begins two runs, continues what of them is unfinished, and checks both in a dry run."""
+"""`quickstart.sh --compare` begins two runs, continues what of them is unfinished, and checks both
+in a dry run."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# In place of Python: a line of its arguments a call; a run leaves its configuration, and ends early where it is told to
+# In place of Python: a line of its arguments a call; a run leaves its configuration, and ends early
+# where it is told to
 RECORDER = r"""#!/usr/bin/env bash
 echo "$*" >>calls
 [ "$3" = train ] || exit 0
@@ -40,7 +42,9 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def quickstart(project: Path, *arguments: str, **variables: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+def quickstart(
+    project: Path, *arguments: str, **variables: str
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """How it ended, and the calls of the command line, without what is the same in all."""
     (project / "calls").write_text("")
     done = subprocess.run(
@@ -55,9 +59,19 @@ def quickstart(project: Path, *arguments: str, **variables: str) -> tuple[subpro
 
 
 def train(method: str, folder: str, *rest: str) -> str:
-    words = {"grpo": "algorithm=grpo algorithm.aggregation=token_mean algorithm.clip_high=0.28 algorithm.dual_clip=10 "}
+    words = {
+        "grpo": (
+            "algorithm=grpo algorithm.aggregation=token_mean algorithm.clip_high=0.28"
+            " algorithm.dual_clip=10 "
+        )
+    }
     settings = words.get(method, "" if method == "stare" else f"algorithm={method} ")
-    return " ".join([f"train configs/quickstart.yaml {settings}run.name={method} run.dir={folder}/{method}", *rest])
+    return " ".join(
+        [
+            f"train configs/quickstart.yaml {settings}run.name={method} run.dir={folder}/{method}",
+            *rest,
+        ]
+    )
 
 
 def report(folder: str, method: str = "grpo") -> str:
@@ -74,23 +88,37 @@ def test_a_comparison_is_continued(project: Path) -> None:
     # the half that had begun goes on, the other begins; and so it is if that is cut short as well
     done, calls = quickstart(project, "--compare", "grpo", "--resume", "--steps", "5", FAILS="grpo")
     assert done.returncode == 1
-    assert calls == [train("stare", folder, "--resume", "run.steps=5"), train("grpo", folder, "run.steps=5")]
+    assert calls == [
+        train("stare", folder, "--resume", "run.steps=5"),
+        train("grpo", folder, "run.steps=5"),
+    ]
     both = [train("stare", folder, "--resume"), train("grpo", folder, "--resume")]
     done, calls = quickstart(project, "--resume", "--compare", "grpo")
     assert done.returncode == 0, done.stderr
     assert calls == [*both, report(folder)]
 
     # of several the newest with the same method
-    for name in ("compare-20000101-000000/stare", "compare-90000101-000000/stare", "compare-90000101-000000/gspo"):
+    for name in (
+        "compare-20000101-000000/stare",
+        "compare-90000101-000000/stare",
+        "compare-90000101-000000/gspo",
+    ):
         (runs / name).mkdir(parents=True)
         (runs / name / "config.yaml").touch()
     (runs / "compare-90000102-000000").mkdir()
     assert quickstart(project, "--compare", "grpo", "--resume")[1] == [*both, report(folder)]
     newest = "runs/compare-90000101-000000"
     _, calls = quickstart(project, "--compare", "gspo", "--resume")
-    assert calls == [train("stare", newest, "--resume"), train("gspo", newest, "--resume"), report(newest, "gspo")]
+    assert calls == [
+        train("stare", newest, "--resume"),
+        train("gspo", newest, "--resume"),
+        report(newest, "gspo"),
+    ]
     _, calls = quickstart(project, "--compare", "gspo", "--resume", "--dry-run")
-    assert calls == [train("stare", newest, "--resume --dry-run"), train("gspo", newest, "--resume --dry-run")]
+    assert calls == [
+        train("stare", newest, "--resume --dry-run"),
+        train("gspo", newest, "--resume --dry-run"),
+    ]
 
     # without --resume another one begins
     _, calls = quickstart(project, "--compare", "grpo")
@@ -106,7 +134,9 @@ def test_nothing_to_continue(project: Path) -> None:
 
 
 def test_one_run_is_continued(project: Path) -> None:
-    assert quickstart(project, "--resume", "--dry-run")[1] == ["train configs/quickstart.yaml --resume --dry-run"]
+    assert quickstart(project, "--resume", "--dry-run")[1] == [
+        "train configs/quickstart.yaml --resume --dry-run"
+    ]
 
 
 @pytest.mark.wide

@@ -10,11 +10,19 @@ import yaml
 
 from megatron_stare.config.fault_sections import FaultsConfig, RunFaults
 from megatron_stare.config.load import dump_yaml, validate
-from megatron_stare.process.recovery import RESTARTS_FILE, Attempts, RecoveryRule, note_restart, restarts_of
+from megatron_stare.process.recovery import (
+    RESTARTS_FILE,
+    Attempts,
+    RecoveryRule,
+    note_restart,
+    restarts_of,
+)
 
 
 def test_the_wait_doubles_up_to_the_longest_and_the_restarts_end() -> None:
-    attempts = Attempts(RecoveryRule(attempts=5, window_steps=10, back_off_s=2.0, longest_back_off_s=11.0))
+    attempts = Attempts(
+        RecoveryRule(attempts=5, window_steps=10, back_off_s=2.0, longest_back_off_s=11.0)
+    )
     assert [attempts.lost(7) for _ in range(7)] == [2.0, 4.0, 8.0, 11.0, 11.0, None, None]
 
 
@@ -49,7 +57,9 @@ def test_the_rule_is_that_of_the_section_however_it_is_read() -> None:
     asked = {"attempts": 7, "window_steps": 2, "back_off_s": 0.5, "longest_back_off_s": 9.0}
     config = validate({"model": {"path": "m"}, "faults": {"run": asked}}, "a.yaml")
     assert RecoveryRule.of(config.faults.run) == RecoveryRule(7, 2, 0.5, 9.0)
-    assert RecoveryRule.of(yaml.safe_load(dump_yaml(config))["faults"]["run"]) == RecoveryRule(7, 2, 0.5, 9.0)
+    assert RecoveryRule.of(yaml.safe_load(dump_yaml(config))["faults"]["run"]) == RecoveryRule(
+        7, 2, 0.5, 9.0
+    )
     assert RecoveryRule.of({"attempts": 1, "of_a_newer_release": 3}) == RecoveryRule(attempts=1)
     assert "run" in FaultsConfig.model_fields
 
@@ -59,7 +69,10 @@ def test_every_restart_is_a_line(tmp_path: Path) -> None:
     note_restart(tmp_path, "driver", "a trainer rank\nprocess died", 3, 2.0)
     note_restart(tmp_path, "supervisor", "the driver was killed by SIGKILL", 5, 4.0)
     rows = [json.loads(line) for line in (tmp_path / RESTARTS_FILE).read_text().splitlines()]
-    assert [(row["by"], row["step"], row["wait_s"]) for row in rows] == [("driver", 3, 2.0), ("supervisor", 5, 4.0)]
+    assert [(row["by"], row["step"], row["wait_s"]) for row in rows] == [
+        ("driver", 3, 2.0),
+        ("supervisor", 5, 4.0),
+    ]
     assert restarts_of(tmp_path) == 2
 
 

@@ -1,4 +1,5 @@
-"""Names of earlier releases still work in YAML, and a file that imports such a module is told where it is now."""
+"""Names of earlier releases still work in YAML, and a file that imports such a module is told where
+it is now."""
 
 from __future__ import annotations
 
@@ -34,11 +35,16 @@ def test_what_has_moved_is_where_the_table_says(former: str) -> None:
         ),
         (
             "from megatron_stare.orchestration.guarded_batches import Kept",
-            "import megatron_stare.driver.guards instead of megatron_stare.orchestration.guarded_batches",
+            (
+                "import megatron_stare.driver.guards instead of"
+                " megatron_stare.orchestration.guarded_batches"
+            ),
         ),
     ],
 )
-def test_a_user_s_file_is_told_where_its_import_is_now(tmp_path: Path, line: str, said: str) -> None:
+def test_a_user_s_file_is_told_where_its_import_is_now(
+    tmp_path: Path, line: str, said: str
+) -> None:
     file = tmp_path / "mine.py"
     file.write_text(f"{line}\n\n\ndef verify(answer, reference):\n    return 1.0\n")
     with pytest.raises(ConfigError) as raised:

@@ -33,7 +33,8 @@ def test_a_run_is_what_its_configuration_names(tmp_path: Path) -> None:
 
 
 def test_it_is_read_once(tmp_path: Path) -> None:
-    """After it was checked nothing that plans or watches a run looks at the model's config.json again."""
+    """After it was checked nothing that plans or watches a run looks at the model's config.json
+    again."""
     save_model(tmp_path, "qwen2")
     sizes = ["rollout.max_prompt_tokens=8", "rollout.max_new_tokens=8"]
     run = check(load_config(QUICKSTART, [f"model.path={tmp_path}", "parallel.tensor=1", *sizes]))
@@ -43,7 +44,9 @@ def test_it_is_read_once(tmp_path: Path) -> None:
     assert plan_rules(again).cost(7) == plan_rules(run).cost(7) > 7
 
 
-def test_a_method_that_a_worker_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_that_a_worker_does_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = tmp_path / "here_alone.py"
     module.write_text(
         "from dataclasses import dataclass\n"
@@ -59,5 +62,7 @@ def test_a_method_that_a_worker_does_not_have(tmp_path: Path, monkeypatch: pytes
         travelling = pickle.dumps((run, 0, "tcp://nowhere:1"))
         assert pickle.loads(travelling)[0] == run
         del sys.modules["here_alone"]
-    with pytest.raises(ConfigError, match=r"algorithm\.name: cannot import 'here_alone': there is no module"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.name: cannot import 'here_alone': there is no module"
+    ):
         Actor().build(Trainer, travelling, "rank 0")

@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = {"setup_env.sh": ("PYTHON", ".venv"), "setup_sglang.sh": ("SGLANG_PYTHON", ".venv-sglang")}
+SCRIPTS = {
+    "setup_env.sh": ("PYTHON", ".venv"),
+    "setup_sglang.sh": ("SGLANG_PYTHON", ".venv-sglang"),
+}
 
 
 @pytest.fixture
@@ -29,7 +32,8 @@ def project(tmp_path: Path) -> Path:
 
 
 def run(project: Path, script: str, *, begins: bool = False, **variables: str) -> tuple[int, str]:
-    """Exit status and stderr; `begins` says whether it gets as far as to say that it sets something up."""
+    """Exit status and stderr; `begins` says whether it gets as far as to say that it sets something
+    up."""
     environment = {"PATH": str(project / "bin"), **variables}
     command = [str(project / "bin/bash"), str(project / "scripts" / script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -38,8 +42,9 @@ def run(project: Path, script: str, *, begins: bool = False, **variables: str) -
 
 
 def python(path: Path, version: str, *, modules: bool = True, runs: bool = True) -> Path:
-    """A stand-in for a Python of a version. It answers what the scripts ask, and fails to make an environment. Without
-    `modules` it is as Debian's without python3-venv; without `runs`, pyenv's shim of a version that is not selected."""
+    """A stand-in for a Python of a version. It answers what the scripts ask, and fails to make an
+    environment. Without `modules` it is as Debian's without python3-venv; without `runs`, pyenv's
+    shim of a version that is not selected."""
     path.parent.mkdir(parents=True, exist_ok=True)
     answers = f"""#!/bin/bash
 {"" if runs else "exit 127"}
@@ -83,16 +88,25 @@ def chosen(project: Path, script: str, **variables: str) -> tuple[str, str]:
         (project / "bin/rm").symlink_to(str(shutil.which("rm")))
     command = [str(project / "bin/bash"), str(project / "scripts" / script)]
     done = subprocess.run(
-        command, env={"PATH": str(project / "bin"), **variables}, capture_output=True, text=True, check=False
+        command,
+        env={"PATH": str(project / "bin"), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 3 and done.stderr == ""  # as it came to make the environment
-    found = re.fullmatch(r"setting up \S+ with Python 3\.\d+\.9 of (\S+), (.*) \(a few minutes, once\)\n", done.stdout)
+    found = re.fullmatch(
+        r"setting up \S+ with Python 3\.\d+\.9 of (\S+), (.*) \(a few minutes, once\)\n",
+        done.stdout,
+    )
     assert found, done.stdout
     return found[1], found[2]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_the_newest_megatron_s_python_is_taken_where_there_is_one(project: Path, script: str) -> None:
+def test_the_newest_megatron_s_python_is_taken_where_there_is_one(
+    project: Path, script: str
+) -> None:
     variable, _ = SCRIPTS[script]
     first = "the first that is here of 3.12, 3.13, 3.11, 3.10"
     plain = python(project / "bin/python3", "3.10")
@@ -102,21 +116,32 @@ def test_the_newest_megatron_s_python_is_taken_where_there_is_one(project: Path,
     newer = python(project / "home/.pyenv/versions/3.13.0/bin/python3.13", "3.13")
     assert chosen(project, script, HOME=str(project / "home")) == (str(newer), first)
     python(project / "bin/python3.12", "3.12", runs=False)  # a shim
-    pyenvs = [python(project / f"pyenv/versions/{v}/bin/python3.12", "3.12") for v in ("3.12.1", "3.12.7")]
+    pyenvs = [
+        python(project / f"pyenv/versions/{v}/bin/python3.12", "3.12") for v in ("3.12.1", "3.12.7")
+    ]
     assert chosen(project, script, PYENV_ROOT=str(project / "pyenv")) == (str(pyenvs[-1]), first)
     best = python(project / "bin/python3.12", "3.12")
     assert chosen(project, script, PYENV_ROOT=str(project / "pyenv")) == (str(best), first)
-    assert chosen(project, script, **{variable: "python3.11"}) == (str(older), f"as {variable} says")
+    assert chosen(project, script, **{variable: "python3.11"}) == (
+        str(older),
+        f"as {variable} says",
+    )
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_python_of_the_user_s_that_cannot_serve_is_refused_by_name(project: Path, script: str) -> None:
+def test_a_python_of_the_user_s_that_cannot_serve_is_refused_by_name(
+    project: Path, script: str
+) -> None:
     variable, _ = SCRIPTS[script]
     python(project / "bin/python3.12", "3.12")
     python(project / "bin/python3.9", "3.9")
     code, said = run(project, script, **{variable: "python3.9"})
     assert code == 2
-    assert said == f"error: {variable}=python3.9 says: Python 3.9.9\n  fix: name one of 3.12, 3.13, 3.11, 3.10\n"
+    assert (
+        said
+        == f"error: {variable}=python3.9 says: Python 3.9.9\n  fix: name one of 3.12, 3.13, 3.11,"
+        " 3.10\n"
+    )
     code, said = run(project, script, **{variable: "python4"})
     assert code == 2 and f"error: {variable}=python4 is no command" in said
     python(project / "bin/python3.13", "3.13", modules=False)
@@ -125,12 +150,13 @@ def test_a_python_of_the_user_s_that_cannot_serve_is_refused_by_name(project: Pa
 
 
 def test_two_environments_stand_side_by_side(project: Path) -> None:
-    """An environment is not built again for its own Python or where none is named; another Python's goes beside."""
+    """An environment is not built again for its own Python or where none is named; another Python's
+    goes beside."""
     (project / "bin/rm").symlink_to(str(shutil.which("rm")))
     maker = (
-        '#!/bin/bash\ncase "$*" in\n'
-        "*version_info*) echo VERSION ;;\n--version) echo Python VERSION.9 ;;\n*_base_executable*) echo BASE ;;\n"
-        '"-m venv"*) /bin/mkdir -p "$3/bin"; /bin/cp "$0" "$3/bin/python" ;;\n*) true ;;\nesac\n'
+        '#!/bin/bash\ncase "$*" in\n*version_info*) echo VERSION ;;\n--version) echo Python'
+        ' VERSION.9 ;;\n*_base_executable*) echo BASE ;;\n"-m venv"*) /bin/mkdir -p "$3/bin";'
+        ' /bin/cp "$0" "$3/bin/python" ;;\n*) true ;;\nesac\n'
     )
     for version in ("3.12", "3.11"):
         path = project / f"bin/python{version}"
@@ -143,7 +169,10 @@ def test_two_environments_stand_side_by_side(project: Path) -> None:
         command = [str(project / "bin/bash"), "-c", script]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         *said, used = done.stdout.splitlines()
-        return Path(used).relative_to(project).parts[0], " ".join(said).partition(" with ")[0].rpartition("/")[2]
+        return (
+            Path(used).relative_to(project).parts[0],
+            " ".join(said).partition(" with ")[0].rpartition("/")[2],
+        )
 
     assert setting_up() == (".venv", ".venv")
     assert setting_up() == (".venv", "")
@@ -157,7 +186,8 @@ def test_two_environments_stand_side_by_side(project: Path) -> None:
         file.write("# changed\n")
     # made from the Python that made it: its own is removed with it
     assert setting_up(PYTHON=str(project / ".venv-3.11/bin/python")) == (".venv-3.11", ".venv-3.11")
-    (project / ".venv/bin/python").write_text((project / "bin/python3.11").read_text())  # of another release now
+    # of another release now
+    (project / ".venv/bin/python").write_text((project / "bin/python3.11").read_text())
     assert setting_up() == (".venv", ".venv")
 
 
@@ -171,7 +201,10 @@ def test_on_a_full_disk_the_old_environment_stays(project: Path, script: str) ->
     (project / "bin/df").chmod(0o755)
     code, said = run(project, script, **{variable: sys.executable})
     assert code == 2
-    assert f"error: only 100 MB free on the disk of {project}" in said and "fix: free some space" in said
+    assert (
+        f"error: only 100 MB free on the disk of {project}" in said
+        and "fix: free some space" in said
+    )
     assert (project / venv / "kept").exists()
 
 
@@ -192,9 +225,12 @@ def ci(tmp_path: Path) -> Path:
 
 
 def test_ci_runs_the_commands_of_readme_in_their_order_and_on_the_older_python(ci: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHON"}  # which test.sh exports
+    # which test.sh exports
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHON"}
     command = ["bash", ci / ".ci/run"]
-    done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, cwd="/", env=environment, capture_output=True, text=True, check=True
+    )
     in_readme = commands((ROOT / "README.md").read_text())
     assert in_readme == ["scripts/quickstart.sh", "scripts/test.sh"]
     first, whole, *older = [line.split() for line in done.stdout.splitlines()]
@@ -219,7 +255,9 @@ def stand_in(tmp_path: Path) -> Path:
 
 
 def output_of(script: Path, *arguments: str) -> str:
-    return subprocess.run(["bash", script, *arguments], cwd="/", capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        ["bash", script, *arguments], cwd="/", capture_output=True, text=True, check=True
+    ).stdout
 
 
 @pytest.mark.parametrize(
@@ -230,13 +268,24 @@ def output_of(script: Path, *arguments: str) -> str:
         (["tests/ops", "-n", "0"], "not slow and not wide and not sglang", False),
     ],
 )
-def test_a_tier_of_tests_is_what_test_sh_says(stand_in: Path, arguments: list[str], tier: str, served: bool) -> None:
+def test_a_tier_of_tests_is_what_test_sh_says(
+    stand_in: Path, arguments: list[str], tier: str, served: bool
+) -> None:
     said = output_of(stand_in, *arguments)
     assert ("servers" in said) is served
     *checks, pytest_line = said.splitlines()
     assert [line.split("|")[1] for line in checks if "|" in line] == ["ruff", "ruff", "mypy"]
     own = [word for word in arguments if word != "--all"]
-    assert pytest_line.split("|")[1:-1] == ["pytest", "-n", "2", "--dist", "loadfile", "-m", tier, *own]
+    assert pytest_line.split("|")[1:-1] == [
+        "pytest",
+        "-n",
+        "2",
+        "--dist",
+        "loadfile",
+        "-m",
+        tier,
+        *own,
+    ]
 
 
 def test_slow_tests_are_run_file_by_file(stand_in: Path) -> None:
@@ -256,21 +305,36 @@ def test_no_folder_changes_what_ruff_takes_for_the_project_s_own(tmp_path: Path)
     """`runs/` of the quickstart is the one every user has; `models/`, say, is as likely."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for folder in ("tests", "tools", "benchmarks"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("results", "__pycache__"))
+        shutil.copytree(
+            ROOT / folder,
+            tmp_path / folder,
+            ignore=shutil.ignore_patterns("results", "__pycache__"),
+        )
         for module in (tmp_path / folder).rglob("*.py"):
             (tmp_path / module.stem).mkdir(exist_ok=True)
             (tmp_path / module.parent.name).mkdir(exist_ok=True)
     assert (tmp_path / "runs").is_dir()
     (tmp_path / "megatron_stare").mkdir()
-    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select", "I", "tests", "tools", "benchmarks"]
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--no-cache",
+        "--select",
+        "I",
+        "tests",
+        "tools",
+        "benchmarks",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
 @pytest.fixture
 def trying(project: Path) -> Callable[..., tuple[int, list[str], str]]:
-    """scripts/try_release.sh with a Python that notes what it is asked and fails where FAILS says. It gives the exit
-    status, what was asked of environments, and what was said."""
+    """scripts/try_release.sh with a Python that notes what it is asked and fails where FAILS says.
+    It gives the exit status, what was asked of environments, and what was said."""
     (project / "configs").mkdir()
     for command in ("rm", "mkdir", "grep", "paste", "tail", "tee", "tr"):
         (project / "bin" / command).symlink_to(str(shutil.which(command)))
@@ -302,8 +366,10 @@ def test_a_release_is_tried_beside_what_is_pinned(
 ) -> None:
     code, asked, said = trying("megatron-core==0.19.0", "torch==2.14.1")
     folder = project / "build/try/3.12+megatron-core==0.19.0+torch==2.14.1"
-    assert code == 0 and said.splitlines()[-1] == (
-        "3.12, megatron-core==0.19.0, torch==2.14.1: quickstart passed;  9 passed "
+    assert (
+        code == 0
+        and said.splitlines()[-1]
+        == "3.12, megatron-core==0.19.0, torch==2.14.1: quickstart passed;  9 passed "
     )
     pip = [line for line in asked if line.startswith("-m pip install")]
     assert pip[-1].endswith(
@@ -314,14 +380,19 @@ def test_a_release_is_tried_beside_what_is_pinned(
     assert sorted({line.partition("==")[0] for line in left}) == ["megatron-core", "torch"]
     assert not (project / ".venv").exists()
     assert "tests/megatron tests/ops" in asked[-1]
-    code, asked, said = trying("megatron-core==0.19.0", "torch==2.14.1", "--", "tests/ops", "-x", FAILS="-m pytest")
+    code, asked, said = trying(
+        "megatron-core==0.19.0", "torch==2.14.1", "--", "tests/ops", "-x", FAILS="-m pytest"
+    )
     assert code == 1 and "quickstart passed; 1 failed" in said.splitlines()[-1]
-    assert not any("pip" in line for line in asked) and asked[-1].endswith("tests/ops -x")  # made once
+    # made once
+    assert not any("pip" in line for line in asked) and asked[-1].endswith("tests/ops -x")
     code, _, said = trying("megatron-core==0.19.0", "torch==2.14.1", FAILS="megatron_stare.cli")
     assert code == 1 and "quickstart failed;  9 passed" in said.splitlines()[-1]
 
 
 @pytest.mark.parametrize("words", [[], ["megatron-core"], ["megatron-core=="], ["--frobnicate"]])
-def test_what_is_no_release_is_not_tried(trying: Callable[..., tuple[int, list[str], str]], words: list[str]) -> None:
+def test_what_is_no_release_is_not_tried(
+    trying: Callable[..., tuple[int, list[str], str]], words: list[str]
+) -> None:
     code, asked, said = trying(*words)
     assert code == 2 and asked == [] and "fix: such as megatron-core==0.19.0" in said

@@ -22,7 +22,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "@pytest.mark.skip(reason='no Chromium')\ndef test_two(): pass\n"
     )
     (tmp_path / "tests/test_b.py").write_text(
-        HEAD + "def test_three():\n    open('runs', 'a').write('b')\n    assert not open('broken').read()\n"
+        HEAD + "def test_three():\n    open('runs', 'a').write('b')\n    assert not"
+        " open('broken').read()\n"
     )
     (tmp_path / "tests/test_c.py").write_text("def test_quick(): assert False\n")
     (tmp_path / "broken").write_text("yes")
@@ -35,19 +36,26 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_passed_is_not_run_again_and_what_failed_is(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_passed_is_not_run_again_and_what_failed_is(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert slow_shards.main([]) == 1
     assert (project / "runs").read_text() == "ab"
     said = capsys.readouterr().out
     assert "tests/test_b.py::test_three" in said.splitlines() and "1 passed, 1 failed" in said
     table = json.loads((project / "table.json").read_text())["files"]
     assert table["tests/test_a.py"]["skipped"] == {"test_two": "no Chromium"}
-    assert table["tests/test_b.py"]["passed"] == 0 and "test_three" in table["tests/test_b.py"]["failed"]
+    assert (
+        table["tests/test_b.py"]["passed"] == 0
+        and "test_three" in table["tests/test_b.py"]["failed"]
+    )
     assert list(table) == ["tests/test_a.py", "tests/test_b.py"]
     (project / "broken").write_text("")
     assert slow_shards.main([]) == 0
     assert (project / "runs").read_text() == "abb"
-    assert "failed" not in json.loads((project / "table.json").read_text())["files"]["tests/test_b.py"]
+    assert (
+        "failed" not in json.loads((project / "table.json").read_text())["files"]["tests/test_b.py"]
+    )
 
 
 def test_another_commit_is_run_anew_and_what_no_commit_has_is_refused(project: Path) -> None:

@@ -1,4 +1,5 @@
-"""How a run stands, asked of a live one, a killed one, one that was continued, and of files from another machine."""
+"""How a run stands, asked of a live one, a killed one, one that was continued, and of files from
+another machine."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def run_dir(tmp_path: Path) -> Path:
     """A run that planned 300 steps, has made 100 of them, and notes node7 as its host."""
     run = synthetic_run(tmp_path / "run", "held", 300)
     rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(rows[:100]) + '{"step": 101, "rewa')  # as it is being written
+    # as it is being written
+    (run / "metrics.jsonl").write_text("".join(rows[:100]) + '{"step": 101, "rewa')
     return run
 
 
@@ -60,8 +62,17 @@ def held(run: Path) -> Iterator[None]:
 
 
 def beat(run: Path, **more: Any) -> None:
-    told = {"role": "driver", "pid": 7, "phase": "rollout", "since": NOW - 12, "moved": 0.0, "host": "node7"}
-    write_beat(run / HEARTBEAT_FILE, Beat(**told | {"written": NOW - 3, "step": 101, "steps": 300} | more))
+    told = {
+        "role": "driver",
+        "pid": 7,
+        "phase": "rollout",
+        "since": NOW - 12,
+        "moved": 0.0,
+        "host": "node7",
+    }
+    write_beat(
+        run / HEARTBEAT_FILE, Beat(**told | {"written": NOW - 3, "step": 101, "steps": 300} | more)
+    )
 
 
 def test_a_run_that_is_held_is_alive_and_asking_takes_nothing_from_it(run_dir: Path) -> None:
@@ -123,9 +134,14 @@ def test_of_a_run_on_another_machine_the_heartbeat_says_whether_it_lives(
 
 def test_restarts_by_itself_are_counted_and_the_last_is_explained(run_dir: Path) -> None:
     assert "  restarts" not in as_text(status_of(run_dir, NOW))
-    losses = [{"by": "driver", "step": 40, "why": "rank 0 ended"}, {"by": "supervisor", "step": 90, "why": "killed"}]
+    losses = [
+        {"by": "driver", "step": 40, "why": "rank 0 ended"},
+        {"by": "supervisor", "step": 90, "why": "killed"},
+    ]
     write_atomically(run_dir / "restarts.jsonl", losses)
-    assert "  restarts    2 times by itself, the last time because: killed" in as_text(status_of(run_dir, NOW))
+    assert "  restarts    2 times by itself, the last time because: killed" in as_text(
+        status_of(run_dir, NOW)
+    )
 
 
 def test_a_process_that_is_stopped_is_said_to_be(run_dir: Path) -> None:
@@ -144,11 +160,18 @@ def test_all_steps_are_not_all_of_a_run(tmp_path: Path) -> None:
     (run / "hf").mkdir()
     (run / "hf/model.safetensors").touch()
     found = status_of(run, NOW)
-    assert (found.state, found.again, found.left_s, found.checkpoint_age_s) == ("finished", "", None, 90.0)
+    assert (found.state, found.again, found.left_s, found.checkpoint_age_s) == (
+        "finished",
+        "",
+        None,
+        90.0,
+    )
     assert as_text(found).startswith(f"{run}: is finished, step 20 of 20\n")
 
 
-def test_a_report_of_a_run_that_goes_on_says_so_and_when_it_was_drawn(run_dir: Path, tmp_path: Path) -> None:
+def test_a_report_of_a_run_that_goes_on_says_so_and_when_it_was_drawn(
+    run_dir: Path, tmp_path: Path
+) -> None:
     beat(run_dir)
     with held(run_dir):
         page = write_report([run_dir], tmp_path / "live.html").read_text()
@@ -162,7 +185,9 @@ def test_a_report_of_a_run_that_goes_on_says_so_and_when_it_was_drawn(run_dir: P
     assert "Drawn" not in write_report([finished], tmp_path / "whole.html").read_text()
 
 
-def test_the_command_line(run_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_line(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert main(["status", str(run_dir)]) == 1
     assert capsys.readouterr().out.splitlines()[-2:] == [
         "  continue it with",
@@ -190,21 +215,28 @@ def test_watching_looks_anew_until_it_is_interrupted(
     def wait(seconds: float) -> None:  # a step is made meanwhile; then somebody presses Ctrl-C
         waits.append(seconds)
         lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)[:100]
-        (run_dir / "metrics.jsonl").write_text("".join([*lines, lines[-1].replace('"step": 100', '"step": 101')]))
+        (run_dir / "metrics.jsonl").write_text(
+            "".join([*lines, lines[-1].replace('"step": 100', '"step": 101')])
+        )
         if len(waits) == 2:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(views.time, "sleep", wait)
     with held(run_dir):
         assert main(["status", str(run_dir), "--watch", "7", "--json"]) == 0
-    assert [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines() if line] == [100, 101]
+    assert [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines() if line] == [
+        100,
+        101,
+    ]
     assert waits == [7.0, 7.0]
 
 
 def ask(run: Path, *options: str, cwd: Path) -> tuple[int, dict[str, Any]]:
     """The real command, in a process of its own."""
     arguments = [sys.executable, "-m", "megatron_stare.cli", "status", str(run), "--json", *options]
-    done = subprocess.run(arguments, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        arguments, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=60
+    )
     assert done.stderr == ""
     return done.returncode, json.loads(done.stdout)
 
@@ -223,7 +255,11 @@ def steps_stored(run: Path) -> Counter[int]:
     """How many training responses of each step the page has."""
     stored = stored_responses(read_run(run))
     training = stored.tasks["training"]
-    return Counter(s for s, task in zip(stored.rows["step"], stored.rows["task"], strict=True) if task == training)
+    return Counter(
+        s
+        for s, task in zip(stored.rows["step"], stored.rows["task"], strict=True)
+        if task == training
+    )
 
 
 @pytest.mark.slow
@@ -253,7 +289,8 @@ def test_a_live_a_killed_and_a_continued_run(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     until_its_watcher_says(run, "ended")
-    assert status_of(run, here="elsewhere").state == "dead"  # also where nobody can ask for the lock
+    # also where nobody can ask for the lock
+    assert status_of(run, here="elsewhere").state == "dead"
     code, dead = ask(run, cwd=tmp_path)
     assert (code, dead["state"], dead["starts"]) == (1, "dead", 1)
     assert dead["checkpoint"] in (2, 4) and dead["checkpoint_age_s"] < 60
@@ -273,5 +310,6 @@ def test_a_live_a_killed_and_a_continued_run(tmp_path: Path) -> None:
     assert (ended["starts"], ended["resumed_after"]) == (2, dead["checkpoint"])
     assert [each["step"] for each in ended["evaluations"]] == [6]
     assert [row["step"] for row in metrics(run)] == list(range(1, 7))
-    assert steps_stored(run) == dict.fromkeys(range(1, 7), 4)  # those that were made again stand once
+    # those that were made again stand once
+    assert steps_stored(run) == dict.fromkeys(range(1, 7), 4)
     assert write_rollouts([run], tmp_path / "rollouts.html").stat().st_size > 10_000

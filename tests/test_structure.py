@@ -29,20 +29,32 @@ ONLY_IN = {
     "ray": {"cluster/ray.py"},
     "megatron.core": {"megatron/"},
     # the server's environment has them, the trainer's has not
-    "sglang": {f"{SERVED}/{name}.py" for name in ("cpu_platform", "cpu_platform_class", "serve", "flag_check")},
+    "sglang": {
+        f"{SERVED}/{name}.py"
+        for name in ("cpu_platform", "cpu_platform_class", "serve", "flag_check")
+    },
     "transformers": {"rollout/", "models/rope.py"},
 }
 
 # comparisons with a string that is also the name of something registered, and why each may be
 COMPARED = {
-    ("algorithms/grpo_s.py", "arithmetic"): "a kind of mean, not the verifier or the source of that name",
+    (
+        "algorithms/grpo_s.py",
+        "arithmetic",
+    ): "a kind of mean, not the verifier or the source of that name",
     (
         "config/load.py",
         "jsonl",
     ): "whether data.path and data.eval_path are files, whose names are made to hold in any folder",
     ("config/load.py", "files"): "the same source by its newer name",
-    ("config/formats.py", "sglang"): "whether an older configuration's section of that name had a reader",
-    ("config/schema.py", "sglang"): "whether the section of that name, config's own, has a reader in this run",
+    (
+        "config/formats.py",
+        "sglang",
+    ): "whether an older configuration's section of that name had a reader",
+    (
+        "config/schema.py",
+        "sglang",
+    ): "whether the section of that name, config's own, has a reader in this run",
 }
 
 
@@ -56,16 +68,24 @@ def opened_badly(source: str) -> list[str]:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, documented))
     docs = [doc for node in nodes if (doc := ast.get_docstring(node))]
-    return [doc.splitlines()[0] for doc in docs if (word := re.match(r"\w+", doc)) and word[0] in OPENERS]
+    return [
+        doc.splitlines()[0]
+        for doc in docs
+        if (word := re.match(r"\w+", doc)) and word[0] in OPENERS
+    ]
 
 
 def test_docstrings_open_with_a_verb_or_with_the_noun_that_they_define() -> None:
     """None of the nine words of OPENERS says what a function does or gives."""
     folders = ("megatron_stare", "tools", "tests", "benchmarks")
     listed = ["git", "ls-files", *(f"{folder}/*.py" for folder in folders)]
-    files = subprocess.run(listed, cwd=house.ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    files = subprocess.run(
+        listed, cwd=house.ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     assert {file.partition("/")[0] for file in files} == {*folders}
-    bad = {file: lines for file in files if (lines := opened_badly((house.ROOT / file).read_text()))}
+    bad = {
+        file: lines for file in files if (lines := opened_badly((house.ROOT / file).read_text()))
+    }
     assert bad == {}
 
 
@@ -91,7 +111,9 @@ def test_upstreams_are_imported_where_they_may_be() -> None:
             for upstream, places in ONLY_IN.items():
                 if name == upstream or name.startswith(upstream + "."):
                     found[upstream].add(here(file))
-                    assert any(here(file).startswith(place) for place in places), f"{here(file)} imports {name}"
+                    assert any(here(file).startswith(place) for place in places), (
+                        f"{here(file)} imports {name}"
+                    )
     assert all(found.values()), "the rule looks for nothing"
 
 
@@ -101,20 +123,31 @@ def test_at_top_level_is_nothing_new() -> None:
 
 def test_what_is_no_module_is_part_of_a_wheel() -> None:
     """A file that moves takes its line of package-data along."""
-    lines = (house.ROOT / "pyproject.toml").read_text().partition("[tool.setuptools.package-data]")[2]
-    patterns = re.findall(r'^"megatron_stare\.([\w.]+)" = \[(.+)\]$', lines.partition("\n\n")[0], re.MULTILINE)
+    lines = (
+        (house.ROOT / "pyproject.toml").read_text().partition("[tool.setuptools.package-data]")[2]
+    )
+    patterns = re.findall(
+        r'^"megatron_stare\.([\w.]+)" = \[(.+)\]$', lines.partition("\n\n")[0], re.MULTILINE
+    )
     packed = {
         file for folder, globs in patterns for glob in re.findall('"(.+?)"', globs)
         for file in (PACKAGE / folder.replace(".", "/")).glob(glob)
     }  # fmt: skip
-    left = {file for file in PACKAGE.rglob("*") if file.is_file() and file.suffix not in {".py", ".pyc"}}
+    left = {
+        file for file in PACKAGE.rglob("*") if file.is_file() and file.suffix not in {".py", ".pyc"}
+    }
     assert packed == left - {*(PACKAGE / "share").rglob("*")}
 
 
 def test_the_command_line_starts_without_what_takes_long_to_import() -> None:
     """Nor has a supervisor, which is the command line alone, threads of such a library."""
-    code = "import sys, megatron_stare.cli; print([name for name in ('torch', 'ray', 'numpy') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=house.ROOT, capture_output=True, text=True, check=True)
+    code = (
+        "import sys, megatron_stare.cli; print([name for name in ('torch', 'ray', 'numpy') if name"
+        " in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=house.ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -139,7 +172,8 @@ def test_a_circle_between_folders_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_files_of_tests_have_names_of_their_own() -> None:
-    """Two of one name, in whatever folders, end a collection: pytest imports them as modules of that name."""
+    """Two of one name, in whatever folders, end a collection: pytest imports them as modules of
+    that name."""
     names = Counter(file.name for file in Path(__file__).parent.rglob("test_*.py"))
     assert [name for name, files in names.items() if files > 1] == []
 
@@ -163,7 +197,8 @@ def test_a_model_family_is_named_in_its_own_file_alone() -> None:
 
 
 def registries() -> dict[str, set[str]]:
-    """The names that every file registers: the keys of its tables of dotted paths, and the families by their files."""
+    """The names that every file registers: the keys of its tables of dotted paths, and the families
+    by their files."""
     found = {f"models/{family}.py": {family} for family in MODEL_FAMILIES}
     for file in FILES:
         for node in ast.parse(file.read_text()).body:
@@ -186,12 +221,15 @@ def compared_strings(tree: ast.AST) -> set[str]:
             sides += [node.left, *node.comparators]
         elif isinstance(node, ast.MatchValue):
             sides.append(node.value)
-    literals = (node.value for side in sides for node in ast.walk(side) if isinstance(node, ast.Constant))
+    literals = (
+        node.value for side in sides for node in ast.walk(side) if isinstance(node, ast.Constant)
+    )
     return {value for value in literals if isinstance(value, str)}
 
 
 def test_what_is_registered_is_found_by_its_registry_and_named_in_no_if() -> None:
-    """Families, tasks, environments, methods, engines, verifiers and sinks: one more of them is no branch elsewhere."""
+    """Families, tasks, environments, methods, engines, verifiers and sinks: one more of them is no
+    branch elsewhere."""
     registered = registries()
     assert {
         "algorithms/__init__.py",
@@ -204,7 +242,8 @@ def test_what_is_registered_is_found_by_its_registry_and_named_in_no_if() -> Non
     compared = {
         (here(file), name)
         for file in FILES
-        for name in compared_strings(ast.parse(file.read_text())) & (names - registered.get(here(file), set()))
+        for name in compared_strings(ast.parse(file.read_text()))
+        & (names - registered.get(here(file), set()))
     }
     assert compared == COMPARED.keys()
 
@@ -227,7 +266,9 @@ def test_the_driver_reads_like_the_algorithm() -> None:
     """Its loop is four verbs, and nothing else in the file is a loop."""
     source = (PACKAGE / "train.py").read_text()
     assert len(source.splitlines()) <= 60
-    (loop,) = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.For | ast.While))
+    (loop,) = (
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.For | ast.While)
+    )
     assert ast.unparse(loop).splitlines() == [
         "for step in run.steps():",
         "    batch = run.rollouts.next(step)",
@@ -252,10 +293,16 @@ def test_loss_code_does_not_wait_for_the_host() -> None:
 @pytest.mark.parametrize(
     ("name", "places"),
     [
-        # a shape that ships is read like any; a reference is held against the policy's; conversion has no run
+        # a shape that ships is read like any; a reference is held against the policy's; conversion
+        # has no run
         (
             "read_shape",
-            {"models/__init__.py", "config/resolved.py", "planning/preflight.py", "weights/files/convert.py"},
+            {
+                "models/__init__.py",
+                "config/resolved.py",
+                "planning/preflight.py",
+                "weights/files/convert.py",
+            },
         ),
         ("algorithm.method", {"config/resolved.py"}),
     ],
@@ -286,15 +333,19 @@ UPSTREAM = PACKAGE / "megatron/upstream"
 
 
 def test_releases_of_megatron_core_differ_in_one_folder() -> None:
-    """Elsewhere in the package that imports it nothing asks for its release, or looks for what it may lack. A file of
-    Transformer Engine's is looked for as a whole."""
+    """Elsewhere in the package that imports it nothing asks for its release, or looks for what it
+    may lack. A file of Transformer Engine's is looked for as a whole."""
     asked = {"hasattr", "inspect.signature", "importlib.metadata.version"}
     found = set()
     for file in sorted((PACKAGE / "megatron").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())) if UPSTREAM not in file.parents else ():
             called = isinstance(node, ast.Call) and ast.unparse(node.func) in asked
-            version = isinstance(node, ast.ImportFrom) and "__version__" in {name.name for name in node.names}
-            caught = isinstance(node, ast.ExceptHandler) and "ImportError" in ast.unparse(node.type or ast.Name("all"))
+            version = isinstance(node, ast.ImportFrom) and "__version__" in {
+                name.name for name in node.names
+            }
+            caught = isinstance(node, ast.ExceptHandler) and "ImportError" in ast.unparse(
+                node.type or ast.Name("all")
+            )
             if called or version or caught:
                 found.add((here(file), ast.unparse(node)[:60]))
     assert found == set()
@@ -310,13 +361,15 @@ def test_every_release_of_megatron_core_has_the_same_names() -> None:
             for name in (
                 [node.name]
                 if isinstance(node, ast.FunctionDef | ast.ClassDef)
-                else [
-                    ast.unparse(target)
-                    for target in getattr(node, "targets", [getattr(node, "target", None)])
-                    if target
-                ]
-                if isinstance(node, ast.Assign | ast.AnnAssign)
-                else []
+                else (
+                    [
+                        ast.unparse(target)
+                        for target in getattr(node, "targets", [getattr(node, "target", None)])
+                        if target
+                    ]
+                    if isinstance(node, ast.Assign | ast.AnnAssign)
+                    else []
+                )
             )
             if not name.startswith("_")
         }

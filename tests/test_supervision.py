@@ -1,4 +1,5 @@
-"""The supervisor and drivers of a few lines, which end as runs do: by signals, aborted, by errors of either kind."""
+"""The supervisor and drivers of a few lines, which end as runs do: by signals, aborted, by errors
+of either kind."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Runs the supervisor over another program than `train`, and does not wait long for what a driver leaves.
+# Runs the supervisor over another program than `train`, and does not wait long for what a driver
+# leaves.
 SUPERVISOR = """
 import os, sys
 from megatron_stare.driver import supervision
@@ -57,7 +59,13 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def begin(driver: str, *arguments: str) -> subprocess.Popen[str]:
         (tmp_path / "driver.py").write_text(DRIVER + driver)
-        command = [sys.executable, "-c", SUPERVISOR, str(tmp_path / "driver.py"), *(arguments or ("config.yaml",))]
+        command = [
+            sys.executable,
+            "-c",
+            SUPERVISOR,
+            str(tmp_path / "driver.py"),
+            *(arguments or ("config.yaml",)),
+        ]
         begun.append(
             subprocess.Popen(
                 command,
@@ -66,7 +74,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                preexec_fn=lambda: [signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGTERM)],
+                preexec_fn=lambda: [
+                    signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGTERM)
+                ],
             )
         )
         return begun[-1]
@@ -96,7 +106,9 @@ def restarts(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "run/restarts.jsonl").read_text().splitlines()]
 
 
-def test_a_driver_that_is_killed_is_continued_and_one_that_ends_is_not(done, tmp_path: Path) -> None:
+def test_a_driver_that_is_killed_is_continued_and_one_that_ends_is_not(
+    done, tmp_path: Path
+) -> None:
     driver = """
 begin()
 if number < 3:
@@ -104,14 +116,33 @@ if number < 3:
     die(signal.SIGKILL)
 print("supervised", supervised, supervision.restarted())
 """
-    code, said = done(driver, "config.yaml", "run.dir=elsewhere", "batch.prompts=4", "--dump-step=3")
+    code, said = done(
+        driver, "config.yaml", "run.dir=elsewhere", "batch.prompts=4", "--dump-step=3"
+    )
     assert code == 0, said
     first, *again = starts(tmp_path)
     assert first == ["config.yaml", "run.dir=elsewhere", "batch.prompts=4", "--dump-step=3"]
     # the last of several settings of one key counts, so the directory's is the only one
-    assert again == [["config.yaml", f"run.dir={tmp_path / 'run'}", "batch.prompts=4", "--dump-step=3", "--resume"]] * 2
-    assert [(row["by"], row["step"]) for row in restarts(tmp_path)] == [("supervisor", 1), ("supervisor", 2)]
-    assert "the driver was killed by SIGKILL after step 1; it is started again in 0 s (1 of 3)" in said
+    assert (
+        again
+        == [
+            [
+                "config.yaml",
+                f"run.dir={tmp_path / 'run'}",
+                "batch.prompts=4",
+                "--dump-step=3",
+                "--resume",
+            ]
+        ]
+        * 2
+    )
+    assert [(row["by"], row["step"]) for row in restarts(tmp_path)] == [
+        ("supervisor", 1),
+        ("supervisor", 2),
+    ]
+    assert (
+        "the driver was killed by SIGKILL after step 1; it is started again in 0 s (1 of 3)" in said
+    )
 
 
 def test_one_that_was_lost_before_it_had_a_directory_begins_anew(done, tmp_path: Path) -> None:
@@ -143,12 +174,16 @@ begin()
         ("die(signal.SIGKILL)", 137, 3),
     ],
 )
-def test_what_is_tried_again_is_so_a_bounded_number_of_times(done, tmp_path: Path, end, code, times) -> None:
+def test_what_is_tried_again_is_so_a_bounded_number_of_times(
+    done, tmp_path: Path, end, code, times
+) -> None:
     found, said = done(f"begin('attempts: 2, back_off_s: 0')\nstep(1)\n{end}\n")
     assert (found, len(starts(tmp_path))) == (code, times), said
 
 
-def test_progress_makes_more_restarts_possible_and_steps_made_again_do_not(done, tmp_path: Path) -> None:
+def test_progress_makes_more_restarts_possible_and_steps_made_again_do_not(
+    done, tmp_path: Path
+) -> None:
     driver = """
 begin("attempts: 1, window_steps: 2, back_off_s: 0")
 if number < 5:
@@ -166,13 +201,18 @@ die(signal.SIGKILL)
 @pytest.mark.parametrize("spelt", ["faults: {run: %s}", "recovery: %s"])
 def test_the_wait_grows(done, tmp_path: Path, spelt: str) -> None:
     """The settings are spelt as the run wrote them down, or as an earlier release did."""
-    done(f"SPELT = {spelt!r}\nbegin('attempts: 3, back_off_s: 0.01, longest_back_off_s: 0.03')\ndie(signal.SIGKILL)\n")
+    done(
+        f"SPELT = {spelt!r}\nbegin('attempts: 3, back_off_s: 0.01, longest_back_off_s:"
+        " 0.03')\ndie(signal.SIGKILL)\n"
+    )
     assert [row["wait_s"] for row in restarts(tmp_path)] == [0.01, 0.02, 0.03]
 
 
-def test_a_checkpoint_that_was_chosen_is_so_until_the_run_has_come_to_it(done, tmp_path, monkeypatch) -> None:
-    """Then later ones are set aside, and those that it makes itself must not be. The time that is left is what is given
-    to the next driver."""
+def test_a_checkpoint_that_was_chosen_is_so_until_the_run_has_come_to_it(
+    done, tmp_path, monkeypatch
+) -> None:
+    """Then later ones are set aside, and those that it makes itself must not be. The time that is
+    left is what is given to the next driver."""
     driver = """
 begin()
 if number == 2:
@@ -208,7 +248,9 @@ while True:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_come_to_the_driver_and_one_that_ends_it_ends_the_run(start, tmp_path: Path, number: int) -> None:
+def test_signals_come_to_the_driver_and_one_that_ends_it_ends_the_run(
+    start, tmp_path: Path, number: int
+) -> None:
     process = start(WAITING)
     assert process.stdout.readline().startswith("there")
     process.send_signal(signal.SIGUSR1)
@@ -228,7 +270,9 @@ def test_a_driver_that_dies_as_it_closes_is_not_started_again(start, tmp_path: P
 
 
 def test_a_signal_ends_the_wait_for_a_restart(start, tmp_path: Path) -> None:
-    process = start("begin('attempts: 3, back_off_s: 600, longest_back_off_s: 600')\ndie(signal.SIGKILL)\n")
+    process = start(
+        "begin('attempts: 3, back_off_s: 600, longest_back_off_s: 600')\ndie(signal.SIGKILL)\n"
+    )
     assert "started again in 600 s" in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 143
@@ -246,7 +290,8 @@ def test_a_driver_does_not_outlive_its_supervisor(start) -> None:
 
 
 def test_nothing_of_a_driver_that_was_killed_is_left_when_the_next_one_starts(done) -> None:
-    """Not what it started in a session of its own, nor what that started, nor what its supervisor could not know."""
+    """Not what it started in a session of its own, nor what that started, nor what its supervisor
+    could not know."""
     driver = """
 begin()
 program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import signal; signal.pause()'])"
@@ -265,7 +310,8 @@ sys.exit(f"left: {left}" if left else 0)
 
 
 def test_a_driver_tells_nobody_what_it_was_told(done) -> None:
-    """A process that a driver starts is no driver: it would end with the wrong one, and write to a pipe not its own."""
+    """A process that a driver starts is no driver: it would end with the wrong one, and write to a
+    pipe not its own."""
     driver = """
 begin()
 assert supervised and supervision.VARIABLE not in os.environ

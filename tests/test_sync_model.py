@@ -59,30 +59,57 @@ def test_a_syncs_seconds_by_hand(model: ModuleType) -> None:
     for method, ray_calls, requests in (("distributed", 3, 3), ("tensor", 3, 3), ("disk", 2, 1)):
         transfer = 2 + 4 + 8 + ray_calls * 64 + 2**10 + requests * 2**14
         found = model.seconds(job(method), of)
-        assert found == {"plain": 1, "transfer": transfer, "proved": transfer + 16 + 32 + 2**12 + 2 * 64}
+        assert found == {
+            "plain": 1,
+            "transfer": transfer,
+            "proved": transfer + 16 + 32 + 2**12 + 2 * 64,
+        }
 
 
 def test_constants_of_a_cpu_by_hand(model: ModuleType) -> None:
-    """Three rounds of a binomial tree to four ranks; each of two cores copies the model once, for two halves of it."""
-    seconds = {"link": 1.0, "copy": 2.0, "hash": 4.0, "checksums": 5.0, "ray_call": 6.0, "session": 7.0, "update": 8.0}
+    """Three rounds of a binomial tree to four ranks; each of two cores copies the model once, for
+    two halves of it."""
+    seconds = {
+        "link": 1.0,
+        "copy": 2.0,
+        "hash": 4.0,
+        "checksums": 5.0,
+        "ray_call": 6.0,
+        "session": 7.0,
+        "update": 8.0,
+    }
     seconds |= {"request": 9.0, "write": 10.0, "mapped": 11.0, "disk_request": 12.0, "body_mb": 0.5}
     settings = {"servers": 2, "ranks": 2, "stages": 2, "bucket_mb": 64}
     result = {"settings": settings, "mb": 200.0, "seconds": seconds}
     found = {}
-    for method, moved, load, request in (("distributed", 3.0, 2.0, 9.0), ("disk", 10.0, 11.0, 12.0)):
+    for method, moved, load, request in (
+        ("distributed", 3.0, 2.0, 9.0),
+        ("disk", 10.0, 11.0, 12.0),
+    ):
         job = model.measured_job(method, result)
-        assert (job.receivers, job.share, job.buckets) == (4, 0.5, 4)  # 100 MB a stage are two buckets
+        # 100 MB a stage are two buckets
+        assert (job.receivers, job.share, job.buckets) == (4, 0.5, 4)
         found[method] = model.measured_constants(result, 2, job)
-        assert (found[method].moved, found[method].load, found[method].request) == (moved, load, request)
-        assert (found[method].broadcast, found[method].gather, found[method].hash) == (3.0, 1.0, 2.0)
+        assert (found[method].moved, found[method].load, found[method].request) == (
+            moved,
+            load,
+            request,
+        )
+        assert (found[method].broadcast, found[method].gather, found[method].hash) == (
+            3.0,
+            1.0,
+            2.0,
+        )
     job = model.measured_job("tensor", result)
     assert (
-        model.measured_constants(result, 2, job).moved == 100.0 and model.measured_constants(result, 2, job).load == 0
+        model.measured_constants(result, 2, job).moved == 100.0
+        and model.measured_constants(result, 2, job).load == 0
     )
 
 
 def test_32b_is_synced_and_proved_below_the_target(model: ModuleType) -> None:
-    """At the slowest of the published rates, and with nothing hidden; by a folder only where storage is fast."""
+    """At the slowest of the published rates, and with nothing hidden; by a folder only where
+    storage is fast."""
     calls = model.measured_constants(
         SYNCS["distributed"], CORES, model.measured_job("distributed", SYNCS["distributed"])
     )

@@ -41,7 +41,8 @@ class Clock:
 
 
 def test_a_step_and_a_save_must_fit() -> None:
-    """Steps of 50 s and a save of 20 s: 1.1 * 70 + 10 = 87 s are needed before the limit at 1000 s."""
+    """Steps of 50 s and a save of 20 s: 1.1 * 70 + 10 = 87 s are needed before the limit at 1000
+    s."""
     clock = Clock()
     limit = TimeLimit(1000.0, begun=0.0, clock=clock)
     limit.begin_step()
@@ -73,7 +74,8 @@ def test_the_longest_of_the_newest_steps_counts() -> None:
 
 
 def test_what_a_loss_takes_is_no_step() -> None:
-    """Steps of 10 s. One is lost after 5, and the run is open again 400 s later: the next takes 10 s as ever."""
+    """Steps of 10 s. One is lost after 5, and the run is open again 400 s later: the next takes 10
+    s as ever."""
     clock = Clock()
     limit = TimeLimit(2000.0, begun=0.0, clock=clock)
     limit.begin_steps()

@@ -1,4 +1,5 @@
-"""Through whose hands a request and a weight go, by a trace of a run: few, and each for a reason."""
+"""Through whose hands a request and a weight go, by a trace of a run: few, and each for a
+reason."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.train import train
 
 PACKAGE = "megatron_stare"
-ON_THE_WAY = tuple(f"{PACKAGE}.{folder}" for folder in ("cluster", "megatron.export", "process", "rollout", "weights"))
+ON_THE_WAY = tuple(
+    f"{PACKAGE}.{folder}"
+    for folder in ("cluster", "megatron.export", "process", "rollout", "weights")
+)
 CALLERS = {"InlineWorkers", "EngineWorker"}  # carry any call, whatever it is about
 
 
@@ -34,8 +38,8 @@ def held(values: Iterable[Any], kind: type, depth: int = 2) -> bool:
 
 @pytest.fixture(scope="module")
 def hands(tmp_path_factory: pytest.TempPathFactory) -> dict[type, set[str]]:
-    """Names of the classes whose methods are given a request, or a tensor during a weight sync, or give one, in a run
-    of one step."""
+    """Names of the classes whose methods are given a request, or a tensor during a weight sync, or
+    give one, in a run of one step."""
     seen: dict[type, set[str]] = {GenerateRequest: set(), torch.Tensor: set()}
     syncing: list[FrameType] = []
 
@@ -49,7 +53,8 @@ def hands(tmp_path_factory: pytest.TempPathFactory) -> dict[type, set[str]]:
         owner = type(values.pop("self", None))
         if not owner.__module__.startswith(ON_THE_WAY):
             return
-        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + 1]  # and the rest of the positionals
+        # and the rest of the positionals
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + 1]
         passed = [values[name] for name in names if name in values] if event == "call" else [result]
         if held(passed, GenerateRequest):
             seen[GenerateRequest].add(owner.__name__)
@@ -71,8 +76,8 @@ def hands(tmp_path_factory: pytest.TempPathFactory) -> dict[type, set[str]]:
 
 
 def test_a_weight_passes_four_nouns(hands: dict[type, set[str]]) -> None:
-    """A rank's stream, a bucket (its layout names the tensors), the stream of all ranks, the fleet; then an engine has
-    it, whose ledger counts it."""
+    """A rank's stream, a bucket (its layout names the tensors), the stream of all ranks, the fleet;
+    then an engine has it, whose ledger counts it."""
     passed = hands[torch.Tensor] - CALLERS - {"BucketLayout", "LocalEngine", "WeightLedger"}
     assert passed == {"PolicyStream", "Bucket", "TrainerWeights", "Fleet"}
 

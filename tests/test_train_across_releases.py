@@ -1,4 +1,5 @@
-"""A run that one release of megatron-core began is continued with the other, either way, as the first would have."""
+"""A run that one release of megatron-core began is continued with the other, either way, as the
+first would have."""
 
 from __future__ import annotations
 
@@ -25,22 +26,29 @@ STEPS = {"run.steps": 4, "run.checkpoint_every": 2}
 
 
 def run(python: str, folder: Path, *overrides: str, layout: str) -> str:
-    """Trains with this checkout's code under a Python of another environment, and returns what the run says."""
+    """Trains with this checkout's code under a Python of another environment, and returns what the
+    run says."""
     _, *arguments = command(model(), *overrides, **LAYOUTS[layout], **STEPS)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([python, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [python, *arguments], cwd=folder, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def release_of(python: str) -> str:
     ask = "import importlib.metadata as m; print(m.version('megatron-core'))"
-    return subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [python, "-c", ask], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("newer", [True, False], ids=["to the newer", "to the older"])
-def test_the_other_release_goes_on_to_the_same_weights(tmp_path: Path, newer: bool, layout: str) -> None:
+def test_the_other_release_goes_on_to_the_same_weights(
+    tmp_path: Path, newer: bool, layout: str
+) -> None:
     began, goes_on = python_of(not newer), python_of(newer)
     assert {release_of(began), release_of(goes_on)} == {"0.16.1", "0.19.2"}
     run(began, tmp_path, "run.dir=whole", layout=layout)

@@ -1,5 +1,6 @@
-"""Checkpoints that are not what was written, and disks that take none: an error that says so, what there is to go on
-from, and nothing overwritten. The runs are in this process, where they take a second each."""
+"""Checkpoints that are not what was written, and disks that take none: an error that says so, what
+there is to go on from, and nothing overwritten. The runs are in this process, where they take a
+second each."""
 
 from __future__ import annotations
 
@@ -52,7 +53,11 @@ def run(whole: Path, tmp_path: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
 
 
 def flip(file: Path) -> None:
@@ -80,7 +85,11 @@ def cut(file: Path) -> None:
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_offered(
-    run: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Path], None], name: str, said: str
+    run: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[Path], None],
+    name: str,
+    said: str,
 ) -> None:
     change(run / "checkpoints/step_000004" / name)
     before = contents(run / "checkpoints"), (run / "config.yaml").read_bytes()
@@ -116,7 +125,8 @@ def test_the_command_that_is_offered_continues_and_keeps_what_it_passes_by(
 def test_without_verification_lengths_and_small_files_are_still_looked_at(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The flipped byte is one of the padding before a tensor, of which the load itself has nothing to say."""
+    """The flipped byte is one of the padding before a tensor, of which the load itself has nothing
+    to say."""
     file = run / "checkpoints/step_000004/__0_0.distcp"
     content = bytearray(file.read_bytes())
     content[content.index(b"ZZZZZZZZ") + 4] ^= 1
@@ -131,7 +141,9 @@ def test_without_verification_lengths_and_small_files_are_still_looked_at(
     assert main(typed(run.with_name("cut"), "--from-step", "2", "--dry-run", **settings)) == 0
 
 
-def test_nothing_is_offered_where_nothing_older_is_whole(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_offered_where_nothing_older_is_whole(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flip(run / "checkpoints/step_000002" / RUN_STATE)
     flip(run / "checkpoints/step_000004/metadata.json")
     assert main(typed(run, "--resume", **{"run.steps": 5})) == 2
@@ -142,7 +154,9 @@ def test_nothing_is_offered_where_nothing_older_is_whole(run: Path, capsys: pyte
     assert "the run has no complete checkpoint of step 3\n  fix: there are those of: 2, 4" in error
 
 
-def test_another_models_checkpoint(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_models_checkpoint(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save_model(tmp_path / "other", "qwen3")
     place = run / "checkpoints/step_000004"
     state = (place / RUN_STATE).read_bytes()
@@ -154,14 +168,17 @@ def test_another_models_checkpoint(run: Path, tmp_path: Path, capsys: pytest.Cap
     capsys.readouterr()
     assert main(typed(run, "--resume", **{"run.steps": 5})) == 2
     error = capsys.readouterr().err
-    assert "the checkpoint does not fit this model and optimizer" in error and "--from-step 2" in error
+    assert (
+        "the checkpoint does not fit this model and optimizer" in error and "--from-step 2" in error
+    )
     assert contents(run / "checkpoints") == before
 
 
 def test_what_was_loaded_and_is_not_what_was_saved(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All files are whole, and the load forgets the optimizer's moments, as a fresh Adam has them."""
+    """All files are whole, and the load forgets the optimizer's moments, as a fresh Adam has
+    them."""
     load = Trainer.load
 
     def forgetful(self: Trainer, folder: str) -> None:
@@ -174,13 +191,18 @@ def test_what_was_loaded_and_is_not_what_was_saved(
     monkeypatch.setattr(Trainer, "load", forgetful)
     assert main(typed(run, "--resume", **{"run.steps": 5})) == 2
     error = capsys.readouterr().err
-    assert "step_000004: what was loaded is not what was saved: optimizer: optimizer.state.exp_avg." in error
+    assert (
+        "step_000004: what was loaded is not what was saved: optimizer: optimizer.state.exp_avg."
+        in error
+    )
     assert "has the squared norm 0, " in error and "--from-step 2" in error
     assert contents(run / "checkpoints") == before
     assert main(typed(run, "--resume", **{"run.steps": 5, "checkpoint.self_test": "false"})) == 0
 
 
-def test_another_tokenizer_is_refused_by_name(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_tokenizer_is_refused_by_name(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The folder is the same; what lies in it is not."""
     base = tmp_path / "model"
     shutil.copytree(ROOT / "assets/tiny-adder", base)
@@ -212,10 +234,15 @@ def test_a_full_disk_leaves_what_there_was_and_room_is_all_it_takes(
         error = capsys.readouterr().err
         assert "the checkpoint could not be written (No space left on device)" in error, error
         assert "ended after step 3 of 4; the last checkpoint is of step 2" in error
-        assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000001", "step_000002"]
+        assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+            "step_000001",
+            "step_000002",
+        ]
         disk.change("ro")
         assert main(typed(run, "--resume", **settings)) == 2
-        assert "the run directory cannot be written (Read-only file system)" in capsys.readouterr().err
+        assert (
+            "the run directory cannot be written (Read-only file system)" in capsys.readouterr().err
+        )
         disk.change("rw,size=32m")
         assert main(shlex.split(error.splitlines()[-1])[1:]) == 0
         assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4]

@@ -1,4 +1,5 @@
-"""`--dump-step`: loss and every gradient of a TP=2 step, recomputed with plain transformers and autograd."""
+"""`--dump-step`: loss and every gradient of a TP=2 step, recomputed with plain transformers and
+autograd."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def loss_by_hand(policy: torch.nn.Module, batch: dict[str, Tensor], step: dict) -> Tensor:
-    """STARE's loss as the paper states it, on policy: -(1/N) sum of w A p / p_old over all response tokens."""
+    """STARE's loss as the paper states it, on policy: -(1/N) sum of w A p / p_old over all response
+    tokens."""
     log_probs, advantages, start = [], [], 0
     sizes = zip(batch["prompt_lengths"].tolist(), batch["response_lengths"].tolist(), strict=True)
     for sample, (prompt, response) in enumerate(sizes):
@@ -63,7 +65,9 @@ def test_loss_and_gradients_recomputed(tmp_path: Path) -> None:
     batch, weights = load_file(dump / "batch.safetensors"), load_file(dump / "weights.safetensors")
     gradients = load_file(dump / "gradients.safetensors")
 
-    policy = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(step["model"]), dtype=torch.float32)
+    policy = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(step["model"]), dtype=torch.float32
+    )
     assert not policy.load_state_dict(weights, strict=False).unexpected_keys
     loss = loss_by_hand(policy, batch, step)
     loss.backward()

@@ -1,4 +1,5 @@
-"""Whole runs that meet a spike, or numbers that are not finite: what they do, and what they end with."""
+"""Whole runs that meet a spike, or numbers that are not finite: what they do, and what they end
+with."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ SETTINGS = {
 def run(where: Path, *overrides: str, resume: bool = False, limit: TimeLimit | None = None) -> Path:
     """In this process, whose torch has one thread."""
     settings = [f"{key}={value}" for key, value in SETTINGS.items()]
-    config = load_config(ROOT / "configs/quickstart.yaml", [*settings, model(), f"run.dir={where}", *overrides])
+    config = load_config(
+        ROOT / "configs/quickstart.yaml", [*settings, model(), f"run.dir={where}", *overrides]
+    )
     return train(config, resume=resume, limit=limit)
 
 
@@ -62,7 +65,9 @@ def weights(run_dir: Path) -> bytes:
 
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     """Without what a rollback adds."""
-    return [{k: v for k, v in row.items() if not k.startswith("guard/")} for row in metrics(run_dir)]
+    return [
+        {k: v for k, v in row.items() if not k.startswith("guard/")} for row in metrics(run_dir)
+    ]
 
 
 @pytest.fixture
@@ -85,10 +90,17 @@ def test_a_spike_stops_a_run_or_sends_it_back_past_its_batch(
     monkeypatch.setenv(PAID, drawn[first])
 
     stopped = tmp_path / "stopped"
-    with pytest.raises(GuardError, match=rf"step {SPIKE}: the gradient norm .* spreads from the median"):
+    with pytest.raises(
+        GuardError, match=rf"step {SPIKE}: the gradient norm .* spreads from the median"
+    ):
         run(stopped, "faults.guards.grad_norm.action=stop")
     last = metrics(stopped)[-1]
-    assert (last["step"], last["guard/grad_norm_spike"], last["update/held"], last["update/count"]) == (SPIKE, 1, 1, 0)
+    assert (
+        last["step"],
+        last["guard/grad_norm_spike"],
+        last["update/held"],
+        last["update/count"],
+    ) == (SPIKE, 1, 1, 0)
     assert last["guard/grad_norm"] > 1e3
     assert [each.name for each in (stopped / "checkpoints").iterdir()] == ["step_000006"]
     batch = read_guarded(step_folder(stopped / "guards", SPIKE))
@@ -99,9 +111,12 @@ def test_a_spike_stops_a_run_or_sends_it_back_past_its_batch(
         assert torch.allclose(each.log_probs, each.rollout_log_probs, atol=1e-4)
         assert len(each.tokens) == len(each.log_probs) and each.prompt_tokens
 
-    # opening the run again takes 1000 s of 1500, and is not what a step takes, of which the next would be too many
+    # opening the run again takes 1000 s of 1500, and is not what a step takes, of which the next
+    # would be too many
     limit = TimeLimit(1500.0, clock=lambda: 1000.0 * sum("goes back" in note for note in notes))
-    assert run(stopped, "faults.guards.grad_norm.action=rollback", resume=True, limit=limit) == stopped
+    assert (
+        run(stopped, "faults.guards.grad_norm.action=rollback", resume=True, limit=limit) == stopped
+    )
     (rollback,) = json.loads((stopped / "rollbacks.json").read_text())
     assert (rollback["step"], rollback["prompts"]) == (SPIKE, [first, first + 1])
     assert any(f"step {SPIKE}: the gradient norm" in note and "goes back" in note for note in notes)
@@ -129,9 +144,15 @@ def test_a_spike_stops_a_run_or_sends_it_back_past_its_batch(
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(("runtime.runner=ray", "parallel.data=2", "optimizer.distributed=true"), id="two-data-ranks"),
+        pytest.param(
+            ("runtime.runner=ray", "parallel.data=2", "optimizer.distributed=true"),
+            id="two-data-ranks",
+        ),
         pytest.param(("batch.generate_prompts=4", "batch.max_rounds=2"), id="dynamic-sampling"),
-        pytest.param(("rollout.staleness=1", "algorithm={name: dr_grpo, correction: {mode: truncate}}"), id="ahead"),
+        pytest.param(
+            ("rollout.staleness=1", "algorithm={name: dr_grpo, correction: {mode: truncate}}"),
+            id="ahead",
+        ),
     ],
 )
 def test_a_rollback_leaves_out_the_batch_and_nothing_else(
@@ -142,7 +163,10 @@ def test_a_rollback_leaves_out_the_batch_and_nothing_else(
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
     sinks = "observability.sinks=[jsonl, support.cursors_sink.Cursors]"
     plain = run(tmp_path / "plain", sinks, *overrides)
-    used = {int(step): cursors for step, cursors in json.loads((plain / "cursors.json").read_text()).items()}
+    used = {
+        int(step): cursors
+        for step, cursors in json.loads((plain / "cursors.json").read_text()).items()
+    }
     drawn = [draw_problem(seed, "train", i).answer for i in range(max(used[STEPS]) + 8)]
     answer = next(drawn[cursor] for cursor in used[SPIKE] if drawn.count(drawn[cursor]) == 1)
     monkeypatch.setenv(PAID, answer)
@@ -150,10 +174,15 @@ def test_a_rollback_leaves_out_the_batch_and_nothing_else(
     assert metrics(back)[-1]["guard/rollbacks"] == 1
     (rollback,) = json.loads((back / "rollbacks.json").read_text())
     assert rollback["step"] == SPIKE and rollback["prompts"] == sorted(used[SPIKE])
-    taken = {int(step): cursors for step, cursors in json.loads((back / "cursors.json").read_text()).items()}
+    taken = {
+        int(step): cursors
+        for step, cursors in json.loads((back / "cursors.json").read_text()).items()
+    }
     assert sorted(taken) == list(range(1, STEPS + 1))
     everything = [cursor for cursors in taken.values() for cursor in cursors]
-    assert len(everything) == len(set(everything)) and not set(everything) & set(rollback["prompts"])
+    assert len(everything) == len(set(everything)) and not set(everything) & set(
+        rollback["prompts"]
+    )
     assert all(taken[step] == used[step] for step in range(1, SPIKE))
     if "rollout.staleness=1" not in overrides:
         monkeypatch.setenv(LEFT_OUT, f"{min(used[SPIKE])},{max(used[SPIKE]) + 1}")
@@ -177,15 +206,23 @@ def test_a_batch_that_is_not_finite_is_left_out_and_written_down_until_there_are
             measured.tokens.advantage[measured.tokens.sequence == 5] = torch.nan
 
     monkeypatch.setattr(Trainer, "measure", broken)
-    with pytest.raises(NonFiniteError, match=r"step 5: loss or gradient was not finite in 2 optimizer steps in a row"):
+    with pytest.raises(
+        NonFiniteError,
+        match=r"step 5: loss or gradient was not finite in 2 optimizer steps in a row",
+    ):
         run(tmp_path, "faults.guards.not_finite=2", "faults.guards.dumps=2")
     rows = metrics(tmp_path)
     assert [(row["step"], row["update/finite"], row["update/count"]) for row in rows] == [
         *((1, 1.0, 1.0), (2, 0.0, 0.0), (3, 1.0, 1.0), (4, 0.0, 0.0))
     ]
     folders = sorted((tmp_path / "guards").iterdir())
-    assert [folder.name for folder in folders] == ["step_000002", "step_000004"]  # as many as are wanted
+    # as many as are wanted
+    assert [folder.name for folder in folders] == ["step_000002", "step_000004"]
     batch = read_guarded(folders[0])
-    assert batch.first == "log-prob, advantage or loss of sample 5, on rank 0 (data 0, tensor 0, stage 0)"
+    assert (
+        batch.first
+        == "log-prob, advantage or loss of sample 5, on rank 0 (data 0, tensor 0, stage 0)"
+    )
     assert batch.ranks[0]["own_gradient"] and batch.ranks[0]["samples"] == [5]
-    assert [math.isfinite(each.advantage) for each in batch.responses] == [True] * 8  # of the driver, which was sound
+    # of the driver, which was sound
+    assert [math.isfinite(each.advantage) for each in batch.responses] == [True] * 8

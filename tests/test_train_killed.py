@@ -1,6 +1,6 @@
-"""Whole runs of which something is killed (SIGKILL), and which nobody touches afterwards: they end with the weights of
-the undisturbed run, bit for bit, with every step once in their record, and leave nothing. See
-benchmarks/kill_anywhere.py.
+"""Whole runs of which something is killed (SIGKILL), and which nobody touches afterwards: they end
+with the weights of the undisturbed run, bit for bit, with every step once in their record, and
+leave nothing. See benchmarks/kill_anywhere.py.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def policy(run: Path) -> str:
 
 @pytest.mark.wide
 def test_three_seeds(undisturbed: Path) -> None:
-    """Two drivers and a verifier, in the middle of their runs; what is recorded is not done again."""
+    """Two drivers and a verifier, in the middle of their runs; what is recorded is not done
+    again."""
     killed(undisturbed, "--runner=inline", "--first-seed=18", "--seeds=2")
     killed(undisturbed, "--runner=inline", "--first-seed=19", "--seeds=2")
     found = outcomes(undisturbed)
@@ -68,9 +69,11 @@ def test_three_seeds(undisturbed: Path) -> None:
 
 
 @pytest.mark.wide
-def test_a_driver_that_lost_its_only_engine_opens_the_run_again(undisturbed: Path, tmp_path: Path) -> None:
-    """In the process that it was in, from the checkpoint of step 2, though it was lost in step 4: step 3 is made twice
-    and recorded once. Nobody supervises it."""
+def test_a_driver_that_lost_its_only_engine_opens_the_run_again(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    """In the process that it was in, from the checkpoint of step 2, though it was lost in step 4:
+    step 3 is made twice and recorded once. Nobody supervises it."""
     (tmp_path / "order").write_text("13")  # of step 4: four prompts a step
     told = subprocess.run(
         command(model(), **settings(**{"rollout.engine": "support.engines.LostEngine"})),
@@ -90,8 +93,8 @@ def test_a_driver_that_lost_its_only_engine_opens_the_run_again(undisturbed: Pat
 
 
 def test_the_supervisor_is_small_and_its_run_ends_with_it(tmp_path: Path) -> None:
-    """The supervisor holds neither torch nor Ray, which would end it with the driver. A supervisor that is killed
-    leaves nothing running, and a run that can be continued."""
+    """The supervisor holds neither torch nor Ray, which would end it with the driver. A supervisor
+    that is killed leaves nothing running, and a run that can be continued."""
     traces = Traces()
     with (tmp_path / "said").open("w") as said:
         supervisor = subprocess.Popen(
@@ -140,8 +143,11 @@ def test_an_error_of_the_user_is_not_tried_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("process", kill_anywhere.PROCESSES["ray"])
-def test_any_process_of_a_run_on_ray(tmp_path: Path, process: str, on_ray: kill_anywhere.Outcome) -> None:
-    """In the middle of its steps. All but the driver's own death, which its supervisor sees to, the driver sees to."""
+def test_any_process_of_a_run_on_ray(
+    tmp_path: Path, process: str, on_ray: kill_anywhere.Outcome
+) -> None:
+    """In the middle of its steps. All but the driver's own death, which its supervisor sees to, the
+    driver sees to."""
     outcome = kill_anywhere.run("ray", process, after=2)
     assert outcome.code == 0, outcome.said
     assert 2 <= outcome.step < 6 and outcome.killed_s is not None

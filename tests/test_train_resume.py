@@ -1,4 +1,5 @@
-"""Runs that were finished, cut short, moved or begun by an earlier release are resumed or refused."""
+"""Runs that were finished, cut short, moved or begun by an earlier release are resumed or
+refused."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from megatron_stare.planning.preflight import check
 from megatron_stare.weights.files.hf_folder import exported_step, write_folder
 
 QUICKSTART = ROOT / "configs/quickstart.yaml"
-ALONE = {"runtime.runner": "inline", "parallel.tensor": 1, "run.steps": 2}  # one process: seconds a run
+# one process: seconds a run
+ALONE = {"runtime.runner": "inline", "parallel.tensor": 1, "run.steps": 2}
 
 
 def evaluations(run_dir: Path) -> list[dict]:
@@ -46,7 +48,8 @@ def test_a_run_is_continued_to_its_end_and_no_further(
     whole, evaluated = metrics(run), evaluations(run)
     assert exported_step(run / "hf") == 2
     monkeypatch.chdir(tmp_path / "model")
-    assert main(["convert", str(run), str(tmp_path / "converted")]) == 0  # anywhere, without --model
+    # anywhere, without --model
+    assert main(["convert", str(run), str(tmp_path / "converted")]) == 0
     monkeypatch.chdir(tmp_path)
 
     def resume(*overrides: str) -> int:
@@ -63,13 +66,19 @@ def test_a_run_is_continued_to_its_end_and_no_further(
     assert resume("--dump-step=2") == 2
     assert "these are left: none" in capsys.readouterr().err
     assert resume("run.steps=1") == 2
-    assert "run.steps: the run in run has 2 steps already, and 1 are asked for" in capsys.readouterr().err
+    assert (
+        "run.steps: the run in run has 2 steps already, and 1 are asked for"
+        in capsys.readouterr().err
+    )
     assert recorded(run)["run"]["steps"] == 2
 
     # finished is what is finished as it is asked for, in every part
     asked = check(load_config(QUICKSTART, [*command(*begun, **ALONE)[5:]])).config
     assert finished_run(asked) == Path("run")
-    assert finished_run(asked.model_copy(update={"run": asked.run.model_copy(update={"steps": 3})})) is None
+    assert (
+        finished_run(asked.model_copy(update={"run": asked.run.model_copy(update={"steps": 3})}))
+        is None
+    )
     settings = recorded(run)
     settings["run"]["steps"] = 3  # it was to go on, and may have written more metrics
     (run / "config.yaml").write_text(yaml.safe_dump(settings))
@@ -78,7 +87,8 @@ def test_a_run_is_continued_to_its_end_and_no_further(
     (run / "config.yaml").write_text(yaml.safe_dump(settings))
     (run / "hf").rename(tmp_path / "hf")
     assert finished_run(asked) is None
-    write_folder(run / "hf", {"w": torch.ones(1)}, tmp_path / "model", step=1)  # of a step it went on from
+    # of a step it went on from
+    write_folder(run / "hf", {"w": torch.ones(1)}, tmp_path / "model", step=1)
     assert finished_run(asked) is None
 
     # killed between the last checkpoint and what follows it
@@ -90,7 +100,8 @@ def test_a_run_is_continued_to_its_end_and_no_further(
     assert exported_step(run / "hf") == 2
     assert metrics(run) == whole
 
-    # begun by a release that recorded paths as they were given, and faults in five sections; continued to a third step
+    # begun by a release that recorded paths as they were given, and faults in five sections;
+    # continued to a third step
     tree = {**recorded(run), "format": 5}
     tree["model"]["path"] = "model"
     faults = tree.pop("faults")
@@ -98,9 +109,15 @@ def test_a_run_is_continued_to_its_end_and_no_further(
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
     done = train(*begun, "--resume", cwd=tmp_path, **{**ALONE, "run.steps": 3})
     assert done.returncode == 0, done.stderr
-    assert "config.yaml is of an earlier format: limits is faults.requests now, restarts is" in done.stdout
+    assert (
+        "config.yaml is of an earlier format: limits is faults.requests now, restarts is"
+        in done.stdout
+    )
     assert (recorded(run)["format"], recorded(run)["faults"]) == (FORMAT, faults)
-    assert (recorded(run)["run"]["steps"], recorded(run)["model"]["path"]) == (3, str(tmp_path / "model"))
+    assert (recorded(run)["run"]["steps"], recorded(run)["model"]["path"]) == (
+        3,
+        str(tmp_path / "model"),
+    )
     assert [row["step"] for row in metrics(run)] == [1, 2, 3]
     assert [record["step"] for record in evaluations(run)] == [0, 2, 3]
     assert exported_step(run / "hf") == 3
@@ -121,7 +138,9 @@ def test_a_run_is_continued_to_its_end_and_no_further(
 @pytest.mark.distributed
 def test_a_run_without_a_step_is_not_left(tmp_path: Path) -> None:
     """All is running, and the base is evaluated, when the first batch cannot be scored."""
-    (tmp_path / "no_verifier.py").write_text("def verify(response, answer):\n    raise OSError('no such server')\n")
+    (tmp_path / "no_verifier.py").write_text(
+        "def verify(response, answer):\n    raise OSError('no such server')\n"
+    )
     done = train(
         f"model.path={ROOT / 'assets/tiny-adder'}",
         "run.dir=of/run",
@@ -137,8 +156,11 @@ def test_a_run_without_a_step_is_not_left(tmp_path: Path) -> None:
 
 @pytest.mark.wide
 @pytest.mark.distributed
-def test_a_record_on_a_full_disk_ends_the_run_and_the_rest_of_it_goes_on_without_tensorboard(tmp_path: Path) -> None:
-    """The disk is full at the first line of metrics; TensorBoard's folder is lost once the run has begun."""
+def test_a_record_on_a_full_disk_ends_the_run_and_the_rest_of_it_goes_on_without_tensorboard(
+    tmp_path: Path,
+) -> None:
+    """The disk is full at the first line of metrics; TensorBoard's folder is lost once the run has
+    begun."""
     (tmp_path / "my_sinks.py").write_text(
         "import shutil\n"
         "from megatron_stare.observability.sink import Sink\n"
@@ -147,7 +169,11 @@ def test_a_record_on_a_full_disk_ends_the_run_and_the_rest_of_it_goes_on_without
         "        shutil.rmtree(run.dir / 'tensorboard')\n"
         "        (run.dir / 'tensorboard').touch()\n"
     )
-    settings = {**ALONE, "eval.prompts": 0, "observability.sinks": "[jsonl, tensorboard, console, my_sinks.Thief]"}
+    settings = {
+        **ALONE,
+        "eval.prompts": 0,
+        "observability.sinks": "[jsonl, tensorboard, console, my_sinks.Thief]",
+    }
     begun = f"model.path={ROOT / 'assets/tiny-adder'}"
     done = train(begun, "run.dir=run", cwd=tmp_path, **settings)
     assert done.returncode == 0, done.stderr
@@ -157,9 +183,17 @@ def test_a_record_on_a_full_disk_ends_the_run_and_the_rest_of_it_goes_on_without
 
     (tmp_path / "full").mkdir()
     (tmp_path / "full/metrics.jsonl").symlink_to("/dev/full")
-    done = train(begun, "run.dir=full", cwd=tmp_path, **{**settings, "observability.sinks": "[jsonl, console]"})
+    done = train(
+        begun,
+        "run.dir=full",
+        cwd=tmp_path,
+        **{**settings, "observability.sinks": "[jsonl, console]"},
+    )
     assert done.returncode == 2
-    assert "error: full: the record of the run cannot be written (No space left on device)" in done.stderr
+    assert (
+        "error: full: the record of the run cannot be written (No space left on device)"
+        in done.stderr
+    )
     assert "Traceback" not in done.stderr
     assert "step 1/2" not in done.stdout  # nothing is shown that is not recorded
 
@@ -176,7 +210,9 @@ def make_run(folder: Path, *, steps: int = 0, checkpoint: bool = False) -> Path:
     return folder
 
 
-def test_starts_that_were_killed_are_no_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starts_that_were_killed_are_no_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     config = load_config(QUICKSTART)
     only = make_run(Path("runs/quickstart-1"))
@@ -191,8 +227,9 @@ def test_starts_that_were_killed_are_no_runs(tmp_path: Path, monkeypatch: pytest
 
 
 def test_checkpoints_that_are_gone(tmp_path: Path) -> None:
-    """The quickstart saves every 100 steps, in the background: of a run of 200 the first save may still have been under
-    way, one of 201 had it. Where a step waits for its checkpoint, of a run of 100 it may have been killed."""
+    """The quickstart saves every 100 steps, in the background: of a run of 200 the first save may
+    still have been under way, one of 201 had it. Where a step waits for its checkpoint, of a run of
+    100 it may have been killed."""
     config = check(load_config(QUICKSTART, [f"model.path={ROOT / 'assets/tiny-adder'}"])).config
     assert resume_point(make_run(tmp_path / "killed", steps=200), config) == (None, None)
     with pytest.raises(DataError, match="no complete checkpoint, though it made 201 steps"):
@@ -207,14 +244,23 @@ def test_checkpoints_that_are_gone(tmp_path: Path) -> None:
         resume_point(tmp_path / "101", config)
 
 
-def test_paths_are_compared_by_what_they_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_compared_by_what_they_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
 
     def config(base: str, **data: str):
-        overrides = [f"model={{path: {base}model, reference_path: {base}reference}}", f"sglang.python={base}bin/python"]
+        overrides = [
+            f"model={{path: {base}model, reference_path: {base}reference}}",
+            f"sglang.python={base}bin/python",
+        ]
         overrides.append("rollout.engine=sglang")
-        overrides.append(f"data={{source: jsonl, path: {base}train.jsonl, eval_path: {base}eval.jsonl}}")
-        return load_config(QUICKSTART, overrides + [f"data.{key}={value}" for key, value in data.items()])
+        overrides.append(
+            f"data={{source: jsonl, path: {base}train.jsonl, eval_path: {base}eval.jsonl}}"
+        )
+        return load_config(
+            QUICKSTART, overrides + [f"data.{key}={value}" for key, value in data.items()]
+        )
 
     refuse_changes(config(""), config(f"{tmp_path}/"))
     refuse_changes(config("./"), config(""))
@@ -236,7 +282,9 @@ def test_paths_are_compared_by_what_they_name(tmp_path: Path, monkeypatch: pytes
         ("rollout.max_new_tokens=7", False),
     ],
 )
-def test_what_is_done_when_something_fails_may_change_and_what_is_trained_may_not(setting: str, free: bool) -> None:
+def test_what_is_done_when_something_fails_may_change_and_what_is_trained_may_not(
+    setting: str, free: bool
+) -> None:
     before, after = load_config(QUICKSTART, []), load_config(QUICKSTART, [setting])
     if free:
         refuse_changes(before, after)

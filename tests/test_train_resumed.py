@@ -1,4 +1,5 @@
-"""Runs that are killed with SIGKILL and resumed, feature by feature, each beside its undisturbed twin."""
+"""Runs that are killed with SIGKILL and resumed, feature by feature, each beside its undisturbed
+twin."""
 
 from __future__ import annotations
 
@@ -44,7 +45,11 @@ def second_round_of_step_3(whole: Rows) -> int:
 
 def trained_on(run: Path) -> list[int]:
     """Prompts in the order of the steps."""
-    return [cursor for step in json.loads((run / "cursors.json").read_text()).values() for cursor in step]
+    return [
+        cursor
+        for step in json.loads((run / "cursors.json").read_text()).values()
+        for cursor in step
+    ]
 
 
 def kept(checkpoint: Path) -> list[int]:
@@ -59,7 +64,8 @@ def several_updates(run: Path) -> None:
 
 
 def lagged_gate(run: Path) -> None:
-    """The first step has the initial weights; the second those that the first one's training pass led to."""
+    """The first step has the initial weights; the second those that the first one's training pass
+    led to."""
     rows = metrics(run)
     assert rows[0]["stare/amplify"] == 1.1
     moved = 0.01 if rows[0]["entropy/mean"] < 0.3 else -0.01
@@ -78,9 +84,13 @@ def sampled_ahead(run: Path) -> None:
     """Every prompt is trained on once, in its step, whatever had been sampled of it before."""
     rows = metrics(run)
     assert [row["step"] for row in rows] == [*range(1, AHEAD_STEPS + 1)]
-    expected = {str(step): list(range(4 * step - 4, 4 * step)) for step in range(1, AHEAD_STEPS + 1)}
+    expected = {
+        str(step): list(range(4 * step - 4, 4 * step)) for step in range(1, AHEAD_STEPS + 1)
+    }
     assert json.loads((run / "cursors.json").read_text()) == expected
-    assert {row["staleness/max_age"] for row in rows} >= {0, 1} and all(row["staleness/max_age"] <= 2 for row in rows)
+    assert {row["staleness/max_age"] for row in rows} >= {0, 1} and all(
+        row["staleness/max_age"] <= 2 for row in rows
+    )
 
 
 def rounds(run: Path) -> None:
@@ -117,7 +127,12 @@ class Feature:
 
 FEATURES = {
     "several_updates": Feature(
-        {"run.steps": 3, "batch.mini_batch_prompts": 2, "batch.epochs": 2, "statistics.surprisal": "current"},
+        {
+            "run.steps": 3,
+            "batch.mini_batch_prompts": 2,
+            "batch.epochs": 2,
+            "statistics.surprisal": "current",
+        },
         begun(3),
         2,
         several_updates,
@@ -152,7 +167,8 @@ FEATURES = {
         overrides=("algorithm.correction={mode: truncate}",),
     ),
     "dynamic_sampling": Feature(
-        {"run.steps": 3, "batch.generate_prompts": 3},  # of the 4 a step trains on: each has a second round
+        # of the 4 a step trains on: each has a second round
+        {"run.steps": 3, "batch.generate_prompts": 3},
         second_round_of_step_3,
         2,
         rounds,
@@ -173,7 +189,8 @@ LONG = {"lagged_gate", "loss_scale"}
 
 @pytest.mark.wide
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=pytest.mark.slow if each in LONG else ()) for each in FEATURES]
+    "name",
+    [pytest.param(each, marks=pytest.mark.slow if each in LONG else ()) for each in FEATURES],
 )
 def test_killed_and_resumed_is_the_run_that_nobody_disturbed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -199,12 +216,18 @@ def test_killed_and_resumed_is_the_run_that_nobody_disturbed(
     if name == "partial":
         assert len(kept(last)) == 3
 
-    resumed = train(model(), *feature.overrides, "run.dir=killed", "--resume", cwd=tmp_path, **settings)
+    resumed = train(
+        model(), *feature.overrides, "run.dir=killed", "--resume", cwd=tmp_path, **settings
+    )
     assert (resumed.returncode, resumed.stderr) == (0, "")
     assert f"continuing after step {int(last.name.removeprefix('step_'))}" in resumed.stdout
     feature.shown(tmp_path / "killed")
     if feature.recorded is not None:  # else responses are sampled again, by newer weights
         assert metrics(tmp_path / "killed") == whole
         assert trained_on(tmp_path / "killed") == trained_on(tmp_path / "whole")
-        want, got = (load_file(tmp_path / run / "hf/model.safetensors") for run in ("whole", "killed"))
-        assert want.keys() == got.keys() and all(torch.equal(want[each], got[each]) for each in want)
+        want, got = (
+            load_file(tmp_path / run / "hf/model.safetensors") for run in ("whole", "killed")
+        )
+        assert want.keys() == got.keys() and all(
+            torch.equal(want[each], got[each]) for each in want
+        )

@@ -1,4 +1,5 @@
-"""Whole runs: what they leave behind, a frozen weight sync, and a driver that is killed and resumed."""
+"""Whole runs: what they leave behind, a frozen weight sync, and a driver that is killed and
+resumed."""
 
 from __future__ import annotations
 
@@ -45,7 +46,12 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path) -> None:
         "starts.jsonl",
     } <= names
     beat = read_heartbeat(run_dir)
-    assert beat is not None and (beat.process, beat.phase, beat.step, beat.steps) == ("ended", "closing", 2, 2)
+    assert beat is not None and (beat.process, beat.phase, beat.step, beat.steps) == (
+        "ended",
+        "closing",
+        2,
+        2,
+    )
     assert len(beat.step_s) == 2 and beat.tokens_per_s and "blackbox" not in names  # nothing hung
     rows = metrics(run_dir)
     assert [row["step"] for row in rows] == [1, 2]
@@ -53,7 +59,10 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path) -> None:
         assert row["ratio/max_abs_log"] == 0.0  # one plan serves both passes: on policy, exactly
         assert row["rollout/logprob_diff_max"] < 1e-4
         assert row["update/finite"] == 1.0
-        masses = [row[f"forecast/mass_{side}"] for side in ("common_plus", "rare_plus", "common_minus", "rare_minus")]
+        masses = [
+            row[f"forecast/mass_{side}"]
+            for side in ("common_plus", "rare_plus", "common_minus", "rare_minus")
+        ]
         assert row["forecast/plain_change"] == pytest.approx(sum(masses))
         assert 0 < row["signal/format"] <= 1
     for name in ("forecast/measured_change", "gradient/token_share_0", "gradient/token_norm_19"):
@@ -62,20 +71,34 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path) -> None:
     assert sum(shares) == pytest.approx(1) and "gradient/token_share_20" not in rows[1]
     assert all("reflection/selected_verification" in row for row in rows)
     assert "Entropy forecast" in (run_dir / "report.html").read_text()
-    assert [json.loads(line)["weights"] for line in (run_dir / "eval.jsonl").open()] == ["base", "trained"]
+    assert [json.loads(line)["weights"] for line in (run_dir / "eval.jsonl").open()] == [
+        "base",
+        "trained",
+    ]
     (start,) = read_jsonl(run_dir / "starts.jsonl")
     assert start["step"] == 0 and start["host"] == socket.gethostname() and start["date"]
     responses = read_rollouts(run_dir / "rollouts" / "step_000002.jsonl")
     assert [bool(each.tokens) for each in responses].count(True) == 8  # run.tokens_kept, of 16
     for each in responses:
         if each.tokens:
-            assert "".join(token.text for token in each.tokens).removesuffix("<eos>") == each.response
-            assert all(token.surprisal >= 0 and token.entropy >= 0 and token.rare in "rc" for token in each.tokens)
-            assert all(token.weight == 1 for token in each.tokens if token.advantage and token.selected == ".")
+            assert (
+                "".join(token.text for token in each.tokens).removesuffix("<eos>") == each.response
+            )
+            assert all(
+                token.surprisal >= 0 and token.entropy >= 0 and token.rare in "rc"
+                for token in each.tokens
+            )
+            assert all(
+                token.weight == 1
+                for token in each.tokens
+                if token.advantage and token.selected == "."
+            )
     policy = AutoModelForCausalLM.from_pretrained(run_dir / "hf")
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "hf")
     ids = tokenizer("10+20+30=", return_tensors="pt").input_ids
-    assert tokenizer.decode(policy.generate(ids, max_new_tokens=24, do_sample=False)[0]).startswith("10+20+30=")
+    assert tokenizer.decode(policy.generate(ids, max_new_tokens=24, do_sample=False)[0]).startswith(
+        "10+20+30="
+    )
     again = train(model(), f"run.dir={run_dir}", cwd=tmp_path)
     assert again.returncode == 2
     assert "there is a run in this directory already" in again.stderr
@@ -99,10 +122,18 @@ def test_no_rank_is_in_a_call_while_responses_are_sampled(tmp_path: Path) -> Non
 
 
 def test_a_run_says_which_weights_are_proven(tmp_path: Path) -> None:
-    """The start's are, and then those of each second step; a run that proves all of them says nothing. Its machine is
-    of a kind that no plan knows, which ends nothing and is said once."""
-    inline = ("runtime.runner=inline", "parallel.tensor=1", f"run.dir={tmp_path / 'run'}", "eval.prompts=0", model())
-    done = train(*inline, "rollout.prove_every=2", "plan.gpu=abacus", cwd=tmp_path, **{"run.steps": 3})
+    """The start's are, and then those of each second step; a run that proves all of them says
+    nothing. Its machine is of a kind that no plan knows, which ends nothing and is said once."""
+    inline = (
+        "runtime.runner=inline",
+        "parallel.tensor=1",
+        f"run.dir={tmp_path / 'run'}",
+        "eval.prompts=0",
+        model(),
+    )
+    done = train(
+        *inline, "rollout.prove_every=2", "plan.gpu=abacus", cwd=tmp_path, **{"run.steps": 3}
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("memory and time of this run are not predicted: unknown") == 1
     assert '"plan/' not in (tmp_path / "run/metrics.jsonl").read_text()
@@ -112,7 +143,11 @@ def test_a_run_says_which_weights_are_proven(tmp_path: Path) -> None:
 def test_a_frozen_weight_sync_stops_the_run(tmp_path: Path) -> None:
     alone = {"runtime.runner": "inline", "parallel.tensor": 1, "eval.prompts": 0}
     done = train(
-        model(), f"run.dir={tmp_path / 'run'}", "rollout.engine=support.engines.FrozenEngine", cwd=tmp_path, **alone
+        model(),
+        f"run.dir={tmp_path / 'run'}",
+        "rollout.engine=support.engines.FrozenEngine",
+        cwd=tmp_path,
+        **alone,
     )
     assert done.returncode == 2
     assert "the trainer holds version 1, but the rollout was sampled by version 0" in done.stderr
@@ -126,16 +161,27 @@ def test_a_cluster_that_is_not_there_is_said_to_be_that(tmp_path: Path, host: st
     with socket.socket() as probe:  # bound and not listening: refused for as long as it lives
         probe.bind(("", 0))
         address = f"{host}:{probe.getsockname()[1]}"
-        done = train(model(), f"run.dir={tmp_path / 'run'}", f"runtime.ray_address={address}", cwd=tmp_path)
+        done = train(
+            model(), f"run.dir={tmp_path / 'run'}", f"runtime.ray_address={address}", cwd=tmp_path
+        )
     assert done.returncode == 2
     error, fix = done.stderr.splitlines()  # and none of gRPC's
-    assert error.startswith(f"error: runtime.ray_address: no Ray cluster can be reached at {address}: ")
-    assert fix.startswith(f"  fix: is a cluster running there? `ray status --address {address}` asks it; ")
+    assert error.startswith(
+        f"error: runtime.ray_address: no Ray cluster can be reached at {address}: "
+    )
+    assert fix.startswith(
+        f"  fix: is a cluster running there? `ray status --address {address}` asks it; "
+    )
 
 
 @pytest.mark.wide
 def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
-    settings = {"run.steps": 5, "run.checkpoint_every": 2, "checkpoint.background": "false", "eval.prompts": 0}
+    settings = {
+        "run.steps": 5,
+        "run.checkpoint_every": 2,
+        "checkpoint.background": "false",
+        "eval.prompts": 0,
+    }
     whole = train(model(), f"run.dir={tmp_path / 'whole'}", cwd=tmp_path, **settings)
     assert whole.returncode == 0, whole.stderr
     cut = tmp_path / "cut"
@@ -157,11 +203,16 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     else:
         pytest.fail("it ended before step 3")
     # Ray's two agents notice last, within two minutes; they hold nothing that a resumed run needs
-    children = [p for p in psutil.Process(process.pid).children(recursive=True) if not p.name().endswith("Agent")]
+    children = [
+        p
+        for p in psutil.Process(process.pid).children(recursive=True)
+        if not p.name().endswith("Agent")
+    ]
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     _, alive = psutil.wait_procs(children, timeout=120)
-    assert not alive, [p.cmdline() for p in alive]  # trainers, engine, verifier and Ray go with the driver
+    # trainers, engine, verifier and Ray go with the driver
+    assert not alive, [p.cmdline() for p in alive]
 
     # what a save that was killed leaves behind must not be taken for a checkpoint
     half = cut / "checkpoints" / "step_000004.tmp"
@@ -184,9 +235,15 @@ LARGEST = {"bfloat16": 0.5, "float16": 0.1}  # nats, of a token of this small mo
 @pytest.mark.wide
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_a_run_in_16_bits(tmp_path: Path, dtype: str) -> None:
-    """Trainer and engine round alike but for the shapes of their products; what is exported is in that dtype."""
+    """Trainer and engine round alike but for the shapes of their products; what is exported is in
+    that dtype."""
     run_dir = tmp_path / "run"
-    settings = {"runtime.runner": "inline", "parallel.tensor": 1, "eval.prompts": 0, "model.dtype": dtype}
+    settings = {
+        "runtime.runner": "inline",
+        "parallel.tensor": 1,
+        "eval.prompts": 0,
+        "model.dtype": dtype,
+    }
     settings |= {"run.steps": 10, "agreement.window": 3}
     done = train(model(), f"run.dir={run_dir}", cwd=tmp_path, **settings)
     assert done.returncode == 0, done.stderr
@@ -200,5 +257,7 @@ def test_a_run_in_16_bits(tmp_path: Path, dtype: str) -> None:
         assert row["agreement/mean"] == pytest.approx(row["rollout/logprob_diff_mean"])
         assert 1e-6 < row["agreement/mean"] < BOUNDS[dtype]["mean"] / 3
         assert row.get("optimizer/loss_scale") == (2.0**16 if dtype == "float16" else None)
-    assert {str(t.dtype) for t in load_file(run_dir / "hf/model.safetensors").values()} == {f"torch.{dtype}"}
+    assert {str(t.dtype) for t in load_file(run_dir / "hf/model.safetensors").values()} == {
+        f"torch.{dtype}"
+    }
     assert json.loads((run_dir / "hf/config.json").read_text())["dtype"] == dtype

@@ -1,7 +1,8 @@
-"""Runs that are told to end: what they save, and that what is continued is the run that nobody disturbed, bit for bit.
+"""Runs that are told to end: what they save, and that what is continued is the run that nobody
+disturbed, bit for bit.
 
-The signals are real and sent at exact moments, by the run to itself. The runs are in this process, where they take a
-second each; test_train_signals.py has some as users start them.
+The signals are real and sent at exact moments, by the run to itself. The runs are in this process,
+where they take a second each; test_train_signals.py has some as users start them.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def typed(run_dir: Path, *more: str, **settings: Any) -> list[str]:
 
 
 def send(*numbers: int) -> Callable[[], None]:
-    """Sends the run's own process signals; each that counts has been taken when the next is sent."""
+    """Sends the run's own process signals; each that counts has been taken when the next is
+    sent."""
 
     def sent() -> None:
         for number in numbers:
@@ -85,7 +87,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
 
 def checkpoints(run: Path) -> list[str]:
-    return sorted(path.name for path in (run / "checkpoints").iterdir()) if (run / "checkpoints").exists() else []
+    return (
+        sorted(path.name for path in (run / "checkpoints").iterdir())
+        if (run / "checkpoints").exists()
+        else []
+    )
 
 
 def continued(run: Path, whole: Path, **settings: Any) -> None:
@@ -105,10 +111,19 @@ SAMPLING_3 = 2 * 8 + 5  # the fifth of the eight responses of the third step
     [
         ([signal.SIGTERM], SingleTurn, "run", SAMPLING_3, TERMINATED, 2),
         ([signal.SIGUSR1], SingleTurn, "run", SAMPLING_3, TO_BE_CONTINUED, 3),
-        ([signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1], SingleTurn, "run", SAMPLING_3, TERMINATED, 2),
+        (
+            [signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1],
+            SingleTurn,
+            "run",
+            SAMPLING_3,
+            TERMINATED,
+            2,
+        ),
         ([signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1], Trainer, "update", 3, TERMINATED, 3),
         ([signal.SIGINT], Trainer, "update", 3, 128 + signal.SIGINT, 3),
-        pytest.param([signal.SIGTERM], EnginePool, "update_weights", 4, TERMINATED, 3, marks=pytest.mark.slow),
+        pytest.param(
+            [signal.SIGTERM], EnginePool, "update_weights", 4, TERMINATED, 3, marks=pytest.mark.slow
+        ),
     ],
     ids=["sampling", "after-step", "in-a-hurry", "update-twice", "ctrl-c", "sync"],
 )
@@ -130,7 +145,9 @@ def test_what_is_saved_is_the_last_whole_step_and_it_goes_on_from_there(
         assert main(typed(run)) == code
     assert calls() >= call
     error = capsys.readouterr().err
-    assert f"after step {saved} of 4; the last checkpoint is of step {saved}; continue with" in error
+    assert (
+        f"after step {saved} of 4; the last checkpoint is of step {saved}; continue with" in error
+    )
     assert shlex.split(error.splitlines()[-1])[-1] == "--resume"
     assert checkpoints(run) == [f"step_{saved:06d}"]
     assert len(metrics(run)) == saved
@@ -153,14 +170,18 @@ def test_an_evaluation_is_not_waited_for_and_made_once(
         assert main(typed(run, **settings)) == TO_BE_CONTINUED
     assert checkpoints(run) == ["step_000002"]
     assert main(typed(run, "--resume", **settings)) == 0
-    assert [json.loads(line)["step"] for line in (run / "eval.jsonl").read_text().splitlines()] == [0, 2]
+    assert [json.loads(line)["step"] for line in (run / "eval.jsonl").read_text().splitlines()] == [
+        0,
+        2,
+    ]
     assert [row["step"] for row in metrics(run)] == [1, 2]
 
 
 def test_responses_under_way_are_those_of_the_saved_step(
     undisturbed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rollout that ends in its middle has taken prompts and grown responses that the saved step knows nothing of."""
+    """A rollout that ends in its middle has taken prompts and grown responses that the saved step
+    knows nothing of."""
     whole, run = undisturbed(**PARTIAL), tmp_path / "run"
     with monkeypatch.context() as patch:
         original, sampled = EnginePool.serving, []
@@ -197,7 +218,11 @@ sys.exit(main(sys.argv[2:]))
 
 
 def test_an_update_that_does_not_end_is_not_waited_for(tmp_path: Path) -> None:
-    settings = {"checkpoint.grace_s": 0.2, "run.checkpoint_every": 2, "checkpoint.background": "false"}
+    settings = {
+        "checkpoint.grace_s": 0.2,
+        "run.checkpoint_every": 2,
+        "checkpoint.background": "false",
+    }
     words = typed(tmp_path / "run", **settings)
     done = subprocess.run(
         [sys.executable, "-c", HANGS, str(Path(__file__).parent), *words],
@@ -233,8 +258,12 @@ def test_a_run_out_of_time_saves_and_is_continued(
         patch.setattr(TimeLimit, "passed_before_another", passed)
         code = main(typed(tmp_path / "run", "--stop-after", "1h30m", **{"run.checkpoint_every": 1}))
     assert code == TO_BE_CONTINUED
-    assert asked[0] == asked[1] == 0 < asked[2]  # the first save is seen to be complete after the second step
+    # the first save is seen to be complete after the second step
+    assert asked[0] == asked[1] == 0 < asked[2]
     error = capsys.readouterr().err
-    assert "stopped, as --stop-after asks, after step 3 of 4; the last checkpoint is of step 3" in error
+    assert (
+        "stopped, as --stop-after asks, after step 3 of 4; the last checkpoint is of step 3"
+        in error
+    )
     assert "--stop-after 1h30m" in error.splitlines()[-1]
     continued(tmp_path / "run", undisturbed(), **{"run.checkpoint_every": 1})

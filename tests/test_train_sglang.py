@@ -1,4 +1,5 @@
-"""Whole runs with rollouts from real SGLang servers: agreement over twenty steps, and what an end leaves behind."""
+"""Whole runs with rollouts from real SGLang servers: agreement over twenty steps, and what an end
+leaves behind."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def start(tmp_path: Path) -> Iterator[type]:
 
 
 def agreed(run: Run, steps: int) -> list[dict[str, Any]]:
-    """The metrics of a run that has two servers, agrees in every step, and leaves nothing behind."""
+    """The metrics of a run that has two servers, agrees in every step, and leaves nothing
+    behind."""
     servers_seen = 0
     for line in run.lines():
         if is_step(line, 2):
@@ -90,7 +92,8 @@ def agreed(run: Run, steps: int) -> list[dict[str, Any]]:
     for row in rows:
         assert row["agreement/max"] <= LIMIT
         assert row["agreement/canary_max"] <= LIMIT
-        assert row["agreement/max_of_age_1"] == row["agreement/max"]  # every token is of the newest weights
+        # every token is of the newest weights
+        assert row["agreement/max_of_age_1"] == row["agreement/max"]
     assert servers_seen == 2
     assert run.traces.left() == []
     return rows
@@ -120,8 +123,8 @@ def test_twenty_steps_agree_token_by_token(start, sync):
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", ["tensor", "disk", "distributed", "colocated"])
 def test_ten_steps_agree_with_servers_of_two_ranks(start, sync):
-    """The trainer is cut over tensor and pipeline ranks, each of two servers over tensor ranks; colocated, each of
-    these opens memory of a trainer's rank of its own."""
+    """The trainer is cut over tensor and pipeline ranks, each of two servers over tensor ranks;
+    colocated, each of these opens memory of a trainer's rank of its own."""
     run = start(
         "parallel.tensor=2",
         "parallel.pipeline=2",
@@ -136,7 +139,12 @@ def test_ten_steps_agree_with_servers_of_two_ranks(start, sync):
     agreed(run, 10)
 
 
-ON_TWO_NODES = ("parallel.tensor=2", "sglang.tensor_parallel=2", "sglang.nodes=2", f"sglang.agreement_limit={LIMIT}")
+ON_TWO_NODES = (
+    "parallel.tensor=2",
+    "sglang.tensor_parallel=2",
+    "sglang.nodes=2",
+    f"sglang.agreement_limit={LIMIT}",
+)
 
 
 @pytest.mark.slow
@@ -150,8 +158,8 @@ def test_steps_agree_with_a_server_on_two_nodes(start, tmp_path, sync):
 
 @pytest.mark.slow
 def test_servers_sample_ahead_of_training(start):
-    """Weights are swapped while responses are under way: no token is older than allowed, and those that are said to be
-    of the newest weights have the trainer's log-probs."""
+    """Weights are swapped while responses are under way: no token is older than allowed, and those
+    that are said to be of the newest weights have the trainer's log-probs."""
     run = start(
         "parallel.tensor=2",
         "rollout.engines=2",
@@ -168,7 +176,8 @@ def test_servers_sample_ahead_of_training(start):
     rows = metrics(run.dir)
     assert len(rows) == 12
     assert max(row["staleness/max_age"] for row in rows) == 1 and rows[0]["staleness/max_age"] == 0
-    assert any(0 < row["staleness/mean_age"] < 1 for row in rows)  # how many is a matter of the machine's time
+    # how many is a matter of the machine's time
+    assert any(0 < row["staleness/mean_age"] < 1 for row in rows)
     for row in rows:
         assert row["agreement/canary_max"] <= LIMIT
         if "agreement/max_of_age_2" in row:  # of a policy one step older, which is another
@@ -181,7 +190,8 @@ def test_servers_sample_ahead_of_training(start):
 
 @pytest.mark.slow
 def test_servers_continue_responses_that_were_cut(start):
-    """Tokens sampled behind a prefix of older weights have the trainer's log-probs, so the prefix was the right one."""
+    """Tokens sampled behind a prefix of older weights have the trainer's log-probs, so the prefix
+    was the right one."""
     run = start(
         "rollout.engines=2",
         *("partial.tokens=8", "rollout.temperature=2"),  # at which responses have 5 to 32 tokens
@@ -204,9 +214,15 @@ def test_servers_continue_responses_that_were_cut(start):
 
 @pytest.mark.slow
 def test_experts_that_servers_name_are_replayed(start, tmp_path):
-    """In float32 engine and trainer choose alike but for a tie, so that what was put in the wrong place shows."""
+    """In float32 engine and trainer choose alike but for a tie, so that what was put in the wrong
+    place shows."""
     folder = tmp_path / "model"
-    sizes = {"intermediate_size": 64, "moe_intermediate_size": 32, "vocab_size": 16, "max_position_embeddings": 128}
+    sizes = {
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "vocab_size": 16,
+        "max_position_embeddings": 128,
+    }
     save_model(folder, "qwen3_moe", **sizes)
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(servers.MODEL / file, folder)
@@ -222,7 +238,8 @@ def test_experts_that_servers_name_are_replayed(start, tmp_path):
 
 @pytest.mark.slow
 def test_ten_steps_in_bfloat16_agree_by_mean_and_quantiles(start):
-    """Trainer and server both; the limits are those of docs/diagnostics.md, and single tokens pass float32's."""
+    """Trainer and server both; the limits are those of docs/diagnostics.md, and single tokens pass
+    float32's."""
     run = start(**{"run.steps": 10, "model.dtype": "bfloat16", "batch.prompts": 8})
     for _ in run.lines():
         run.traces.look()
@@ -230,14 +247,19 @@ def test_ten_steps_in_bfloat16_agree_by_mean_and_quantiles(start):
     rows = metrics(run.dir)
     assert len(rows) == 10
     for row in rows:
-        assert 1e-4 < row["agreement/mean"] <= 0.01 and row["agreement/p99"] <= 0.1 and row["agreement/p999"] <= 0.5
+        assert (
+            1e-4 < row["agreement/mean"] <= 0.01
+            and row["agreement/p99"] <= 0.1
+            and row["agreement/p999"] <= 0.5
+        )
         assert row["agreement/max"] > 1e-3 and row["agreement/canary_likely_mean"] <= 0.1
         assert row["rollout/retried"] == 0.0
     assert run.traces.left() == []
 
 
 def test_a_run_that_stops_says_why_and_leaves_nothing(start):
-    """Rounding alone is past this limit, so the first canary stops the run, after a whole weight sync."""
+    """Rounding alone is past this limit, so the first canary stops the run, after a whole weight
+    sync."""
     run = start("sglang.agreement_limit=1e-12")
     for _ in run.lines():
         run.traces.look()

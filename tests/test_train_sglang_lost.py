@@ -29,11 +29,17 @@ ALONE = {"runtime.runner": "inline", "parallel.tensor": 1, "run.steps": 1}
 
 
 def test_a_run_goes_on_though_a_server_is_killed(tmp_path: Path) -> None:
-    """Its policy is cut over two ranks, and broadcast to one server instead of two from then on. Engine and trainer
-    agree token by token in every step, every prompt is in its step once, and nothing is left behind."""
+    """Its policy is cut over two ranks, and broadcast to one server instead of two from then on.
+    Engine and trainer agree token by token in every step, every prompt is in its step once, and
+    nothing is left behind."""
     run = Run(
         tmp_path,
-        *("parallel.tensor=2", "rollout.engines=2", "sglang.sync=distributed", f"sglang.agreement_limit={LIMIT}"),
+        *(
+            "parallel.tensor=2",
+            "rollout.engines=2",
+            "sglang.sync=distributed",
+            f"sglang.agreement_limit={LIMIT}",
+        ),
         "observability.sinks=[jsonl, console, support.cursors_sink.Cursors]",
         **{"run.steps": 16},
     )
@@ -44,7 +50,11 @@ def test_a_run_goes_on_though_a_server_is_killed(tmp_path: Path) -> None:
             lines.append(line)
             if is_step(line, 2):
                 assert run.traces.look() == 2
-                killed += [p for p in run.traces._marked() if SERVE in p.cmdline() and os.getpgid(p.pid) == p.pid][:1]
+                killed += [
+                    p
+                    for p in run.traces._marked()
+                    if SERVE in p.cmdline() and os.getpgid(p.pid) == p.pid
+                ][:1]
                 os.killpg(killed[0].pid, signal.SIGKILL)
         assert killed and run.process.wait() == 0, run.errors()
     finally:
@@ -55,7 +65,8 @@ def test_a_run_goes_on_though_a_server_is_killed(tmp_path: Path) -> None:
     assert len(rows) == 16
     for row in rows:
         assert row["agreement/max"] <= LIMIT and row["agreement/canary_max"] <= LIMIT
-        assert row["agreement/max_of_age_1"] == row["agreement/max"]  # every token is of the newest weights
+        # every token is of the newest weights
+        assert row["agreement/max_of_age_1"] == row["agreement/max"]
     assert sum(row["engine/dead"] for row in rows) == 1
     assert {row["engine/serving"] for row in rows} >= {1.0, 2.0}
     assert any("is dead" in line and "the server ended with -9" in line for line in lines)
@@ -65,12 +76,20 @@ def test_a_run_goes_on_though_a_server_is_killed(tmp_path: Path) -> None:
     assert run.traces.left() == []
 
 
-def test_a_server_that_hangs_in_a_weight_sync_costs_what_the_black_box_waits_for(tmp_path: Path) -> None:
-    """All of its processes are stopped once a rank sends, which would wait for faults.requests.collective_s. The server
-    is named and killed, the sync is made by the same call, and the run goes on with the other."""
+def test_a_server_that_hangs_in_a_weight_sync_costs_what_the_black_box_waits_for(
+    tmp_path: Path,
+) -> None:
+    """All of its processes are stopped once a rank sends, which would wait for
+    faults.requests.collective_s. The server is named and killed, the sync is made by the same call,
+    and the run goes on with the other."""
     run = Run(
         tmp_path,
-        *("parallel.tensor=2", "rollout.engines=2", "sglang.sync=distributed", f"sglang.agreement_limit={LIMIT}"),
+        *(
+            "parallel.tensor=2",
+            "rollout.engines=2",
+            "sglang.sync=distributed",
+            f"sglang.agreement_limit={LIMIT}",
+        ),
         *("faults.hangs.end_run=true", "faults.hangs.floor_s=5", "faults.run.attempts=0"),
         **{"run.steps": 8},
     )
@@ -81,15 +100,21 @@ def test_a_server_that_hangs_in_a_weight_sync_costs_what_the_black_box_waits_for
             if is_step(line, 4):
                 assert run.traces.look() == 2
                 marked = list(run.traces._marked())
-                (beats,) = (p.cmdline()[-1] for p in marked if "megatron_stare.hangs.watcher" in p.cmdline())
-                group = min(p.pid for p in marked if SERVE in p.cmdline() and os.getpgid(p.pid) == p.pid)
+                (beats,) = (
+                    p.cmdline()[-1] for p in marked if "megatron_stare.hangs.watcher" in p.cmdline()
+                )
+                group = min(
+                    p.pid for p in marked if SERVE in p.cmdline() and os.getpgid(p.pid) == p.pid
+                )
                 sender = beat_file(Path(beats), "trainer rank 0")
                 while (beat := read_beat(sender)) is None or beat.phase != "send_weights":
                     pass
                 os.killpg(group, signal.SIGSTOP)
         assert run.process.wait() == 0, run.errors()
         screen = run.errors()
-        assert re.search(r"waits for the server of rollout engine \d.*which are\s+stopped", screen, re.DOTALL), screen
+        assert re.search(
+            r"waits for the server of rollout engine \d.*which are\s+stopped", screen, re.DOTALL
+        ), screen
         assert re.search(r"trainer rank 0 .* send_weights, ", screen), screen
         assert "faults.hangs.end_run: killing server of rollout engine" in screen
     finally:
@@ -104,10 +129,18 @@ def test_a_server_that_hangs_in_a_weight_sync_costs_what_the_black_box_waits_for
     assert run.traces.left() == []
 
 
-def test_a_run_that_is_told_to_end_while_its_servers_have_left_the_device_saves_and_goes_on(tmp_path: Path) -> None:
-    """SIGTERM while ranks compute, the servers' memory released: the step is finished, which takes the servers back,
-    saved, and nothing stays. Resumed, both servers hold the weights that were saved."""
-    colocated = ("parallel.tensor=2", "rollout.engines=2", "sglang.sync=tensor", "sglang.colocated=true")
+def test_a_run_that_is_told_to_end_while_its_servers_have_left_the_device_saves_and_goes_on(
+    tmp_path: Path,
+) -> None:
+    """SIGTERM while ranks compute, the servers' memory released: the step is finished, which takes
+    the servers back, saved, and nothing stays. Resumed, both servers hold the weights that were
+    saved."""
+    colocated = (
+        "parallel.tensor=2",
+        "rollout.engines=2",
+        "sglang.sync=tensor",
+        "sglang.colocated=true",
+    )
     limit, settings = f"sglang.agreement_limit={LIMIT}", {"run.steps": 8, "run.checkpoint_every": 0}
     run = Run(tmp_path, *colocated, limit, **settings)
     try:
@@ -115,7 +148,9 @@ def test_a_run_that_is_told_to_end_while_its_servers_have_left_the_device_saves_
             if is_step(line, 2):
                 assert run.traces.look() == 2
                 marked = run.traces._marked()
-                (beats,) = (p.cmdline()[-1] for p in marked if "megatron_stare.hangs.watcher" in p.cmdline())
+                (beats,) = (
+                    p.cmdline()[-1] for p in marked if "megatron_stare.hangs.watcher" in p.cmdline()
+                )
                 rank = beat_file(Path(beats), "trainer rank 0")
                 while (beat := read_beat(rank)) is None or beat.phase != "compute_log_probs":
                     pass
@@ -126,7 +161,9 @@ def test_a_run_that_is_told_to_end_while_its_servers_have_left_the_device_saves_
         run.process.wait()
         run.log.close()
     said = (tmp_path / "stderr.log").read_text()
-    found = re.search(r"after step (\d) of 8; the last checkpoint is of step (\d); continue with", said)
+    found = re.search(
+        r"after step (\d) of 8; the last checkpoint is of step (\d); continue with", said
+    )
     assert found and found[1] == found[2] == "3", said
     assert run.traces.left() == []
     again = Run(tmp_path, *colocated, limit, "--resume", **settings | {"run.steps": 5})
@@ -161,14 +198,19 @@ def stopped(folder: Path, *overrides: str) -> str:
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr.split("its last words")[0]
     assert not (folder / "run").exists()
-    assert [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or ())] == []
+    assert [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if str(folder) in " ".join(p.info["cmdline"] or ())
+    ] == []
     return done.stderr
 
 
 def test_a_port_that_somebody_else_takes_is_named(tmp_path: Path) -> None:
     """After it was found free, as the server was still starting."""
     taken = (
-        "s = socket.create_server(('127.0.0.1', int(sys.argv[sys.argv.index('--port') + 1]))); s.set_inheritable(True)"
+        "s = socket.create_server(('127.0.0.1', int(sys.argv[sys.argv.index('--port') + 1])));"
+        " s.set_inheritable(True)"
     )
     said = stopped(tmp_path, model(), faulty(tmp_path, taken))
     assert "the server ended with" in said and "address already in use" in said.lower()

@@ -1,4 +1,5 @@
-"""Signals to real runs: what they say they leave, what they leave, and that what they say to type next works."""
+"""Signals to real runs: what they say they leave, what they leave, and that what they say to type
+next works."""
 
 from __future__ import annotations
 
@@ -33,7 +34,12 @@ class Run:
     """A run in a process of its own, which takes signals as one started in a terminal does."""
 
     def __init__(
-        self, arguments: list[str], folder: Path, ignored: tuple[int, ...] = (), *, apart: bool = False
+        self,
+        arguments: list[str],
+        folder: Path,
+        ignored: tuple[int, ...] = (),
+        *,
+        apart: bool = False,
     ) -> None:
         def dispositions() -> None:  # those of pytest would be inherited
             if apart:  # a group of its own, as a shell gives to what it starts
@@ -54,7 +60,9 @@ class Run:
 
     def step(self, number: int) -> None:
         """Waits for the line of the step."""
-        assert any(re.match(rf"\s*step\s+{number}/", line) for line in self.process.stdout), self.process.stderr.read()
+        assert any(re.match(rf"\s*step\s+{number}/", line) for line in self.process.stdout), (
+            self.process.stderr.read()
+        )
 
     def until(self, text: str) -> list[str]:
         """Waits for a line of errors with the text; the lines up to it."""
@@ -74,10 +82,12 @@ class Run:
                 raise AssertionError(self.process.stderr.read())
 
     def end(self, code: int) -> str:
-        """Reads what the run still says on stderr. It must end with the code, and nothing of it may stay."""
+        """Reads what the run still says on stderr. It must end with the code, and nothing of it may
+        stay."""
         self.traces.look()
         self.process.stdout.read()
-        said = self.process.stderr.read()  # not communicate(), which knows nothing of what `until` has read ahead
+        # not communicate(), which knows nothing of what `until` has read ahead
+        said = self.process.stderr.read()
         assert self.process.wait() == code, said
         assert "Traceback" not in said
         assert self.traces.left() == []
@@ -113,14 +123,18 @@ def to_type(said: str) -> list[str]:
 
 
 @pytest.mark.wide
-def test_sigterm_after_a_checkpoint_says_how_to_continue_and_that_continues(start, tmp_path: Path) -> None:
+def test_sigterm_after_a_checkpoint_says_how_to_continue_and_that_continues(
+    start, tmp_path: Path
+) -> None:
     settings = INLINE | {"run.steps": 6, "run.checkpoint_every": 2}
     quoted = "run.dir=a run's dir"
     run = start(command(model(), quoted, **settings))
     run.step(3)  # the checkpoint of step 2 is complete
     run.process.send_signal(signal.SIGTERM)
     said = run.end(128 + signal.SIGTERM)
-    found = re.search(r"interrupted \(SIGTERM\) after step (\d) of 6; the last checkpoint is of step (\d)", said)
+    found = re.search(
+        r"interrupted \(SIGTERM\) after step (\d) of 6; the last checkpoint is of step (\d)", said
+    )
     assert found, said
     step, checkpoint = map(int, found.groups())
     assert step == len(metrics(tmp_path / "a run's dir"))
@@ -134,16 +148,23 @@ def test_sigterm_after_a_checkpoint_says_how_to_continue_and_that_continues(star
 
 
 @pytest.mark.wide
-def test_ctrl_c_saves_the_last_step_and_an_ignored_signal_stays_ignored(start, tmp_path: Path) -> None:
-    arguments = command(model(), "run.dir=run", **INLINE | {"run.steps": 50, "run.checkpoint_every": 0})
+def test_ctrl_c_saves_the_last_step_and_an_ignored_signal_stays_ignored(
+    start, tmp_path: Path
+) -> None:
+    arguments = command(
+        model(), "run.dir=run", **INLINE | {"run.steps": 50, "run.checkpoint_every": 0}
+    )
     run = start(arguments, ignored=(signal.SIGTERM,))
     run.step(1)
-    assert watched_as(psutil.Process(run.process.pid))["supervised"] is False  # nobody would start it again
+    # nobody would start it again
+    assert watched_as(psutil.Process(run.process.pid))["supervised"] is False
     run.process.send_signal(signal.SIGTERM)  # as of a shell that a program under nohup has outlived
     run.step(3)
     run.process.send_signal(signal.SIGINT)
     said = run.end(128 + signal.SIGINT)
-    found = re.search(r"interrupted \(SIGINT\) after step (\d+) of 50; the last checkpoint is of step (\d+)", said)
+    found = re.search(
+        r"interrupted \(SIGINT\) after step (\d+) of 50; the last checkpoint is of step (\d+)", said
+    )
     assert found and found[1] == found[2] and "SIGTERM" not in said, said
     again = to_type(said)
     assert again[-1] == "--resume" and again.count("run.dir=run") == 1
@@ -166,11 +187,15 @@ def test_a_scheduler_s_second_signal_while_ray_is_closed_leaves_nothing(start) -
     run.process.send_signal(signal.SIGTERM)
     run.until("SIGTERM: already closing")
     said = run.end(128 + signal.SIGINT)
-    assert re.search(r"interrupted \(SIGINT\) after step (\d+) of 50; the last checkpoint is of step \1;", said), said
+    assert re.search(
+        r"interrupted \(SIGINT\) after step (\d+) of 50; the last checkpoint is of step \1;", said
+    ), said
 
 
 @pytest.mark.wide
-def test_a_second_ctrl_c_ends_a_run_on_ray_at_once_and_leaves_nothing(start, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_ends_a_run_on_ray_at_once_and_leaves_nothing(
+    start, tmp_path: Path
+) -> None:
     run = start(command(model(), "run.dir=run", **{"run.steps": 50, "eval.prompts": 0}))
     run.child("ray::Actor")
     run.traces.look()
@@ -182,7 +207,8 @@ def test_a_second_ctrl_c_ends_a_run_on_ray_at_once_and_leaves_nothing(start, tmp
     said = run.end(128 + signal.SIGINT)
     assert said.splitlines()[0] == signal_anywhere.AT_ONCE
     begun = "after step 0 of 50; there is no checkpoint yet, so it begins again" in said
-    assert begun or "before the run began; start it with" in said  # the directory was discarded in these 0.5 s
+    # the directory was discarded in these 0.5 s
+    assert begun or "before the run began; start it with" in said
     assert begun == (tmp_path / "run").exists()
     again = to_type(said)
     again[again.index("run.steps=50")] = "run.steps=1"
@@ -193,15 +219,21 @@ def test_a_second_ctrl_c_ends_a_run_on_ray_at_once_and_leaves_nothing(start, tmp
 
 @pytest.mark.wide
 def test_a_signal_to_the_whole_group_saves_the_last_step_too(start, tmp_path: Path) -> None:
-    """The process gets the signal and then its group, as from `timeout`. In that group Ray's processes would end before
-    they saved."""
+    """The process gets the signal and then its group, as from `timeout`. In that group Ray's
+    processes would end before they saved."""
     settings = {"run.steps": 50, "eval.prompts": 0, "run.checkpoint_every": 0}
     run = start(command(model(), "run.dir=run", **settings), apart=True)
     run.step(2)
     started = psutil.Process(run.process.pid).children(recursive=True)
-    groups = {child.name(): os.getpgid(child.pid) for child in started if child.name() in ("raylet", "gcs_server")}
+    groups = {
+        child.name(): os.getpgid(child.pid)
+        for child in started
+        if child.name() in ("raylet", "gcs_server")
+    }
     assert (
-        len(groups) == 2 and run.process.pid not in groups.values() and os.getpgid(run.process.pid) == run.process.pid
+        len(groups) == 2
+        and run.process.pid not in groups.values()
+        and os.getpgid(run.process.pid) == run.process.pid
     )
     run.process.send_signal(signal.SIGTERM)
     run.until("SIGTERM: ")
@@ -215,13 +247,23 @@ def test_a_signal_to_the_whole_group_saves_the_last_step_too(start, tmp_path: Pa
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGUSR1, TO_BE_CONTINUED)]
 )
-def test_two_ranks_of_ray_save_before_they_are_closed(start, tmp_path: Path, number: int, code: int) -> None:
-    run = start(command(model(), "run.dir=run", **{"run.steps": 50, "eval.prompts": 0, "run.checkpoint_every": 0}))
+def test_two_ranks_of_ray_save_before_they_are_closed(
+    start, tmp_path: Path, number: int, code: int
+) -> None:
+    run = start(
+        command(
+            model(),
+            "run.dir=run",
+            **{"run.steps": 50, "eval.prompts": 0, "run.checkpoint_every": 0},
+        )
+    )
     run.step(2)
     run.traces.look()
     run.process.send_signal(number)
     said = run.end(code)
-    found = re.search(r"after step (\d+) of 50; the last checkpoint is of step (\d+); continue with", said)
+    found = re.search(
+        r"after step (\d+) of 50; the last checkpoint is of step (\d+); continue with", said
+    )
     assert found and found[1] == found[2], said
     assert int(found[1]) == len(metrics(tmp_path / "run"))
     again = [*to_type(said), "--stop-after", "1h"]
@@ -245,10 +287,12 @@ def test_a_signal_while_ray_starts_leaves_nothing(start, tmp_path: Path, point: 
 
 
 def test_a_signal_before_the_run_has_a_directory(start, tmp_path: Path) -> None:
-    """The configuration is a pipe that nobody writes to, so the run stands at its very first line."""
+    """The configuration is a pipe that nobody writes to, so the run stands at its very first
+    line."""
     os.mkfifo(tmp_path / "config.yaml")
     run = start(command("algorithm=grpo", config="config.yaml"))
-    with (tmp_path / "config.yaml").open("w") as pipe:  # returns when the run has opened the other end
+    # returns when the run has opened the other end
+    with (tmp_path / "config.yaml").open("w") as pipe:
         run.process.send_signal(signal.SIGINT)
         run.until("SIGINT: closing")
         pipe.write((ROOT / "configs/quickstart.yaml").read_text())
@@ -260,9 +304,16 @@ def test_a_signal_before_the_run_has_a_directory(start, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_signal_at_any_time_is_answered_in_two_lines(tmp_path: Path) -> None:
-    """Six of the moments of benchmarks/signal_anywhere.py, of which some are before the first step."""
+    """Six of the moments of benchmarks/signal_anywhere.py, of which some are before the first
+    step."""
     done = subprocess.run(
-        [sys.executable, str(BENCHMARK), "--seeds=6", "--first-seed=4", f"--out={tmp_path / 'signals.json'}"],
+        [
+            sys.executable,
+            str(BENCHMARK),
+            "--seeds=6",
+            "--first-seed=4",
+            f"--out={tmp_path / 'signals.json'}",
+        ],
         env=environment(),
         capture_output=True,
         text=True,
@@ -278,12 +329,16 @@ SAVED = """SIGINT: the run is saved and closed after the update under way
 interrupted (SIGINT) after step 3 of 50; the last checkpoint is of step 3; continue with
   megatron-stare train configs/quickstart.yaml run.dir=RUN --resume
 """
-LOST = SAVED.replace("the last checkpoint is of step 3", "there is no checkpoint yet, so it begins again")
+LOST = SAVED.replace(
+    "the last checkpoint is of step 3", "there is no checkpoint yet, so it begins again"
+)
 BEGUN = "after step 3 of 50; the last checkpoint is of step 3; continue"
 EARLY = SAVED.replace(BEGUN, "before the run began; start it")
 AT_ONCE = LOST.replace("way\n", f"way\n{signal_anywhere.AT_ONCE}\n")
 ALREADY = SAVED.replace("way\n", "way\nSIGTERM: already closing; Ctrl-C ends at once\n")
-HURRIED = SAVED.replace("INT", "TERM").replace("SIGTERM: the", "SIGUSR1: after its step\nSIGTERM: the", 1)
+HURRIED = SAVED.replace("INT", "TERM").replace(
+    "SIGTERM: the", "SIGUSR1: after its step\nSIGTERM: the", 1
+)
 
 
 @pytest.mark.parametrize(
@@ -312,5 +367,7 @@ HURRIED = SAVED.replace("INT", "TERM").replace("SIGTERM: the", "SIGUSR1: after i
         ([signal.SIGUSR1, signal.SIGTERM], 75, HURRIED, False),
     ],
 )
-def test_what_the_benchmark_takes_for_in_order(numbers: list[int], code: int, said: str, well: bool) -> None:
+def test_what_the_benchmark_takes_for_in_order(
+    numbers: list[int], code: int, said: str, well: bool
+) -> None:
     assert signal_anywhere.in_order(numbers, code, said) is well

@@ -1,5 +1,5 @@
-"""Whole runs on two nodes that share neither address, host name, /dev/shm nor /tmp, each with a real SGLang server: ten
-steps of each way of syncing, and what is bound where.
+"""Whole runs on two nodes that share neither address, host name, /dev/shm nor /tmp, each with a
+real SGLang server: ten steps of each way of syncing, and what is bound where.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ pytestmark = [
 ]
 LIMIT = 1e-4  # nats, float32
 STEPS = 10
-APART, SHARED = (2, 1), (1, 1)  # GPUs of the nodes: a rank and a server, and a server; or a rank and a server on each
+# GPUs of the nodes: a rank and a server, and a server; or a rank and a server on each
+APART, SHARED = (2, 1), (1, 1)
 SMALL = {"run.steps": STEPS, "batch.prompts": 4, "batch.samples_per_prompt": 4, "eval.prompts": 0}
 
 
@@ -80,13 +81,23 @@ except urllib.error.HTTPError as error:
 
 def answers_without_key(asking: Node, asked: Node) -> list[str]:
     """Statuses that servers of a node answer to another node that has no key."""
-    found = (line.split()[3].rpartition(":") for line in asked.run("ss", "-Hltnp").splitlines() if '"python"' in line)
-    ports = [int(port) for address, _, port in found if address == asked.address and int(port) in PORTS]
-    return [asking.run(sys.executable, "-c", ASK, f"http://{asked.address}:{p}/model_info").strip() for p in ports]
+    found = (
+        line.split()[3].rpartition(":")
+        for line in asked.run("ss", "-Hltnp").splitlines()
+        if '"python"' in line
+    )
+    ports = [
+        int(port) for address, _, port in found if address == asked.address and int(port) in PORTS
+    ]
+    return [
+        asking.run(sys.executable, "-c", ASK, f"http://{asked.address}:{p}/model_info").strip()
+        for p in ports
+    ]
 
 
 def cluster_environment() -> dict[str, str]:
-    """Environment of both nodes, without the interfaces: the product says which ones are spoken over."""
+    """Environment of both nodes, without the interfaces: the product says which ones are spoken
+    over."""
     return {name: value for name, value in environment().items() if name not in INTERFACES}
 
 
@@ -100,7 +111,10 @@ def ten_steps(gpus: tuple[int, int], *overrides: str) -> None:
             for line in run.lines():
                 if re.match(r"\s*step\s+2/", line):
                     seen = [listening(node) for node in nodes]
-                    told = answers_without_key(nodes[1], nodes[0]), answers_without_key(nodes[0], nodes[1])
+                    told = (
+                        answers_without_key(nodes[1], nodes[0]),
+                        answers_without_key(nodes[0], nodes[1]),
+                    )
             assert run.process.wait() == 0, run.errors()
         finally:
             run.process.kill()
@@ -124,7 +138,8 @@ def test_servers_on_both_nodes_follow_a_trainer_on_one(sync: str) -> None:
 
 
 def test_servers_on_the_trainers_devices_open_memory_of_their_own_node() -> None:
-    """A rank and a server on each node: handles of one node's shared memory are of no use on the other."""
+    """A rank and a server on each node: handles of one node's shared memory are of no use on the
+    other."""
     ten_steps(SHARED, "parallel.data=2", "sglang.sync=tensor", "sglang.colocated=true")
 
 
@@ -132,10 +147,12 @@ def test_what_one_node_alone_has_is_refused_before_a_server_is_started() -> None
     """The loopback of a node, and a folder of its own /tmp: with the nodes' names, and exit 2."""
     asked = {
         "sglang.host=127.0.0.1 sglang.sync=distributed": (
-            "1 of 2 servers cannot be reached by ranks that send to them: rank 0 on node0 does not reach server 1 on "
-            "node1 at 127.0.0.1:"
+            "1 of 2 servers cannot be reached by ranks that send to them: rank 0 on node0 does not"
+            " reach server 1 on node1 at 127.0.0.1:"
         ),
-        "sglang.host=10.77.0.1 sglang.sync=distributed": "node1 has no address 10.77.0.1 to listen on",
+        "sglang.host=10.77.0.1 sglang.sync=distributed": (
+            "node1 has no address 10.77.0.1 to listen on"
+        ),
         "sglang.sync=disk sglang.sync_folder=/tmp/own": "as server 1 on node1",
         "sglang.sync=disk runtime.interface=eth99": "has no network interface 'eth99'",
     }

@@ -1,6 +1,8 @@
-"""Runs of a release before formats are continued as by that release, whose code runs here beside today's.
+"""Runs of a release before formats are continued as by that release, whose code runs here beside
+today's.
 
-What it had recorded stays, to the bit; what is added differs by rounding alone: sums are made in another order since.
+What it had recorded stays, to the bit; what is added differs by rounding alone: sums are made in
+another order since.
 """
 
 from __future__ import annotations
@@ -39,11 +41,14 @@ NEW_SINCE = {"update/empty"}  # among others
 
 
 def alike(new: Any, old: Any, exact: bool) -> bool:
-    """Checks that each number of `old` is in `new`, to rounding or to the bit; whole numbers and words are equal."""
+    """Checks that each number of `old` is in `new`, to rounding or to the bit; whole numbers and
+    words are equal."""
     if isinstance(old, dict):
         return all(key in new and alike(new[key], old[key], exact) for key in old)
     if isinstance(old, list):
-        return len(new) == len(old) and all(alike(one, other, exact) for one, other in zip(new, old, strict=True))
+        return len(new) == len(old) and all(
+            alike(one, other, exact) for one, other in zip(new, old, strict=True)
+        )
     if exact or not isinstance(old, float):
         return bool(new == old)
     return bool(new == pytest.approx(old, rel=1e-3, abs=1e-5))
@@ -57,14 +62,18 @@ def records(file: Path) -> list[dict]:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that a run of four steps was made in, `run`, by the code of that commit, `old`."""
     home = tmp_path_factory.mktemp("home")
-    packed = subprocess.run(["git", "archive", BEFORE], cwd=ROOT, capture_output=True, check=True).stdout
+    packed = subprocess.run(
+        ["git", "archive", BEFORE], cwd=ROOT, capture_output=True, check=True
+    ).stdout
     with tarfile.open(fileobj=BytesIO(packed)) as archive:
         archive.extractall(home / "old", filter="data")
     (home / "assets").symlink_to(home / "old/assets")
     environment = {**os.environ, "PYTHONPATH": str(home / "old")}
     _, *arguments = command("run.dir=run", config=home / "old/configs/quickstart.yaml", **ALONE)
     python = python_of(newer=False)  # that commit knows no other megatron-core
-    done = subprocess.run([python, *arguments], cwd=home, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [python, *arguments], cwd=home, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return home
 
@@ -84,7 +93,9 @@ def test_a_run_without_a_format_is_continued_to_the_same_end(home: Path, cut: Pa
     assert "format" not in recorded and recorded["model"]["path"] == "assets/tiny-adder"
     assert "format" not in json.loads((cut / "checkpoints/step_000002/run_state.json").read_text())
     config = home / "old/configs/quickstart.yaml"
-    arguments = command("run.dir=cut", "performance.share_prompts=false", "--resume", config=config, **ALONE)
+    arguments = command(
+        "run.dir=cut", "performance.share_prompts=false", "--resume", config=config, **ALONE
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(arguments, cwd=home, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -102,9 +113,12 @@ def test_a_run_without_a_format_is_continued_to_the_same_end(home: Path, cut: Pa
     weights, expected = (load_file(run / "hf/model.safetensors") for run in (cut, home / "run"))
     assert weights.keys() == expected.keys()
     for name in expected:
-        torch.testing.assert_close(weights[name], expected[name], rtol=0, atol=1e-5)  # of some 5e-4 that a step moves
+        # of some 5e-4 that a step moves
+        torch.testing.assert_close(weights[name], expected[name], rtol=0, atol=1e-5)
     assert yaml.safe_load((cut / "config.yaml").read_text())["format"] == FORMAT
-    assert json.loads((cut / "checkpoints/step_000004/run_state.json").read_text())["format"] == FORMAT
+    assert (
+        json.loads((cut / "checkpoints/step_000004/run_state.json").read_text())["format"] == FORMAT
+    )
     assert "paired, 16 problems" in done.stdout
 
 
@@ -114,7 +128,9 @@ def test_the_run_converts_from_any_folder(
     """The model was recorded relative to the folder that the run began in, below which it lies."""
     monkeypatch.chdir(tmp_path)
     assert main(["convert", str(home / "run"), "converted", "--check"]) == 0
-    converted, exported = (load_file(folder / "model.safetensors") for folder in (Path("converted"), home / "run/hf"))
+    converted, exported = (
+        load_file(folder / "model.safetensors") for folder in (Path("converted"), home / "run/hf")
+    )
     assert all(torch.equal(converted[name], exported[name]) for name in exported)
     assert Path("converted/tokenizer.json").exists()
     shutil.copytree(home / "run", "moved")  # from where the model cannot be seen
@@ -126,7 +142,9 @@ def test_a_newer_checkpoint_is_refused_and_left(home: Path, cut: Path) -> None:
     file = cut / "checkpoints/step_000002/run_state.json"
     file.write_text(json.dumps({"format": FORMAT + 1}))
     left = {path: path.read_bytes() for path in cut.rglob("*") if path.is_file()}
-    done = train("run.dir=cut", "--resume", cwd=home, config=home / "old/configs/quickstart.yaml", **ALONE)
+    done = train(
+        "run.dir=cut", "--resume", cwd=home, config=home / "old/configs/quickstart.yaml", **ALONE
+    )
     assert done.returncode == 2
     assert f"run_state.json: written in format {FORMAT + 1} by a newer release" in done.stderr
     assert "Traceback" not in done.stderr

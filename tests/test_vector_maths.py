@@ -1,4 +1,5 @@
-"""MKL's kernels are settled before anything else computes, in every kind of process; support/probe notes what did."""
+"""MKL's kernels are settled before anything else computes, in every kind of process; support/probe
+notes what did."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ PROBE = str(ROOT / "tests/support/probe")
 
 def probed(folder: Path, inherited: dict[str, str]) -> dict[str, str]:
     """An environment in which every Python process reports to the folder."""
-    return {**inherited, "FIRST_MATHS": str(folder), "PYTHONPATH": f"{PROBE}:{inherited.get('PYTHONPATH', '')}"}
+    return {
+        **inherited,
+        "FIRST_MATHS": str(folder),
+        "PYTHONPATH": f"{PROBE}:{inherited.get('PYTHONPATH', '')}",
+    }
 
 
 def reports(folder: Path) -> list[dict[str, Any]]:
@@ -32,28 +37,40 @@ def reports(folder: Path) -> list[dict[str, Any]]:
 
 
 def kinds(found: list[dict[str, Any]], *files: str) -> list[str]:
-    """Picks the files in which a process computed; settle() must have been the first to compute in every process."""
+    """Picks the files in which a process computed; settle() must have been the first to compute in
+    every process."""
     for report in found:
         assert "settle" in report["functions"] and report["elements"] == 1, report
-    return [name for name in files if any(path.endswith(name) for report in found for path in report["files"])]
+    return [
+        name
+        for name in files
+        if any(path.endswith(name) for report in found for path in report["files"])
+    ]
 
 
 def test_every_function_that_torch_hands_to_mkl_is_called() -> None:
     header = Path(torch.__file__).parent / "include/ATen/cpu/vml.h"
-    assert set(FUNCTIONS) == set(re.findall(r"^IMPLEMENT_VML_MKL\((\w+),", header.read_text(), re.MULTILINE))
+    assert set(FUNCTIONS) == set(
+        re.findall(r"^IMPLEMENT_VML_MKL\((\w+),", header.read_text(), re.MULTILINE)
+    )
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("package", PACKAGES)
 def test_importing_a_package_that_computes_settles_first(package: str, tmp_path: Path) -> None:
-    script = f"import megatron_stare.{package}, torch; torch.set_num_threads(2); torch.rand(100_000).cos()"
+    script = (
+        f"import megatron_stare.{package}, torch; torch.set_num_threads(2);"
+        " torch.rand(100_000).cos()"
+    )
     subprocess.run([sys.executable, "-c", script], env=probed(tmp_path, environment()), check=True)
     assert kinds(reports(tmp_path), "<string>") == ["<string>"]
 
 
 @pytest.mark.wide
 @pytest.mark.distributed
-def test_a_run_settles_first_in_driver_trainer_and_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_settles_first_in_driver_trainer_and_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The engine has two threads, as in the quickstart."""
     for name, value in probed(tmp_path, dict(os.environ)).items():
         monkeypatch.setenv(name, value)
@@ -72,7 +89,14 @@ def test_a_run_settles_first_in_driver_trainer_and_engine(tmp_path: Path, monkey
 @pytest.mark.distributed
 def test_a_tool_settles_first_in_itself_and_its_ranks(tmp_path: Path) -> None:
     """Ranks are forked from a process that has settled, and inherit it."""
-    command = [sys.executable, str(ROOT / "tools/check_invariance.py"), "--tp", "2", "--algorithm", "grpo"]
+    command = [
+        sys.executable,
+        str(ROOT / "tools/check_invariance.py"),
+        "--tp",
+        "2",
+        "--algorithm",
+        "grpo",
+    ]
     subprocess.run(command, env=probed(tmp_path, environment()), check=True, cwd=tmp_path)
     found = reports(tmp_path)
     assert kinds(found, "megatron/trainer.py") == ["megatron/trainer.py"]
@@ -80,7 +104,8 @@ def test_a_tool_settles_first_in_itself_and_its_ranks(tmp_path: Path) -> None:
 
 
 def imported(file: Path) -> set[str]:
-    """Names of all modules that a script imports, what lies beside it with all that this imports among them."""
+    """Names of all modules that a script imports, what lies beside it with all that this imports
+    among them."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -94,7 +119,9 @@ def imported(file: Path) -> set[str]:
     return names
 
 
-SCRIPTS = [file for folder in ("tools", "benchmarks") for file in sorted((ROOT / folder).glob("*.py"))]
+SCRIPTS = [
+    file for folder in ("tools", "benchmarks") for file in sorted((ROOT / folder).glob("*.py"))
+]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda file: file.name)
@@ -132,7 +159,11 @@ torch.rand(100_000).cos()
 def test_sglang_settles_when_it_loads_the_plug_in(entry: str, tmp_path: Path) -> None:
     """Also in servers that somebody else starts."""
     path = {"PYTHONPATH": str(ROOT)}
-    subprocess.run([servers.PYTHON, "-c", SERVER_SIDE, entry], env=probed(tmp_path, {**os.environ, **path}), check=True)
+    subprocess.run(
+        [servers.PYTHON, "-c", SERVER_SIDE, entry],
+        env=probed(tmp_path, {**os.environ, **path}),
+        check=True,
+    )
     assert kinds(reports(tmp_path), "<string>") == ["<string>"]
 
 
@@ -144,9 +175,12 @@ def test_a_server_settles_first_in_the_process_of_the_model(tmp_path: Path) -> N
     python = tmp_path / "python"
     (tmp_path / "reports").mkdir()
     python.write_text(
-        f'#!/bin/sh\nexport PYTHONPATH={PROBE}:{ROOT} FIRST_MATHS={tmp_path / "reports"}\nexec {servers.PYTHON} "$@"\n'
+        f"#!/bin/sh\nexport PYTHONPATH={PROBE}:{ROOT} FIRST_MATHS={tmp_path / 'reports'}\nexec"
+        f' {servers.PYTHON} "$@"\n'
     )
     python.chmod(0o755)
     with servers.running(python=str(python)) as engine:
         servers.sync(engine, 1, servers.weights())
-    assert kinds(reports(tmp_path / "reports"), "managers/scheduler.py") == ["managers/scheduler.py"]
+    assert kinds(reports(tmp_path / "reports"), "managers/scheduler.py") == [
+        "managers/scheduler.py"
+    ]

@@ -1,4 +1,5 @@
-"""A wheel has all that README names: installed, it works from any folder, with nothing of the repository in reach."""
+"""A wheel has all that README names: installed, it works from any folder, with nothing of the
+repository in reach."""
 
 from __future__ import annotations
 
@@ -14,7 +15,16 @@ import pytest
 import yaml
 from support.runs import ROOT
 
-SOURCES = ("megatron_stare", "configs", "assets", "tools", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = (
+    "megatron_stare",
+    "configs",
+    "assets",
+    "tools",
+    "setup.py",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+)
 HIDDEN = ("PYTHONPATH", "VIRTUAL_ENV", "MEGATRON_STARE_SGLANG_PYTHON")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in HIDDEN}
 
@@ -27,23 +37,47 @@ def python(*arguments: object, cwd: Path) -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of a new environment with the wheel, made from the sdist, and with the dependencies of this one."""
+    """The programs of a new environment with the wheel, made from the sdist, and with the
+    dependencies of this one."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
     for name in SOURCES:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
-    python("-c", "from setuptools import build_meta; build_meta.build_sdist('../sdist')", cwd=source)
+    python(
+        "-c", "from setuptools import build_meta; build_meta.build_sdist('../sdist')", cwd=source
+    )
     (sdist,) = (folder / "sdist").iterdir()
     shutil.unpack_archive(sdist, folder / "unpacked")
     (unpacked,) = (folder / "unpacked").iterdir()
-    python("-m", "pip", "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", folder, unpacked, cwd=folder)
+    python(
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-index",
+        "--no-build-isolation",
+        "-w",
+        folder,
+        unpacked,
+        cwd=folder,
+    )
     (wheel,) = folder.glob("*.whl")
     environment = folder / "environment"
     venv.create(environment, symlinks=True)
     programs = environment / "bin"
-    python("-m", "pip", "--python", programs / "python", "install", "--no-deps", "--no-index", wheel, cwd=folder)
+    python(
+        "-m",
+        "pip",
+        "--python",
+        programs / "python",
+        "install",
+        "--no-deps",
+        "--no-index",
+        wheel,
+        cwd=folder,
+    )
     (site,) = environment.glob("lib/python*/site-packages")
     # a folder that is named in a .pth file has its own .pth files, and so this repository, left out
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -56,9 +90,16 @@ def run(program: Path, *arguments: object, cwd: Path) -> subprocess.CompletedPro
 
 
 @pytest.mark.wide
-def test_the_quickstart_s_configuration_and_model_are_found(installed: Path, tmp_path: Path) -> None:
+def test_the_quickstart_s_configuration_and_model_are_found(
+    installed: Path, tmp_path: Path
+) -> None:
     done = run(
-        installed / "megatron-stare", "train", "configs/quickstart.yaml", "--dry-run", "run.seed=7", cwd=tmp_path
+        installed / "megatron-stare",
+        "train",
+        "configs/quickstart.yaml",
+        "--dry-run",
+        "run.seed=7",
+        cwd=tmp_path,
     )
     assert (done.returncode, done.stderr) == (0, "")
     resolved = yaml.safe_load(done.stdout)
@@ -72,7 +113,12 @@ def test_a_tool_runs(installed: Path, tmp_path: Path) -> None:
     done = run(installed / "megatron-stare", "tool", "check_vectors", vectors, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "groups passed" in done.stdout
-    assert run(installed / "megatron-stare", "tool", "check_vectors", tmp_path / "none", cwd=tmp_path).returncode == 2
+    assert (
+        run(
+            installed / "megatron-stare", "tool", "check_vectors", tmp_path / "none", cwd=tmp_path
+        ).returncode
+        == 2
+    )
 
 
 def test_a_report_is_made(installed: Path, tmp_path: Path) -> None:
@@ -87,8 +133,18 @@ def test_a_report_is_made(installed: Path, tmp_path: Path) -> None:
 
 def test_sglang_s_environment_is_asked_for_and_not_guessed(installed: Path, tmp_path: Path) -> None:
     override = "rollout.engine=sglang"
-    done = run(installed / "megatron-stare", "train", "configs/quickstart.yaml", override, "--dry-run", cwd=tmp_path)
+    done = run(
+        installed / "megatron-stare",
+        "train",
+        "configs/quickstart.yaml",
+        override,
+        "--dry-run",
+        cwd=tmp_path,
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("error: sglang.python: where SGLang is installed is not known")
-    assert "fix: name the Python of SGLang's environment here or in MEGATRON_STARE_SGLANG_PYTHON" in done.stderr
+    assert (
+        "fix: name the Python of SGLang's environment here or in MEGATRON_STARE_SGLANG_PYTHON"
+        in done.stderr
+    )
     assert str(installed.parent) not in done.stderr

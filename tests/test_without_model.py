@@ -1,4 +1,5 @@
-"""Recipes are planned and rehearsed where no model, tokenizer, data or server is, and say what was not checked."""
+"""Recipes are planned and rehearsed where no model, tokenizer, data or server is, and say what was
+not checked."""
 
 from __future__ import annotations
 
@@ -26,12 +27,15 @@ NO_SERVERS = "sglang.python=/nowhere/python"
 def laptop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("CUDA_VISIBLE_DEVICES", "TORCHDYNAMO_DISABLE"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))  # a plan sets them for its process, which here goes on
+        # a plan sets them for its process, which here goes on
+        monkeypatch.setenv(name, os.environ.get(name, ""))
 
 
 def unchecked(text: str) -> list[str]:
     mark = "not checked: "
-    return [line.removeprefix("# ").removeprefix(mark) for line in text.splitlines() if mark in line]
+    return [
+        line.removeprefix("# ").removeprefix(mark) for line in text.splitlines() if mark in line
+    ]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -61,7 +65,12 @@ def test_a_dry_run_answers_and_lists_what_it_left_out(capsys: pytest.CaptureFixt
 
 
 def test_the_script_answers_too() -> None:
-    environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "DRY_RUN": "1", "SGLANG_PYTHON": "/nowhere"}
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PYTHON": sys.executable,
+        "DRY_RUN": "1",
+        "SGLANG_PYTHON": "/nowhere",
+    }
     script = ["bash", str(ROOT / "scripts/run_recipe.sh"), "long_cot_r1_distill_1.5b"]
     done = subprocess.run(script, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -98,7 +107,9 @@ def unchecked_with_mark(text: str) -> list[str]:
         ("model.path=.", "cannot read the model's config.json"),
     ],
 )
-def test_all_else_is_checked_still(capsys: pytest.CaptureFixture[str], override: str, said: str) -> None:
+def test_all_else_is_checked_still(
+    capsys: pytest.CaptureFixture[str], override: str, said: str
+) -> None:
     assert said in refused(capsys, NO_SERVERS, override, "--dry-run")
 
 
@@ -118,7 +129,10 @@ def test_a_run_needs_its_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("folder", "shipped"),
-    [("models/DeepSeek-V3", "deepseek-v3"), ("DeepSeek-R1-Distill-Qwen-1.5B", "r1-distill-qwen-1.5b")],
+    [
+        ("models/DeepSeek-V3", "deepseek-v3"),
+        ("DeepSeek-R1-Distill-Qwen-1.5B", "r1-distill-qwen-1.5b"),
+    ],
 )
 def test_a_shape_ships_with_its_makers_name_or_without(folder: str, shipped: str) -> None:
     assert published_shape(folder) == read_shape(ROOT / "assets/architectures" / shipped)

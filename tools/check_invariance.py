@@ -1,4 +1,5 @@
-"""Checks that a layout trains as one process does: one step on a fixed batch, in the layout and on one rank.
+"""Checks that a layout trains as one process does: one step on a fixed batch, in the layout and on
+one rank.
 
     python tools/check_invariance.py --world 4 --tp 2 --pp 2 --micro-batch-tokens 64 --algorithm stare
     python tools/check_invariance.py --cp 2 --tp 2 --algorithm gspo --off-policy 0.5
@@ -8,8 +9,8 @@ Exits 1 unless
 - given equal log-probs and entropies, the selected tokens are identical bit for bit;
 - end to end they are identical, but for tokens within 1e-5 of a threshold, which are listed;
 - loss, gradient norm and every tensor's gradient agree within 1e-5 relative (float32);
-- the weights after a step of SGD agree within 1e-5 of what the step moves them, and the rounding of the sum.
-Exits 2 for a layout that does not exist or is not supported.
+- the weights after a step of SGD agree within 1e-5 of what the step moves them, and the rounding of
+the sum. Exits 2 for a layout that does not exist or is not supported.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
         if args.all:
-            rows, faults = table(folder, args.layouts or tuple(LAYOUTS), args.methods or tuple(ALGORITHMS))
+            rows, faults = table(
+                folder, args.layouts or tuple(LAYOUTS), args.methods or tuple(ALGORITHMS)
+            )
             if args.out is not None:
                 write(rows, args.out)
         else:
@@ -65,42 +68,72 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--world", type=int, help="ranks; default tp x pp x dp")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
     parser.add_argument("--vpp", type=int, default=1, help="model chunks a stage")
     parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks")
     parser.add_argument("--sp", action="store_true", help="sequence parallelism")
-    parser.add_argument("--padded", action="store_true", help="padded instead of packed micro-batches")
+    parser.add_argument(
+        "--padded", action="store_true", help="padded instead of packed micro-batches"
+    )
     parser.add_argument("--micro-batch-tokens", type=int, default=64)
     parser.add_argument("--algorithm", default="stare", help="method, with its default settings")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the method")
-    parser.add_argument("--seed", type=int, default=1, help="of the batch")
-    parser.add_argument("--off-policy", type=float, default=0.0, help="spread of ln(p / p_old); 0: on-policy")
-    parser.add_argument("--lr", type=float, help="of the step of SGD; default 1")
-    parser.add_argument("--trainer", metavar="CLASS", help="class that is checked; default: the project's own")
     parser.add_argument(
-        "--all", action="store_true", help="every method in every layout; the other options have no say"
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the method"
     )
-    parser.add_argument("--layouts", nargs="*", metavar="NAME", help="with --all: those of the table that are checked")
-    parser.add_argument("--methods", nargs="*", metavar="NAME", help="with --all: those of the table that are checked")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="with --all: where the table of errors goes")
+    parser.add_argument("--seed", type=int, default=1, help="of the batch")
+    parser.add_argument(
+        "--off-policy", type=float, default=0.0, help="spread of ln(p / p_old); 0: on-policy"
+    )
+    parser.add_argument("--lr", type=float, help="of the step of SGD; default 1")
+    parser.add_argument(
+        "--trainer", metavar="CLASS", help="class that is checked; default: the project's own"
+    )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="every method in every layout; the other options have no say",
+    )
+    parser.add_argument(
+        "--layouts",
+        nargs="*",
+        metavar="NAME",
+        help="with --all: those of the table that are checked",
+    )
+    parser.add_argument(
+        "--methods",
+        nargs="*",
+        metavar="NAME",
+        help="with --all: those of the table that are checked",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.json", help="with --all: where the table of errors goes"
+    )
     return parser.parse_args(argv)
 
 
 def case_of(args: argparse.Namespace) -> Case:
-    """The case that the command line describes. Raises UserError where the ranks do not fit the layout."""
+    """The case that the command line describes. Raises UserError where the ranks do not fit the
+    layout."""
     import yaml
     from invariance.case import TRAINER, Case
 
     fixed = args.tp * args.pp * args.cp
     world = args.world or fixed
     if world % fixed:
-        raise UserError(f"{world} ranks are not a multiple of tp x pp x cp = {fixed}", where="--world")
+        raise UserError(
+            f"{world} ranks are not a multiple of tp x pp x cp = {fixed}", where="--world"
+        )
     settings = dict(each.split("=", 1) for each in args.set)
     return Case(
-        algorithm={"name": args.algorithm, **{key: yaml.safe_load(value) for key, value in settings.items()}},
+        algorithm={
+            "name": args.algorithm,
+            **{key: yaml.safe_load(value) for key, value in settings.items()},
+        },
         parallel={
             "tensor": args.tp,
             "pipeline": args.pp,

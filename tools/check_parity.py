@@ -1,10 +1,12 @@
-"""Checks that Megatron computes what transformers does: the logits of a Hugging Face checkpoint, and its round trip.
+"""Checks that Megatron computes what transformers does: the logits of a Hugging Face checkpoint,
+and its round trip.
 
     python tools/check_parity.py HF_DIR --tp 2 --pp 2
 
-Random token sequences go through transformers and through the project's Megatron model, in float32, in the layout asked
-for; then the weights are gathered back under their Hugging Face names. Prints the largest differences. Exits 1 where
-logits differ by more than the threshold or a weight came back changed, 2 where the checkpoint or layout cannot be used.
+Random token sequences go through transformers and through the project's Megatron model, in float32,
+in the layout asked for; then the weights are gathered back under their Hugging Face names. Prints
+the largest differences. Exits 1 where logits differ by more than the threshold or a weight came
+back changed, 2 where the checkpoint or layout cannot be used.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from megatron_stare.process.silence_upstreams import quiet_upstreams
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     quiet_upstreams()
-    from pydantic import ValidationError  # transformers and Megatron come with what follows: seconds
+    # transformers and Megatron come with what follows: seconds
+    from pydantic import ValidationError
 
     try:
         return check(args)
@@ -31,7 +34,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("hf_dir", help="Hugging Face folder")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
@@ -39,21 +44,27 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks")
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
     parser.add_argument("--sp", action="store_true", help="sequence parallelism")
-    parser.add_argument("--padded", action="store_true", help="padded instead of packed micro-batches")
+    parser.add_argument(
+        "--padded", action="store_true", help="padded instead of packed micro-batches"
+    )
     parser.add_argument("--sequences", type=int, default=6)
     parser.add_argument("--longest", type=int, default=48, help="tokens of the longest sequence")
     parser.add_argument(
         "--threshold",
         type=float,
         default=1e-4,
-        help="largest difference of two logits, as a share of the largest logit, which counts as 1 where it is less",
+        help=(
+            "largest difference of two logits, as a share of the largest logit, which counts as 1"
+            " where it is less"
+        ),
     )
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
 
 def check(args: argparse.Namespace) -> int:
-    """Compares and prints. Returns the exit code; raises UserError or ValidationError for what cannot be compared."""
+    """Compares and prints. Returns the exit code; raises UserError or ValidationError for what
+    cannot be compared."""
     from parity import TIMEOUT_S, Task, compare, one_rank
     from rank_processes import rank_processes
 
@@ -76,7 +87,10 @@ def check(args: argparse.Namespace) -> int:
         raise DataError(
             "this is a distributed checkpoint, which transformers cannot read",
             where=args.hf_dir,
-            fix=f"make a Hugging Face folder of it first: megatron-stare convert {args.hf_dir} HF_DIR",
+            fix=(
+                f"make a Hugging Face folder of it first: megatron-stare convert {args.hf_dir}"
+                " HF_DIR"
+            ),
         )
     shape = read_shape(args.hf_dir)
     check_layout(parallel, shape)
@@ -88,8 +102,18 @@ def check(args: argparse.Namespace) -> int:
         ranks = pool.starmap_async(one_rank, jobs, chunksize=1).get(timeout=TIMEOUT_S)
     difference, largest, changed = compare(task, shape, ranks)
     allowed = args.threshold * max(1.0, largest)  # float32 rounds in proportion
-    print(f"logits: largest difference {difference:.2e} (threshold {allowed:.0e}, of logits up to {largest:.3g})")
-    print("weights: " + (f"{len(changed)} changed: {', '.join(changed[:5])}" if changed else "come back bit for bit"))
+    print(
+        f"logits: largest difference {difference:.2e} (threshold {allowed:.0e}, of logits up to"
+        f" {largest:.3g})"
+    )
+    print(
+        "weights: "
+        + (
+            f"{len(changed)} changed: {', '.join(changed[:5])}"
+            if changed
+            else "come back bit for bit"
+        )
+    )
     return int(not difference <= allowed or bool(changed))
 
 

@@ -1,12 +1,14 @@
-"""Checks this project's maths against a file of worked numbers, with the functions that training uses.
+"""Checks this project's maths against a file of worked numbers, with the functions that training
+uses.
 
     python tools/check_vectors.py tests/algorithms/algorithm_vectors.json
 
-Every group of the file is evaluated and its largest error printed. A number passes if |got - want| is at most
-1e-6 max(1, |want|); everything the file expects must be there, have the same shape, and pass.
+Every group of the file is evaluated and its largest error printed. A number passes if |got - want|
+is at most 1e-6 max(1, |want|); everything the file expects must be there, have the same shape, and
+pass.
 
-Exit status: 0 all passed; 1 a number is off, or a group or a field cannot be evaluated; 2 no such file, or not one of
-this shape.
+Exit status: 0 all passed; 1 a number is off, or a group or a field cannot be evaluated; 2 no such
+file, or not one of this shape.
 """
 
 from __future__ import annotations
@@ -39,22 +41,31 @@ def evaluate(name: str, file: dict[str, Any]) -> Found:
             raise CannotEvaluateError("it holds nothing to compare")
     except Exception as error:
         found.largest = math.inf
-        what = str(error) if isinstance(error, CannotEvaluateError) else f"{type(error).__name__}: {error}"
+        what = (
+            str(error)
+            if isinstance(error, CannotEvaluateError)
+            else f"{type(error).__name__}: {error}"
+        )
         found.where.append(f"{name} cannot be evaluated: {what}")
     return found
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The file's groups by name. Raises ValueError, in one sentence, where it is not a file of this shape."""
+    """The file's groups by name. Raises ValueError, in one sentence, where it is not a file of this
+    shape."""
     try:
         file = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from error
-    groups = {k: v for k, v in file.items() if k not in FOR_PEOPLE} if isinstance(file, dict) else {}
+    groups = (
+        {k: v for k, v in file.items() if k not in FOR_PEOPLE} if isinstance(file, dict) else {}
+    )
     if not groups:
-        raise ValueError(f"{path}: no groups of vectors in it; the file must be an object of groups by name")
+        raise ValueError(
+            f"{path}: no groups of vectors in it; the file must be an object of groups by name"
+        )
     return groups
 
 
@@ -63,7 +74,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", type=Path, metavar="FILE.json", help="worked numbers, shaped as algorithm_vectors.json")
+    parser.add_argument(
+        "file",
+        type=Path,
+        metavar="FILE.json",
+        help="worked numbers, shaped as algorithm_vectors.json",
+    )
     try:
         file = read(parser.parse_args(arguments).file)
     except ValueError as error:
@@ -74,12 +90,18 @@ def main(arguments: list[str] | None = None) -> int:
     for name in file:
         found = evaluate(name, file)
         failed += bool(found.where)
-        print(f"{name:28} {found.numbers:5} numbers   largest error {found.largest:.1e}   {verdict(found)}")
+        print(
+            f"{name:28} {found.numbers:5} numbers   largest error {found.largest:.1e}  "
+            f" {verdict(found)}"
+        )
         for line in found.where[:5]:
             print(f"    {line}")
         if len(found.where) > 5:
             print(f"    and {len(found.where) - 5} more")
-    print(f"{len(file) - failed} of {len(file)} groups passed (tolerance {TOLERANCE:g} max(1, |want|))")
+    print(
+        f"{len(file) - failed} of {len(file)} groups passed (tolerance {TOLERANCE:g} max(1,"
+        " |want|))"
+    )
     return 1 if failed else 0
 
 

@@ -1,4 +1,5 @@
-"""Converts a Hugging Face folder to a distributed checkpoint; the same as `megatron-stare convert HF_DIR TARGET`.
+"""Converts a Hugging Face folder to a distributed checkpoint; the same as `megatron-stare convert
+HF_DIR TARGET`.
 
 python tools/convert_hf_to_megatron.py HF_DIR TARGET --processes 2 --check
 """

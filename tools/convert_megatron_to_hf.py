@@ -1,6 +1,8 @@
-"""Converts a distributed checkpoint to a Hugging Face folder; the same as `megatron-stare convert CHECKPOINT TARGET`.
+"""Converts a distributed checkpoint to a Hugging Face folder; the same as `megatron-stare convert
+CHECKPOINT TARGET`.
 
-python tools/convert_megatron_to_hf.py runs/my-run/checkpoints/step_000100 TARGET --dtype bfloat16 --check
+python tools/convert_megatron_to_hf.py runs/my-run/checkpoints/step_000100 TARGET --dtype bfloat16
+--check
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Writes docs/configuration.md from the typed configuration, so that the page cannot say anything else than the code.
+"""Writes docs/configuration.md from the typed configuration, so that the page cannot say anything
+else than the code.
 
 python tools/make_config_docs.py            # writes the page
 python tools/make_config_docs.py --check    # exits 1 if it is out of date
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -17,7 +19,13 @@ from pydantic.fields import FieldInfo
 from megatron_stare.config.schema import Config
 from megatron_stare.registry import Extension
 
-NAMES: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "true \\| false", type(None): "null"} | {
+NAMES: dict[Any, str] = {
+    int: "integer",
+    float: "number",
+    str: "text",
+    bool: "true \\| false",
+    type(None): "null",
+} | {
     list[int]: "list of integer",
     Extension: "name",
 }
@@ -67,7 +75,9 @@ rollout:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Writes docs/configuration.md.")
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the page is out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit 1 if the page is out of date"
+    )
     args = parser.parse_args()
     text = page()
     if args.check:
@@ -82,16 +92,26 @@ def page() -> str:
     for name, info in Config.model_fields.items():
         section = info.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
-            parts.append(f"## {name}\n\n{(section.__doc__ or '').strip()}\n\n{table(section)}")
+            parts.append(f"## {name}\n\n{paragraph(section)}\n\n{table(section)}")
             parts += below(name, section)
     return "\n".join(parts)
+
+
+def paragraph(section: type[BaseModel]) -> str:
+    """Wraps a section's docstring to the width of a page."""
+    return textwrap.fill(
+        " ".join((section.__doc__ or "").split()),
+        100,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def below(name: str, section: type[BaseModel]) -> list[str]:
     """The sections in a section, and those in them."""
     parts = []
     for key, each in inner(section).items():
-        parts.append(f"### {name}.{key}\n\n{(each.__doc__ or '').strip()}\n\n{table(each)}")
+        parts.append(f"### {name}.{key}\n\n{paragraph(each)}\n\n{table(each)}")
         parts += below(f"{name}.{key}", each)
     return parts
 
@@ -124,7 +144,11 @@ def kind(info: FieldInfo) -> str:
         inner = get_args(annotation)[0]
         if get_origin(inner) is Literal:
             return "list of " + ", ".join(f"`{spelled(choice)}`" for choice in get_args(inner))
-        return "list of sections" if issubclass(inner, BaseModel) else f"list of {NAMES.get(inner, str(inner))}"
+        return (
+            "list of sections"
+            if issubclass(inner, BaseModel)
+            else f"list of {NAMES.get(inner, str(inner))}"
+        )
     if get_origin(annotation) is dict:
         return "text by name"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -144,11 +168,16 @@ def bound(limit: Any) -> str:
 
 
 def default(info: FieldInfo) -> str:
-    """Default of a setting, in Markdown; "see below" for a section whose defaults are those of its own table."""
+    """Default of a setting, in Markdown; "see below" for a section whose defaults are those of its
+    own table."""
     if info.is_required():
         return "required"
     value = info.default
-    return "see below" if isinstance(value, BaseModel) and value == type(value)() else f"`{spelled(value)}`"
+    return (
+        "see below"
+        if isinstance(value, BaseModel) and value == type(value)()
+        else f"`{spelled(value)}`"
+    )
 
 
 def spelled(value: Any) -> str:

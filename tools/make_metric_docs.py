@@ -1,5 +1,6 @@
-"""Writes the glossary of metrics, from what is declared beside the code that logs them: docs/metrics.md for people, and
-for sinks glossary.json of the package. Writes the table of the rules that metrics are held to into docs/guards.md.
+"""Writes the glossary of metrics, from what is declared beside the code that logs them:
+docs/metrics.md for people, and for sinks glossary.json of the package. Writes the table of the
+rules that metrics are held to into docs/guards.md.
 
 python tools/make_metric_docs.py            # writes all three
 python tools/make_metric_docs.py --check    # exits 1 if one is out of date
@@ -28,7 +29,9 @@ PAGE = ROOT / "docs" / "metrics.md"
 RULES_PAGE = ROOT / "docs" / "guards.md"
 BEGIN, END = "<!-- rules: written by tools/make_metric_docs.py -->\n", "<!-- /rules -->\n"
 # metrics and settings, in a cell
-NAMED = re.compile(rf"\b(?:[a-z_]+/[a-z][a-z_0-9]*|(?:{'|'.join(Config.model_fields)})(?:\.[a-z_0-9]+)+)\b")
+NAMED = re.compile(
+    rf"\b(?:[a-z_]+/[a-z][a-z_0-9]*|(?:{'|'.join(Config.model_fields)})(?:\.[a-z_0-9]+)+)\b"
+)
 
 INTRO = """# Metrics
 
@@ -51,13 +54,19 @@ What a run logs of every step, in `metrics.jsonl`, TensorBoard and the report. T
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Writes docs/metrics.md, glossary.json and the table of rules.")
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if one is out of date")
+    parser = argparse.ArgumentParser(
+        description="Writes docs/metrics.md, glossary.json and the table of rules."
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit 1 if one is out of date"
+    )
     args = parser.parse_args()
     metrics = declared()
     files = {PAGE: page(metrics), FILE: listed(metrics), RULES_PAGE: rules_page()}
     if args.check:
-        return int(any(not file.exists() or file.read_text() != text for file, text in files.items()))
+        return int(
+            any(not file.exists() or file.read_text() != text for file, text in files.items())
+        )
     for file, text in files.items():
         file.write_text(text)
     return 0
@@ -90,16 +99,28 @@ def page(metrics: Iterable[Metric]) -> str:
     """The whole page."""
     parts = [INTRO]
     for name, members in groupby(metrics, key=section):
-        rows = [f"| `{m.name}` | {m.unit} | {cell(m.meaning)} | {cell(m.healthy)} |" for m in members]
+        rows = [
+            f"| `{m.name}` | {m.unit} | {cell(m.meaning)} | {cell(m.healthy)} |" for m in members
+        ]
         parts.append(
-            "\n".join([f"## {name}\n", "| metric | unit | meaning | healthy |", "|---|---|---|---|", *rows, ""])
+            "\n".join(
+                [
+                    f"## {name}\n",
+                    "| metric | unit | meaning | healthy |",
+                    "|---|---|---|---|",
+                    *rows,
+                    "",
+                ]
+            )
         )
     return "\n".join(parts)
 
 
 def listed(metrics: Iterable[Metric]) -> str:
     """The same as JSON, a line a metric."""
-    return "[\n" + ",\n".join(json.dumps(dataclasses.asdict(metric)) for metric in metrics) + "\n]\n"
+    return (
+        "[\n" + ",\n".join(json.dumps(dataclasses.asdict(metric)) for metric in metrics) + "\n]\n"
+    )
 
 
 def rules_page() -> str:
@@ -111,7 +132,9 @@ def rules_page() -> str:
         when = f"{rule.when}; {rule.dtype} alone" if rule.dtype else str(rule.when)
         settings = f"`{rule.setting}`" if rule.setting else ""
         rows.append(f"| {rule.name} | {figures} | {when} | {rule.action} | {settings} |")
-    table = "\n".join(["| rule | figure | when it is | then | settings |", "|---|---|---|---|---|", *rows])
+    table = "\n".join(
+        ["| rule | figure | when it is | then | settings |", "|---|---|---|---|---|", *rows]
+    )
     return f"{before}{BEGIN}\n{table}\n\n{END}{rest.partition(END)[2]}"
 
 

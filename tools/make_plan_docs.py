@@ -1,4 +1,5 @@
-"""Writes the table of published runs in docs/planning.md from the model of time; --check says whether it is as it is.
+"""Writes the table of published runs in docs/planning.md from the model of time; --check says
+whether it is as it is.
 
     python tools/make_plan_docs.py
 
@@ -66,13 +67,49 @@ class Published:
 SEQUENCES, UPDATE, LONGEST = 2048, 512, 4096  # of a step and of an optimizer step; tokens
 ROWS = (
     Published(
-        "Qwen3-32B", "qwen3-32b", 32, {"tensor": 4, "pipeline": 4, "data": 2}, 8, 4, False, "none", 3251, 376, 571
+        "Qwen3-32B",
+        "qwen3-32b",
+        32,
+        {"tensor": 4, "pipeline": 4, "data": 2},
+        8,
+        4,
+        False,
+        "none",
+        3251,
+        376,
+        571,
     ),
-    Published("Llama-3.1-8B", "llama-3.1-8b", 16, {"pipeline": 2, "data": 8}, 16, 1, False, "full", 1019, 92.8, 1581),
-    Published("Llama-3.1-8B, one step off", "llama-3.1-8b", 16, {"data": 8}, 8, 1, True, "full", 1123, 64.8, 2478),
+    Published(
+        "Llama-3.1-8B",
+        "llama-3.1-8b",
+        16,
+        {"pipeline": 2, "data": 8},
+        16,
+        1,
+        False,
+        "full",
+        1019,
+        92.8,
+        1581,
+    ),
+    Published(
+        "Llama-3.1-8B, one step off",
+        "llama-3.1-8b",
+        16,
+        {"data": 8},
+        8,
+        1,
+        True,
+        "full",
+        1123,
+        64.8,
+        2478,
+    ),
 )
 CLAIMED = 0.3  # of the published time
-SOURCE = "NeMo-RL 0.5's performance summary (docs/about/performance-summary.md there), H100, bfloat16"
+SOURCE = (
+    "NeMo-RL 0.5's performance summary (docs/about/performance-summary.md there), H100, bfloat16"
+)
 
 
 def predicted(row: Published) -> tuple[ResolvedRun, Step]:
@@ -109,7 +146,9 @@ def predicted(row: Published) -> tuple[ResolvedRun, Step]:
     gpu = find_gpu("h100-80g")
     fit = PlannedFit(gpu.memory)
     fullest = max(fit.stages(run), key=lambda each: sum(each.values()))
-    return run, step_time(run, gpu, Coefficients(), Lengths(row.prompt, row.response), fullest, fit.served(run))
+    return run, step_time(
+        run, gpu, Coefficients(), Lengths(row.prompt, row.response), fullest, fit.served(run)
+    )
 
 
 def table() -> str:
@@ -123,8 +162,8 @@ def table() -> str:
         run, step = predicted(row)
         times, rates = (row.seconds, step.seconds), (row.tokens_s_gpu, step.tokens_s_gpu)
         lines.append(
-            f"| {row.name} | {row.gpus} | {times[0]:g} | {times[1]:.1f} | {_off(*times)} | {rates[0]:,.0f} | "
-            f"{rates[1]:,.0f} | {_off(*rates)} |"
+            f"| {row.name} | {row.gpus} | {times[0]:g} | {times[1]:.1f} | {_off(*times)} |"
+            f" {rates[0]:,.0f} | {rates[1]:,.0f} | {_off(*rates)} |"
         )
         arithmetic.append(f"- {row.name}: {_arithmetic(row, run, step)}{_cause(row, step)}")
     return "\n".join([*lines, "", *arithmetic])
@@ -140,8 +179,9 @@ def _cause(row: Published, step: Step) -> str:
         return ""
     _, kept = predicted(replace(row, recompute="none"))
     return (
-        f". It is beyond {CLAIMED:.0%}: training bounds this step, and whether that run recomputed is not published; "
-        f"the recipe as it is now does. Without, {kept.seconds:.1f} s ({_off(row.seconds, kept.seconds)})"
+        f". It is beyond {CLAIMED:.0%}: training bounds this step, and whether that run recomputed"
+        f" is not published; the recipe as it is now does. Without, {kept.seconds:.1f} s"
+        f" ({_off(row.seconds, kept.seconds)})"
     )
 
 
@@ -158,9 +198,10 @@ def _arithmetic(row: Published, run: ResolvedRun, step: Step) -> str:
     )
     times = "3 forwards and full recomputation" if row.recompute == "full" else "3 forwards"
     return (
-        f"{SEQUENCES} sequences of {row.prompt:.0f} + {row.response:.0f} tokens at {flops / 1e12:.1f} TFLOP a forward, "
-        f"2 forwards (policy and reference) and an update of {times}, {run.config.parallel.world_size} trainer GPUs; "
-        f"{both} + {rest} = {step.seconds:.1f} s"
+        f"{SEQUENCES} sequences of {row.prompt:.0f} + {row.response:.0f} tokens at"
+        f" {flops / 1e12:.1f} TFLOP a forward, 2 forwards (policy and reference) and an update of"
+        f" {times}, {run.config.parallel.world_size} trainer GPUs; {both} + {rest} ="
+        f" {step.seconds:.1f} s"
     )
 
 

@@ -1,9 +1,11 @@
-"""Writes the table of ways of weights in docs/cluster.md: of every shipped recipe, at which size and with which
-`sglang.sync` it runs, or how it is refused; --check says whether the page is as it is.
+"""Writes the table of ways of weights in docs/cluster.md: of every shipped recipe, at which size
+and with which `sglang.sync` it runs, or how it is refused; --check says whether the page is as it
+is.
 
     python tools/make_route_docs.py
 
-Every answer is that of the product's own checks and plan, on nodes of eight GPUs that there are not.
+Every answer is that of the product's own checks and plan, on nodes of eight GPUs that there are
+not.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Answer:
-    """Runs, with the pairs of a server and a rank that sends to it; or is refused, with the setting and the reason."""
+    """Runs, with the pairs of a server and a rank that sends to it; or is refused, with the setting
+    and the reason."""
 
     pairs: int = 0
     where: str = ""
@@ -80,21 +83,32 @@ def recipe(name: str) -> Config:
 def case_of(name: str, nodes: int, colocated: bool, sync: str) -> Case:
     parallel = recipe(name).parallel
     served = recipe(name).sglang.tensor_parallel
-    return Case(parallel.tensor, parallel.pipeline, parallel.context, served, nodes, colocated, sync)
+    return Case(
+        parallel.tensor, parallel.pipeline, parallel.context, served, nodes, colocated, sync
+    )
 
 
 def scaled(name: str, nodes: int, colocated: bool, sync: str) -> Config:
-    """The recipe on so many nodes: all GPUs for both, or one half for the trainer and one for the servers."""
+    """The recipe on so many nodes: all GPUs for both, or one half for the trainer and one for the
+    servers."""
     config = recipe(name)
     gpus = nodes * GPUS if colocated else nodes * GPUS // 2
     copy = config.parallel.tensor * config.parallel.pipeline * config.parallel.context
-    changed = {"colocated": colocated, "sync": sync, "sync_folder": RUN_DIR if sync == "disk" else None}
+    changed = {
+        "colocated": colocated,
+        "sync": sync,
+        "sync_folder": RUN_DIR if sync == "disk" else None,
+    }
     return config.model_copy(
         update={
             "parallel": config.parallel.model_copy(update={"data": gpus // copy}),
-            "rollout": config.rollout.model_copy(update={"engines": gpus // config.sglang.tensor_parallel}),
+            "rollout": config.rollout.model_copy(
+                update={"engines": gpus // config.sglang.tensor_parallel}
+            ),
             "sglang": config.sglang.model_copy(update=changed),
-            "runtime": config.runtime.model_copy(update={"ray_address": f"{ADDRESS.format(0)}:6379"}),
+            "runtime": config.runtime.model_copy(
+                update={"ray_address": f"{ADDRESS.format(0)}:6379"}
+            ),
         }
     )
 
@@ -120,8 +134,12 @@ def pairs(config: Config, placed: Plan) -> list[tuple[int, int]]:
         ConfigError: one of them does not lead there.
     """
     route = replica_route(config)
-    assert route is not None and route.listens and route.host is None  # each server at its own node's address
-    ranks = [Place(node.address, (f"{node.address}/{number}",)) for number, node in enumerate(placed.ranks)]
+    # each server at its own node's address
+    assert route is not None and route.listens and route.host is None
+    ranks = [
+        Place(node.address, (f"{node.address}/{number}",))
+        for number, node in enumerate(placed.ranks)
+    ]
     servers = range(len(placed.parts))
     if config.sglang.sync == "tensor":
         layout, found = ServerLayout("cuda", config.sglang.tensor_parallel), []
@@ -130,14 +148,20 @@ def pairs(config: Config, placed: Plan) -> list[tuple[int, int]]:
             found.append((f"server {server}", Place(placed.parts[server].address, shown), layout))
         return [(number, rank) for number, of in enumerate(carriers(found, ranks)) for rank in of]
     assert config.sglang.sync == "distributed" or route.folder == RUN_DIR
-    senders = [stage * (len(ranks) // config.parallel.pipeline) for stage in range(config.parallel.pipeline)]
+    senders = [
+        stage * (len(ranks) // config.parallel.pipeline)
+        for stage in range(config.parallel.pipeline)
+    ]
     return [(server, rank) for server in servers for rank in senders]
 
 
 def table() -> str:
     """Markdown: a row a layout, size and way of placing; then each reason once."""
     lines = [
-        "| recipes | trainer TP | server TP | nodes | servers | `tensor` | `distributed` | `disk` |",
+        (
+            "| recipes | trainer TP | server TP | nodes | servers | `tensor` | `distributed` |"
+            " `disk` |"
+        ),
         "|---|---|---|---|---|---|---|---|",
     ]
     reasons: dict[str, None] = {}
@@ -148,11 +172,15 @@ def table() -> str:
     for (tensor, _, _, served), names in sorted(of.items()):
         for nodes in SIZES:
             for colocated in (True, False):
-                answers = [answer(case_of(names[0], nodes, colocated, sync), names[0]) for sync in SYNCS]
+                answers = [
+                    answer(case_of(names[0], nodes, colocated, sync), names[0]) for sync in SYNCS
+                ]
                 reasons |= {f"`{each.where}`: {each.why}": None for each in answers if each.where}
                 where = "on the trainer's GPUs" if colocated else "on half of the nodes"
                 cells = " | ".join(map(str, answers))
-                lines.append(f"| {len(names)} | {tensor} | {served} | {nodes} | {where} | {cells} |")
+                lines.append(
+                    f"| {len(names)} | {tensor} | {served} | {nodes} | {where} | {cells} |"
+                )
     shown = [f"- {reason}." for reason in reasons]
     return "\n".join([*lines, "", "What is refused says:", "", *shown])
 

@@ -1,9 +1,11 @@
-"""Makes the starting model of a task that ships: a tiny Qwen that solves its problems some of the time.
+"""Makes the starting model of a task that ships: a tiny Qwen that solves its problems some of the
+time.
 
-Random weights and a tokenizer of the task's own words are written as a Hugging Face folder, loaded through this
-project's Megatron path, trained there on demonstrations with a supervised loss, and exported again. Some demonstrations
-are deliberately bad, so that reinforcement learning has something left to do: sums with a slip, or guesses and searches
-that are given up. The same seed gives the same model on the same machine.
+Random weights and a tokenizer of the task's own words are written as a Hugging Face folder, loaded
+through this project's Megatron path, trained there on demonstrations with a supervised loss, and
+exported again. Some demonstrations are deliberately bad, so that reinforcement learning has
+something left to do: sums with a slip, or guesses and searches that are given up. The same seed
+gives the same model on the same machine.
 
     python tools/make_tiny_model.py assets/tiny-adder                       # the quickstart's
     python tools/make_tiny_model.py assets/tiny-searcher --task signs       # that of configs/longchain.yaml
@@ -19,12 +21,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron's fused functions would be compiled, for nothing here
+# Megatron's fused functions would be compiled, for nothing here
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_stare.data import arithmetic, signs
@@ -76,7 +85,9 @@ TASKS = {
     ),
     "signs": Task(
         draw=signs.draw_problem,
-        demonstrate=lambda problem, i, args: signs.demonstration(problem, i, args.short_rate, args.give_up_rate),
+        demonstrate=lambda problem, i, args: signs.demonstration(
+            problem, i, args.short_rate, args.give_up_rate
+        ),
         words=signs.VOCABULARY,
         apart=True,
         steps=3000,
@@ -95,7 +106,10 @@ def main() -> None:
         write_random_model(start, tokenizer, args)
         tensors, loss = supervise(start, tokenizer, args, f"file://{scratch}/ranks")
         write_folder(args.out, tensors, companions_from=start)
-    print(f"wrote {args.out}: {sum(t.numel() for t in tensors.values()):,} parameters, last loss {loss:.4f} nats/token")
+    print(
+        f"wrote {args.out}: {sum(t.numel() for t in tensors.values()):,} parameters, last loss"
+        f" {loss:.4f} nats/token"
+    )
 
 
 def parse() -> argparse.Namespace:
@@ -105,9 +119,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, help="supervised steps; default: the task's")
     parser.add_argument("--batch", type=int, default=64, help="demonstrations a step")
-    parser.add_argument("--wrong-rate", type=float, default=0.25, help="arithmetic: demonstrations with a wrong sum")
-    parser.add_argument("--short-rate", type=float, default=0.6, help="signs: demonstrations that guess")
-    parser.add_argument("--give-up-rate", type=float, default=0.2, help="signs: misses after which a search ends")
+    parser.add_argument(
+        "--wrong-rate", type=float, default=0.25, help="arithmetic: demonstrations with a wrong sum"
+    )
+    parser.add_argument(
+        "--short-rate", type=float, default=0.6, help="signs: demonstrations that guess"
+    )
+    parser.add_argument(
+        "--give-up-rate", type=float, default=0.2, help="signs: misses after which a search ends"
+    )
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--hidden", type=int, help="default: the task's")
@@ -123,16 +143,20 @@ def make_tokenizer(task: Task) -> PreTrainedTokenizerFast:
     words = {word: i for i, word in enumerate([PAD, EOS, *task.words])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token=PAD))
     if task.apart:
-        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # without a decoder, spaces join what is decoded
+        # without a decoder, spaces join what is decoded
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
         tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
 
 
-def write_random_model(path: Path, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> None:
+def write_random_model(
+    path: Path, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace
+) -> None:
     sizes = {
-        "vocab_size": len(tokenizer) // 8 * 8 + 8,  # like published models, more rows than the tokenizer has tokens
+        # like published models, more rows than the tokenizer has tokens
+        "vocab_size": len(tokenizer) // 8 * 8 + 8,
         "hidden_size": args.hidden,
         "intermediate_size": args.hidden * 8 // 3,
         "num_hidden_layers": args.layers,
@@ -146,7 +170,8 @@ def write_random_model(path: Path, tokenizer: PreTrainedTokenizerFast, args: arg
     }
     if TASKS[
         args.task
-    ].apart:  # transformers reads any qwen2's tokenizer as Qwen2's own, which cuts numbers into digits
+        # transformers reads any qwen2's tokenizer as Qwen2's own, which cuts numbers into digits
+    ].apart:
         model: Any = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=args.hidden // 4))
     else:
         model = Qwen2ForCausalLM(Qwen2Config(**sizes))
@@ -161,10 +186,17 @@ def supervise(
     torch.set_num_threads(args.threads)
     parallel, shape = ParallelConfig(), read_shape(start)
     layout = parallel_layout.join(parallel, 0, init_method, args.seed, timeout_s=60)
-    model = build_policy(shape, ModelConfig(path=str(start)), parallel, layout, distributed_optimizer=False)
+    model = build_policy(
+        shape, ModelConfig(path=str(start)), parallel, layout, distributed_optimizer=False
+    )
     load_hf(model, HfFolder(start), shape, layout)
     optimizer_config = OptimizerConfig(
-        lr=args.lr, min_lr=args.lr / 20, warmup_steps=50, schedule="cosine", beta2=0.98, weight_decay=0.01
+        lr=args.lr,
+        min_lr=args.lr / 20,
+        warmup_steps=50,
+        schedule="cosine",
+        beta2=0.98,
+        weight_decay=0.01,
     )
     optimizer, scheduler = build_optimizer(model, optimizer_config, "float32", args.steps)
     head = Head(shape.vocab_size, 1.0, layout)
@@ -194,13 +226,20 @@ def supervise(
     return tensors, loss
 
 
-def demonstrations(step: int, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> RolloutBatch:
+def demonstrations(
+    step: int, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace
+) -> RolloutBatch:
     """A batch of demonstrations of the training split."""
     task, samples = TASKS[args.task], []
     for i in range(step * args.batch, (step + 1) * args.batch):
         problem = task.draw(args.seed, "train", i)
-        response = [*tokenizer(task.demonstrate(problem, i, args)).input_ids, tokenizer.eos_token_id]
-        prompt = Prompt(i, str(i), problem.text, problem.answer, tuple(tokenizer(problem.text).input_ids))
+        response = [
+            *tokenizer(task.demonstrate(problem, i, args)).input_ids,
+            tokenizer.eos_token_id,
+        ]
+        prompt = Prompt(
+            i, str(i), problem.text, problem.answer, tuple(tokenizer(problem.text).input_ids)
+        )
         samples.append(sampled_trajectory(prompt, 0, response, [0.0] * len(response)))
     return RolloutBatch.from_trajectories(samples)
 

@@ -1,4 +1,5 @@
-"""Comparison of check_parity.py: logits and weights of a checkpoint, by our Megatron model and by transformers."""
+"""Comparison of check_parity.py: logits and weights of a checkpoint, by our Megatron model and by
+transformers."""
 
 from __future__ import annotations
 
@@ -62,12 +63,15 @@ def sequences(task: Task, vocab_size: int) -> RolloutBatch:
 
 
 class Logits:
-    """Stands where the log-prob head stands: gives the logits themselves, [n, vocabulary], and their row numbers."""
+    """Stands where the log-prob head stands: gives the logits themselves, [n, vocabulary], and
+    their row numbers."""
 
     def __init__(self, shape: ModelShape, layout: Layout) -> None:
         self.shape, self.layout = shape, layout
 
-    def compute_log_probs(self, model: GPTModel, hidden: Tensor, micro: MicroBatch, **_: object) -> tuple[Tensor, ...]:
+    def compute_log_probs(
+        self, model: GPTModel, hidden: Tensor, micro: MicroBatch, **_: object
+    ) -> tuple[Tensor, ...]:
         mine = torch.nn.functional.linear(rows_of(hidden, micro), output_weight(model))
         parts = [torch.empty_like(mine) for _ in range(self.layout.tp)]
         dist.all_gather(parts, mine, group=self.layout.tp_group)
@@ -93,10 +97,14 @@ def one_rank(rank: int, init: str, task: Task) -> dict[str, Any]:
         )
         plan = plan_micro_batches(batch.lengths.tolist(), rules)
         config = Config(
-            model=ModelConfig(path=task.path), parallel=task.parallel, batch=BatchConfig(packed=task.packed)
+            model=ModelConfig(path=task.path),
+            parallel=task.parallel,
+            batch=BatchConfig(packed=task.packed),
         )
         share = batch.share(plan.samples_of(layout.dp_rank))
-        rank_batch = RankBatch(share, plan, layout.dp_rank, device(), sequence_layout(config, layout))
+        rank_batch = RankBatch(
+            share, plan, layout.dp_rank, device(), sequence_layout(config, layout)
+        )
         logits, _ = compute_log_probs(model, rank_batch, Logits(shape, layout))
         speaks = layout.last_stage and layout.tp_rank == 0
         return {
@@ -109,12 +117,21 @@ def one_rank(rank: int, init: str, task: Task) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def compare(task: Task, shape: ModelShape, ranks: list[dict[str, Any]]) -> tuple[float, float, list[str]]:
-    """The largest difference of two logits, the largest logit, and the weights that came back changed, more than once
-    or not at all."""
-    model = AutoModelForCausalLM.from_pretrained(task.path, dtype=torch.float32, local_files_only=True)
+def compare(
+    task: Task, shape: ModelShape, ranks: list[dict[str, Any]]
+) -> tuple[float, float, list[str]]:
+    """The largest difference of two logits, the largest logit, and the weights that came back
+    changed, more than once or not at all."""
+    model = AutoModelForCausalLM.from_pretrained(
+        task.path, dtype=torch.float32, local_files_only=True
+    )
     batch = sequences(task, shape.vocab_size)
-    want = torch.cat([model(tokens[None]).logits[0, :-1] for tokens in batch.tokens.split(batch.lengths.tolist())])
+    want = torch.cat(
+        [
+            model(tokens[None]).logits[0, :-1]
+            for tokens in batch.tokens.split(batch.lengths.tolist())
+        ]
+    )
     got = torch.full_like(want, float("nan"))
     for rank in ranks:
         if rank["index"] is not None:

@@ -1,11 +1,12 @@
-"""Plans a layout: builds every rank of it without data, and says what each holds and whether they hold the whole model.
+"""Plans a layout: builds every rank of it without data, and says what each holds and whether they
+hold the whole model.
 
     python tools/plan_memory.py assets/architectures/qwen2.5-32b --tp 8 --pp 4 --dp 4 --processes 2
 
-Neither GPUs nor weights are needed: a folder with a config.json is enough. Every rank's model, gradient buffers and
-optimizer are built on torch's meta device; then names, Hugging Face tensors, the checkpoint and the weight stream are
-held against each other over the whole world. Exits 1 where something does not fit together, 2 where the layout or the
-model cannot be used.
+Neither GPUs nor weights are needed: a folder with a config.json is enough. Every rank's model,
+gradient buffers and optimizer are built on torch's meta device; then names, Hugging Face tensors,
+the checkpoint and the weight stream are held against each other over the whole world. Exits 1 where
+something does not fit together, 2 where the layout or the model cannot be used.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import sys
 import time
 from typing import Any
 
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron's fused functions would be compiled, for nothing here
+# Megatron's fused functions would be compiled, for nothing here
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 from megatron_stare.errors import UserError
 from megatron_stare.process.silence_upstreams import quiet_upstreams
@@ -29,7 +31,8 @@ GIB = 2**30
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     quiet_upstreams()
-    from pydantic import ValidationError  # torch comes with what follows, and then Megatron: seconds
+    # torch comes with what follows, and then Megatron: seconds
+    from pydantic import ValidationError
 
     try:
         plan = make_plan(args)
@@ -41,20 +44,29 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="folder with a Hugging Face config.json; weights are not read")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "model", help="folder with a Hugging Face config.json; weights are not read"
+    )
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
     parser.add_argument("--vpp", type=int, default=1, help="model chunks a stage")
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
     parser.add_argument(
-        "--cp", type=int, default=1, help="context-parallel ranks, each with all parameters of its stage"
+        "--cp",
+        type=int,
+        default=1,
+        help="context-parallel ranks, each with all parameters of its stage",
     )
     parser.add_argument("--dp", type=int, default=1, help="data-parallel replicas")
     parser.add_argument("--sp", action="store_true", help="sequence parallelism")
     parser.add_argument("--first-stage-layers", type=int, help="layers of the first pipeline stage")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--whole-optimizer", action="store_true", help="without Megatron's DistributedOptimizer")
+    parser.add_argument(
+        "--whole-optimizer", action="store_true", help="without Megatron's DistributedOptimizer"
+    )
     parser.add_argument("--bucket-mb", type=int, default=512, help="of the weight stream, MiB")
     parser.add_argument("--processes", type=int, default=1, help="that build ranks side by side")
     parser.add_argument("--json", action="store_true", help="everything, rank by rank, in bytes")
@@ -82,7 +94,12 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
     shape = read_shape(args.model)
     check_layout(parallel, shape)
 
-    from megatron_stare.megatron.dry.planned_layout import assumptions, extremes, faults, plan_layout
+    from megatron_stare.megatron.dry.planned_layout import (
+        assumptions,
+        extremes,
+        faults,
+        plan_layout,
+    )
     from megatron_stare.weights.files.check import expected
 
     started = time.monotonic()
@@ -97,12 +114,18 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
         "layout": parallel.model_dump() | {"world": parallel.world_size},
         "bytes": {
             item: {
-                which: {"rank": plan.rank, "bytes": plan.nbytes.get(item, sum(plan.nbytes.values()))}
+                which: {
+                    "rank": plan.rank,
+                    "bytes": plan.nbytes.get(item, sum(plan.nbytes.values())),
+                }
                 for which, plan in zip(("max", "min"), found, strict=True)
             }
             for item, found in extremes(plans).items()
         },
-        "ranks": [{"rank": p.rank, "tensor": p.tp_rank, "pipeline": p.pp_rank, "bytes": p.nbytes} for p in plans],
+        "ranks": [
+            {"rank": p.rank, "tensor": p.tp_rank, "pipeline": p.pp_rank, "bytes": p.nbytes}
+            for p in plans
+        ],
         "faults": wrong,
         "assumed": assumptions(shape, model, parallel, optimizer),
         "seconds": round(time.monotonic() - started, 1),
@@ -112,10 +135,15 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
 def table(plan: dict[str, Any]) -> str:
     layout = plan["layout"]
     cuts = ", ".join(
-        f"{name} {layout[name]}" for name in ("tensor", "pipeline", "context", "data", "expert") if layout[name] > 1
+        f"{name} {layout[name]}"
+        for name in ("tensor", "pipeline", "context", "data", "expert")
+        if layout[name] > 1
     )
     lines = [
-        f"{plan['model']} ({plan['family']}): {plan['parameters']:,} parameters in {plan['tensors']:,} tensors",
+        (
+            f"{plan['model']} ({plan['family']}): {plan['parameters']:,} parameters in"
+            f" {plan['tensors']:,} tensors"
+        ),
         f"{layout['world']} ranks ({cuts or 'not cut'}), all of them built, in {plan['seconds']} s",
         "",
         f"{'GiB a rank':18}{'most':>10}{'':12}{'least':>10}",
@@ -123,7 +151,10 @@ def table(plan: dict[str, Any]) -> str:
     for item, found in plan["bytes"].items():
         most, least = found["max"], found["min"]
         at = f"  rank {most['rank']}"
-        lines.append(f"{item:18}{most['bytes'] / GIB:10.2f}{at:12}{least['bytes'] / GIB:10.2f}  rank {least['rank']}")
+        lines.append(
+            f"{item:18}{most['bytes'] / GIB:10.2f}{at:12}{least['bytes'] / GIB:10.2f}  rank"
+            f" {least['rank']}"
+        )
     lines += ["", *(f"assumed: {what}" for what in plan["assumed"]), ""]
     shown = plan["faults"][:20]
     if not shown:

@@ -1,10 +1,12 @@
-"""Turns published mathematics data sets into tasks: JSON lines {"prompt", "answer", "id", "source"}.
+"""Turns published mathematics data sets into tasks: JSON lines {"prompt", "answer", "id",
+"source"}.
 
 python tools/prepare_data.py dapo_math_17k dapo-math-17k.parquet --out dapo.jsonl --against aime24.jsonl aime25.jsonl
 python tools/prepare_data.py aime24 --out aime24.jsonl          # where there is a network, by its published name
 
-Prints how many rows were read, what was dropped and why, and what is left. --against drops the problems that share 13
-words in a row with one of the files of tasks given. Formats and what they were checked against: docs/data.md.
+Prints how many rows were read, what was dropped and why, and what is left. --against drops the
+problems that share 13 words in a row with one of the files of tasks given. Formats and what they
+were checked against: docs/data.md.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from megatron_stare.errors import ConfigError, DataError, UserError
 from megatron_stare.rewards.final_answer import last_boxed
 
 DAPO_BEFORE = (
-    "Solve the following math problem step by step. The last line of your response should be of the form "
-    "Answer: $Answer (without quotes) where $Answer is the answer to the problem."
+    "Solve the following math problem step by step. The last line of your response should be of the"
+    " form Answer: $Answer (without quotes) where $Answer is the answer to the problem."
 )
 DAPO_AFTER = 'Remember to put your answer on its own line after "Answer:".'
 LONGEST_ANSWER = 1_000  # characters that the verifier reads as mathematics
@@ -40,8 +42,8 @@ class Dropped(Exception):
 class DataSet:
     """A published data set.
 
-    hub: its name where there is a network. read: a row to problem and answer. names: columns of an identity, the first
-    that a row has.
+    hub: its name where there is a network. read: a row to problem and answer. names: columns of an
+    identity, the first that a row has.
     """
 
     hub: str
@@ -50,7 +52,8 @@ class DataSet:
 
 
 def dapo(row: dict[str, Any]) -> tuple[str, str]:
-    """verl's shape, with an instruction before and after the problem, whose answer is an integer."""
+    """verl's shape, with an instruction before and after the problem, whose answer is an
+    integer."""
     text = conversation(row).strip()
     if not (text.startswith(DAPO_BEFORE) and text.endswith(DAPO_AFTER)):
         raise Dropped("not the published instruction around the problem")
@@ -61,7 +64,8 @@ def dapo(row: dict[str, Any]) -> tuple[str, str]:
 
 
 def skywork(row: dict[str, Any]) -> tuple[str, str]:
-    """verl's shape, the reference a JSON list of answers, of which problems with one alone are taken."""
+    """verl's shape, the reference a JSON list of answers, of which problems with one alone are
+    taken."""
     try:
         answers = json.loads(ground_truth(row))
     except ValueError as error:
@@ -73,7 +77,9 @@ def skywork(row: dict[str, Any]) -> tuple[str, str]:
 
 def olympiad(row: dict[str, Any]) -> tuple[str, str]:
     """OlympiadBench's own columns: text-only problems in English with final answers."""
-    if row.get("modality", "Text-only") != "Text-only" or any(row.get(f"image_{n}") for n in range(1, 6)):
+    if row.get("modality", "Text-only") != "Text-only" or any(
+        row.get(f"image_{n}") for n in range(1, 6)
+    ):
         raise Dropped("needs an image")
     if row.get("language", "English") != "English" or row.get("subject", "Math") not in (
         "Math",
@@ -89,8 +95,8 @@ def olympiad(row: dict[str, Any]) -> tuple[str, str]:
 
 
 def plain(row: dict[str, Any]) -> tuple[str, str]:
-    """A column for the problem and one for the answer; without one, the last box of the solution. Copies of AMC 2023
-    hold answers as floats, copies of several sets as lists."""
+    """A column for the problem and one for the answer; without one, the last box of the solution.
+    Copies of AMC 2023 hold answers as floats, copies of several sets as lists."""
     problem = first(row, "problem", "question", "Problem", "Question")
     answer = first(row, "answer", "Answer")
     if answer is None:
@@ -114,17 +120,29 @@ DATA_SETS = {
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("data_set", choices=DATA_SETS, metavar="DATA_SET", help=", ".join(DATA_SETS))
-    parser.add_argument("files", nargs="*", help=".parquet, .json or .jsonl; default: the published data set")
-    parser.add_argument("--out", type=Path, required=True, help="file of tasks to write; must not exist")
-    parser.add_argument("--against", nargs="*", default=[], help="files of tasks that training must not contain")
-    parser.add_argument("--ngram", type=int, default=NGRAM, help="words in a row that may not be shared")
+    parser.add_argument(
+        "data_set", choices=DATA_SETS, metavar="DATA_SET", help=", ".join(DATA_SETS)
+    )
+    parser.add_argument(
+        "files", nargs="*", help=".parquet, .json or .jsonl; default: the published data set"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="file of tasks to write; must not exist"
+    )
+    parser.add_argument(
+        "--against", nargs="*", default=[], help="files of tasks that training must not contain"
+    )
+    parser.add_argument(
+        "--ngram", type=int, default=NGRAM, help="words in a row that may not be shared"
+    )
     args = parser.parse_args(argv)
     try:
         if args.ngram < 1:
             raise ConfigError("needs at least one word", where="--ngram")
         if args.out.exists():
-            raise DataError("the file exists", where=str(args.out), fix="give another name, or remove it")
+            raise DataError(
+                "the file exists", where=str(args.out), fix="give another name, or remove it"
+            )
         known = DATA_SETS[args.data_set]
         rows = [row for file in args.files or [known.hub] for _, _, row in read_rows(file)[0]]
         tasks, dropped = prepare(args.data_set, rows, args.against, args.ngram)
@@ -133,7 +151,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{len(tasks):,} tasks of {len(rows):,} rows")
         if not tasks:
             raise DataError(
-                "no row is a task", where=args.data_set, fix="is this the published format? see docs/data.md"
+                "no row is a task",
+                where=args.data_set,
+                fix="is this the published format? see docs/data.md",
             )
         args.out.write_text("".join(json.dumps(task, ensure_ascii=False) + "\n" for task in tasks))
     except UserError as error:
@@ -164,7 +184,9 @@ def prepare(
     dropped["repeats another and has another answer (all of them)"] += len(found.contradicted)
     tasks = [tasks[at] for at in found.kept]
     if against := list(against):
-        seen = Contamination((record.prompt for path in against for record in read_records(path)[0]), ngram)
+        seen = Contamination(
+            (record.prompt for path in against for record in read_records(path)[0]), ngram
+        )
         clean = [each for each in tasks if not seen.has(each["prompt"])]
         dropped[f"shares {ngram} words in a row with --against"] += len(tasks) - len(clean)
         tasks = clean
@@ -186,11 +208,17 @@ def task(name: str, row: Any, number: int) -> Task:
     extra = row.get("extra_info")
     if given is None and isinstance(extra, dict):
         given = extra.get("index")
-    return {"prompt": problem, "answer": answer, "id": str(number if given is None else given), "source": name}
+    return {
+        "prompt": problem,
+        "answer": answer,
+        "id": str(number if given is None else given),
+        "source": name,
+    }
 
 
 def conversation(row: dict[str, Any]) -> str:
-    """Message of the user in a row of verl's shape. Raises Dropped where the prompt is not one message."""
+    """Message of the user in a row of verl's shape. Raises Dropped where the prompt is not one
+    message."""
     messages = row.get("prompt")
     if not isinstance(messages, list) or len(messages) != 1 or not isinstance(messages[0], dict):
         raise Dropped("the prompt is not one message")
@@ -204,7 +232,8 @@ def ground_truth(row: dict[str, Any]) -> str:
 
 
 def written(answer: Any) -> str:
-    """A reference as a verifier reads it: 27.0 as 27, and several answers with commas between them."""
+    """A reference as a verifier reads it: 27.0 as 27, and several answers with commas between
+    them."""
     if isinstance(answer, list):
         return ", ".join(map(written, answer))
     return str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer)

@@ -9,7 +9,8 @@ import torch
 
 
 def rank_processes(world: int) -> Pool:
-    """`world` processes of one thread each, forked from one that has imported Megatron: to import it takes seconds."""
+    """`world` processes of one thread each, forked from one that has imported Megatron: to import
+    it takes seconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megatron_stare.megatron.trainer", "transformers.models.auto"])
     return context.Pool(world, torch.set_num_threads, (1,))

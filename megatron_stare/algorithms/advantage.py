@@ -25,24 +25,29 @@ def group_advantages(
         rewards: [B] float64.
         groups: [B] int64 group numbers from 0.
         counted: [B] bool; the others get advantage 0 and enter no moment.
-        spread: 'sample' divides by the standard deviation with n - 1 (GRPO as in verl and slime), 'population' with n,
-            'none' not at all (Dr. GRPO, arXiv 2503.20783).
+        spread: 'sample' divides by the standard deviation with n - 1 (GRPO as in verl and slime),
+            'population' with n, 'none' not at all (Dr. GRPO, arXiv 2503.20783).
         eps: added to the standard deviation.
         number: of groups; None: read from `groups`, which waits for the device.
 
     Returns:
-        [B] float64. A group with a single counted response keeps r / (1 + eps), as in verl. Where all rewards of a
-        group are equal exactly 0, whatever the rounding of their mean: selections leave such tokens out.
+        [B] float64. A group with a single counted response keeps r / (1 + eps), as in verl. Where
+        all rewards of a group are equal exactly 0, whatever the rounding of their mean: selections
+        leave such tokens out.
     """
     if number is None:
         number = int(groups.max()) + 1 if groups.numel() else 0
     weight = counted.to(rewards.dtype)
     rewards = torch.where(counted, rewards, 0.0)
-    size = torch.zeros(number, dtype=rewards.dtype, device=rewards.device).index_add_(0, groups, weight)
+    size = torch.zeros(number, dtype=rewards.dtype, device=rewards.device).index_add_(
+        0, groups, weight
+    )
     mean = torch.zeros_like(size).index_add_(0, groups, rewards * weight) / size.clamp_min(1)
     single = size[groups] == 1
     centred = torch.where(single, rewards, rewards - mean[groups])
-    centred = torch.where(all_equal(rewards, groups, counted, number)[groups] & ~single, 0.0, centred)
+    centred = torch.where(
+        all_equal(rewards, groups, counted, number)[groups] & ~single, 0.0, centred
+    )
     if spread == "none":
         return centred * weight
     squares = torch.zeros_like(size).index_add_(0, groups, weight * (rewards - mean[groups]) ** 2)
@@ -53,7 +58,8 @@ def group_advantages(
 
 
 def all_equal(x: Tensor, groups: Tensor, counted: Tensor, number: int) -> Tensor:
-    """[number] bool: whether the counted `x` [B] of a group are all the same; True for an empty group."""
+    """[number] bool: whether the counted `x` [B] of a group are all the same; True for an empty
+    group."""
     infinite = torch.full((number,), torch.inf, dtype=x.dtype, device=x.device)
     low = infinite.scatter_reduce(0, groups, torch.where(counted, x, torch.inf), "amin")
     high = (-infinite).scatter_reduce(0, groups, torch.where(counted, x, -torch.inf), "amax")

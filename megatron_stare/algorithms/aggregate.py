@@ -1,7 +1,9 @@
-"""From token losses to one number: the coefficient every token's loss is multiplied by before summing.
+"""From token losses to one number: the coefficient every token's loss is multiplied by before
+summing.
 
-Coefficients come from counts over the whole optimizer-step batch, so the sum over ranks and micro-batches is the same
-in every layout (but for 'micro_batch_mean', which is there to compare with code that works that way).
+Coefficients come from counts over the whole optimizer-step batch, so the sum over ranks and
+micro-batches is the same in every layout (but for 'micro_batch_mean', which is there to compare
+with code that works that way).
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ from torch import Tensor
 
 from megatron_stare.records.batch import TokenBatch
 
-Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "dr_grpo", "dr_grpo_verl", "micro_batch_mean"]
-PER_SEQUENCE = ("sequence_mean", "sequence_sum", "dr_grpo")  # those that count the responses of the batch
+Aggregation = Literal[
+    "token_mean", "sequence_mean", "sequence_sum", "dr_grpo", "dr_grpo_verl", "micro_batch_mean"
+]
+# those that count the responses of the batch
+PER_SEQUENCE = ("sequence_mean", "sequence_sum", "dr_grpo")
 BY_CONSTANT = ("dr_grpo", "dr_grpo_verl")  # those that divide by a length given in the settings
 
 
@@ -31,12 +36,12 @@ def coefficients(
     Args:
         batch: its mask says which tokens count.
         aggregation: with B responses of n_i counted tokens, N in all:
-            'token_mean' 1 / N (DAPO, STARE; with a mask the mean over kept tokens);
-            'sequence_mean' 1 / (B n_i), the mean over responses of their token means (GRPO);
-            'sequence_sum' 1 / B; 'dr_grpo' 1 / (B L_max) (Dr. GRPO, arXiv 2503.20783);
-            'dr_grpo_verl' 1 / L_max, as verl's seq-mean-token-sum-norm to release 0.7,
-            which forgot B; from 0.8 it is 'dr_grpo';
-            'micro_batch_mean' (b / B) / N of the micro-batch of b responses, as verl's legacy actor.
+            'token_mean' 1 / N (DAPO, STARE; with a mask the mean over kept tokens); 'sequence_mean'
+            1 / (B n_i), the mean over responses of their token means (GRPO); 'sequence_sum' 1 / B;
+            'dr_grpo' 1 / (B L_max) (Dr. GRPO, arXiv 2503.20783); 'dr_grpo_verl' 1 / L_max, as
+            verl's seq-mean-token-sum-norm to release 0.7, which forgot B; from 0.8 it is 'dr_grpo';
+            'micro_batch_mean' (b / B) / N of the micro-batch of b responses, as verl's legacy
+            actor.
         tokens: N of the whole batch, 0-dim.
         lengths: [B] n_i of the whole batch; None: batch.sequence_lengths and batch.num_sequences.
         length_norm: L_max.
@@ -53,12 +58,16 @@ def coefficients(
     else:
         responses = _responses(batch, lengths)
         if aggregation == "sequence_mean":
-            each = 1.0 / (responses * _lengths(batch, lengths)[batch.sequence].clamp_min(1).to(dtype))
+            each = 1.0 / (
+                responses * _lengths(batch, lengths)[batch.sequence].clamp_min(1).to(dtype)
+            )
         elif aggregation == "sequence_sum":
             each = 1.0 / responses
         else:
             each = 1.0 / (responses * _constant(length_norm))
-    return torch.where(batch.loss_mask, each, torch.zeros((), dtype=dtype, device=batch.loss_mask.device))
+    return torch.where(
+        batch.loss_mask, each, torch.zeros((), dtype=dtype, device=batch.loss_mask.device)
+    )
 
 
 def _lengths(batch: TokenBatch, lengths: Tensor | None) -> Tensor:
@@ -79,7 +88,9 @@ def _sequences_here(batch: TokenBatch) -> Tensor:
     """Responses with a counted token among these positions, 0-dim."""
     if batch.sequence_lengths is None:
         raise ValueError("micro_batch_mean needs sequence_lengths")
-    seen = torch.zeros_like(batch.sequence_lengths).index_add_(0, batch.sequence, batch.loss_mask.to(torch.int64))
+    seen = torch.zeros_like(batch.sequence_lengths).index_add_(
+        0, batch.sequence, batch.loss_mask.to(torch.int64)
+    )
     return (seen > 0).sum()
 
 

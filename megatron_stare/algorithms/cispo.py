@@ -1,9 +1,11 @@
-"""CISPO (MiniMax-M1, arXiv 2506.13585): the importance weight is bounded, not the update; every token keeps a gradient.
+"""CISPO (MiniMax-M1, arXiv 2506.13585): the importance weight is bounded, not the update; every
+token keeps a gradient.
 
     J = (1 / N) sum_{i,t} sg[clip(rho, 1 - low, 1 + high)] A ln p
 
-The paper leaves the lower bound off (low = 1) and gives no number for the upper; slime suggests high = 4. Units: TRL's
-`epsilon_high` is the bound itself (rho <= epsilon_high), here and in slime it is 1 + high.
+The paper leaves the lower bound off (low = 1) and gives no number for the upper; slime suggests
+high = 4. Units: TRL's `epsilon_high` is the bound itself (rho <= epsilon_high), here and in slime
+it is 1 + high.
 """
 
 from __future__ import annotations
@@ -43,6 +45,10 @@ class Cispo(PolicyGradient):
 
     def policy_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
         surrogate = weighted_likelihood(
-            batch.log_prob, batch.old_log_prob, batch.advantage.detach(), low=self.clip_low, high=self.clip_high
+            batch.log_prob,
+            batch.old_log_prob,
+            batch.advantage.detach(),
+            low=self.clip_low,
+            high=self.clip_high,
         )
         return TokenTerms(loss=surrogate.loss, shares={"loss/clip_fraction": surrogate.clipped})

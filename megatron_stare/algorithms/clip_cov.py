@@ -1,10 +1,12 @@
-"""Clip-Cov (arXiv 2505.22617): a few tokens of high covariance between advantage and log-prob lose their loss.
+"""Clip-Cov (arXiv 2505.22617): a few tokens of high covariance between advantage and log-prob lose
+their loss.
 
     candidates: low < cov < high, not already clipped
     max(1, int(share N)) of them, drawn at random, get loss 0; the denominator stays N
 
-The released code draws unseeded per micro-batch, and at least one each; here the draw is over the whole batch, keyed
-by seed, step and the token's canonical number, so it is the same in every layout. Its ratio clip is 1 on both sides.
+The released code draws unseeded per micro-batch, and at least one each; here the draw is over the
+whole batch, keyed by seed, step and the token's canonical number, so it is the same in every
+layout. Its ratio clip is 1 on both sides.
 """
 
 from __future__ import annotations
@@ -65,7 +67,10 @@ class ClipCov(Grpo):
         asked = dict(mean_requests(kept))
         if "cov/tokens" in known:
             asked["drawn"] = TopK(
-                self.tickets(kept), kept.index, self.drawable(kept, known), count=budget(known, self.share)
+                self.tickets(kept),
+                kept.index,
+                self.drawable(kept, known),
+                count=budget(known, self.share),
             )
         return asked
 
@@ -79,7 +84,8 @@ class ClipCov(Grpo):
         return batch.loss_mask & (cov > self.cov_low) & (cov < self.cov_high)
 
     def drawable(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """[N] bool: candidates that the ratio clip leaves a gradient, by the log-probs that selections read."""
+        """[N] bool: candidates that the ratio clip leaves a gradient, by the log-probs that
+        selections read."""
         surrogate = clipped_surrogate(
             batch.selected_by,
             batch.old_log_prob,
@@ -95,4 +101,6 @@ class ClipCov(Grpo):
         drawn = threshold(statistics, "drawn").select(
             self.tickets(batch), batch.index, self.drawable(batch, statistics)
         )
-        return TokenTerms(torch.where(drawn, 0.0, base.loss), {**base.shares, "clip_cov/share": drawn})
+        return TokenTerms(
+            torch.where(drawn, 0.0, base.loss), {**base.shares, "clip_cov/share": drawn}
+        )

@@ -1,16 +1,17 @@
-"""Importance correction: the engine that sampled and the trainer that learns are not quite the same policy.
+"""Importance correction: the engine that sampled and the trainer that learns are not quite the same
+policy.
 
-    r = p_train / p_rollout = exp(ln p_old - ln p_rollout)
-    R = r (token), the product of r (sequence), or exp(mean ln r) (geometric), over the response's tokens
+    r = p_train / p_rollout = exp(ln p_old - ln p_rollout) R = r (token), the product of r
+    (sequence), or exp(mean ln r) (geometric), over the response's tokens
 
     truncate   weight min(R, high)                 TIS
     clip       weight clip(R, low, high)           CIS
     icepop     weight R inside [low, high], else 0; the token stays in the denominator
     mask       weight R, tokens outside [low, high] leave loss and denominator        MIS
 
-The weight is detached and multiplies the policy loss after clipping. Sources: truncated importance sampling,
-fengyao.notion.site (off-policy-rl); masked and sequence levels, "When Speed Kills Stability" (Liu, Li et al. 2025);
-modes and veto as in slime's mis.py.
+The weight is detached and multiplies the policy loss after clipping. Sources: truncated importance
+sampling, fengyao.notion.site (off-policy-rl); masked and sequence levels, "When Speed Kills
+Stability" (Liu, Li et al. 2025); modes and veto as in slime's mis.py.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ from torch import Tensor
 
 from megatron_stare.algorithms.surrogate import LOG_RATIO_LIMIT
 from megatron_stare.records.batch import TokenBatch
-from megatron_stare.records.batch_statistics import Mean, Request, SegmentSum, Statistics, scalar, tensor
+from megatron_stare.records.batch_statistics import (
+    Mean,
+    Request,
+    SegmentSum,
+    Statistics,
+    scalar,
+    tensor,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +42,8 @@ class Correction:
     mode: what happens outside the bounds.
     level: whose ratio it is.
     low, high: bounds of the ratio; `truncate` uses only `high`.
-    reject: (low, high); tokens whose own ratio lies outside leave loss and denominator, whatever the mode. null: none.
+    reject: (low, high); tokens whose own ratio lies outside leave loss and denominator, whatever
+    the mode. null: none.
     veto: a response with any token ratio below this leaves altogether. null: none.
     normalise: divide the weights by their mean over the kept tokens of the whole batch.
     """
@@ -58,7 +67,9 @@ class Correction:
             raise ValueError("correction: veto must lie between 0 and 1, or be null")
         if self.normalise and self.level == "geometric":
             # geometric ratios all stand near 1; slime refuses the pair too
-            raise ValueError("correction: normalise does not go with level geometric; use token or sequence")
+            raise ValueError(
+                "correction: normalise does not go with level geometric; use token or sequence"
+            )
 
     @property
     def leaves_count(self) -> bool:
@@ -71,7 +82,9 @@ class Correction:
             asked["correction/log_ratio"] = _by_response(log_ratio, batch)
             asked["correction/length"] = _by_response(torch.ones_like(log_ratio), batch)
         if self.veto is not None:
-            asked["correction/vetoes"] = _by_response((_log_ratio(batch).exp() < self.veto).to(torch.float32), batch)
+            asked["correction/vetoes"] = _by_response(
+                (_log_ratio(batch).exp() < self.veto).to(torch.float32), batch
+            )
         return asked
 
     def keep(self, batch: TokenBatch, known: Statistics) -> Tensor | None:
@@ -89,12 +102,17 @@ class Correction:
         return keep
 
     def final_requests(self, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        """Requests made once the tokens that stay are known: their mean weight if weights are normalised, else none."""
-        return {"correction/mean": Mean(self.plain_weights(kept, known), kept.loss_mask)} if self.normalise else {}
+        """Requests made once the tokens that stay are known: their mean weight if weights are
+        normalised, else none."""
+        return (
+            {"correction/mean": Mean(self.plain_weights(kept, known), kept.loss_mask)}
+            if self.normalise
+            else {}
+        )
 
     def weights(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """[N] detached factors on the policy loss; all 0 where they are to be divided by their mean and that is 0,
-        because no token is kept or icepop gives none a weight."""
+        """[N] detached factors on the policy loss; all 0 where they are to be divided by their mean
+        and that is 0, because no token is kept or icepop gives none a weight."""
         weight = self.plain_weights(batch, statistics)
         if not self.normalise:
             return weight
@@ -127,11 +145,17 @@ class Correction:
 
 def _log_ratio(batch: TokenBatch) -> Tensor:
     """[N] ln r, detached."""
-    return (batch.old_log_prob - batch.rollout_log_prob).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return (
+        (batch.old_log_prob - batch.rollout_log_prob)
+        .detach()
+        .clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    )
 
 
 def _by_response(x: Tensor, batch: TokenBatch) -> SegmentSum:
     if batch.sequence_lengths is None:
         raise ValueError("correction by response needs sequence_lengths")
     # of responses without loss too, where the others are judged against them
-    return SegmentSum(x, batch.sequence, batch.sequence_lengths.shape[0], batch.loss_mask | batch.in_baseline)
+    return SegmentSum(
+        x, batch.sequence, batch.sequence_lengths.shape[0], batch.loss_mask | batch.in_baseline
+    )

@@ -32,5 +32,6 @@ def covariance(batch: TokenBatch, statistics: Statistics) -> Tensor:
 
 
 def budget(statistics: Statistics, share: float) -> Tensor:
-    """max(1, int(N share)) tokens, 0-dim: a floor, unlike the top-k counts of STARE and 20-Entropy."""
+    """max(1, int(N share)) tokens, 0-dim: a floor, unlike the top-k counts of STARE and
+    20-Entropy."""
     return (scalar(statistics, "cov/tokens").to(torch.float64) * share).floor().clamp_min(1)

@@ -1,4 +1,5 @@
-"""Dr. GRPO (arXiv 2503.20783): GRPO without the two divisions that favour long wrong answers and easy questions.
+"""Dr. GRPO (arXiv 2503.20783): GRPO without the two divisions that favour long wrong answers and
+easy questions.
 
     A_i = r_i - mean        J = (1 / (B L_max)) sum_{i,t} min(rho A, clip(rho) A)
 

@@ -1,9 +1,11 @@
-"""The entropy bonus: loss - c H, with gradient through H; c fixed, or steered to a target (Skywork-OR1, 2505.22312).
+"""The entropy bonus: loss - c H, with gradient through H; c fixed, or steered to a target
+(Skywork-OR1, 2505.22312).
 
     step k uses      c_k if the entropy was below target after step k - 1, else 0
     afterwards       c <- clip(c + delta if H_k < target else c - delta, min, max)
 
-The state moves after the step, so the bonus acts one step late, as published. The first step uses the initial c.
+The state moves after the step, so the bonus acts one step late, as published. The first step uses
+the initial c.
 """
 
 from __future__ import annotations
@@ -17,8 +19,14 @@ import torch
 from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Mean, Request, Statistics, scalar
 
-# names of the state and of the statistic; strings of their own, so that a method's own state cannot collide
-COEF, OPEN, USED, MEASURE = "entropy_bonus/coef", "entropy_bonus/open", "entropy_bonus/used", "entropy_bonus/measure"
+# names of the state and of the statistic; strings of their own, so that a method's own state cannot
+# collide
+COEF, OPEN, USED, MEASURE = (
+    "entropy_bonus/coef",
+    "entropy_bonus/open",
+    "entropy_bonus/used",
+    "entropy_bonus/measure",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +36,8 @@ class EntropyBonus:
     coef: c, or what it starts from if there is a target.
     target: nats; null: c is fixed.
     delta, coef_min, coef_max: step and bounds of c while it is steered.
-    measure: 'entropy' is the mean entropy; 'surprisal' is its estimate from sampled tokens, as the released code does.
+    measure: 'entropy' is the mean entropy; 'surprisal' is its estimate from sampled tokens, as the
+    released code does.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -44,7 +53,9 @@ class EntropyBonus:
         if self.target is None and self.coef <= 0:
             raise ValueError("entropy_bonus: give a coef above 0, or a target to steer it by")
         if self.coef < 0 or self.coef_min < 0 or self.coef_max < self.coef_min or self.delta <= 0:
-            raise ValueError("entropy_bonus: needs coef >= 0, delta > 0 and 0 <= coef_min <= coef_max")
+            raise ValueError(
+                "entropy_bonus: needs coef >= 0, delta > 0 and 0 <= coef_min <= coef_max"
+            )
 
     def initial_state(self) -> dict[str, float]:
         return {COEF: self.coef, OPEN: 1.0, USED: self.coef}
@@ -52,9 +63,15 @@ class EntropyBonus:
     def requests(self, batch: TokenBatch) -> Mapping[str, Request]:
         if self.target is None:
             return {}
-        return {MEASURE: Mean(batch.entropy if self.measure == "entropy" else batch.surprisal, batch.loss_mask)}
+        return {
+            MEASURE: Mean(
+                batch.entropy if self.measure == "entropy" else batch.surprisal, batch.loss_mask
+            )
+        }
 
-    def control(self, state: dict[str, torch.Tensor], statistics: Statistics) -> dict[str, torch.Tensor]:
+    def control(
+        self, state: dict[str, torch.Tensor], statistics: Statistics
+    ) -> dict[str, torch.Tensor]:
         """USED is what this step multiplies by; COEF and OPEN are what the next one starts from."""
         if self.target is None:
             return state

@@ -1,6 +1,8 @@
-"""Filters: what takes tokens out of the loss, one after the other, before a method's own statistics are asked for.
+"""Filters: what takes tokens out of the loss, one after the other, before a method's own statistics
+are asked for.
 
-A filter may itself ask for statistics; the next one sees only the tokens it left. So an order is fixed by
+A filter may itself ask for statistics; the next one sees only the tokens it left. So an order is
+fixed by
 construction: importance rejection, then a method's mask, then its quantiles over the tokens kept.
 """
 
@@ -34,7 +36,8 @@ class Filter(Protocol):
 class Narrowed:
     """A batch after the filters, and the statistics that the filters ask for."""
 
-    kept: TokenBatch  # its mask: tokens whose policy loss counts; in_baseline: those that others are judged against
+    # its mask: tokens whose policy loss counts; in_baseline: those that others are judged against
+    kept: TokenBatch
     counted: Tensor  # [N] bool, tokens in the denominator
     asked: dict[str, Request]
     complete: bool  # False: more rounds of statistics are needed

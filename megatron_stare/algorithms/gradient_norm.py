@@ -1,13 +1,15 @@
 """The norm of a step's gradient in the logits, and STAPO's bounds of it (arXiv 2602.15620).
 
-A token a whose log-prob the objective has slope w in pulls the logits of its position by w (one_hot(a) - p), and
+A token a whose log-prob the objective has slope w in pulls the logits of its position by w
+(one_hot(a) - p), and
 
     |grad|^2 = w^2 (1 - 2 p_a + sum_v p_v^2)
     w^2 (1 - 2 p_a + e^-H)  <=  |grad|^2  <=  w^2 (2 - 2 p_a - C_V H^2)        C_V = (V - 1) / (V ln^2 V)
 
-for V entries of the vocabulary: e^-H <= sum p^2 <= 1 - C_V H^2. The bounds need p and H alone; the sum of squares is at
-hand here (vocab_parallel.py), so the norm itself is too. Every token has logits of its own, so squares add up over
-tokens. At temperature T the logits are those before the division, and every norm carries 1 / T.
+for V entries of the vocabulary: e^-H <= sum p^2 <= 1 - C_V H^2. The bounds need p and H alone; the
+sum of squares is at hand here (vocab_parallel.py), so the norm itself is too. Every token has
+logits of its own, so squares add up over tokens. At temperature T the logits are those before the
+division, and every norm carries 1 / T.
 """
 
 from __future__ import annotations
@@ -19,11 +21,20 @@ import torch
 from torch import Tensor
 
 from megatron_stare.records.batch import TokenBatch
-from megatron_stare.records.batch_statistics import Count, Request, SegmentSum, Statistics, Sum, scalar, tensor
+from megatron_stare.records.batch_statistics import (
+    Count,
+    Request,
+    SegmentSum,
+    Statistics,
+    Sum,
+    scalar,
+    tensor,
+)
 from megatron_stare.records.metric import Metric
 
 IMPROBABLE = 0.002  # tau_p of STAPO
-# lower ends of all ranges of a token's probability, and of its position's entropy in nats, but the first, which is 0
+# lower ends of all ranges of a token's probability, and of its position's entropy in nats, but the
+# first, which is 0
 PROBABILITIES = (IMPROBABLE, 0.05, 0.5, 0.9)
 ENTROPIES = (0.1, 0.5, 1.5)
 CELLS = (len(PROBABILITIES) + 1) * (len(ENTROPIES) + 1)
@@ -31,10 +42,17 @@ CELLS = (len(PROBABILITIES) + 1) * (len(ENTROPIES) + 1)
 
 METRICS = (
     Metric(
-        "gradient/logit_norm", "norm", "of the step's gradient in all logits, before the model", "steady; no spikes"
+        "gradient/logit_norm",
+        "norm",
+        "of the step's gradient in all logits, before the model",
+        "steady; no spikes",
     ),
-    Metric("gradient/logit_norm_low", "norm", "STAPO's lower bound of it", "below gradient/logit_norm"),
-    Metric("gradient/logit_norm_high", "norm", "STAPO's upper bound of it", "above gradient/logit_norm"),
+    Metric(
+        "gradient/logit_norm_low", "norm", "STAPO's lower bound of it", "below gradient/logit_norm"
+    ),
+    Metric(
+        "gradient/logit_norm_high", "norm", "STAPO's upper bound of it", "above gradient/logit_norm"
+    ),
     Metric(
         "gradient/improbable_tokens",
         "share",
@@ -50,10 +68,11 @@ METRICS = (
     Metric(
         "gradient/token_norm_<n>",
         "norm",
-        "mean |one_hot(a) - p| of the tokens in cell n of probability (below 0.002, 0.05, 0.5, 0.9, 1) and entropy "
-        "(below 0.1, 0.5, 1.5 nats, above), n = 4 x that of probability + that of entropy; every "
-        "observability.measured_every steps",
-        "within sqrt(2 - 2 p), STAPO's figure: large where p is small, largest where entropy is too; 0: no token",
+        "mean |one_hot(a) - p| of the tokens in cell n of probability (below 0.002, 0.05, 0.5, 0.9,"
+        " 1) and entropy (below 0.1, 0.5, 1.5 nats, above), n = 4 x that of probability + that of"
+        " entropy; every observability.measured_every steps",
+        "within sqrt(2 - 2 p), STAPO's figure: large where p is small, largest where entropy is"
+        " too; 0: no token",
     ),
     Metric(
         "gradient/token_share_<n>",
@@ -99,7 +118,9 @@ def norm_requests(batch: TokenBatch, push: Tensor, vocabulary: int) -> Mapping[s
     return {
         "norm/square": Sum(square * exact, batch.loss_mask),
         "norm/low": Sum(square * lower_bound(log_prob, batch.entropy), batch.loss_mask),
-        "norm/high": Sum(square * upper_bound(log_prob, batch.entropy, vocabulary), batch.loss_mask),
+        "norm/high": Sum(
+            square * upper_bound(log_prob, batch.entropy, vocabulary), batch.loss_mask
+        ),
         "norm/plain": Sum(plain, batch.loss_mask),
         "norm/plain_improbable": Sum(plain, improbable),
         "norm/tokens": Count(batch.loss_mask),
@@ -108,7 +129,8 @@ def norm_requests(batch: TokenBatch, push: Tensor, vocabulary: int) -> Mapping[s
 
 
 def cell_requests(batch: TokenBatch) -> Mapping[str, Request]:
-    """Statistics of the whole batch that `cell_metrics` reads: the tokens of every cell and the sum of their norms.
+    """Statistics of the whole batch that `cell_metrics` reads: the tokens of every cell and the sum
+    of their norms.
 
     Raises:
         ValueError: the batch is without the sums over the vocabulary.
@@ -126,8 +148,8 @@ def cell_requests(batch: TokenBatch) -> Mapping[str, Request]:
 
 
 def cell_metrics(statistics: Statistics) -> dict[str, Tensor]:
-    """`gradient/token_norm_<n>` and `gradient/token_share_<n>`, 0-dim. The norm is that of a token's own log-prob in
-    the logits over the temperature, before any weight: STAPO's figure."""
+    """`gradient/token_norm_<n>` and `gradient/token_share_<n>`, 0-dim. The norm is that of a
+    token's own log-prob in the logits over the temperature, before any weight: STAPO's figure."""
     tokens, norms = tensor(statistics, "norm/cell_tokens"), tensor(statistics, "norm/cell")
     means, shares = norms / tokens.clamp_min(1), tokens / tokens.sum().clamp_min(1)
     found = {f"gradient/token_norm_{n}": means[n] for n in range(CELLS)}
@@ -150,5 +172,7 @@ def norm_metrics(statistics: Statistics, temperature: float) -> dict[str, Tensor
         "gradient/logit_norm_low": scalar(statistics, "norm/low").sqrt() / temperature,
         "gradient/logit_norm_high": scalar(statistics, "norm/high").sqrt() / temperature,
         "gradient/improbable_tokens": scalar(statistics, "norm/improbable") / tokens.clamp_min(1),
-        "gradient/improbable_square": scalar(statistics, "norm/plain_improbable") / plain.clamp_min(1e-300),
+        "gradient/improbable_square": (
+            scalar(statistics, "norm/plain_improbable") / plain.clamp_min(1e-300)
+        ),
     }

@@ -1,4 +1,5 @@
-"""GRPO (arXiv 2402.03300): group-relative advantages and the clipped surrogate. The base of most other methods.
+"""GRPO (arXiv 2402.03300): group-relative advantages and the clipped surrogate. The base of most
+other methods.
 
 A_i = (r_i - mean) / (std + 1e-6) over the prompt group
 J = mean_i (1 / n_i) sum_t min(rho A, clip(rho, 1 - low, 1 + high) A)
@@ -20,7 +21,8 @@ class Grpo(Clipped):
     """Settings of GRPO, beside those of clipped.py and policy.py.
 
     aggregation: 'sequence_mean' (the paper) or 'token_mean' (DAPO and most code since).
-    advantage_spread: what the centred reward is divided by; the paper leaves n or n - 1 open, code uses n - 1.
+    advantage_spread: what the centred reward is divided by; the paper leaves n or n - 1 open, code
+    uses n - 1.
     """
 
     aggregation: Aggregation = "sequence_mean"

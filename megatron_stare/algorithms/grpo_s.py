@@ -1,12 +1,15 @@
-"""GRPO-S (arXiv 2508.04349): GTPO's idea per response. A response's reward grows with its mean entropy.
+"""GRPO-S (arXiv 2508.04349): GTPO's idea per response. A response's reward grows with its mean
+entropy.
 
-With E_i the mean entropy of response i under the old policy, over the n correct and m wrong ones of the prompt:
+With E_i the mean entropy of response i under the old policy, over the n correct and m wrong ones of
+the prompt:
 
     correct   r = beta1 + beta2 n E / sum E          wrong   r = -beta1 - beta2 m (1 / E) / sum (1 / E)
     A = (r - mean) / std over the prompt group
     J = mean_i min(w A, clip(w) A),        w_i = mean_t rho_{i,t}
 
-The ratio is the arithmetic mean of the token ratios (eq. 11); the geometric one of appendix C is `ratio: geometric`.
+The ratio is the arithmetic mean of the token ratios (eq. 11); the geometric one of appendix C is
+`ratio: geometric`.
 """
 
 from __future__ import annotations
@@ -22,7 +25,13 @@ from megatron_stare.algorithms.advantage import all_equal, group_advantages
 from megatron_stare.algorithms.aggregate import Aggregation
 from megatron_stare.algorithms.clipped import Clipped
 from megatron_stare.algorithms.correction import Correction
-from megatron_stare.algorithms.surrogate import LOG_RATIO_LIMIT, Surrogate, clip, ratio, response_mean
+from megatron_stare.algorithms.surrogate import (
+    LOG_RATIO_LIMIT,
+    Surrogate,
+    clip,
+    ratio,
+    response_mean,
+)
 from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Request, SegmentSum, Statistics, tensor
 
@@ -61,7 +70,9 @@ class GrpoS(Clipped):
         number = _whole(kept.sequence_lengths).shape[0]
         return {
             "grpo_s/entropy": SegmentSum(kept.entropy, kept.sequence, number, kept.in_baseline),
-            "grpo_s/length": SegmentSum(torch.ones_like(kept.entropy), kept.sequence, number, kept.in_baseline),
+            "grpo_s/length": SegmentSum(
+                torch.ones_like(kept.entropy), kept.sequence, number, kept.in_baseline
+            ),
         }
 
     def shaped(self, batch: TokenBatch, statistics: Statistics) -> tuple[Tensor, Tensor]:
@@ -85,13 +96,17 @@ class GrpoS(Clipped):
         return (reward if batch.penalties is None else reward + batch.penalties), counted
 
     def normalised(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """[B] float64 (r - mean) / (std + eps) over the prompt group, the standard deviation with n."""
+        """[B] float64 (r - mean) / (std + eps) over the prompt group, the standard deviation with
+        n."""
         reward, counted = self.shaped(batch, statistics)
         groups = _whole(batch.groups)
-        return group_advantages(reward, groups, counted, spread="population", eps=self.eps, number=batch.num_groups)
+        return group_advantages(
+            reward, groups, counted, spread="population", eps=self.eps, number=batch.num_groups
+        )
 
     def token_advantages(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        # a prompt that is always or never solved would be left with entropy alone: no loss, as in every method
+        # a prompt that is always or never solved would be left with entropy alone: no loss, as in
+        # every method
         correct = (_whole(batch.rewards) >= self.correct_from).to(torch.float64)
         counted, groups = tensor(statistics, "grpo_s/length") > 0, _whole(batch.groups)
         same = all_equal(correct, groups, counted, batch.num_groups)[groups]
@@ -116,11 +131,15 @@ def refuse_by_token(aggregation: Aggregation, correction: Correction | None) -> 
         raise ValueError("the loss is one number a response, so aggregation must be sequence_mean")
     if correction is not None and (correction.level == "token" or correction.reject is not None):
         raise ValueError(
-            "the ratio is the response's, so correction.level must be sequence or geometric, and correction.reject null"
+            "the ratio is the response's, so correction.level must be sequence or geometric, and"
+            " correction.reject null"
         )
 
 
 def _whole(value: Tensor | None) -> Tensor:
     if value is None:
-        raise ValueError("GRPO-S needs the groups, rewards and lengths of the whole batch, and the trainer gave none")
+        raise ValueError(
+            "GRPO-S needs the groups, rewards and lengths of the whole batch, and the trainer gave"
+            " none"
+        )
     return value

@@ -2,8 +2,9 @@
 
     s_i = exp((1 / n_i) sum_t (ln p - ln p_old))        J = mean_i min(s_i A, clip(s_i, 1 - 3e-4, 1 + 4e-4) A)
 
-`form: token` is GSPO-token, s_{i,t} = sg[s_i] p / sg[p]: the same value and, with one advantage a response, the same
-gradient; its log is bounded by 10 as in verl. The bounds are far below those of a token ratio: 0.2 never clips.
+`form: token` is GSPO-token, s_{i,t} = sg[s_i] p / sg[p]: the same value and, with one advantage a
+response, the same gradient; its log is bounded by 10 as in verl. The bounds are far below those of
+a token ratio: 0.2 never clips.
 """
 
 from __future__ import annotations
@@ -40,7 +41,13 @@ class Gspo(Grpo):
         return "GSPO's ratio is that of a whole response to its old log-probs"
 
     def surrogate(self, batch: TokenBatch, advantage: Tensor) -> Surrogate:
-        return clip(self.ratio(batch), advantage, low=self.clip_low, high=self.clip_high, dual=self.dual_clip)
+        return clip(
+            self.ratio(batch),
+            advantage,
+            low=self.clip_low,
+            high=self.clip_high,
+            dual=self.dual_clip,
+        )
 
     def ratio(self, batch: TokenBatch) -> Tensor:
         """[N] s of the response a token belongs to; differentiable."""

@@ -1,17 +1,20 @@
-"""GTPO (arXiv 2508.04349; not 2508.03772 of the same name): a token's reward grows with its share of the entropy.
+"""GTPO (arXiv 2508.04349; not 2508.03772 of the same name): a token's reward grows with its share
+of the entropy.
 
-At position t, over the d_t correct and h_t wrong responses of the prompt that are that long, H of the old policy:
+At position t, over the d_t correct and h_t wrong responses of the prompt that are that long, H of
+the old policy:
 
     correct   r = alpha1 + alpha2 d_t H / sum H          wrong   r = -alpha1 - alpha2 h_t (1 / H) / sum (1 / H)
     A = (r - mean) / std over the tokens,        J = (1 / N) sum_{i,t} min(rho A, clip(rho) A)
 
-Eq. 6 read literally ('separate') takes mean and std over correct and over wrong tokens apart. Then the mean advantage
-of both is exactly 0, the outcome cancels, and only entropy is learnt. Over all tokens ('joint', the default) the mean
-advantage of a prompt's correct tokens is above 0 and that of its wrong ones below, but not every token's: where one
-side has few tokens, the mean lies near the other, whose tokens of small share of the entropy get the wrong sign.
-A side whose rewards are equal but for rounding - 'separate' with one correct response, whose share is always 1 - has
-advantage 0: dividing by their spread would blow rounding up to advantages of several units.
-"Entropy clipped at 0.2 and 0.28": taken for DAPO's ratio bounds; to the letter, entropy_clamp.
+Eq. 6 read literally ('separate') takes mean and std over correct and over wrong tokens apart. Then
+the mean advantage of both is exactly 0, the outcome cancels, and only entropy is learnt. Over all
+tokens ('joint', the default) the mean advantage of a prompt's correct tokens is above 0 and that of
+its wrong ones below, but not every token's: where one side has few tokens, the mean lies near the
+other, whose tokens of small share of the entropy get the wrong sign. A side whose rewards are equal
+but for rounding - 'separate' with one correct response, whose share is always 1 - has advantage 0:
+dividing by their spread would blow rounding up to advantages of several units. "Entropy clipped at
+0.2 and 0.28": taken for DAPO's ratio bounds; to the letter, entropy_clamp.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from megatron_stare.algorithms.clipped import Clipped
 from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Request, SegmentSum, Statistics, tensor
 
-# a spread of rewards below this share of their size comes of entropies that differ in float32's last bits
+# a spread of rewards below this share of their size comes of entropies that differ in float32's
+# last bits
 ROUNDING = 1e-6
 
 
@@ -37,12 +41,15 @@ class Gtpo(Clipped):
     """Settings of GTPO; defaults are the paper's.
 
     alpha1, alpha2: weights of outcome and entropy.
-    normalise: 'joint' over all tokens, or 'separate' over correct and over wrong ones (eq. 6 to the letter).
-    scope: whose tokens are compared, the prompt group's (the formulas) or the whole batch's (the paper's discussion).
+    normalise: 'joint' over all tokens, or 'separate' over correct and over wrong ones (eq. 6 to the
+    letter).
+    scope: whose tokens are compared, the prompt group's (the formulas) or the whole batch's (the
+    paper's discussion).
     entropy_clamp: (low, high) nats, entropies are clamped before shaping; null: not.
     correct_from: the reward from which a response is correct.
-    eps: added to every entropy and to the standard deviation, so that no divisor is 0 (remark 2.1). The paper adds it
-        to the sum of the entropies instead, which makes a single response's share differ from 1.
+    eps: added to every entropy and to the standard deviation, so that no divisor is 0 (remark 2.1).
+        The paper adds it to the sum of the entropies instead, which makes a single response's share
+        differ from 1.
     """
 
     clip_high: float = 0.28
@@ -58,7 +65,10 @@ class Gtpo(Clipped):
         super().__post_init__()
         if self.alpha1 < 0 or self.alpha2 < 0 or self.alpha1 + self.alpha2 == 0 or self.eps < 0:
             raise ValueError("alpha1, alpha2 and eps must be at least 0, and one alpha above")
-        if self.entropy_clamp is not None and not 0 <= self.entropy_clamp[0] < self.entropy_clamp[1]:
+        if (
+            self.entropy_clamp is not None
+            and not 0 <= self.entropy_clamp[0] < self.entropy_clamp[1]
+        ):
             raise ValueError("entropy_clamp must be [low, high] with 0 <= low < high")
 
     @property
@@ -84,35 +94,49 @@ class Gtpo(Clipped):
             asked["gtpo/number"] = SegmentSum(ones, side, sides, among)
             asked["gtpo/sum"] = SegmentSum(shaped, side, sides, among)
             if "gtpo/sum" in known:  # squares about the mean: stable where the spread is small
-                asked["gtpo/squares"] = SegmentSum((shaped - self._mean(kept, known)) ** 2, side, sides, among)
+                asked["gtpo/squares"] = SegmentSum(
+                    (shaped - self._mean(kept, known)) ** 2, side, sides, among
+                )
         return asked
 
     def shaped(self, batch: TokenBatch, known: Statistics) -> Tensor:
         """[N] float64, eqs. 3 and 4, with what the length of the response costs it."""
         cell, _ = self._cells(batch)
         entropy = self._entropy(batch)
-        number = {name: tensor(known, f"gtpo/{name}")[cell] for name in ("d", "h", "entropy", "inverse")}
+        number = {
+            name: tensor(known, f"gtpo/{name}")[cell] for name in ("d", "h", "entropy", "inverse")
+        }
         right = self.alpha1 + self.alpha2 * number["d"] * (entropy / number["entropy"])
         wrong = self.alpha1 + self.alpha2 * number["h"] * (1 / entropy / number["inverse"])
         reward = torch.where(self._correct(batch)[batch.sequence], right, -wrong)
         return reward if batch.penalties is None else reward + batch.penalties[batch.sequence]
 
     def normalised(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """[N] float64 (r - mean) / (std + eps), the standard deviation with n; 0 where it is rounding."""
+        """[N] float64 (r - mean) / (std + eps), the standard deviation with n; 0 where it is
+        rounding."""
         side, _ = self._sides(batch)
-        variance = tensor(statistics, "gtpo/squares") / tensor(statistics, "gtpo/number").clamp_min(1)
+        variance = tensor(statistics, "gtpo/squares") / tensor(statistics, "gtpo/number").clamp_min(
+            1
+        )
         spread = variance.sqrt()[side]
-        advantage = (self.shaped(batch, statistics) - self._mean(batch, statistics)) / (spread + self.eps)
+        advantage = (self.shaped(batch, statistics) - self._mean(batch, statistics)) / (
+            spread + self.eps
+        )
         return torch.where(spread > ROUNDING * (self.alpha1 + self.alpha2), advantage, 0.0)
 
     def token_advantages(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
         advantage = self.normalised(batch, statistics)
-        # a prompt that is always or never solved, by the responses that the filters left, would have entropy alone to
-        # learn from: no loss, as in every method
-        flags, counted = self._correct(batch).to(torch.float64), tensor(statistics, "gtpo/length") > 0
+        # a prompt that is always or never solved, by the responses that the filters left, would
+        # have entropy alone to learn from: no loss, as in every method
+        flags, counted = (
+            self._correct(batch).to(torch.float64),
+            tensor(statistics, "gtpo/length") > 0,
+        )
         groups = _whole(batch.groups)
         same = all_equal(flags, groups, counted, batch.num_groups)[groups]
-        return torch.where(batch.loss_mask & ~same[batch.sequence], advantage, 0.0).to(batch.advantage.dtype)
+        return torch.where(batch.loss_mask & ~same[batch.sequence], advantage, 0.0).to(
+            batch.advantage.dtype
+        )
 
     def _correct(self, batch: TokenBatch) -> Tensor:
         """[B] bool."""
@@ -121,7 +145,11 @@ class Gtpo(Clipped):
     def _entropy(self, batch: TokenBatch) -> Tensor:
         """[N] float64 above 0, with eps."""
         entropy = batch.entropy.detach().to(torch.float64)
-        return (entropy.clamp_min(0) if self.entropy_clamp is None else entropy.clamp(*self.entropy_clamp)) + self.eps
+        return (
+            entropy.clamp_min(0)
+            if self.entropy_clamp is None
+            else entropy.clamp(*self.entropy_clamp)
+        ) + self.eps
 
     def _scope(self, batch: TokenBatch) -> tuple[Tensor, int]:
         """[N] whose tokens a token is compared with, and how many such sets there are."""
@@ -145,5 +173,8 @@ class Gtpo(Clipped):
 
 def _whole(value: Tensor | None) -> Tensor:
     if value is None:
-        raise ValueError("GTPO needs the groups, rewards and lengths of the whole batch, and the trainer gave none")
+        raise ValueError(
+            "GTPO needs the groups, rewards and lengths of the whole batch, and the trainer gave"
+            " none"
+        )
     return value

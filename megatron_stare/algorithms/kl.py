@@ -1,6 +1,7 @@
 """A penalty for leaving the reference policy, as a term of the loss.
 
-With d = ln p_ref - ln p of the sampled token, per token (Schulman's estimators, joschu.net/blog/kl-approx.html):
+With d = ln p_ref - ln p of the sampled token, per token (Schulman's estimators,
+joschu.net/blog/kl-approx.html):
 
     k1 = -d        k2 = d^2 / 2        k3 = e^d - d - 1  (GRPO, arXiv 2402.03300)
 """
@@ -22,8 +23,9 @@ class ReferenceKl:
     """Settings of the KL term.
 
     coef: its weight; 0: the reference policy is not loaded.
-    estimator: all three have the right mean on-policy, but as a loss only the gradient of k2 is that of KL(p || p_ref);
-        k3's is that of the reverse direction near it, and k1's has mean zero: it logs, it does not hold back.
+    estimator: all three have the right mean on-policy, but as a loss only the gradient of k2 is
+        that of KL(p || p_ref); k3's is that of the reverse direction near it, and k1's has mean
+        zero: it logs, it does not hold back.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}

@@ -1,10 +1,12 @@
-"""KL-Cov (arXiv 2505.22617): tokens of highest covariance between advantage and log-prob are held where they were.
+"""KL-Cov (arXiv 2505.22617): tokens of highest covariance between advantage and log-prob are held
+where they were.
 
     loss = -A rho + beta |ln p - ln p_old|    on the max(1, int(share N)) tokens of largest covariance
     loss = -A rho                             elsewhere
 
-There is no ratio clip, in the released code either, although its scripts pass one: so there is no such setting here.
-With one optimizer step a rollout batch ln p = ln p_old, the term has no gradient and KL-Cov is inert.
+There is no ratio clip, in the released code either, although its scripts pass one: so there is no
+such setting here. With one optimizer step a rollout batch ln p = ln p_old, the term has no gradient
+and KL-Cov is inert.
 """
 
 from __future__ import annotations
@@ -24,7 +26,11 @@ from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Request, Statistics, TopK, threshold
 from megatron_stare.records.metric import Metric
 
-METRICS = (Metric("kl_cov/share", "share", "tokens that are held to the old policy", "near algorithm.share"),)
+METRICS = (
+    Metric(
+        "kl_cov/share", "share", "tokens that are held to the old policy", "near algorithm.share"
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,15 +61,21 @@ class KlCov(PolicyGradient):
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         asked = dict(mean_requests(kept))
         if "cov/tokens" in known:
-            asked["held"] = TopK(covariance(kept, known), kept.index, kept.loss_mask, count=budget(known, self.share))
+            asked["held"] = TopK(
+                covariance(kept, known), kept.index, kept.loss_mask, count=budget(known, self.share)
+            )
         return asked
 
     def held(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
         """[N] bool."""
-        return threshold(statistics, "held").select(covariance(batch, statistics), batch.index, batch.loss_mask)
+        return threshold(statistics, "held").select(
+            covariance(batch, statistics), batch.index, batch.loss_mask
+        )
 
     def policy_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
         held = self.held(batch, statistics)
         free = -batch.advantage.detach() * ratio(batch.log_prob, batch.old_log_prob)
         distance = (batch.log_prob - batch.old_log_prob).abs()
-        return TokenTerms(torch.where(held, free + self.coef * distance, free), {"kl_cov/share": held})
+        return TokenTerms(
+            torch.where(held, free + self.coef * distance, free), {"kl_cov/share": held}
+        )

@@ -1,7 +1,9 @@
-"""Shared parts of all policy-gradient methods: filters before the statistics, and terms added to the policy loss.
+"""Shared parts of all policy-gradient methods: filters before the statistics, and terms added to
+the policy loss.
 
-A subclass gives `policy_loss`, and as it needs them `filters`, `asks` and `control`. The add-ons of this file -
-truncation, length penalties, importance correction, KL to a reference, entropy bonus - go with every one of them.
+A subclass gives `policy_loss`, and as it needs them `filters`, `asks` and `control`. The add-ons of
+this file - truncation, length penalties, importance correction, KL to a reference, entropy bonus -
+go with every one of them.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ from megatron_stare.algorithms.kl import ReferenceKl, kl_estimate
 from megatron_stare.algorithms.method import Method, State, TokenTerms
 from megatron_stare.algorithms.shaping import LengthPenalty, Overlong, Truncated, informative_groups
 from megatron_stare.records.batch import TokenBatch
-from megatron_stare.records.batch_statistics import Count, Request, SegmentSum, Statistics, scalar, tensor
+from megatron_stare.records.batch_statistics import (
+    Count,
+    Request,
+    SegmentSum,
+    Statistics,
+    scalar,
+    tensor,
+)
 from megatron_stare.records.metric import Metric
 from megatron_stare.records.rollout_batch import RolloutBatch
 
@@ -74,8 +83,9 @@ class PolicyGradient(Method):
     aggregation: how token losses become one number (see aggregate.py).
     length_norm: L_max of the 'dr_grpo' aggregations, tokens.
     truncated: what a response cut off at the length limit counts for.
-    equal_groups: 'keep' counts tokens of groups whose rewards are all equal, 'mask' has them carry no loss: neither N
-        nor an entropy knows of them, as where published code drops such groups and does not refill (Skywork-OR1).
+    equal_groups: 'keep' counts tokens of groups whose rewards are all equal, 'mask' has them carry
+        no loss: neither N nor an entropy knows of them, as where published code drops such groups
+        and does not refill (Skywork-OR1).
     overlong: DAPO's soft overlong punishment, or null.        length_penalty: GROP, or null.
     correction: importance correction between rollout and training policy, or null.
     reference_kl: KL to a reference policy as a loss term, or null.
@@ -100,11 +110,14 @@ class PolicyGradient(Method):
         if self.length_norm is not None and self.length_norm < 1:
             raise ValueError("length_norm must be at least 1 token")
         if self.overlong is not None and self.length_penalty is not None:
-            raise ValueError("overlong and length_penalty both punish length; set one of them to null")
+            raise ValueError(
+                "overlong and length_penalty both punish length; set one of them to null"
+            )
         if any(each.leaves_count for each in self.filters()) and by_constant:
             raise ValueError(
-                f"aggregation {self.aggregation} divides by a constant, so tokens cannot leave the denominator: "
-                "use token_mean or sequence_mean, denominator all, or a correction with mode icepop"
+                f"aggregation {self.aggregation} divides by a constant, so tokens cannot leave the"
+                " denominator: use token_mean or sequence_mean, denominator all, or a correction"
+                " with mode icepop"
             )
 
     @property
@@ -117,20 +130,30 @@ class PolicyGradient(Method):
 
     @property
     def reads_log_prob_pass(self) -> str | None:
-        """See Method. The add-ons speak here; a method that reads the pass itself says so in an override."""
+        """See Method. The add-ons speak here; a method that reads the pass itself says so in an
+        override."""
         if self.correction is not None:
-            return "the importance correction compares old log-probs with the engine's before the loss"
+            return (
+                "the importance correction compares old log-probs with the engine's before the loss"
+            )
         if self.needs_reference:
             return "the reference policy passes beside the log-prob pass"
         if self.entropy_bonus is not None and self.entropy_bonus.target is not None:
-            return "entropy_bonus.target is steered by the log-prob pass, and acts a step late already"
+            return (
+                "entropy_bonus.target is steered by the log-prob pass, and acts a step late already"
+            )
         return None
 
     def carries_loss(self, batch: RolloutBatch) -> Tensor:
         carries = batch.verified if self.truncated == "keep" else batch.verified & ~batch.truncated
         if self.equal_groups == "keep":
             return carries
-        return carries & informative_groups(batch.rewards, batch.groups, self.baseline_mask(batch))[batch.groups]
+        return (
+            carries
+            & informative_groups(batch.rewards, batch.groups, self.baseline_mask(batch))[
+                batch.groups
+            ]
+        )
 
     def baseline_mask(self, batch: RolloutBatch) -> Tensor:
         return batch.verified & ~batch.truncated if self.truncated == "drop" else batch.verified
@@ -141,7 +164,9 @@ class PolicyGradient(Method):
         if self.length_penalty is not None:
             correct = batch.rewards >= self.length_penalty.correct_from
             counted = self.baseline_mask(batch)
-            return batch.rewards + self.length_penalty.penalty(batch.response_lengths, correct, batch.groups, counted)
+            return batch.rewards + self.length_penalty.penalty(
+                batch.response_lengths, correct, batch.groups, counted
+            )
         return batch.rewards
 
     def advantages(self, rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
@@ -168,7 +193,9 @@ class PolicyGradient(Method):
         if self.filters() and self.aggregation in PER_SEQUENCE:
             assert batch.sequence_lengths is not None
             number = batch.sequence_lengths.shape[0]
-            asked["lengths"] = SegmentSum(narrowed.counted, batch.sequence, number, narrowed.counted)
+            asked["lengths"] = SegmentSum(
+                narrowed.counted, batch.sequence, number, narrowed.counted
+            )
         if self.correction is not None:
             asked |= self.correction.final_requests(narrowed.kept, known)
         if self.filters():  # without, as many as "tokens"
@@ -180,8 +207,9 @@ class PolicyGradient(Method):
         return {}
 
     def with_loss(self, batch: TokenBatch, narrowed: Narrowed, known: Statistics) -> Tensor:
-        """[N] bool, the tokens that have a loss: those that the filters left and the correction gives a weight. KL term
-        and entropy bonus act on tokens without policy loss too: with either, all that are counted."""
+        """[N] bool, the tokens that have a loss: those that the filters left and the correction
+        gives a weight. KL term and entropy bonus act on tokens without policy loss too: with
+        either, all that are counted."""
         if self.needs_reference or self.entropy_bonus is not None:
             return narrowed.counted
         if self.correction is None:
@@ -192,7 +220,11 @@ class PolicyGradient(Method):
         return scalar(statistics, "with_loss" if self.filters() else "tokens") == 0
 
     def control(self, state: State, statistics: Statistics) -> State:
-        return self.entropy_bonus.control(state, statistics) if self.entropy_bonus is not None else state
+        return (
+            self.entropy_bonus.control(state, statistics)
+            if self.entropy_bonus is not None
+            else state
+        )
 
     @abstractmethod
     def policy_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
@@ -209,7 +241,11 @@ class PolicyGradient(Method):
             loss = torch.where(kept.loss_mask, loss, 0.0)
             shares["loss/kept"] = kept.loss_mask
         if self.reference_kl is not None and self.needs_reference:
-            kl = kl_estimate(batch.log_prob, _given(batch.reference_log_prob, "log-prob"), self.reference_kl.estimator)
+            kl = kl_estimate(
+                batch.log_prob,
+                _given(batch.reference_log_prob, "log-prob"),
+                self.reference_kl.estimator,
+            )
             loss, shares["reference/kl"] = loss + self.reference_kl.coef * kl, kl.detach()
         if self.entropy_bonus is not None:
             entropy = _given(batch.current_entropy, "entropy with gradient")

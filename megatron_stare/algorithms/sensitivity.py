@@ -1,17 +1,21 @@
-"""How a policy-gradient step moves the entropy, to first order (STARE, arXiv 2606.19236, section 3 and appendix D).
+"""How a policy-gradient step moves the entropy, to first order (STARE, arXiv 2606.19236, section 3
+and appendix D).
 
-Sampling token a with advantage A and moving the logits by eta A (one_hot(a) - p) changes the entropy at that position
-at the rate dH/deta = -A Phi(a): Phi is how fast the entropy falls when the sampled token is pushed up. With
+Sampling token a with advantage A and moving the logits by eta A (one_hot(a) - p) changes the
+entropy at that position at the rate dH/deta = -A Phi(a): Phi is how fast the entropy falls when the
+sampled token is pushed up. With
 
     Phi(a) = p (ln p + H) - S2        S2 = sum_v p_v^2 (ln p_v + H) = sum p^2 ln p + H sum p^2 >= 0
     Phi(a) > 0  if and only if  s < s* = H - W0(S2 e^H)        (s = -ln p, Lambert W0)
 
-so the entropy falls for common tokens (s < s*) of positive advantage, U+, and for rare ones of negative advantage, L-;
-it rises on U- and on the rare tokens of positive advantage, L+. s* belongs to a position: it needs the distribution.
-All functions are elementwise over [N] positions, without host synchronisation.
+so the entropy falls for common tokens (s < s*) of positive advantage, U+, and for rare ones of
+negative advantage, L-; it rises on U- and on the rare tokens of positive advantage, L+. s* belongs
+to a position: it needs the distribution. All functions are elementwise over [N] positions, without
+host synchronisation.
 
-At temperature T everything above is that of the distribution that is sampled from, softmax(z / T). Both the push on the
-logits z and the slope of the entropy in them carry a factor 1 / T, so rates per unit of step in z carry 1 / T^2.
+At temperature T everything above is that of the distribution that is sampled from, softmax(z / T).
+Both the push on the logits z and the slope of the entropy in them carry a factor 1 / T, so rates
+per unit of step in z carry 1 / T^2.
 """
 
 from __future__ import annotations
@@ -89,19 +93,22 @@ METRICS = (
 
 
 QUADRANTS = ("common_plus", "rare_plus", "common_minus", "rare_minus")  # U+, L+, U-, L-
-# float32 log-probs carry errors of some 1e-6, and where a token is all but certain Phi is smaller than that: without a
-# tolerance its sign would be that of the rounding. Tokens so near zero move nothing and count as common.
+# float32 log-probs carry errors of some 1e-6, and where a token is all but certain Phi is smaller
+# than that: without a tolerance its sign would be that of the rounding. Tokens so near zero move
+# nothing and count as common.
 _NEUTRAL = 3e-6
 _HALLEY_STEPS = 12  # converges cubically; double precision is reached in six from any x up to 1e12
 
 
 def second_moment(sum_p2: Tensor, sum_p2_log_p: Tensor, entropy: Tensor) -> Tensor:
-    """[N] S2, from the sums over the vocabulary of p^2 and p^2 ln p. It is never negative; rounding is cut off."""
+    """[N] S2, from the sums over the vocabulary of p^2 and p^2 ln p. It is never negative; rounding
+    is cut off."""
     return (sum_p2_log_p + entropy * sum_p2).clamp_min(0)
 
 
 def sensitivity(log_prob: Tensor, entropy: Tensor, s2: Tensor) -> Tensor:
-    """[N] Phi of the sampled token: the entropy falls at this rate per unit of advantage and step."""
+    """[N] Phi of the sampled token: the entropy falls at this rate per unit of advantage and
+    step."""
     return log_prob.exp() * (log_prob + entropy) - s2
 
 
@@ -112,10 +119,14 @@ def critical_surprisal(entropy: Tensor, s2: Tensor) -> Tensor:
 
 
 def lambert_w0(x: Tensor) -> Tensor:
-    """The w >= -1 with w e^w = x, in float64, for x >= -1/e; NaN below. Halley's iteration from a bound near it."""
+    """The w >= -1 with w e^w = x, in float64, for x >= -1/e; NaN below. Halley's iteration from a
+    bound near it."""
     x = x.to(torch.float64)
-    near_branch = -1 + (2 * (torch.e * x + 1).clamp_min(0)).sqrt()  # series about the branch point -1/e
-    w = torch.where(x < -0.25, near_branch, torch.where(x > torch.e, x.clamp_min(2).log(), x / (1 + x)))
+    # series about the branch point -1/e
+    near_branch = -1 + (2 * (torch.e * x + 1).clamp_min(0)).sqrt()
+    w = torch.where(
+        x < -0.25, near_branch, torch.where(x > torch.e, x.clamp_min(2).log(), x / (1 + x))
+    )
     for _ in range(_HALLEY_STEPS):
         gap = w - x * (-w).exp()  # f / e^w with f = w e^w - x, which does not overflow
         slope = w + 1
@@ -131,10 +142,13 @@ def is_rare(phi: Tensor) -> Tensor:
 
 
 def quadrants(batch: TokenBatch, phi: Tensor) -> dict[str, Tensor]:
-    """[N] bool each: the tokens of U+, L+, U-, L- among those that carry loss. Advantage 0 is in none."""
+    """[N] bool each: the tokens of U+, L+, U-, L- among those that carry loss. Advantage 0 is in
+    none."""
     rare = is_rare(phi)
     plus, minus = batch.loss_mask & (batch.advantage > 0), batch.loss_mask & (batch.advantage < 0)
-    return dict(zip(QUADRANTS, (plus & ~rare, plus & rare, minus & ~rare, minus & rare), strict=True))
+    return dict(
+        zip(QUADRANTS, (plus & ~rare, plus & rare, minus & ~rare, minus & rare), strict=True)
+    )
 
 
 def sensitivity_of(batch: TokenBatch) -> Tensor:
@@ -153,8 +167,9 @@ def sensitivity_requests(batch: TokenBatch, push: Tensor) -> Mapping[str, Reques
 
     Args:
         batch: with sum_p2 and sum_p2_log_p.
-        push: [N] slope of the objective (minus the loss) in every token's log-prob: what the method makes of the
-            advantage, divided as its aggregation divides. A / N is the plain policy gradient.
+        push: [N] slope of the objective (minus the loss) in every token's log-prob: what the method
+            makes of the advantage, divided as its aggregation divides. A / N is the plain policy
+            gradient.
     """
     s2, phi = _second_moment_of(batch), sensitivity_of(batch)
     plain = -batch.advantage * phi
@@ -175,7 +190,8 @@ def sensitivity_requests(batch: TokenBatch, push: Tensor) -> Mapping[str, Reques
 class EntropyForecast:
     """First-order forecast of one step, 0-dim tensors.
 
-    Rates are per unit of a step that moves every token's logits by its advantage times (one_hot(a) - p), nats.
+    Rates are per unit of a step that moves every token's logits by its advantage times (one_hot(a)
+    - p), nats.
 
     change: rate of the mean entropy under what the method makes of the advantages.
     plain_change: the same under the advantages as they are; the sum of the masses.
@@ -196,15 +212,24 @@ class EntropyForecast:
 
     @classmethod
     def of(cls, statistics: Statistics, temperature: float = 1.0) -> EntropyForecast:
-        """The forecast from the answers to `sensitivity_requests`; `temperature` divided the logits."""
+        """The forecast from the answers to `sensitivity_requests`; `temperature` divided the
+        logits."""
         tokens = scalar(statistics, "sensitivity/tokens").clamp_min(1)
         per_token = tokens * temperature**2
-        plain, rare_plus = scalar(statistics, "sensitivity/plain"), scalar(statistics, "sensitivity/rare_plus")
+        plain, rare_plus = (
+            scalar(statistics, "sensitivity/plain"),
+            scalar(statistics, "sensitivity/rare_plus"),
+        )
         return cls(
             change=scalar(statistics, "sensitivity/change") / temperature**2,
             plain_change=plain / per_token,
-            masses={name: scalar(statistics, f"sensitivity/{name}") / per_token for name in QUADRANTS},
-            shares={name: scalar(statistics, f"sensitivity/{name}_tokens") / tokens for name in QUADRANTS},
+            masses={
+                name: scalar(statistics, f"sensitivity/{name}") / per_token for name in QUADRANTS
+            },
+            shares={
+                name: scalar(statistics, f"sensitivity/{name}_tokens") / tokens
+                for name in QUADRANTS
+            },
             rare_share=scalar(statistics, "sensitivity/rare") / tokens,
             critical_surprisal=scalar(statistics, "sensitivity/critical"),
             neutral_weight=neutral_weight(-plain, rare_plus),

@@ -1,4 +1,5 @@
-"""Rewards shaped by response length, and the responses and groups that count. Whole batch, on the host.
+"""Rewards shaped by response length, and the responses and groups that count. Whole batch, on the
+host.
 
 Shape legend: B responses, G prompt groups.
 """
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from megatron_stare.algorithms.advantage import all_equal
 
-# keep: as any other; mask: no loss, but the others are still judged against it; drop: as if it had not been sampled
+# keep: as any other; mask: no loss, but the others are still judged against it; drop: as if it had
+# not been sampled
 Truncated = Literal["keep", "mask", "drop"]
 
 
@@ -23,7 +25,8 @@ class Overlong:
 
         min(-(n - (max_length - cache)) / cache * factor, 0)
 
-    max_length: tokens, the longest response allowed. cache: tokens before it over which the penalty grows from 0.
+    max_length: tokens, the longest response allowed. cache: tokens before it over which the penalty
+    grows from 0.
     factor: the penalty at max_length.
     """
 
@@ -47,12 +50,14 @@ class Overlong:
 class LengthPenalty:
     """Group Relative Overlong Punishment (GROP; GTPO and GRPO-S, arXiv 2508.04349, appendix D).
 
-    A group is easy if its share of correct responses is at least `easy_from`, hard if at most 1 - easy_from, else
-    medium. With L = max((shortest + longest) / 2, mean) over the lengths of its correct responses (easy) or of all
-    (medium), a correct response of length n gets 0 below L, -(n - L) / (2 L) up to 2 L and -1/2 beyond. None in a hard
-    group, nor in a medium one with at most as many right as wrong, for which the paper says nothing.
+    A group is easy if its share of correct responses is at least `easy_from`, hard if at most 1 -
+    easy_from, else medium. With L = max((shortest + longest) / 2, mean) over the lengths of its
+    correct responses (easy) or of all (medium), a correct response of length n gets 0 below L, -(n
+    - L) / (2 L) up to 2 L and -1/2 beyond. None in a hard group, nor in a medium one with at most
+    as many right as wrong, for which the paper says nothing.
 
-    easy_from: gamma_1; the paper gives no number. correct_from: the reward from which a response is correct.
+    easy_from: gamma_1; the paper gives no number. correct_from: the reward from which a response is
+    correct.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -68,7 +73,9 @@ class LengthPenalty:
         """[G] int64: 0 hard, 1 medium, 2 easy."""
         size, right = _per_group(counted, groups), _per_group(counted & correct, groups)
         share = right / size.clamp_min(1)
-        return torch.where(share >= self.easy_from, 2, torch.where(share <= 1 - self.easy_from, 0, 1))
+        return torch.where(
+            share >= self.easy_from, 2, torch.where(share <= 1 - self.easy_from, 0, 1)
+        )
 
     def penalty(self, lengths: Tensor, correct: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
         """[B] float64, at most 0.
@@ -82,9 +89,13 @@ class LengthPenalty:
         regime = self.regimes(correct, groups, counted)
         size, right = _per_group(counted, groups), _per_group(counted & correct, groups)
         n = lengths.to(torch.float64)
-        limit = _typical_length(n, groups, counted & (correct | (regime == 1)[groups]), len(size))[groups]
+        limit = _typical_length(n, groups, counted & (correct | (regime == 1)[groups]), len(size))[
+            groups
+        ]
         applies = (regime == 2) | ((regime == 1) & (2 * right > size))
-        ramp = torch.where(n < limit, 0.0, torch.where(n < 2 * limit, -0.5 * (n - limit) / limit, -0.5))
+        ramp = torch.where(
+            n < limit, 0.0, torch.where(n < 2 * limit, -0.5 * (n - limit) / limit, -0.5)
+        )
         return torch.where(applies[groups] & correct & counted, ramp, 0.0)
 
 
@@ -95,16 +106,20 @@ def _per_group(flags: Tensor, groups: Tensor) -> Tensor:
 
 
 def _typical_length(n: Tensor, groups: Tensor, over: Tensor, number: int) -> Tensor:
-    """[G] max((shortest + longest) / 2, mean) of the lengths `over` which it is taken; 1 where there are none."""
+    """[G] max((shortest + longest) / 2, mean) of the lengths `over` which it is taken; 1 where
+    there are none."""
     infinite = torch.full((number,), torch.inf, dtype=n.dtype)
     low = infinite.scatter_reduce(0, groups, torch.where(over, n, torch.inf), "amin")
     high = (-infinite).scatter_reduce(0, groups, torch.where(over, n, -torch.inf), "amax")
     count = _per_group(over, groups)
-    mean = torch.zeros(number, dtype=n.dtype).index_add_(0, groups, torch.where(over, n, 0.0)) / count.clamp_min(1)
+    mean = torch.zeros(number, dtype=n.dtype).index_add_(
+        0, groups, torch.where(over, n, 0.0)
+    ) / count.clamp_min(1)
     return torch.where(count > 0, torch.maximum((low + high) / 2, mean), 1.0)
 
 
 def informative_groups(values: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
-    """[G] bool: the groups whose counted values [B] are not all equal: those DAPO's dynamic sampling keeps."""
+    """[G] bool: the groups whose counted values [B] are not all equal: those DAPO's dynamic
+    sampling keeps."""
     number = int(groups.max()) + 1 if groups.numel() else 0
     return ~all_equal(values.to(torch.float64), groups, counted, number)

@@ -1,10 +1,12 @@
-"""STAPO (arXiv 2602.15620): silences spurious tokens, the improbable ones that a correct answer contains by accident.
+"""STAPO (arXiv 2602.15620): silences spurious tokens, the improbable ones that a correct answer
+contains by accident.
 
     I = 0 if A > 0 and p < tau_p and H < tau_h, else 1
     J = (1 / sum I) sum_{i,t} I min(rho A, clip(rho, 1 - low, 1 + high) A)
 
-tau_h is (v4) the q-quantile of the entropies of the candidates - p < tau_p in correct responses - over the batch, or
-(v1) of all tokens. Comparisons are strict, and without a candidate nothing is silenced. No official code is known.
+tau_h is (v4) the q-quantile of the entropies of the candidates - p < tau_p in correct responses -
+over the batch, or (v1) of all tokens. Comparisons are strict, and without a candidate nothing is
+silenced. No official code is known.
 """
 
 from __future__ import annotations
@@ -20,7 +22,13 @@ from megatron_stare.algorithms.aggregate import Aggregation
 from megatron_stare.algorithms.filters import Filter
 from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.records.batch import TokenBatch
-from megatron_stare.records.batch_statistics import Interpolation, Quantile, Request, Statistics, scalar
+from megatron_stare.records.batch_statistics import (
+    Interpolation,
+    Quantile,
+    Request,
+    Statistics,
+    scalar,
+)
 from megatron_stare.records.metric import Metric
 
 METRICS = (
@@ -59,16 +67,22 @@ class SpuriousTokens:
 
     def threshold(self, entropy: Tensor, candidates: Tensor, mask: Tensor) -> Quantile:
         """The request for tau_h."""
-        return Quantile(entropy, candidates if self.version == "v4" else mask, self.quantile, self.interpolation)
+        return Quantile(
+            entropy, candidates if self.version == "v4" else mask, self.quantile, self.interpolation
+        )
 
     def spared(self, entropy: Tensor, candidates: Tensor, tau_h: Tensor) -> Tensor:
-        """[N] bool, the tokens that are not silenced. tau_h NaN, without candidates, silences none."""
-        # the quantile was taken over float32 values: compare the same ones, or the token that is it could fall below
+        """[N] bool, the tokens that are not silenced. tau_h NaN, without candidates, silences
+        none."""
+        # the quantile was taken over float32 values: compare the same ones, or the token that is it
+        # could fall below
         return ~(candidates & (entropy.to(torch.float32).to(torch.float64) < tau_h))
 
     def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         candidates = self.candidates((-batch.surprisal).exp(), batch.advantage, batch.loss_mask)
-        return {"stapo/entropy": self.threshold(batch.selecting_entropy, candidates, batch.loss_mask)}
+        return {
+            "stapo/entropy": self.threshold(batch.selecting_entropy, candidates, batch.loss_mask)
+        }
 
     def keep(self, batch: TokenBatch, known: Statistics) -> Tensor | None:
         if "stapo/entropy" not in known:
@@ -110,5 +124,10 @@ class Stapo(Grpo):
         )
         return (*super().filters(), spurious)
 
-    def metrics(self, statistics: Statistics, state: dict[str, Tensor]) -> dict[str, Tensor | float]:
-        return {**super().metrics(statistics, state), "stapo/entropy_threshold": scalar(statistics, "stapo/entropy")}
+    def metrics(
+        self, statistics: Statistics, state: dict[str, Tensor]
+    ) -> dict[str, Tensor | float]:
+        return {
+            **super().metrics(statistics, state),
+            "stapo/entropy_threshold": scalar(statistics, "stapo/entropy"),
+        }

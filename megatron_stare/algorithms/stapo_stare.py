@@ -1,9 +1,10 @@
 """STAPO's mask, then STARE's quantile over the tokens it kept.
 
-The two disagree on improbable tokens of correct answers: STAPO silences those of low entropy, STARE amplifies them
-whatever their entropy. The order settles it: what the mask takes out is not in the loss, not in N and not among the
-tokens STARE selects from, so STARE amplifies the improbable tokens of high entropy. The gate's mean entropy stays that
-of all response tokens. This composition is ours; no paper has run it.
+The two disagree on improbable tokens of correct answers: STAPO silences those of low entropy, STARE
+amplifies them whatever their entropy. The order settles it: what the mask takes out is not in the
+loss, not in N and not among the tokens STARE selects from, so STARE amplifies the improbable tokens
+of high entropy. The gate's mean entropy stays that of all response tokens. This composition is
+ours; no paper has run it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from megatron_stare.records.batch_statistics import Statistics, scalar
 
 @dataclass(frozen=True, kw_only=True)
 class StapoStare(Stare):
-    """Settings of STARE, and `spurious`: STAPO's tau_p, version, quantile, interpolation, denominator."""
+    """Settings of STARE, and `spurious`: STAPO's tau_p, version, quantile, interpolation,
+    denominator."""
 
     spurious: SpuriousTokens = field(default_factory=SpuriousTokens)
 
@@ -31,5 +33,10 @@ class StapoStare(Stare):
     def filters(self) -> tuple[Filter, ...]:
         return (*super().filters(), self.spurious)
 
-    def metrics(self, statistics: Statistics, state: dict[str, Tensor]) -> dict[str, Tensor | float]:
-        return {**super().metrics(statistics, state), "stapo/entropy_threshold": scalar(statistics, "stapo/entropy")}
+    def metrics(
+        self, statistics: Statistics, state: dict[str, Tensor]
+    ) -> dict[str, Tensor | float]:
+        return {
+            **super().metrics(statistics, state),
+            "stapo/entropy_threshold": scalar(statistics, "stapo/entropy"),
+        }

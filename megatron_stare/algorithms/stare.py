@@ -1,14 +1,16 @@
 """STARE (arXiv 2606.19236): surprisal-guided advantage reweighting behind a target-entropy gate.
 
-While the batch's mean entropy is below its target, the tokens that move entropy most - the share P of highest surprisal
-among tokens of positive advantage (L+), of negative advantage (L-), or both - have their advantage multiplied:
+While the batch's mean entropy is below its target, the tokens that move entropy most - the share P
+of highest surprisal among tokens of positive advantage (L+), of negative advantage (L-), or both -
+have their advantage multiplied:
 
     w = 1 + g (W - 1) on L+        w = 1 - g (1 - M) on L-        w = 1 elsewhere        g = 1[mean H < target]
     J = (1 / N) sum_{i,t} w min(rho A, clip(rho, 1 - low, 1 + high) A)
 
-The paper takes the quantile over the whole batch, as here; its released code takes it per micro-batch and rank. Both
-move W and M (adaptive) before the loss of the same step, and while the gate is closed too. The ablation's other
-operators, on common tokens too, are in token_sets.py; its gates by sample and by token differ in whose H is read.
+The paper takes the quantile over the whole batch, as here; its released code takes it per
+micro-batch and rank. Both move W and M (adaptive) before the loss of the same step, and while the
+gate is closed too. The ablation's other operators, on common tokens too, are in token_sets.py; its
+gates by sample and by token differ in whose H is read.
 """
 
 from __future__ import annotations
@@ -25,7 +27,14 @@ from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.algorithms.method import State, TokenTerms
 from megatron_stare.algorithms.token_sets import Common, Selection, TokenSet, Variant, token_sets
 from megatron_stare.records.batch import TokenBatch
-from megatron_stare.records.batch_statistics import Mean, Request, SegmentSum, Statistics, scalar, tensor
+from megatron_stare.records.batch_statistics import (
+    Mean,
+    Request,
+    SegmentSum,
+    Statistics,
+    scalar,
+    tensor,
+)
 from megatron_stare.records.metric import Metric
 
 METRICS = (
@@ -33,7 +42,8 @@ METRICS = (
         "stare/gate",
         "0 or 1",
         "1: the gate is open, and L+ and L- are reweighted",
-        "switches; always 0: the target lies below what the policy has, always 1: the weights are too weak",
+        "switches; always 0: the target lies below what the policy has, always 1: the weights are"
+        " too weak",
     ),
     Metric(
         "stare/amplify",
@@ -47,9 +57,17 @@ METRICS = (
         "M, on the advantage of L- while the gate is open",
         "algorithm.attenuate_min to 1; as above",
     ),
-    Metric("stare/selected_plus", "tokens", "of L+", "algorithm.share of the tokens of positive advantage, rounded up"),
     Metric(
-        "stare/selected_minus", "tokens", "of L-", "algorithm.share of the tokens of negative advantage, rounded up"
+        "stare/selected_plus",
+        "tokens",
+        "of L+",
+        "algorithm.share of the tokens of positive advantage, rounded up",
+    ),
+    Metric(
+        "stare/selected_minus",
+        "tokens",
+        "of L-",
+        "algorithm.share of the tokens of negative advantage, rounded up",
     ),
     Metric(
         "stare/threshold_plus",
@@ -66,7 +84,8 @@ METRICS = (
                 f"stare/selected_common_{name}",
                 "tokens",
                 f"of {of}, for variants that weigh the common tokens",
-                f"algorithm.share of the tokens of {sign} advantage with `common: bottom`, else all that are not rare",
+                f"algorithm.share of the tokens of {sign} advantage with `common: bottom`, else all"
+                " that are not rare",
             ),
             Metric(
                 f"stare/threshold_common_{name}",
@@ -82,7 +101,12 @@ METRICS = (
         "tokens whose own gate is open, where algorithm.gate is by sample or token",
         "between 0 and 1; always 0 or 1: as stare/gate",
     ),
-    Metric("entropy/target", "nats", "algorithm.entropy_target, which the gate holds entropy/mean to", "fixed"),
+    Metric(
+        "entropy/target",
+        "nats",
+        "algorithm.entropy_target, which the gate holds entropy/mean to",
+        "fixed",
+    ),
 )
 
 
@@ -90,18 +114,22 @@ METRICS = (
 class Stare(Grpo):
     """Settings of STARE; defaults are the paper's.
 
-    variant: the paper's names: 'O1' amplifies L+ (W), 'O4' attenuates L- (M), 'C2' does both. Of its ablation: 'O2'
-        attenuates U+, 'O3' amplifies U-; 'C1' is O1 and O3, 'C3' O2 and O3, 'C4' O2 and O4.
+    variant: the paper's names: 'O1' amplifies L+ (W), 'O4' attenuates L- (M), 'C2' does both. Of
+        its ablation: 'O2' attenuates U+, 'O3' amplifies U-; 'C1' is O1 and O3, 'C3' O2 and O3, 'C4'
+        O2 and O4.
     share: P, the share of tokens selected on each side.
-    rare_below: a fixed bound in place of P: tokens of a probability below it are rare. null: by share.
-    common: which tokens are U+ and U-: 'complement', all of the sign that are not rare, or 'bottom', the share of
-        lowest surprisal.
+    rare_below: a fixed bound in place of P: tokens of a probability below it are rare. null: by
+    share.
+    common: which tokens are U+ and U-: 'complement', all of the sign that are not rare, or
+        'bottom', the share of lowest surprisal.
     amplify: W, at least 1.        attenuate: M, in (0, 1].
     entropy_target: nats; the gate is open while the entropy is below it. null: always open.
-    gate: whose entropy that is: the mean of the 'batch', the mean of the token's response ('sample'), or the 'token's.
-    gate_entropy: 'response' is the mean over all response tokens, 'kept' over those that filters left in the loss.
-    adaptive: move W and M by `adapt_rate` a step towards the target, within [1, amplify_max] and [attenuate_min, 1], by
-        the batch's mean entropy.
+    gate: whose entropy that is: the mean of the 'batch', the mean of the token's response
+    ('sample'), or the 'token's.
+    gate_entropy: 'response' is the mean over all response tokens, 'kept' over those that filters
+    left in the loss.
+    adaptive: move W and M by `adapt_rate` a step towards the target, within [1, amplify_max] and
+        [attenuate_min, 1], by the batch's mean entropy.
     """
 
     clip_high: float = 0.28
@@ -133,17 +161,30 @@ class Stare(Grpo):
             raise ValueError("rare_below parts the tokens in two: common must be complement")
         if self.entropy_target is not None and not self.entropy_target > 0:
             raise ValueError(
-                "entropy_target must be above 0 nats, or null: no entropy is below it, so the gate never opens"
+                "entropy_target must be above 0 nats, or null: no entropy is below it, so the gate"
+                " never opens"
             )
         if self.adaptive and self.entropy_target is None:
             raise ValueError("adaptive moves the weights towards entropy_target, which is null")
         if self.gate != "batch" and self.entropy_target is None:
             raise ValueError(f"gate {self.gate} needs an entropy_target, which is null")
-        if self.entropy_target is not None and self.entropy_bonus is not None and self.entropy_bonus.target is not None:
-            raise ValueError("entropy_target and entropy_bonus.target steer the same entropy; set one of them to null")
+        if (
+            self.entropy_target is not None
+            and self.entropy_bonus is not None
+            and self.entropy_bonus.target is not None
+        ):
+            raise ValueError(
+                "entropy_target and entropy_bonus.target steer the same entropy; set one of them to"
+                " null"
+            )
 
     def initial_state(self) -> dict[str, float]:
-        return {**super().initial_state(), "gate": 1.0, "amplify": self.amplify, "attenuate": self.attenuate}
+        return {
+            **super().initial_state(),
+            "gate": 1.0,
+            "amplify": self.amplify,
+            "attenuate": self.attenuate,
+        }
 
     @property
     def reads_log_prob_pass(self) -> str | None:
@@ -172,7 +213,8 @@ class Stare(Grpo):
         return asked | {each.name: self.selection.request(each, kept) for each in self.selects}
 
     def control(self, state: State, statistics: Statistics) -> State:
-        """Opens or closes the gate and, if adaptive, moves W and M, before the loss of the same step."""
+        """Opens or closes the gate and, if adaptive, moves W and M, before the loss of the same
+        step."""
         state = super().control(state, statistics)
         if self.entropy_target is None:
             return state
@@ -184,7 +226,9 @@ class Stare(Grpo):
             new["amplify"] = (state["amplify"] + move).clamp(1.0, self.amplify_max)
             new["attenuate"] = (state["attenuate"] - move).clamp(self.attenuate_min, 1.0)
         # a batch without a finite entropy says nothing: keep what was
-        return state | {name: torch.where(entropy.isfinite(), value, state[name]) for name, value in new.items()}
+        return state | {
+            name: torch.where(entropy.isfinite(), value, state[name]) for name, value in new.items()
+        }
 
     def gates(self, batch: TokenBatch, statistics: Statistics, state: State) -> Tensor:
         """0-dim or [N] float64: 1 where the weights act."""
@@ -193,7 +237,9 @@ class Stare(Grpo):
         if self.gate == "token":
             entropy = batch.entropy.detach().to(torch.float64)
         else:
-            mean = tensor(statistics, "gate/entropy") / tensor(statistics, "gate/length").clamp_min(1)
+            mean = tensor(statistics, "gate/entropy") / tensor(statistics, "gate/length").clamp_min(
+                1
+            )
             entropy = mean[batch.sequence]
         return (entropy < self.entropy_target).to(torch.float64)
 
@@ -202,7 +248,9 @@ class Stare(Grpo):
         weights, gates = torch.ones_like(batch.advantage), self.gates(batch, statistics, state)
         for each in self.selects:
             factor = 1 + gates * (state[each.weight] - 1)
-            weights = torch.where(self.selection.members(each, batch, statistics), factor.to(weights.dtype), weights)
+            weights = torch.where(
+                self.selection.members(each, batch, statistics), factor.to(weights.dtype), weights
+            )
         return weights
 
     def selected(self, batch: TokenBatch, statistics: Statistics) -> Tensor:

@@ -1,4 +1,5 @@
-"""The policy-gradient surrogates: clipped by token or by response, and CISPO's weighted likelihood."""
+"""The policy-gradient surrogates: clipped by token or by response, and CISPO's weighted
+likelihood."""
 
 from __future__ import annotations
 
@@ -21,11 +22,19 @@ class Surrogate:
 
 
 def clipped_surrogate(
-    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, *, low: float, high: float, dual: float | None
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    *,
+    low: float,
+    high: float,
+    dual: float | None,
 ) -> Surrogate:
-    """J = min(r A, clip(r, 1 - low, 1 + high) A), and where A < 0 at least dual * A, with r = p / p_old.
+    """J = min(r A, clip(r, 1 - low, 1 + high) A), and where A < 0 at least dual * A, with r = p /
+    p_old.
 
-    Sources: PPO, arXiv 1707.06347; separate bounds, DAPO, arXiv 2503.14476; dual clip, arXiv 1912.09729.
+    Sources: PPO, arXiv 1707.06347; separate bounds, DAPO, arXiv 2503.14476; dual clip, arXiv
+    1912.09729.
 
     Args:
         log_prob: [N] with gradient.
@@ -43,7 +52,9 @@ def ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
     return (log_prob - old_log_prob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def clip(ratio: Tensor, advantage: Tensor, *, low: float, high: float, dual: float | None) -> Surrogate:
+def clip(
+    ratio: Tensor, advantage: Tensor, *, low: float, high: float, dual: float | None
+) -> Surrogate:
     """The clipped surrogate of any ratio, a token's or its response's; [N] each, or [B]."""
     free = ratio * advantage
     bounded = ratio.clamp(1 - low, 1 + high) * advantage
@@ -60,8 +71,8 @@ def clip(ratio: Tensor, advantage: Tensor, *, low: float, high: float, dual: flo
 def weighted_likelihood(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, *, low: float, high: float
 ) -> Surrogate:
-    """CISPO (arXiv 2506.13585): J = sg[clip(r, 1 - low, 1 + high)] A ln p. No token loses its gradient; `clipped` says
-    whose weight was bounded. low = 1 is no lower bound."""
+    """CISPO (arXiv 2506.13585): J = sg[clip(r, 1 - low, 1 + high)] A ln p. No token loses its
+    gradient; `clipped` says whose weight was bounded. low = 1 is no lower bound."""
     weight = bounded_ratio(log_prob, old_log_prob, low=low, high=high)
     clipped = weight != ratio(log_prob, old_log_prob).detach()
     return Surrogate(loss=-weight * advantage * log_prob, clipped=clipped)
@@ -75,8 +86,8 @@ def bounded_ratio(log_prob: Tensor, old_log_prob: Tensor, *, low: float, high: f
 def response_mean(x: Tensor, batch: TokenBatch) -> Tensor:
     """[N] mean of x over the masked tokens of the response a token belongs to; differentiable.
 
-    Right only where a response stands whole in the tokens at hand, or in those of the ranks that `batch.over_ranks`
-    sums over: methods that use it are sequence-coupled.
+    Right only where a response stands whole in the tokens at hand, or in those of the ranks that
+    `batch.over_ranks` sums over: methods that use it are sequence-coupled.
     """
     if batch.sequence_lengths is None:
         raise ValueError("a mean by response needs sequence_lengths")

@@ -6,9 +6,10 @@
     O1 amplifies L+    O2 attenuates U+    O3 amplifies U-    O4 attenuates L-
     C1 = O1 + O3       C2 = O1 + O4        C3 = O2 + O3       C4 = O2 + O4
 
-To first order every operator raises the entropy (sensitivity.py). Rare is the share P of highest surprisal among the
-tokens of the sign, over the whole batch, or p below a fixed bound. Which tokens are common the paper's text at hand
-does not say: all others ('complement'), or the share P of lowest surprisal ('bottom'); docs/algorithms/stare.md argues.
+To first order every operator raises the entropy (sensitivity.py). Rare is the share P of highest
+surprisal among the tokens of the sign, over the whole batch, or p below a fixed bound. Which tokens
+are common the paper's text at hand does not say: all others ('complement'), or the share P of
+lowest surprisal ('bottom'); docs/algorithms/stare.md argues.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from typing import Literal
 from torch import Tensor
 
 from megatron_stare.records.batch import TokenBatch
-from megatron_stare.records.batch_statistics import Count, Request, Statistics, TopK, scalar, threshold
+from megatron_stare.records.batch_statistics import (
+    Count,
+    Request,
+    Statistics,
+    TopK,
+    scalar,
+    threshold,
+)
 
 Variant = Literal["O1", "O2", "O3", "O4", "C1", "C2", "C3", "C4"]
 Common = Literal["complement", "bottom"]
@@ -99,8 +107,9 @@ class Selection:
         return found.k if of.rare or self.common == "bottom" else found.n - found.k
 
     def bound(self, of: TokenSet, statistics: Statistics) -> Tensor | float:
-        """Nats: the surprisal that parts the set from the other tokens of its sign; with shares it is a token's own,
-        the least surprising one that is rare, or the most surprising one at the bottom."""
+        """Nats: the surprisal that parts the set from the other tokens of its sign; with shares it
+        is a token's own, the least surprising one that is rare, or the most surprising one at the
+        bottom."""
         if self.rare_below is not None:
             return -math.log(self.rare_below)
         value = threshold(statistics, of.name).value

@@ -1,11 +1,13 @@
-"""20-Entropy, "Beyond the 80/20 rule" (arXiv 2506.01939): only tokens of highest entropy, the forks, are trained on.
+"""20-Entropy, "Beyond the 80/20 rule" (arXiv 2506.01939): only tokens of highest entropy, the
+forks, are trained on.
 
-    I = 1 for the k = max(1, int(N rho + 0.9999)) tokens of largest entropy, both signs of advantage together
-    J = (1 / sum I) sum_{i,t} I min(rho A, clip(rho, 1 - low, 1 + high) A)
+    I = 1 for the k = max(1, int(N rho + 0.9999)) tokens of largest entropy, both signs of advantage
+    together J = (1 / sum I) sum_{i,t} I min(rho A, clip(rho, 1 - low, 1 + high) A)
 
-The official code takes the top k per micro-batch; here it is that of the whole batch. TRL divides by all tokens
-instead of the kept ones, which makes the loss about five times smaller: `denominator: all`. N counts the tokens that
-have an advantage; to the letter (`candidates: all`) it counts all response tokens, those that teach nothing included.
+The official code takes the top k per micro-batch; here it is that of the whole batch. TRL divides
+by all tokens instead of the kept ones, which makes the loss about five times smaller: `denominator:
+all`. N counts the tokens that have an advantage; to the letter (`candidates: all`) it counts all
+response tokens, those that teach nothing included.
 """
 
 from __future__ import annotations
@@ -21,11 +23,24 @@ from megatron_stare.algorithms.aggregate import Aggregation
 from megatron_stare.algorithms.filters import Filter
 from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.records.batch import TokenBatch
-from megatron_stare.records.batch_statistics import Count, Quantile, Request, Statistics, TopK, scalar, threshold
+from megatron_stare.records.batch_statistics import (
+    Count,
+    Quantile,
+    Request,
+    Statistics,
+    TopK,
+    scalar,
+    threshold,
+)
 from megatron_stare.records.metric import Metric
 
 METRICS = (
-    Metric("forks/entropy_threshold", "nats", "least entropy of the tokens that are trained on", "above entropy/mean"),
+    Metric(
+        "forks/entropy_threshold",
+        "nats",
+        "least entropy of the tokens that are trained on",
+        "above entropy/mean",
+    ),
 )
 
 
@@ -54,13 +69,20 @@ class HighEntropyTokens:
         candidates = self._candidates(batch)
         if self.rule == "quantile":
             # compared as float32, the values the quantile was taken over
-            return candidates & (batch.selecting_entropy.to(torch.float32).to(torch.float64) >= scalar(known, "forks"))
+            return candidates & (
+                batch.selecting_entropy.to(torch.float32).to(torch.float64)
+                >= scalar(known, "forks")
+            )
         return threshold(known, "forks").select(batch.selecting_entropy, batch.index, candidates)
 
     def _candidates(self, batch: TokenBatch) -> Tensor:
-        # groups with equal rewards have no advantage and would fill the quantile with tokens that teach nothing; the
-        # paper filters them before training
-        return batch.loss_mask if self.candidates == "all" else batch.loss_mask & (batch.advantage != 0)
+        # groups with equal rewards have no advantage and would fill the quantile with tokens that
+        # teach nothing; the paper filters them before training
+        return (
+            batch.loss_mask
+            if self.candidates == "all"
+            else batch.loss_mask & (batch.advantage != 0)
+        )
 
 
 def fork_count(n: Tensor, share: float) -> Tensor:
@@ -73,8 +95,10 @@ class TwentyEntropy(Grpo):
     """Settings of 20-Entropy; defaults are the paper's.
 
     share: rho, the share of tokens kept.
-    rule: 'top_k' keeps exactly k; 'quantile' those at or above the (1 - share)-quantile (linear), as TRL does.
-    candidates: the tokens that the share is of: those 'with_advantage', or 'all' response tokens (the paper's text).
+    rule: 'top_k' keeps exactly k; 'quantile' those at or above the (1 - share)-quantile (linear),
+    as TRL does.
+    candidates: the tokens that the share is of: those 'with_advantage', or 'all' response tokens
+    (the paper's text).
     denominator: 'kept' (the paper, eq. 6) or 'all' tokens (TRL).
     """
 
@@ -104,7 +128,9 @@ class TwentyEntropy(Grpo):
         )
         return (*super().filters(), forks)
 
-    def metrics(self, statistics: Statistics, state: dict[str, Tensor]) -> dict[str, Tensor | float]:
+    def metrics(
+        self, statistics: Statistics, state: dict[str, Tensor]
+    ) -> dict[str, Tensor | float]:
         forks = statistics["forks"]
         value = forks if isinstance(forks, Tensor) else forks.value
         return {**super().metrics(statistics, state), "forks/entropy_threshold": value}

@@ -1,1 +1,2 @@
-"""Places the workers: `inline.py` in this process, `ray.py` in actors. The driver sees only `trainer_group.py`."""
+"""Places the workers: `inline.py` in this process, `ray.py` in actors. The driver sees only
+`trainer_group.py`."""

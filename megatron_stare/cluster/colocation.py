@@ -1,4 +1,5 @@
-"""Trainer and servers on the same devices: who is there when, so that both fit that could not stand side by side.
+"""Trainer and servers on the same devices: who is there when, so that both fit that could not stand
+side by side.
 
     phase          of the trainer                          of the servers
     start          nothing, then everything                everything, then nothing
@@ -8,8 +9,8 @@
     sync           parameters                              weights, then the cache for the canary
     checkpoint     parameters, optimizer                   weights
 
-The optimizer's state and a cache never lie on a device together. A rank brings in what a call needs (Trainer.onload);
-said here is when it has to leave, and what the servers hold.
+The optimizer's state and a cache never lie on a device together. A rank brings in what a call needs
+(Trainer.onload); said here is when it has to leave, and what the servers hold.
 """
 
 from __future__ import annotations
@@ -39,14 +40,18 @@ METRICS = (
 )
 
 
-LEAVING: dict[str, tuple[str, ...]] = {"all": PARTS, "optimizer": ("gradients", "optimizer"), "none": ()}
+LEAVING: dict[str, tuple[str, ...]] = {
+    "all": PARTS,
+    "optimizer": ("gradients", "optimizer"),
+    "none": (),
+}
 
 
 def in_order(
     config: Config, trainers: Callable[[], TrainerGroup], engines: Callable[[], EnginePool]
 ) -> tuple[TrainerGroup, EnginePool]:
-    """Both, started. Servers that share the trainer's devices are started and released before it is built: they size
-    their cache by what they find free, and the trainer finds it free again."""
+    """Both, started. Servers that share the trainer's devices are started and released before it is
+    built: they size their cache by what they find free, and the trainer finds it free again."""
     if not config.sglang.colocated:
         ranks = trainers()
         return ranks, engines()
@@ -74,8 +79,8 @@ class Colocation:
 
     @contextlib.contextmanager
     def syncing(self) -> Iterator[None]:
-        """Around a weight sync: the servers have room for weights before it, and for their cache after it. Of the
-        trainer the parameters stay, which the canary is scored with next."""
+        """Around a weight sync: the servers have room for weights before it, and for their cache
+        after it. Of the trainer the parameters stay, which the canary is scored with next."""
         if not self._on:
             yield
             return
@@ -87,14 +92,16 @@ class Colocation:
         self._note("memory/engines_taken_mb", self._engines.memory_mb(), held)
 
     def synced(self) -> None:
-        """The weights have arrived and are proven: the trainer leaves until the next log-prob pass."""
+        """The weights have arrived and are proven: the trainer leaves until the next log-prob
+        pass."""
         if self._on:
             self._leave(self._leaving)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Around the beginning of a checkpoint, which needs the optimizer's state: the servers' caches make room. What
-        is written is on the host, or in a fork's view of it, when it has begun."""
+        """Around the beginning of a checkpoint, which needs the optimizer's state: the servers'
+        caches make room. What is written is on the host, or in a fork's view of it, when it has
+        begun."""
         if not self._on or "optimizer" not in self._leaving:
             yield
             return

@@ -1,5 +1,5 @@
-"""Engines without a trainer, wherever they live: those of `megatron-stare eval`. Their weights are those of a Hugging
-Face folder, in place of a trainer's."""
+"""Engines without a trainer, wherever they live: those of `megatron-stare eval`. Their weights are
+those of a Hugging Face folder, in place of a trainer's."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def make_engines(config: Config) -> EnginesAlone:
 
 
 class FolderWeights(WeightStream):
-    """The weights of a folder on their way: read bucket by bucket, sent from this process. Used for one update.
+    """The weights of a folder on their way: read bucket by bucket, sent from this process. Used for
+    one update.
 
     Args:
         folder: checked against `shape`, tensor by tensor.
@@ -81,7 +82,11 @@ class FolderWeights(WeightStream):
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
         """See WeightStream; nobody else has a part in a bucket."""
         for bucket in self._read():
-            self._checksums |= bucket.checksums() if checksums else dict.fromkeys((n for n, _ in bucket.tensors()), "")
+            self._checksums |= (
+                bucket.checksums()
+                if checksums
+                else dict.fromkeys((n for n, _ in bucket.tensors()), "")
+            )
             yield self._share(bucket.flat), []
 
     def checksums(self) -> dict[str, str]:
@@ -118,8 +123,11 @@ class FolderWeights(WeightStream):
             yield bucket
 
 
-def _laid_out(sizes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, bucket_bytes: int) -> tuple[BucketLayout, ...]:
-    """Packs the tensors into buckets of at most `bucket_bytes`, in order; a larger tensor has a bucket of its own."""
+def _laid_out(
+    sizes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, bucket_bytes: int
+) -> tuple[BucketLayout, ...]:
+    """Packs the tensors into buckets of at most `bucket_bytes`, in order; a larger tensor has a
+    bucket of its own."""
     parts: list[list[Slot]] = [[]]
     for name, size in sizes.items():
         start = parts[-1][-1].start + parts[-1][-1].numel if parts[-1] else 0

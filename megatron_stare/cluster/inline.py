@@ -1,4 +1,5 @@
-"""Runs everything in this process: one trainer rank and the engines, called one after another. For tests and study."""
+"""Runs everything in this process: one trainer rank and the engines, called one after another. For
+tests and study."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from megatron_stare.process.interruption import poll, temporary_folder
 from megatron_stare.process.network import LOOPBACK
 from megatron_stare.process.workers import Handle, WorkerLostError, Workers
 from megatron_stare.rollout.engines.engine_worker import EngineWorker
-from megatron_stare.rollout.engines.replicas import HERE, Site, make_part, replica_count, replica_nodes
+from megatron_stare.rollout.engines.replicas import (
+    HERE,
+    Site,
+    make_part,
+    replica_count,
+    replica_nodes,
+)
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.fleet.health import NO_RESTARTS, RestartRule
 from megatron_stare.rollout.fleet.retries import RequestRule
@@ -46,12 +53,16 @@ class InlineWorkers(Workers):
         return getattr(self._workers[worker], method)(*args)
 
     def wait(
-        self, handles: Sequence[Handle], on_done: Callable[[int], None] | None = None, timeout_s: float | None = None
+        self,
+        handles: Sequence[Handle],
+        on_done: Callable[[int], None] | None = None,
+        timeout_s: float | None = None,
     ) -> list[Any]:
         return list(handles)  # all finished when they were started
 
     async def result(self, handle: Handle) -> Any:
-        await asyncio.sleep(0)  # what was found is dealt with before the next call, which takes the thread
+        # what was found is dealt with before the next call, which takes the thread
+        await asyncio.sleep(0)
         return handle
 
     def share(self, value: Any) -> Handle:
@@ -80,7 +91,8 @@ class InlineWorkers(Workers):
 
 
 def inline_engines(config: Config, sites: Sequence[Site] = ()) -> InlineWorkers:
-    """All engines of a run, in this process, and how each is made anew. Args: sites: of each; none: all are here."""
+    """All engines of a run, in this process, and how each is made anew. Args: sites: of each; none:
+    all are here."""
 
     def make(number: int) -> EngineWorker:
         return EngineWorker(config, number, sites[number] if sites else HERE)
@@ -99,7 +111,9 @@ class InlineRunner:
         self._meeting = self._rendezvous.enter_context(temporary_folder()) / "ranks"
         self._started: list[InlineWorkers | EnginePool] = []
         try:
-            self.trainers, self.engines = in_order(config, lambda: self._trainers(run), lambda: self._engines(config))
+            self.trainers, self.engines = in_order(
+                config, lambda: self._trainers(run), lambda: self._engines(config)
+            )
         except BaseException:
             self.close()
             raise
@@ -117,7 +131,9 @@ class InlineRunner:
         return self._engines(config)
 
     def _engines(self, config: Config) -> EnginePool:
-        workers = inline_engines(config, [self._site(config, number) for number in range(replica_count(config))])
+        workers = inline_engines(
+            config, [self._site(config, number) for number in range(replica_count(config))]
+        )
         self._started.append(workers)  # servers that were started
         rules = RequestRule.of(config), RestartRule.of(config)
         self._started.append(pool := EnginePool(workers, config.rollout.prove_every, *rules))
@@ -148,7 +164,9 @@ class InlineEngines:
         os.environ.update(shared_environment(config))
         self._workers = inline_engines(config)
         try:
-            self.engines = EnginePool(self._workers, config.rollout.prove_every, RequestRule.of(config), NO_RESTARTS)
+            self.engines = EnginePool(
+                self._workers, config.rollout.prove_every, RequestRule.of(config), NO_RESTARTS
+            )
         except BaseException:
             self.close()
             raise

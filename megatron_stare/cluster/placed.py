@@ -14,17 +14,23 @@ class Spot:
     """Place of a process, as the process itself reports it."""
 
     node: str  # id
-    gpus: tuple[str, ...] | None = None  # that it was shown, as CUDA_VISIBLE_DEVICES has them; None: simulated ones
+    # that it was shown, as CUDA_VISIBLE_DEVICES has them; None: simulated ones
+    gpus: tuple[str, ...] | None = None
 
 
 def rank_order(plan: Plan, spots: Sequence[Spot]) -> list[int]:
-    """Which of the processes, started in the plan's order, becomes rank 0, 1, ...: on each node by GPU index."""
+    """Which of the processes, started in the plan's order, becomes rank 0, 1, ...: on each node by
+    GPU index."""
 
     def index(number: int) -> tuple[int, str]:
         gpu = "".join((spots[number].gpus or ())[:1])
         return (int(gpu) if gpu.isdigit() else 0, gpu)
 
-    return [number for node in dict.fromkeys(plan.ranks) for number in sorted(plan.ranks_on(node), key=index)]
+    return [
+        number
+        for node in dict.fromkeys(plan.ranks)
+        for number in sorted(plan.ranks_on(node), key=index)
+    ]
 
 
 def check_ranks(plan: Plan, ranks: Sequence[Spot]) -> None:
@@ -39,27 +45,40 @@ def check_ranks(plan: Plan, ranks: Sequence[Spot]) -> None:
 
 
 def check_replicas(plan: Plan, ranks: Sequence[Spot], replicas: Sequence[Spot]) -> None:
-    """Holds where the parts of replicas that take GPUs are, in order, against where they were to be.
+    """Holds where the parts of replicas that take GPUs are, in order, against where they were to
+    be.
 
     Raises:
-        PlacementError: the first that is elsewhere, or does not see its GPUs: its own or, where replicas share the
-            trainer's, those of the ranks it shares with.
+        PlacementError: the first that is elsewhere, or does not see its GPUs: its own or, where
+            replicas share the trainer's, those of the ranks it shares with.
     """
-    held = {(spot.node, gpu): f"rank {rank}" for rank, spot in enumerate(ranks) for gpu in spot.gpus or ()}
+    held = {
+        (spot.node, gpu): f"rank {rank}"
+        for rank, spot in enumerate(ranks)
+        for gpu in spot.gpus or ()
+    }
     for part, (node, spot) in enumerate(zip(plan.parts, replicas, strict=True)):
         engine = f"engine {_named(plan, part)}"
         _check_spot(engine, plan.demand.part_gpus, node, spot, {} if plan.demand.shared else held)
         if plan.demand.shared and (spot.gpus or ()) != _shared(plan, ranks, part):
-            raise _elsewhere(f"{engine} does not see the GPUs of the ranks that it shares them with, on {node}")
+            raise _elsewhere(
+                f"{engine} does not see the GPUs of the ranks that it shares them with, on {node}"
+            )
 
 
 def _named(plan: Plan, part: int) -> str:
     """A replica's number and, where it is on several nodes, which of its parts."""
     replica, node = divmod(part, plan.demand.replica_nodes)
-    return str(replica) if plan.demand.replica_nodes == 1 else f"{replica} ({node + 1}/{plan.demand.replica_nodes})"
+    return (
+        str(replica)
+        if plan.demand.replica_nodes == 1
+        else f"{replica} ({node + 1}/{plan.demand.replica_nodes})"
+    )
 
 
-def _check_spot(what: str, gpus: int, planned: Node, spot: Spot, held: dict[tuple[str, str], str]) -> None:
+def _check_spot(
+    what: str, gpus: int, planned: Node, spot: Spot, held: dict[tuple[str, str], str]
+) -> None:
     """Adds its GPUs to those that are held, by whom."""
     if spot.node != planned.id:
         raise _elsewhere(f"{what} was to be on node {planned}, and is on {spot.node[:8]}")
@@ -73,8 +92,8 @@ def _check_spot(what: str, gpus: int, planned: Node, spot: Spot, held: dict[tupl
 
 
 def shown(plan: Plan, ranks: Sequence[Spot], part: int) -> dict[str, str]:
-    """The variable that shows a replica's part its GPUs where those are the ranks'; its own are shown by who starts
-    it."""
+    """The variable that shows a replica's part its GPUs where those are the ranks'; its own are
+    shown by who starts it."""
     gpus = _shared(plan, ranks, part) if plan.demand.shared else ()
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 
@@ -84,7 +103,9 @@ def _shared(plan: Plan, ranks: Sequence[Spot], part: int) -> tuple[str, ...]:
 
 
 def _elsewhere(what: str) -> PlacementError:
-    return PlacementError(what, fix="was Ray started there with RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES set?")
+    return PlacementError(
+        what, fix="was Ray started there with RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES set?"
+    )
 
 
 def table(plan: Plan, ranks: Sequence[Spot] = (), replicas: Sequence[Spot] = ()) -> list[str]:
@@ -96,16 +117,27 @@ def table(plan: Plan, ranks: Sequence[Spot] = (), replicas: Sequence[Spot] = ())
         if seen := [gpu for rank in own if ranks for gpu in ranks[rank].gpus or ()]:
             ours.append(f"on {_spans(seen)}")
         engines = [
-            _named(plan, part) + (f" on {_spans(gpus)}" if (gpus := replicas[part].gpus if replicas else None) else "")
+            _named(plan, part)
+            + (f" on {_spans(gpus)}" if (gpus := replicas[part].gpus if replicas else None) else "")
             for part in plan.parts_on(node)
         ]
-        rows.append((str(node), f"{node.free} of {node.total}", " ".join(ours), "; ".join(engines) or "-"))
+        rows.append(
+            (str(node), f"{node.free} of {node.total}", " ".join(ours), "; ".join(engines) or "-")
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    shared = ", engines on the trainer's GPUs" if plan.demand.shared and plan.demand.replica_gpus else ""
+    shared = (
+        ", engines on the trainer's GPUs" if plan.demand.shared and plan.demand.replica_gpus else ""
+    )
     return [
-        f"placement: {_counted(plan.demand.gpus, 'GPU')} of {_counted(len(plan.nodes), 'node')}; blocks of "
-        f"{_counted(plan.block, 'rank')} inside a node{shared}",
-        *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
+        (
+            f"placement: {_counted(plan.demand.gpus, 'GPU')} of"
+            f" {_counted(len(plan.nodes), 'node')}; blocks of {_counted(plan.block, 'rank')} inside"
+            f" a node{shared}"
+        ),
+        *(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ),
     ]
 
 

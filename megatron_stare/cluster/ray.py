@@ -1,5 +1,5 @@
-"""Ray: joined or started here, its actors as workers, its nodes and the GPUs set aside on them. The only file that
-imports ray; what goes into the actors is ray_runner.py's matter."""
+"""Ray: joined or started here, its actors as workers, its nodes and the GPUs set aside on them. The
+only file that imports ray; what goes into the actors is ray_runner.py's matter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-# read as Ray is imported: its own SIGTERM handler, which it sets in a main thread, would wait 30 s for work
+# read as Ray is imported: its own SIGTERM handler, which it sets in a main thread, would wait 30 s
+# for work
 os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
 
 import ray
@@ -26,10 +27,20 @@ from ray._private.state import available_resources_per_node
 from ray.core.generated.gcs_pb2 import ActorTableData
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from megatron_stare.cluster.placed import Spot
-from megatron_stare.cluster.ray_processes import ended, half_started, loss_behind, nothing_left, own_group, undo
+from megatron_stare.cluster.ray_processes import (
+    ended,
+    half_started,
+    loss_behind,
+    nothing_left,
+    own_group,
+    undo,
+)
 from megatron_stare.cluster.routes import Door, Tried
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, UserError
@@ -51,7 +62,8 @@ from megatron_stare.run_dir.heartbeat import CallBeats
 
 LEFT_S = 10.0  # that workers are given to close at the end of a run
 ENDED_S = 60.0  # and one that is made anew, whose server may hang
-PROBE_S = 1.0  # between looks at a cluster that does not have everything yet, or may have lost something
+# between looks at a cluster that does not have everything yet, or may have lost something
+PROBE_S = 1.0
 HEAD_S = 20.0  # without its control store until a cluster is given up; Ray's own limit is 60
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 GPU, VISIBLE, NODE_LABEL = "GPU", "CUDA_VISIBLE_DEVICES", "ray.io/node-id"
@@ -69,8 +81,8 @@ def node_address(interface: str | None) -> str:
 
 
 def server_address(config: Config) -> str:
-    """Address of this node by which all of the run reach what it starts here: loopback where Ray was started for the
-    run, all of which is then on one machine."""
+    """Address of this node by which all of the run reach what it starts here: loopback where Ray
+    was started for the run, all of which is then on one machine."""
     return node_address(config.runtime.interface) if config.runtime.ray_address else LOOPBACK
 
 
@@ -79,7 +91,8 @@ def _node_id() -> str:
 
 
 class Actor:
-    """Hosts one worker in a Ray actor. `method` runs any call on it, so that workers know nothing of Ray."""
+    """Hosts one worker in a Ray actor. `method` runs any call on it, so that workers know nothing
+    of Ray."""
 
     def __init__(self) -> None:
         self._worker: Any = None
@@ -87,8 +100,9 @@ class Actor:
         self._beats = CallBeats(None, "")
 
     def build(self, kind: Callable[..., Any], pickled: bytes, role: str) -> None:
-        """Makes the worker of its pickled arguments. They are read here, where an error is the worker's own: a method
-        of the user's, say, that this node does not have. Ray would lose what it says."""
+        """Makes the worker of its pickled arguments. They are read here, where an error is the
+        worker's own: a method of the user's, say, that this node does not have. Ray would lose what
+        it says."""
         self._beats = beats_here(role, ray.get_runtime_context().get_node_id())
         with self._beats.call("build"):
             if interface := interface_of(ray.util.get_node_ip_address()):
@@ -125,7 +139,9 @@ class Actor:
 
     def try_doors(self, doors: Sequence[Door]) -> Tried:
         found = {number: door.missing(_node_id()) for number, door in enumerate(doors)}
-        return Tried(socket.gethostname(), {number: why for number, why in found.items() if why is not None})
+        return Tried(
+            socket.gethostname(), {number: why for number, why in found.items() if why is not None}
+        )
 
     def close_door(self) -> None:
         if self._door is not None:
@@ -182,14 +198,20 @@ class RayPeers(Workers):
         return self._actors[worker].method.remote(method, *args)
 
     def wait(
-        self, handles: Sequence[Handle], on_done: Callable[[int], None] | None = None, timeout_s: float | None = None
+        self,
+        handles: Sequence[Handle],
+        on_done: Callable[[int], None] | None = None,
+        timeout_s: float | None = None,
     ) -> list[Any]:
-        return get(handles, self._what, self._timeout_s if timeout_s is None else timeout_s, on_done)
+        return get(
+            handles, self._what, self._timeout_s if timeout_s is None else timeout_s, on_done
+        )
 
     async def result(self, handle: Handle) -> Any:
         answer, until = asyncio.wrap_future(handle.future()), time.monotonic() + self._timeout_s
         with _worker_errors(self._what, self._timeout_s):
-            # not asyncio.wait_for, which before Python 3.12 may lose a cancellation that comes with the answer
+            # not asyncio.wait_for, which before Python 3.12 may lose a cancellation that comes with
+            # the answer
             while not (await asyncio.wait({answer}, timeout=_turn(until)))[0]:
                 _require_time(until)
             return answer.result()
@@ -205,13 +227,15 @@ class RayWorkers(RayPeers):
     """One actor a worker; they end with this.
 
     Args:
-        makers: of each actor, where it belongs: it is called again where the actor is to be made anew.
+        makers: of each actor, where it belongs: it is called again where the actor is to be made
+            anew.
     """
 
     def __init__(self, makers: Sequence[Callable[[], Any]], what: str, timeout_s: float) -> None:
         super().__init__([make() for make in makers], what, timeout_s)
         self._makers = list(makers)
-        self._built: list[tuple[Callable[..., Any], bytes, str]] = []  # what every actor hosts, of what, and its role
+        # what every actor hosts, of what, and its role
+        self._built: list[tuple[Callable[..., Any], bytes, str]] = []
         self._closing = threading.Lock()
         self._closed = False
 
@@ -235,11 +259,19 @@ class RayWorkers(RayPeers):
 
     def build(self, kind: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> None:
         """Makes every actor's worker, of its arguments."""
-        self._built = [(kind, pickle.dumps(each), f"{self._what} {n}") for n, each in enumerate(arguments)]
-        self.wait([actor.build.remote(*each) for actor, each in zip(self._actors, self._built, strict=True)])
+        self._built = [
+            (kind, pickle.dumps(each), f"{self._what} {n}") for n, each in enumerate(arguments)
+        ]
+        self.wait(
+            [
+                actor.build.remote(*each)
+                for actor, each in zip(self._actors, self._built, strict=True)
+            ]
+        )
 
     def replace(self, worker: int) -> None:
-        """See Workers. The new actor has the resources, the bundle and the environment of the old one."""
+        """See Workers. The new actor has the resources, the bundle and the environment of the old
+        one."""
         _end([self._actors[worker]], ENDED_S)  # first, as it may hold what the new one is to get
         with self._closing:
             if self._closed:
@@ -255,9 +287,11 @@ class RayWorkers(RayPeers):
 
 
 def _end(actors: Sequence[Any], limit_s: float) -> None:
-    """Closes what actors host, as far as they do in this time, and ends them. Where Ray itself has died here, it could
-    only be waited for; see `leave_ray`."""
-    if ended(_own_node()) is not None or (_joined is not None and _joined.missing(PROBE_S) is not None):
+    """Closes what actors host, as far as they do in this time, and ends them. Where Ray itself has
+    died here, it could only be waited for; see `leave_ray`."""
+    if ended(_own_node()) is not None or (
+        _joined is not None and _joined.missing(PROBE_S) is not None
+    ):
         return
     with contextlib.suppress(Exception):  # they are killed next, whatever they say
         ray.get([actor.close.remote() for actor in actors], timeout=limit_s)
@@ -266,12 +300,16 @@ def _end(actors: Sequence[Any], limit_s: float) -> None:
 
 
 def get(
-    handles: Sequence[Handle], what: str, timeout_s: float, on_done: Callable[[int], None] | None = None
+    handles: Sequence[Handle],
+    what: str,
+    timeout_s: float,
+    on_done: Callable[[int], None] | None = None,
 ) -> list[Any]:
     """ray.get whose errors are the worker's own, or say which workers were lost."""
     number = {handle: i for i, handle in enumerate(handles)}
     with _worker_errors(what, timeout_s):
-        # one by one as they finish, so that a rank's error is seen though another waits for it in a collective
+        # one by one as they finish, so that a rank's error is seen though another waits for it in a
+        # collective
         pending = list(handles)
         until = time.monotonic() + timeout_s
         while pending:
@@ -288,17 +326,24 @@ def get(
 
 
 def _turn(until: float) -> float:
-    """Seconds of the next wait for something that is due then: Ray tells nobody that its own processes have died."""
+    """Seconds of the next wait for something that is due then: Ray tells nobody that its own
+    processes have died."""
     return min(max(until - time.monotonic(), 0.0), PROBE_S)
 
 
 def _require_time(until: float) -> None:
-    """Raises GetTimeoutError where the time is up, and WorkerLostError where what is waited for cannot come."""
+    """Raises GetTimeoutError where the time is up, and WorkerLostError where what is waited for
+    cannot come."""
     if (gone := ended(_own_node())) is not None:
         raise WorkerLostError(gone)
-    if _joined is not None and _joined.gone(HEAD_S, PROBE_S):  # before Ray ends this process for it, from C++
+    # before Ray ends this process for it, from C++
+    if _joined is not None and _joined.gone(HEAD_S, PROBE_S):
         fix = "start the cluster again, and continue from the newest checkpoint with --resume"
-        raise UserError(f"the control store (GCS) of {_joined.address} is gone", where="runtime.ray_address", fix=fix)
+        raise UserError(
+            f"the control store (GCS) of {_joined.address} is gone",
+            where="runtime.ray_address",
+            fix=fix,
+        )
     if time.monotonic() >= until:
         raise GetTimeoutError
 
@@ -316,18 +361,29 @@ def _worker_errors(what: str, timeout_s: float) -> Iterator[None]:
     except RayActorError as error:
         raise WorkerLostError(
             f"a {what} process died: {str(error).splitlines()[0]}",
-            fix="its last words are in /tmp/ray/session_latest/logs; out of memory is the usual cause",
+            fix=(
+                "its last words are in /tmp/ray/session_latest/logs; out of memory is the usual"
+                " cause"
+            ),
         ) from error
     except GetTimeoutError as error:
         raise WorkerSilentError(
             f"a {what} did not answer within {timeout_s:.0f} s", where="runtime.timeout_s"
         ) from error
-    except (said.LocalRayletDiedError, said.NodeDiedError, said.ObjectLostError, said.WorkerCrashedError) as error:
-        raise WorkerLostError(f"a node or process that a {what} needs is gone: {str(error).splitlines()[0]}") from error
+    except (
+        said.LocalRayletDiedError,
+        said.NodeDiedError,
+        said.ObjectLostError,
+        said.WorkerCrashedError,
+    ) as error:
+        raise WorkerLostError(
+            f"a node or process that a {what} needs is gone: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def start_ray(config: Config) -> None:
-    """Joins the cluster of runtime.ray_address, or starts one here that only this machine can reach.
+    """Joins the cluster of runtime.ray_address, or starts one here that only this machine can
+    reach.
 
     Raises:
         UserError: Ray does not start here, or does not answer there.
@@ -351,8 +407,10 @@ def start_ray(config: Config) -> None:
     # Ray announces at every start that its cluster wants a token, which is as it should be
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     os.environ.setdefault(GLOO_INTERFACE, "lo")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the coming default, whose notice Ray prints
-    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # idle workers would take memory from ours
+    # the coming default, whose notice Ray prints
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # idle workers would take memory from ours
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # its control store would keep a record of the last hundred thousand calls, and grow for days
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     store = config.runtime.object_store_mb * 2**20
@@ -364,7 +422,8 @@ def start_ray(config: Config) -> None:
 
 def _init(what: str, where: str, fix: str, **settings: Any) -> None:
     try:
-        with uninterrupted(), handlers_kept(), own_group():  # half a start is more than Ray can shut down
+        # half a start is more than Ray can shut down
+        with uninterrupted(), handlers_kept(), own_group():
             ray.init(**settings)
     except Exception as error:  # Ray raises bare Exceptions where a node does not come up in time
         half = None if _own_node() else half_started(error)
@@ -394,9 +453,13 @@ def cluster_nodes(resource: str) -> list[Node]:
 
 
 def node_workers(timeout_s: float) -> tuple[list[str], RayWorkers]:
-    """The address of every node that is there, and an actor on each, which takes nothing and hosts no worker yet."""
+    """The address of every node that is there, and an actor on each, which takes nothing and hosts
+    no worker yet."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    spots = [{"scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)} for node in nodes]
+    spots = [
+        {"scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)}
+        for node in nodes
+    ]
     return [node["NodeManagerAddress"] for node in nodes], start_actors(spots, 1, "node", timeout_s)
 
 
@@ -414,13 +477,16 @@ def _own_node() -> Any:
 
 
 def find_lost(error: Exception, workers: RayWorkers | None, what: str) -> WorkerLostError | None:
-    """See Runner. An error of any kind may be the loss of one of the workers; None: there are none yet."""
-    return loss_behind(error, _own_node(), lambda: None if workers is None else workers.died(), what)
+    """See Runner. An error of any kind may be the loss of one of the workers; None: there are none
+    yet."""
+    return loss_behind(
+        error, _own_node(), lambda: None if workers is None else workers.died(), what
+    )
 
 
 class Reservation:
-    """The GPUs of a plan, held for this run: a bundle for the ranks of a node, and one for each part apart of a
-    replica.
+    """The GPUs of a plan, held for this run: a bundle for the ranks of a node, and one for each
+    part apart of a replica.
 
     Args:
         wait_s: until the cluster has set them aside, seconds.
@@ -459,18 +525,28 @@ class Reservation:
         return {**self._takes(1), **self._bundle(self._of_node[self.plan.ranks[number]])}
 
     def part(self, number: int) -> dict[str, Any]:
-        """Ray's options of the actor of a part of a replica. One that shares takes nothing: its ranks hold the GPUs."""
+        """Ray's options of the actor of a part of a replica. One that shares takes nothing: its
+        ranks hold the GPUs."""
         if self.plan.demand.shared:
             return {**self._takes(0), **self._bundle(self._of_node[self.plan.parts[number]])}
-        return {**self._takes(self.plan.demand.part_gpus), **self._bundle(len(self._of_node) + number)}
+        return {
+            **self._takes(self.plan.demand.part_gpus),
+            **self._bundle(len(self._of_node) + number),
+        }
 
     def _takes(self, gpus: int) -> dict[str, Any]:
-        return {"num_gpus": gpus} if self._resource == GPU else {"resources": {self._resource: gpus} if gpus else {}}
+        return (
+            {"num_gpus": gpus}
+            if self._resource == GPU
+            else {"resources": {self._resource: gpus} if gpus else {}}
+        )
 
     def _bundle(self, number: int) -> dict[str, Any]:
         return {
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=number, placement_group_capture_child_tasks=False
+                self._group,
+                placement_group_bundle_index=number,
+                placement_group_capture_child_tasks=False,
             )
         }
 
@@ -497,7 +573,8 @@ class Reservation:
 
     def release(self) -> None:
         """Gives the GPUs back."""
-        with contextlib.suppress(Exception):  # of a cluster that is gone, which gives back what its driver held
+        # of a cluster that is gone, which gives back what its driver held
+        with contextlib.suppress(Exception):
             remove_placement_group(self._group)
 
 
@@ -519,11 +596,18 @@ def start_actors(
         own: those of each.
     """
     gpus = bool(ray.cluster_resources().get(GPU))
-    common = {"OMP_NUM_THREADS": str(threads), "TORCHDYNAMO_DISABLE": "0" if gpus else "1", **settings}
+    common = {
+        "OMP_NUM_THREADS": str(threads),
+        "TORCHDYNAMO_DISABLE": "0" if gpus else "1",
+        **settings,
+    }
     common |= carried(ray.util.get_node_ip_address())
     makers = []
     for number, spot in enumerate(spots):
         variables = {**common, **(own[number] if own else {})}
-        # on a CPU a worker waits more than it computes; Ray is not to refuse three workers on two cores
-        makers.append(ray.remote(num_cpus=0, runtime_env={"env_vars": variables}, **spot)(Actor).remote)
+        # on a CPU a worker waits more than it computes; Ray is not to refuse three workers on two
+        # cores
+        makers.append(
+            ray.remote(num_cpus=0, runtime_env={"env_vars": variables}, **spot)(Actor).remote
+        )
     return RayWorkers(makers, what, timeout_s)

@@ -1,4 +1,5 @@
-"""The processes of a Ray that was started here: whether they are all there, and that none of them stays."""
+"""The processes of a Ray that was started here: whether they are all there, and that none of them
+stays."""
 
 from __future__ import annotations
 
@@ -29,12 +30,16 @@ def ended(node: Any) -> str | None:
         node: Ray's own record of what it started here; None: nothing.
     """
     dead = () if node is None else node.dead_processes()
-    return next((f"Ray's {NEEDED[kind]} on this machine has ended" for kind, _ in dead if kind in NEEDED), None)
+    return next(
+        (f"Ray's {NEEDED[kind]} on this machine has ended" for kind, _ in dead if kind in NEEDED),
+        None,
+    )
 
 
 def half_started(error: BaseException) -> Any:
-    """Ray's own record of what it had started when its start ended in this error, which nothing but the frames of that
-    start holds; None: it had come to none. Ray leaves those processes there until this one ends."""
+    """Ray's own record of what it had started when its start ended in this error, which nothing but
+    the frames of that start holds; None: it had come to none. Ray leaves those processes there
+    until this one ends."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     owners = (frame.f_locals.get("self") for frame in frames)
     return next((each for each in owners if hasattr(each, "dead_processes")), None)
@@ -42,8 +47,8 @@ def half_started(error: BaseException) -> Any:
 
 @contextlib.contextmanager
 def nothing_left(node: Any) -> Iterator[None]:
-    """While open, Ray is shut down. Where one of its processes was lost before, nobody tells its workers to end, and
-    those that do not by themselves are killed."""
+    """While open, Ray is shut down. Where one of its processes was lost before, nobody tells its
+    workers to end, and those that do not by themselves are killed."""
     broken = ended(node) is not None
     agents = [each.process.pid for each in node.all_processes.get("raylet", ())] if broken else []
     started = [process for agent in agents for process in _below(agent)]
@@ -51,7 +56,10 @@ def nothing_left(node: Any) -> Iterator[None]:
     if not broken:
         return
     # of an agent that has died already, whose children are its no more
-    workers = {*started, *(process for process in psutil.process_iter() if _agent_of(process) in agents)}
+    workers = {
+        *started,
+        *(process for process in psutil.process_iter() if _agent_of(process) in agents),
+    }
     _, left = psutil.wait_procs([*workers], timeout=LEFT_S)
     for process in left:
         with contextlib.suppress(psutil.Error):
@@ -60,13 +68,16 @@ def nothing_left(node: Any) -> Iterator[None]:
 
 
 def undo(half: Any) -> None:
-    """Ends what is there of a start that failed, as Ray's own record says it; None: nothing was started."""
+    """Ends what is there of a start that failed, as Ray's own record says it; None: nothing was
+    started."""
     if half is not None:
         with nothing_left(half):
             half.kill_all_processes(check_alive=False, wait=True)
 
 
-def loss_behind(error: Exception, node: Any, died: Callable[[], int | None], what: str) -> WorkerLostError | None:
+def loss_behind(
+    error: Exception, node: Any, died: Callable[[], int | None], what: str
+) -> WorkerLostError | None:
     """Which process was lost, where an error came of it; None: it says so itself, or none was.
 
     Args:
@@ -75,7 +86,8 @@ def loss_behind(error: Exception, node: Any, died: Callable[[], int | None], wha
     """
     if isinstance(error, WorkerLostError):
         return None
-    # what speaks to a process that dies knows it before Ray does; an error of the user's is not kept waiting
+    # what speaks to a process that dies knows it before Ray does; an error of the user's is not
+    # kept waiting
     until = time.monotonic() + (0.0 if isinstance(error, UserError) else DEATH_S)
     while True:
         if (gone := ended(node)) is not None:
@@ -104,11 +116,13 @@ def _agent_of(process: psutil.Process) -> int | None:
 def own_group() -> Iterator[None]:
     """While open, processes that are started are in a process group of their own, and stay there.
 
-    A shell, and `timeout`, signal a whole group. Ray's processes would end at once, and with them the ranks that are to
-    save the last step. A process that leads its session cannot leave its group, and there they stay in it.
+    A shell, and `timeout`, signal a whole group. Ray's processes would end at once, and with them
+    the ranks that are to save the last step. A process that leads its session cannot leave its
+    group, and there they stay in it.
     """
     mine = os.getpgrp()
-    leader = subprocess.Popen(["sleep", "600"], preexec_fn=os.setpgrp)  # the group is there while a member is
+    # the group is there while a member is
+    leader = subprocess.Popen(["sleep", "600"], preexec_fn=os.setpgrp)
     try:
         with contextlib.suppress(OSError):
             os.setpgid(0, leader.pid)

@@ -6,7 +6,14 @@ import time
 from typing import Any
 
 from megatron_stare.cluster.colocation import in_order
-from megatron_stare.cluster.placed import Spot, check_ranks, check_replicas, rank_order, shown, table
+from megatron_stare.cluster.placed import (
+    Spot,
+    check_ranks,
+    check_replicas,
+    rank_order,
+    shown,
+    table,
+)
 from megatron_stare.cluster.ray import (
     GPU,
     PROBE_S,
@@ -28,7 +35,14 @@ from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.planning.placement import Awaited, Demand, PlacementError, Plan, check_possible, plan
+from megatron_stare.planning.placement import (
+    Awaited,
+    Demand,
+    PlacementError,
+    Plan,
+    check_possible,
+    plan,
+)
 from megatron_stare.process.interruption import pause, uninterrupted
 from megatron_stare.process.workers import Handle, WorkerLostError, Workers
 from megatron_stare.rollout.engines.engine_worker import EngineWorker
@@ -59,11 +73,13 @@ def hosted_part(config: Config, number: int, node: int) -> ReplicaPart:
 
 
 def planned(config: Config, wait_s: float, demand: Demand | None = None) -> Plan | None:
-    """Plans where ranks and replicas go on the joined cluster; None where it has no GPUs: everything goes anywhere.
+    """Plans where ranks and replicas go on the joined cluster; None where it has no GPUs:
+    everything goes anywhere.
 
     Args:
         demand: what is to be placed; None: all of a run.
-        wait_s: for GPUs that others hold, seconds; those of a run that has just ended come back in a few.
+        wait_s: for GPUs that others hold, seconds; those of a run that has just ended come back in
+            a few.
 
     Raises:
         ConfigError: the layout could never be placed there.
@@ -74,7 +90,9 @@ def planned(config: Config, wait_s: float, demand: Demand | None = None) -> Plan
     if not any(node.total for node in nodes):
         if resource == GPU:
             return None
-        raise ConfigError(f"no node of the cluster has the resource {resource!r}", where="runtime.gpu_resource")
+        raise ConfigError(
+            f"no node of the cluster has the resource {resource!r}", where="runtime.gpu_resource"
+        )
     check_possible(demand, nodes)
     deadline = time.monotonic() + wait_s
     while True:
@@ -86,12 +104,14 @@ def planned(config: Config, wait_s: float, demand: Demand | None = None) -> Plan
             pause(PROBE_S)
 
 
-def reserve(config: Config, awaited: Awaited | None = None, demand: Demand | None = None) -> Reservation | None:
+def reserve(
+    config: Config, awaited: Awaited | None = None, demand: Demand | None = None
+) -> Reservation | None:
     """The GPUs of a run, set aside. None: the cluster has none.
 
     Args:
-        awaited: of a run that goes on after a loss: it waits for the nodes that it lacks; None: what never was there is
-            refused.
+        awaited: of a run that goes on after a loss: it waits for the nodes that it lacks; None:
+            what never was there is refused.
         demand: see planned.
 
     Raises:
@@ -103,20 +123,27 @@ def reserve(config: Config, awaited: Awaited | None = None, demand: Demand | Non
         try:
             where = planned(config, min(wait_s, PROBE_S) if awaited else wait_s, demand)
             if where is None and awaited and awaited.on_gpus:
-                raise PlacementError("none of the nodes that are left has GPUs", where="runtime.ray_address")
+                raise PlacementError(
+                    "none of the nodes that are left has GPUs", where="runtime.ray_address"
+                )
             return None if where is None else Reservation(where, runtime.gpu_resource, wait_s)
         except (ConfigError, PlacementError) as error:
-            # those that are there may be too few for the layout; and Ray may not know yet that a node is lost
+            # those that are there may be too few for the layout; and Ray may not know yet that a
+            # node is lost
             if awaited is None or (left := until - time.monotonic()) <= 0:
                 raise
             if error.what != told:
                 told = error.what
-                awaited.tell(f"waiting up to {left:.0f} s (faults.run.nodes_s) for the GPUs that this run had: {told}")
+                awaited.tell(
+                    f"waiting up to {left:.0f} s (faults.run.nodes_s) for the GPUs that this run"
+                    f" had: {told}"
+                )
         pause(PROBE_S)
 
 
 def preview(config: Config) -> list[str]:
-    """Placement that a run would get on the cluster that it is to join, as that stands now, in lines.
+    """Placement that a run would get on the cluster that it is to join, as that stands now, in
+    lines.
 
     Raises:
         UserError: the cluster cannot be joined, or the layout never be placed there.
@@ -156,7 +183,8 @@ class RayRunner:
             )
         except BaseException as error:
             lost = self.lost(error) if isinstance(error, Exception) else None
-            if awaited and self._reserved and isinstance(error, PlacementError):  # a node was lost once more
+            # a node was lost once more
+            if awaited and self._reserved and isinstance(error, PlacementError):
                 lost = WorkerLostError(error.what)
             self.close()
             if lost is not None:
@@ -176,7 +204,12 @@ class RayRunner:
         count, environment = replica_count(config), shared_environment(config)
         blind = [{VISIBLE: ""}] * count
         workers = self._start(
-            [{}] * count, config.rollout.threads, "evaluation engine", config.runtime.timeout_s, environment, blind
+            [{}] * count,
+            config.rollout.threads,
+            "evaluation engine",
+            config.runtime.timeout_s,
+            environment,
+            blind,
         )
         workers.build(hosted_engine, [(config, number) for number in range(count)])
         rules = RequestRule.of(config), RestartRule.of(config)
@@ -184,15 +217,18 @@ class RayRunner:
         return pool
 
     def _placed(self, config: Config) -> tuple[RayWorkers, RayWorkers, RayWorkers]:
-        """Processes for ranks, for replicas and for the other nodes of these, in order, on the nodes and GPUs that they
-        were to get."""
+        """Processes for ranks, for replicas and for the other nodes of these, in order, on the
+        nodes and GPUs that they were to get."""
         settings = shared_environment(config)
         reserved, nodes = self._reserved, replica_nodes(config)
         parts = range(replica_count(config) * nodes)
         numbers = parts[::nodes], [part for part in parts if part % nodes]
         threads, timeout = config.rollout.threads, config.runtime.timeout_s
         ranks = self._start(
-            [reserved.rank(number) if reserved else {} for number in range(config.parallel.world_size)],
+            [
+                reserved.rank(number) if reserved else {}
+                for number in range(config.parallel.world_size)
+            ],
             config.runtime.trainer_threads,
             "trainer rank",
             timeout,
@@ -200,7 +236,8 @@ class RayRunner:
         )
         if reserved is None:
             replicas, others = (
-                self._start([{}] * len(some), threads, "rollout engine", timeout, settings) for some in numbers
+                self._start([{}] * len(some), threads, "rollout engine", timeout, settings)
+                for some in numbers
             )
             return ranks, replicas, others
         spots = reserved.spots(ranks, timeout)
@@ -259,7 +296,9 @@ class RayRunner:
 
     def _pool(self, config: Config) -> EnginePool:
         rules = RequestRule.of(config), RestartRule.of(config)
-        self._started.append(pool := EnginePool(self._engines(config), config.rollout.prove_every, *rules))
+        self._started.append(
+            pool := EnginePool(self._engines(config), config.rollout.prove_every, *rules)
+        )
         return pool
 
     def _engines(self, config: Config) -> Workers:
@@ -268,7 +307,10 @@ class RayRunner:
         if not beside:
             replicas.build(hosted_engine, [(config, number) for number in range(len(replicas))])
             return replicas
-        others.build(hosted_part, [(config, part // beside, part % beside + 1) for part in range(len(others))])
+        others.build(
+            hosted_part,
+            [(config, part // beside, part % beside + 1) for part in range(len(others))],
+        )
         asked = others.everywhere("address", config.runtime.interface, None)
         rest = [found.rpartition(":")[0] for found in others.wait(asked)]
         replicas.build(
@@ -294,7 +336,8 @@ class RayRunner:
 
 
 class RayEngines:
-    """Starts or joins Ray, then places engines alone; GPUs that a run's trainer would take stay free.
+    """Starts or joins Ray, then places engines alone; GPUs that a run's trainer would take stay
+    free.
 
     Args:
         config: whose servers, if they take GPUs, have them to themselves.
@@ -313,14 +356,19 @@ class RayEngines:
             if self._reserved is not None:
                 spots = [self._reserved.part(number) for number in range(replicas)]
             environment, limit = shared_environment(config), runtime.timeout_s
-            own = () if self._reserved else [{VISIBLE: ""}] * replicas  # what takes no GPU is shown none
-            self._started = start_actors(spots, config.rollout.threads, "rollout engine", limit, environment, own)
+            # what takes no GPU is shown none
+            own = () if self._reserved else [{VISIBLE: ""}] * replicas
+            self._started = start_actors(
+                spots, config.rollout.threads, "rollout engine", limit, environment, own
+            )
             if self._reserved is not None:
                 seen = self._reserved.spots(self._started, limit)
                 check_replicas(self._reserved.plan, (), seen)
                 self._table = table(self._reserved.plan, (), seen)
             self._started.build(hosted_engine, [(config, number) for number in range(replicas)])
-            self.engines = EnginePool(self._started, config.rollout.prove_every, RequestRule.of(config), NO_RESTARTS)
+            self.engines = EnginePool(
+                self._started, config.rollout.prove_every, RequestRule.of(config), NO_RESTARTS
+            )
         except BaseException:
             self.close()
             raise

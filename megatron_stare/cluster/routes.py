@@ -1,4 +1,5 @@
-"""Tries the ways of weights from ranks to servers, and the folder between them, before any of these is made."""
+"""Tries the ways of weights from ranks to servers, and the folder between them, before any of these
+is made."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class Door:
     address: str
 
     def missing(self, id: str) -> str | None:
-        """Says why it is not reached from the node of this id, where this process is; None: it is."""
+        """Says why it is not reached from the node of this id, where this process is; None: it
+        is."""
         if id != self.id and self.address.startswith(f"{LOOPBACK.partition('.')[0]}."):
             return f"it is the loopback of {self.node}"
         reason = Listener(self.address, LOOPBACK).missing(TRY_S)
@@ -71,18 +73,25 @@ def require_reach(ranks: Hosts, servers: Hosts, interface: str | None, host: str
 
 def unreachable(doors: Sequence[Door], tried: Sequence[Tried]) -> ConfigError | None:
     """The error that counts and names what cannot be reached; None: all can."""
-    lost = [(rank, server, why) for rank, each in enumerate(tried) for server, why in each.unreached.items()]
+    lost = [
+        (rank, server, why)
+        for rank, each in enumerate(tried)
+        for server, why in each.unreached.items()
+    ]
     if not lost:
         return None
     rank, server, why = lost[0]
     door = doors[server]
     return ConfigError(
-        f"{len({number for _, number, _ in lost})} of {len(doors)} servers cannot be reached by ranks that send to "
-        f"them: rank {rank} on {tried[rank].node} does not reach server {server} on {door.node} at {door.address} "
-        f"({why})",
+        f"{len({number for _, number, _ in lost})} of {len(doors)} servers cannot be reached by"
+        f" ranks that send to them: rank {rank} on {tried[rank].node} does not reach server"
+        f" {server} on {door.node} at {door.address} ({why})",
         where="sglang.host",
-        fix="leave it out, so that each server listens on its own node's address, and let runtime.interface name a "
-        "network that joins all nodes, without a firewall between them",
+        fix=(
+            "leave it out, so that each server listens on its own node's address, and let"
+            " runtime.interface name a network that joins all nodes, without a firewall between"
+            " them"
+        ),
     )
 
 
@@ -99,10 +108,13 @@ def require_folder(folder: str, ranks: Hosts, readers: Sequence[Hosts]) -> None:
             if blind := [(number, node) for number, (node, there) in enumerate(seen) if not there]:
                 nodes = sorted({node for _, node in blind})
                 raise ConfigError(
-                    f"{len(blind)} of {len(seen)} {what}s do not see what the first rank writes to {folder}, as {what} "
-                    f"{blind[0][0]} on {nodes[0]}{f', {len(nodes)} nodes in all' if len(nodes) > 1 else ''}",
+                    f"{len(blind)} of {len(seen)} {what}s do not see what the first rank writes to"
+                    f" {folder}, as {what} {blind[0][0]} on"
+                    f" {nodes[0]}{f', {len(nodes)} nodes in all' if len(nodes) > 1 else ''}",
                     where="sglang.sync_folder",
-                    fix="name a folder on a file system that all nodes share, or put run.dir on one",
+                    fix=(
+                        "name a folder on a file system that all nodes share, or put run.dir on one"
+                    ),
                 )
     finally:
         ranks.wait(ranks.everywhere("take_away", left)[:1])

@@ -67,14 +67,16 @@ class TrainerGroup:
         self._data_ranks: list[int] = workers.call("data_rank")  # of every worker
         self._stages: list[int] = workers.call("stage")  # likewise, of the pipeline
         self._last: tuple[RolloutBatch, MicroBatchPlan] | None = None
-        self._layouts: tuple[BucketLayout, ...] | None = None  # of the weights' buckets; asked for once
+        # of the weights' buckets; asked for once
+        self._layouts: tuple[BucketLayout, ...] | None = None
 
     def notes(self) -> list[str]:
         """Notes of what the trainer decided as it started; a line each."""
         return self._workers.wait([self._workers.start_on(0, "notes")])[0]
 
     def compute_log_probs(self, batch: RolloutBatch) -> None:
-        """Log-probs and entropies of every response token under the current policy, before any update.
+        """Log-probs and entropies of every response token under the current policy, before any
+        update.
 
         The plan of the batch's mini-batches that this makes is also that of the updates.
         """
@@ -83,7 +85,8 @@ class TrainerGroup:
         self._deal("compute_log_probs", batch, plan)
 
     def measure(self, state: dict[str, float]) -> None:
-        """The method's statistics over the whole batch, and its gate and controllers; they move once a batch."""
+        """The method's statistics over the whole batch, and its gate and controllers; they move
+        once a batch."""
         self._workers.call("measure", state)
 
     def update(
@@ -93,11 +96,14 @@ class TrainerGroup:
         watched: Sequence[int] = (),
         norm_limit: float = math.inf,
     ) -> UpdateResult:
-        """Forward and backward of the weighted loss of one mini-batch, and the optimizer step. See Trainer.update."""
+        """Forward and backward of the weighted loss of one mini-batch, and the optimizer step. See
+        Trainer.update."""
         if dump_to is not None and self._last is not None:
             batch, plan = self._last
             write_batch(Path(dump_to), batch.first(len(plan.samples(0))))
-        (metrics, state) = _reported(self._workers.call("update", number, dump_to, watched, norm_limit))
+        (metrics, state) = _reported(
+            self._workers.call("update", number, dump_to, watched, norm_limit)
+        )
         return UpdateResult(metrics, state)
 
     def not_finite(self) -> list[NotFinite]:
@@ -105,8 +111,8 @@ class TrainerGroup:
         return self._workers.call("not_finite")
 
     def log_probs(self) -> Tensor:
-        """[N] of the last batch's response tokens in canonical order, under the policy before its updates, nats; NaN
-        where a token carries no loss."""
+        """[N] of the last batch's response tokens in canonical order, under the policy before its
+        updates, nats; NaN where a token carries no loss."""
         if self._last is None:
             raise RuntimeError("there is no batch before compute_log_probs()")
         found = torch.full((int(self._last[0].response_lengths.sum()),), torch.nan)
@@ -115,27 +121,33 @@ class TrainerGroup:
         return found
 
     def token_numbers(self) -> list[TokenNumbers]:
-        """Gathers what the ranks found of the tokens of watched samples in the last batch's updates, in parts."""
+        """Gathers what the ranks found of the tokens of watched samples in the last batch's
+        updates, in parts."""
         return [part for parts in self._workers.call("token_numbers") for part in parts]
 
     def compare(self, temperature: float | None = None) -> LogProbDifference:
-        """The engine's log-probs of the last batch with the trainer's: those of `compute_log_probs`, or anew at a
-        temperature."""
+        """The engine's log-probs of the last batch with the trainer's: those of
+        `compute_log_probs`, or anew at a temperature."""
         if self._last is None:
             raise RuntimeError("there is no batch before compute_log_probs()")
         versions = self._last[0].run_versions.unique().tolist()
         return _reported(self._workers.call("compare", versions, temperature))
 
-    def compare_with(self, batch: RolloutBatch, engines: Tensor, temperature: float) -> list[LogProbDifference]:
-        """Compares as `compare` does, but any batch with the log-probs [S, N] of several engines, in canonical order;
-        one an engine. Leaves the last batch alone."""
+    def compare_with(
+        self, batch: RolloutBatch, engines: Tensor, temperature: float
+    ) -> list[LogProbDifference]:
+        """Compares as `compare` does, but any batch with the log-probs [S, N] of several engines,
+        in canonical order; one an engine. Leaves the last batch alone."""
         return _reported(self._deal("compare_with", batch, self._plan(batch), engines, temperature))
 
     def _plan(self, batch: RolloutBatch) -> MicroBatchPlan:
         return plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), self._rules)
 
-    def _deal(self, method: str, batch: RolloutBatch, plan: MicroBatchPlan, *args: Any) -> list[Any]:
-        """A call of every worker with the share of its data rank; each share is put where workers take it from once."""
+    def _deal(
+        self, method: str, batch: RolloutBatch, plan: MicroBatchPlan, *args: Any
+    ) -> list[Any]:
+        """A call of every worker with the share of its data rank; each share is put where workers
+        take it from once."""
         ranks = sorted(set(self._data_ranks))
         parts = batch.shares(plan.samples_of(rank) for rank in ranks)
         shares = {rank: self._workers.share(part) for rank, part in zip(ranks, parts, strict=True)}
@@ -146,14 +158,19 @@ class TrainerGroup:
         return self._workers.wait(started)
 
     def offload(self, parts: Sequence[str]) -> None:
-        """Moves parts of the policy to host memory (megatron/optimizer/offload.py); a call that needs one brings it."""
+        """Moves parts of the policy to host memory (megatron/optimizer/offload.py); a call that
+        needs one brings it."""
         self._workers.call("offload", parts)
 
     def memory_mb(self) -> dict[str, float]:
-        """Memory of the ranks that hold most, 10^6 bytes: `peak_mb` since this was asked last, `device_mb` now; what
-        is not known is left out."""
+        """Memory of the ranks that hold most, 10^6 bytes: `peak_mb` since this was asked last,
+        `device_mb` now; what is not known is left out."""
         found = self._workers.call("memory_mb")
-        return {name: max(each[name] for each in found) for name in found[0] if all(name in each for each in found)}
+        return {
+            name: max(each[name] for each in found)
+            for name in found[0]
+            if all(name in each for each in found)
+        }
 
     def refresh_reference(self) -> None:
         """Makes the policy as it is now the reference policy."""
@@ -176,8 +193,8 @@ class TrainerGroup:
         return here
 
     def own_tensors(self) -> list[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-        """The tensors that each rank would write of the policy: shape and dtype by Hugging Face name, each tensor
-        once."""
+        """The tensors that each rank would write of the policy: shape and dtype by Hugging Face
+        name, each tensor once."""
         found = self._workers.call("own_tensors")
         whole = sorted(slot.name for layout in self.export().layouts for slot in layout.slots)
         if sorted(name for part in found for name in part) != whole:
@@ -208,11 +225,17 @@ class TrainerGroup:
                 whole[index] = values
             for name, pair in part.sums.items():
                 sums.setdefault(name, []).append(pair)
-        whole_sums = {name: [math.fsum(column) for column in zip(*pairs, strict=True)] for name, pairs in sums.items()}
-        return StateProof({name: each.tolist() for name, each in log_probs.items()}, whole_sums, found[0].counts)
+        whole_sums = {
+            name: [math.fsum(column) for column in zip(*pairs, strict=True)]
+            for name, pairs in sums.items()
+        }
+        return StateProof(
+            {name: each.tolist() for name, each in log_probs.items()}, whole_sums, found[0].counts
+        )
 
     def save(self, folder: str, timeout_s: float | None = None) -> None:
-        """Begins to write a distributed checkpoint into an existing empty folder; training may go on meanwhile.
+        """Begins to write a distributed checkpoint into an existing empty folder; training may go
+        on meanwhile.
 
         Args:
             timeout_s: of the wait until it may, seconds; None: that of any call.
@@ -238,12 +261,15 @@ class TrainerGroup:
         self._workers.wait(self._workers.start("wait_saved"), timeout_s=timeout_s)
 
     def finish_save(self) -> dict[str, Sum]:
-        """Makes a checkpoint of what the ranks have written: lengths and checksums of the files, by name. Raises
-        UserError where one of them could not write."""
-        return {name: each for sums in self._workers.call("finish_save") for name, each in sums.items()}
+        """Makes a checkpoint of what the ranks have written: lengths and checksums of the files, by
+        name. Raises UserError where one of them could not write."""
+        return {
+            name: each for sums in self._workers.call("finish_save") for name, each in sums.items()
+        }
 
     def verify(self, folder: str) -> None:
-        """Reads all tensor files of a checkpoint, each rank a share of them. Raises DataError where one is damaged."""
+        """Reads all tensor files of a checkpoint, each rank a share of them. Raises DataError where
+        one is damaged."""
         self._workers.call("verify", folder)
 
     def load(self, folder: str) -> None:
@@ -272,11 +298,13 @@ class Runner(Protocol):
     engines: EnginePool
 
     def notes(self) -> list[str]:
-        """Notes of where ranks and engines were placed, a line each; none where there was nothing to choose."""
+        """Notes of where ranks and engines were placed, a line each; none where there was nothing
+        to choose."""
         ...
 
     def engines_beside(self, config: Config) -> EnginePool:
-        """More engines, of this configuration, which take none of a cluster's GPUs. They end with the runner.
+        """More engines, of this configuration, which take none of a cluster's GPUs. They end with
+        the runner.
 
         Raises:
             UserError: one does not come up.
@@ -284,47 +312,59 @@ class Runner(Protocol):
         ...
 
     def lost(self, error: Exception) -> WorkerLostError | None:
-        """Finds the process that was lost, where this error, of whatever kind, came of one that died; None: none
-        has."""
+        """Finds the process that was lost, where this error, of whatever kind, came of one that
+        died; None: none has."""
         ...
 
     def close(self) -> None: ...
 
 
 class TrainerWeights(WeightStream):
-    """The weights of the trainer's ranks on their way: to a target by the ranks themselves, or bucket by bucket through
-    the first of them.
+    """The weights of the trainer's ranks on their way: to a target by the ranks themselves, or
+    bucket by bucket through the first of them.
 
     Args:
         layouts: what the buckets hold, in order.
         stages: of the pipeline, that each rank is of.
     """
 
-    def __init__(self, trainers: Workers, layouts: tuple[BucketLayout, ...], stages: Sequence[int] = ()) -> None:
+    def __init__(
+        self, trainers: Workers, layouts: tuple[BucketLayout, ...], stages: Sequence[int] = ()
+    ) -> None:
         self._trainers, self._stages = trainers, stages
         self.layouts = layouts
-        self._prepared: tuple[SyncTarget, bool, list[Handle]] | None = None  # what the ranks were told to prepare for
+        # what the ranks were told to prepare for
+        self._prepared: tuple[SyncTarget, bool, list[Handle]] | None = None
 
     def prepare(self, target: SyncTarget, prove: bool) -> None:
         """See WeightStream. All ranks gather a first bucket."""
         self._prepared = target, prove, self._trainers.start("prepare_weights", target, prove)
 
     def send_to(self, target: SyncTarget, prove: bool) -> list[Any]:
-        """See WeightStream. All ranks gather a first bucket at once, and where senders must take turns, the stages do,
-        and then the owners of experts."""
+        """See WeightStream. All ranks gather a first bucket at once, and where senders must take
+        turns, the stages do, and then the owners of experts."""
         if self._prepared is None or self._prepared[:2] != (target, prove):
             self.prepare(target, prove)
         assert self._prepared is not None
         (*_, started), self._prepared = self._prepared, None
         in_turn, every = target.one_sender_at_a_time, list(range(len(self._stages)))
-        stages = [{stage} for stage in sorted(set(self._stages))] if in_turn else [set(self._stages)]
-        turns = [("send_weights", [rank for rank in every if self._stages[rank] in stage]) for stage in stages]
+        stages = (
+            [{stage} for stage in sorted(set(self._stages))] if in_turn else [set(self._stages)]
+        )
+        turns = [
+            ("send_weights", [rank for rank in every if self._stages[rank] in stage])
+            for stage in stages
+        ]
         if target.owners_send:
-            turns += [("send_own_weights", owners) for owners in ([[rank] for rank in every] if in_turn else [every])]
+            turns += [
+                ("send_own_weights", owners)
+                for owners in ([[rank] for rank in every] if in_turn else [every])
+            ]
         sends: list[Handle] = []
         before: list[Handle] = []
         for method, ranks in turns:
-            # the calls of a turn take those of the one before as arguments: they start, or fail, when these have ended
+            # the calls of a turn take those of the one before as arguments: they start, or fail,
+            # when these have ended
             now = [self._trainers.start_on(rank, method, *before) for rank in ranks]
             sends += now
             before = now if in_turn else []
@@ -338,9 +378,10 @@ class TrainerWeights(WeightStream):
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
         """See WeightStream; the calls that a bucket needs are those of the other ranks.
 
-        Consumes the trainer ranks' `begin_weight_stream`, `next_bucket` and `end_weight_stream`. The next bucket is
-        asked for before the one at hand is given out, so the ranks gather it meanwhile; at most three buckets are
-        alive, a third while the caller still holds the last one.
+        Consumes the trainer ranks' `begin_weight_stream`, `next_bucket` and `end_weight_stream`.
+        The next bucket is asked for before the one at hand is given out, so the ranks gather it
+        meanwhile; at most three buckets are alive, a third while the caller still holds the last
+        one.
         """
         self._trainers.call("begin_weight_stream", checksums)
         ahead = self._trainers.start("next_bucket")

@@ -1,4 +1,5 @@
-"""`megatron-stare recipes`: the recipes of published runs, and one of them against what was published."""
+"""`megatron-stare recipes`: the recipes of published runs, and one of them against what was
+published."""
 
 from __future__ import annotations
 
@@ -7,7 +8,16 @@ import json
 from typing import Any
 
 from megatron_stare.config.load import load_config
-from megatron_stare.config.recipes import FOLDER, Recipe, published, recipe_named, recipes, refused, sources, value_of
+from megatron_stare.config.recipes import (
+    FOLDER,
+    Recipe,
+    published,
+    recipe_named,
+    recipes,
+    refused,
+    sources,
+    value_of,
+)
 
 _BESIDE = (  # of every recipe, whatever was published of them
     "model.path",
@@ -28,7 +38,11 @@ def run_recipes(args: argparse.Namespace) -> None:
     if args.name is None:
         found: Any = [_row(recipe) for recipe in recipes().values()]
         if args.json:
-            print(json.dumps({"recipes": found, "refused": dict(refused())}, indent=1, ensure_ascii=False))
+            print(
+                json.dumps(
+                    {"recipes": found, "refused": dict(refused())}, indent=1, ensure_ascii=False
+                )
+            )
         else:
             print("\n".join(_listed(found)))
         return
@@ -41,14 +55,27 @@ def run_recipes(args: argparse.Namespace) -> None:
 def _row(recipe: Recipe) -> dict[str, Any]:
     config = load_config(f"{FOLDER}/{recipe.name}")
     gpus = config.parallel.world_size
-    return {"name": recipe.name, "gpus": gpus, "reproduces": recipe.reproduces, "published": recipe.result}
+    return {
+        "name": recipe.name,
+        "gpus": gpus,
+        "reproduces": recipe.reproduces,
+        "published": recipe.result,
+    }
 
 
 def _listed(rows: list[dict[str, Any]]) -> list[str]:
     wide = max(len(row["name"]) for row in rows)
     lines = [f"{'recipe':{wide}}  GPUs  reproduces (published result)"]
-    lines += [f"{row['name']:{wide}}  {row['gpus']:4}  {row['reproduces']} ({row['published']})" for row in rows]
-    lines += ["", f"{len(rows)} recipes; no result of them has been reproduced here.", "", "Refused:"]
+    lines += [
+        f"{row['name']:{wide}}  {row['gpus']:4}  {row['reproduces']} ({row['published']})"
+        for row in rows
+    ]
+    lines += [
+        "",
+        f"{len(rows)} recipes; no result of them has been reproduced here.",
+        "",
+        "Refused:",
+    ]
     return [*lines, *(f"{name:{wide}}  {reason}" for name, reason in refused().items())]
 
 
@@ -85,12 +112,15 @@ def _told(found: dict[str, Any]) -> list[str]:
     ]
     table = [("setting", "published", "here", "source")]
     table += [
-        (row["setting"], _short(row["published"]), _short(row["here"]), row["source"]) for row in found["settings"]
+        (row["setting"], _short(row["published"]), _short(row["here"]), row["source"])
+        for row in found["settings"]
     ]
     notes = {row["setting"]: row["because"] for row in found["settings"] if "because" in row}
     widths = [max(len(row[column]) for row in table) for column in range(3)]
     for setting, value, here, source in table:
-        cells = (f"{text:{width}}" for text, width in zip((setting, value, here), widths, strict=True))
+        cells = (
+            f"{text:{width}}" for text, width in zip((setting, value, here), widths, strict=True)
+        )
         lines.append(f"{'* ' if setting in notes else '  '}{'  '.join(cells)}  {source}")
     if notes:
         lines += ["", "* differs, or is read in a way of its own:"]

@@ -1,7 +1,9 @@
-"""How a run stands, from its files alone: where it is, how fast, what is wrong, and what to do where it ended.
+"""How a run stands, from its files alone: where it is, how fast, what is wrong, and what to do
+where it ended.
 
-Comes from a run directory, of this machine or another; goes to `megatron-stare status`. Reads, and changes nothing; a
-run that is being written to, was killed, or was continued is as welcome as a finished one. Without torch.
+Comes from a run directory, of this machine or another; goes to `megatron-stare status`. Reads, and
+changes nothing; a run that is being written to, was killed, or was continued is as welcome as a
+finished one. Without torch.
 """
 
 from __future__ import annotations
@@ -43,15 +45,16 @@ class Status:
 
     state, host, beat_age_s: see liveness.Liveness. pid: of the driver on `host`.
     process: how the run's watcher last found the driver: "running", "stopped", ...; "".
-    phase, phase_s: what the driver is at and since how many seconds; "" where nothing tells. limit_s: in which it must
-        get on. done, total: responses of it.
+    phase, phase_s: what the driver is at and since how many seconds; "" where nothing tells.
+        limit_s: in which it must get on. done, total: responses of it.
     step, steps: made, and planned.
-    steps_per_h, tokens_per_s, samples_per_s: of the newest steps, evaluations and checkpoints left out; tokens and
-        samples are those trained on.
+    steps_per_h, tokens_per_s, samples_per_s: of the newest steps, evaluations and checkpoints left
+        out; tokens and samples are those trained on.
     left_s: until the last step, at that pace.
     planned: what the run predicted of itself beside what it took; see docs/planning.md.
     checkpoint, checkpoint_age_s: the step of the newest complete one.
-    starts: how often it was started; resumed_after, started: from which step and when the last time.
+    starts: how often it was started; resumed_after, started: from which step and when the last
+    time.
     restarts, restart: how often it started itself again after a loss, and why the last time.
     alerts: what holds after the newest step.
     black_box: the folder of the newest bundle; "".
@@ -150,7 +153,11 @@ def status_of(run_dir: Path, now: float | None = None, here: str | None = None) 
 
 
 def _whole(run_dir: Path, checkpoint: int | None, step: int) -> bool:
-    return checkpoint is not None and checkpoint >= step and any((run_dir / "hf").glob("*.safetensors"))
+    return (
+        checkpoint is not None
+        and checkpoint >= step
+        and any((run_dir / "hf").glob("*.safetensors"))
+    )
 
 
 def _age(checkpoint: Path, now: float) -> float | None:
@@ -167,7 +174,9 @@ def _rates(run: RunRecord) -> dict[str, float]:
         return {}
     found = {"steps_per_h": 3600 * len(rows) / seconds}
     if all("perf/tokens_per_s" in row for row in rows):
-        found["tokens_per_s"] = sum(row["perf/tokens_per_s"] * row["time/step_s"] for row in rows) / seconds
+        found["tokens_per_s"] = (
+            sum(row["perf/tokens_per_s"] * row["time/step_s"] for row in rows) / seconds
+        )
     prompts, each = run.setting("batch.prompts"), run.setting("batch.samples_per_prompt")
     if prompts and each:
         found["samples_per_s"] = len(rows) * prompts * each / seconds
@@ -188,7 +197,9 @@ def _evaluations(run: RunRecord) -> list[Evaluation]:
         if on:
             figures = evaluation_figures(on[-1])
             step, result = int(on[-1]["step"]), result_name(on[-1])
-            found.append(Evaluation(task or "", step, result, figures.get("pass1"), figures.get("greedy")))
+            found.append(
+                Evaluation(task or "", step, result, figures.get("pass1"), figures.get("greedy"))
+            )
     return found
 
 
@@ -202,4 +213,6 @@ def _alerts(run: RunRecord) -> list[Alert]:
 
 
 def _again(run_dir: Path) -> str:
-    return shlex.join(["megatron-stare", "train", str(run_dir / "config.yaml"), f"run.dir={run_dir}", "--resume"])
+    return shlex.join(
+        ["megatron-stare", "train", str(run_dir / "config.yaml"), f"run.dir={run_dir}", "--resume"]
+    )

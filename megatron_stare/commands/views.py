@@ -39,7 +39,8 @@ def add_status_arguments(status: argparse.ArgumentParser) -> None:
 
 
 def run_status(args: argparse.Namespace) -> int:
-    """Prints how a run stands. Returns 0 where it runs or is finished, 1 where it does not go on. Raises UserError."""
+    """Prints how a run stands. Returns 0 where it runs or is finished, 1 where it does not go on.
+    Raises UserError."""
     if args.watch is not None and not args.watch > 0:
         raise UserError(f"{args.watch:g} s is no time between looks", where="--watch")
     if not args.run_dir.is_dir():
@@ -71,10 +72,17 @@ def as_json(status: Status) -> str:
 
 def as_text(status: Status) -> str:
     """For people, a line a subject."""
-    where = f" on {status.host}" + (f" (process {status.pid})" if status.pid else "") if status.host else ""
+    where = (
+        f" on {status.host}" + (f" (process {status.pid})" if status.pid else "")
+        if status.host
+        else ""
+    )
     steps = "" if status.steps is None else f" of {status.steps:,}"
     made = f"step {status.step:,}{steps}" if status.step else "no step made yet"
-    head = f"{status.run}: {_SAYS[status.state]}{where if status.state in ('running', 'silent') else ''}, {made}"
+    head = (
+        f"{status.run}:"
+        f" {_SAYS[status.state]}{where if status.state in ('running', 'silent') else ''}, {made}"
+    )
     lines = [(name, text) for name, text in _subjects(status) if text]
     body = [f"  {name:<12}{text}" for name, text in lines]
     again = ["  continue it with", f"    {status.again}"] if status.again else []
@@ -91,30 +99,63 @@ def _subjects(status: Status) -> list[tuple[str, str]]:
     ]
     subjects = [
         ("phase", _phase(status)),
-        ("rates", " · ".join(f"{short(value)} {unit}" for value, unit in rates if value is not None)),
-        ("time left", "" if status.left_s is None else f"{clock(status.left_s)} of steps, at their recent pace"),
+        (
+            "rates",
+            " · ".join(f"{short(value)} {unit}" for value, unit in rates if value is not None),
+        ),
+        (
+            "time left",
+            (
+                ""
+                if status.left_s is None
+                else f"{clock(status.left_s)} of steps, at their recent pace"
+            ),
+        ),
     ]
     if told := [each for each in status.planned if each.name in ("step", "memory in update")]:
-        figures = (f"{each.name} {short(each.planned)} {each.unit}, took {short(each.measured)}" for each in told)
+        figures = (
+            f"{each.name} {short(each.planned)} {each.unit}, took {short(each.measured)}"
+            for each in told
+        )
         subjects.append(("planned", " · ".join(figures)))
     for each in status.evaluations:
         greedy = f", greedy {each.greedy:.3f}" if each.greedy is not None else ""
         task = f" of {each.task}" if each.task else ""
-        subjects.append(("evaluation", f"{each.result}{task} {short(each.value)}{greedy}, after step {each.step:,}"))
+        subjects.append(
+            (
+                "evaluation",
+                f"{each.result}{task} {short(each.value)}{greedy}, after step {each.step:,}",
+            )
+        )
     if status.checkpoint is None:
         subjects.append(("checkpoint", "none yet"))
     else:
-        subjects.append(("checkpoint", f"of step {status.checkpoint:,}, {clock(status.checkpoint_age_s or 0)} old"))
+        subjects.append(
+            (
+                "checkpoint",
+                f"of step {status.checkpoint:,}, {clock(status.checkpoint_age_s or 0)} old",
+            )
+        )
     if status.starts:
         again = status.starts - 1
         more = f", resumed {again} times, last after step {status.resumed_after:,}" if again else ""
         subjects.append(("started", f"{status.started[:16].replace('T', ' ')}{more}"))
     if status.restarts:
-        subjects.append(("restarts", f"{status.restarts} times by itself, the last time because: {status.restart}"))
-    subjects += [("alert", f"{alert.name}: {alert.text} (step {alert.last_step:,})") for alert in status.alerts]
+        subjects.append(
+            (
+                "restarts",
+                f"{status.restarts} times by itself, the last time because: {status.restart}",
+            )
+        )
+    subjects += [
+        ("alert", f"{alert.name}: {alert.text} (step {alert.last_step:,})")
+        for alert in status.alerts
+    ]
     subjects.append(("alerts", "" if status.alerts else "none"))
     if status.state != "finished" and status.beat_age_s is not None:
-        stopped = f", its process is {status.process}" if status.process in ("stopped", "ended") else ""
+        stopped = (
+            f", its process is {status.process}" if status.process in ("stopped", "ended") else ""
+        )
         subjects.append(("heartbeat", f"{clock(status.beat_age_s)} old{stopped}"))
     subjects.append(("black box", status.black_box))
     return subjects
@@ -138,7 +179,9 @@ def _plain(value: object) -> object:
 
 def add_report_arguments(report: argparse.ArgumentParser) -> None:
     """Adds the arguments of `report`."""
-    _add_runs(report, "one, or several to be compared", "report.html", "several runs, comparison.html")
+    _add_runs(
+        report, "one, or several to be compared", "report.html", "several runs, comparison.html"
+    )
 
 
 def run_report(args: argparse.Namespace) -> None:
@@ -153,7 +196,9 @@ def run_report(args: argparse.Namespace) -> None:
 
 def add_rollouts_arguments(rollouts: argparse.ArgumentParser) -> None:
     """Adds the arguments of `rollouts`."""
-    _add_runs(rollouts, "one, or two to hold side by side", "rollouts.html", "two runs, rollouts.html")
+    _add_runs(
+        rollouts, "one, or two to hold side by side", "rollouts.html", "two runs, rollouts.html"
+    )
 
 
 def run_rollouts(args: argparse.Namespace) -> None:
@@ -169,8 +214,10 @@ def _add_runs(command: argparse.ArgumentParser, which: str, of_one: str, of_seve
     command.add_argument(
         "--out",
         type=Path,
-        help=f"file to write, or an existing folder for it; default: {of_one} in the run directory, or, of "
-        f"{of_several} in the current one",
+        help=(
+            f"file to write, or an existing folder for it; default: {of_one} in the run directory,"
+            f" or, of {of_several} in the current one"
+        ),
     )
 
 

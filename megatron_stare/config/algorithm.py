@@ -1,7 +1,7 @@
 """The `algorithm` section: a union of the methods' settings, told apart by `name`.
 
-A method's settings are the fields of its class, a user's own included, and its class is tensor maths: reading a section
-imports torch. Importing this file does not.
+A method's settings are the fields of its class, a user's own included, and its class is tensor
+maths: reading a section imports torch. Importing this file does not.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class AlgorithmConfig:
             return section
         section = {"name": section} if isinstance(section, str) else section
         if not isinstance(section, Mapping):
-            raise _refusal(ConfigError("this is neither a method's name nor its settings"), (), section)
+            raise _refusal(
+                ConfigError("this is neither a method's name nor its settings"), (), section
+            )
         settings = dict(section)
         name = settings.pop("name", None)
         try:
@@ -69,14 +71,17 @@ class AlgorithmConfig:
             raise _refusal(broken, ("name",), name) from error
 
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: type, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+    def __get_pydantic_core_schema__(
+        cls, source: type, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
         return core_schema.no_info_plain_validator_function(
             cls.read, serialization=core_schema.plain_serializer_function_ser_schema(cls.settings)
         )
 
 
 def _unpickled(settings: dict[str, Any]) -> AlgorithmConfig:
-    """The section in another process. Raises ConfigError where the method cannot be imported there."""
+    """The section in another process. Raises ConfigError where the method cannot be imported
+    there."""
     _method_named(settings["name"])
     return AlgorithmConfig.read(settings)
 
@@ -87,19 +92,26 @@ def _method_named(name: Any) -> type[Method]:
     from megatron_stare.algorithms.method import Method
 
     if not isinstance(name, str):
-        raise ConfigError("the method's name is missing", where=WHERE, fix=f"one of {', '.join(METHODS)}")
+        raise ConfigError(
+            "the method's name is missing", where=WHERE, fix=f"one of {', '.join(METHODS)}"
+        )
     method = resolve(name, METHODS, WHERE)
     if not (isinstance(method, type) and issubclass(method, Method)):
         raise ConfigError(f"{name!r} is not a subclass of Method", where=WHERE)
     return method
 
 
-def _refuse_unknown(settings_class: type, settings: Mapping[Any, Any], loc: tuple[str, ...] = ()) -> None:
-    """Raises ValidationError for a key that is no field of a dataclass, or of one that is a field of it."""
+def _refuse_unknown(
+    settings_class: type, settings: Mapping[Any, Any], loc: tuple[str, ...] = ()
+) -> None:
+    """Raises ValidationError for a key that is no field of a dataclass, or of one that is a field
+    of it."""
     known = [field.name for field in dataclasses.fields(settings_class) if field.init]
     for key, value in settings.items():
         if key not in known:
-            raise _refusal(unknown_name(str(key), known, ""), (*loc, str(key)), value, "extra_forbidden")
+            raise _refusal(
+                unknown_name(str(key), known, ""), (*loc, str(key)), value, "extra_forbidden"
+            )
         if isinstance(value, Mapping):
             for option in _options(settings_class, key):
                 _refuse_unknown(option, value, (*loc, key))
@@ -111,11 +123,20 @@ def _options(settings_class: type, key: str) -> list[type]:
         annotation = typing.get_type_hints(settings_class)[key]
     except NameError:
         return []  # what cannot be read is refused by name below
-    found = [option for option in (typing.get_args(annotation) or (annotation,)) if dataclasses.is_dataclass(option)]
+    found = [
+        option
+        for option in (typing.get_args(annotation) or (annotation,))
+        if dataclasses.is_dataclass(option)
+    ]
     return [option for option in found if isinstance(option, type)] if len(found) == 1 else []
 
 
-def _refusal(error: ConfigError, loc: tuple[str, ...], value: Any, kind: str = "refused") -> ValidationError:
-    """An error that pydantic puts among those of the other sections; config_error says it in its own words."""
+def _refusal(
+    error: ConfigError, loc: tuple[str, ...], value: Any, kind: str = "refused"
+) -> ValidationError:
+    """An error that pydantic puts among those of the other sections; config_error says it in its
+    own words."""
     told = PydanticCustomError(kind, "{what}", {"what": error.what, "error": error})
-    return ValidationError.from_exception_data("algorithm", [InitErrorDetails(type=told, loc=loc, input=value)])
+    return ValidationError.from_exception_data(
+        "algorithm", [InitErrorDetails(type=told, loc=loc, input=value)]
+    )

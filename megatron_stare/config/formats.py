@@ -1,8 +1,10 @@
-"""The formats of what a run leaves to be read again: config.yaml, and the run_state.json in each of its checkpoints.
+"""The formats of what a run leaves to be read again: config.yaml, and the run_state.json in each of
+its checkpoints.
 
-Both carry the number FORMAT under "format"; a file without one is of the first. What an older release wrote is brought
-up to date as it is read, one format at a time, and never written over but by the run that goes on. A change of either
-file that older readers or files do not fit is one more entry of UPGRADES here, and nothing anywhere else.
+Both carry the number FORMAT under "format"; a file without one is of the first. What an older
+release wrote is brought up to date as it is read, one format at a time, and never written over but
+by the run that goes on. A change of either file that older readers or files do not fit is one more
+entry of UPGRADES here, and nothing anywhere else.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ RENAMED = {
     "guards": "faults.guards",
     "black_box": "faults.hangs",
 }
-# and the section `services` of those formats: the sink that reads a setting, its name there, and its default
+# and the section `services` of those formats: the sink that reads a setting, its name there, and
+# its default
 SERVICES = {
     "wandb_project": ("wandb", "project", "megatron_stare"),
     "wandb_entity": ("wandb", "entity", None),
@@ -51,18 +54,23 @@ def _has_servers(config: Tree) -> bool:
 
 
 def _servers_that_are_used(config: Tree) -> Tree:
-    """The first format allowed settings of servers beside an engine that has none, and nobody read them."""
+    """The first format allowed settings of servers beside an engine that has none, and nobody read
+    them."""
     if not _has_servers(config):
         config.pop("sglang", None)
     return config
 
 
 def _cache_of_the_device(config: Tree) -> Tree:
-    """The second format's default was a CPU server's cache, whatever the device; null is that on a CPU."""
+    """The second format's default was a CPU server's cache, whatever the device; null is that on a
+    CPU."""
     sglang = config.get("sglang", {})
     if sglang.get("cache_tokens") != FORMER_CACHE_TOKENS:
         return config
-    return {**config, "sglang": {name: value for name, value in sglang.items() if name != "cache_tokens"}}
+    return {
+        **config,
+        "sglang": {name: value for name, value in sglang.items() if name != "cache_tokens"},
+    }
 
 
 def _without_rollbacks(run_state: Tree) -> Tree:
@@ -71,13 +79,16 @@ def _without_rollbacks(run_state: Tree) -> Tree:
 
 
 def with_new_names(config: Tree) -> Tree:
-    """The configuration with every section of RENAMED under its new name, and with settings of `services` beside the
-    sinks that read them; what is not there is not made."""
+    """The configuration with every section of RENAMED under its new name, and with settings of
+    `services` beside the sinks that read them; what is not there is not made."""
     config = dict(config)
     if "services" in config:
         services, watched = config.pop("services") or {}, config.get("observability") or {}
         if sinks := watched.get("sinks"):
-            config["observability"] = {**watched, "sinks": [_with_services(name, services) for name in sinks]}
+            config["observability"] = {
+                **watched,
+                "sinks": [_with_services(name, services) for name in sinks],
+            }
     for former, now in RENAMED.items():
         if former in config:
             section, _, group = now.partition(".")
@@ -86,7 +97,8 @@ def with_new_names(config: Tree) -> Tree:
 
 
 def _with_services(name: Any, services: Mapping[str, Any]) -> Any:
-    """A sink of the list with those settings of the former section that it reads and that say something."""
+    """A sink of the list with those settings of the former section that it reads and that say
+    something."""
     settings = {
         setting: services[former]
         for former, (sink, setting, default) in SERVICES.items()
@@ -96,7 +108,8 @@ def _with_services(name: Any, services: Mapping[str, Any]) -> Any:
 
 
 def names_now(former: str) -> str:
-    """Returns the name that a setting of an earlier format has now; "" where it never had another."""
+    """Returns the name that a setting of an earlier format has now; "" where it never had
+    another."""
     section, _, setting = former.partition(".")
     if section in RENAMED:
         return f"{RENAMED[section]}.{setting}" if setting else RENAMED[section]
@@ -109,27 +122,34 @@ def names_now(former: str) -> str:
 def names_met(config: Mapping[str, Any]) -> list[str]:
     """The renamed sections that a configuration has, each as `limits is faults.requests now`."""
     met = [f"{former} is {now} now" for former, now in RENAMED.items() if former in config]
-    return met + (["services is settings of observability.sinks now"] if "services" in config else [])
+    return met + (
+        ["services is settings of observability.sinks now"] if "services" in config else []
+    )
 
 
 def without_former_defaults(config: Tree) -> Tree:
-    """Without what earlier releases wrote down of servers beside an engine that has none; files without a number, which
-    a user gives, may have been taken from such a run."""
+    """Without what earlier releases wrote down of servers beside an engine that has none; files
+    without a number, which a user gives, may have been taken from such a run."""
     servers = config.get("sglang")
-    return _cache_of_the_device(config) if isinstance(servers, Mapping) and not _has_servers(config) else config
+    return (
+        _cache_of_the_device(config)
+        if isinstance(servers, Mapping) and not _has_servers(config)
+        else config
+    )
 
 
 @dataclass(frozen=True)
 class Upgrade:
-    """Functions that make files of one format those of the next; each takes a whole file, and may change it."""
+    """Functions that make files of one format those of the next; each takes a whole file, and may
+    change it."""
 
     config: Callable[[Tree], Tree] = _same
     run_state: Callable[[Tree], Tree] = _same
 
 
 def _of_unknown_inputs(run_state: Tree) -> Tree:
-    """The third format did not say what tokenizer and chat template a run was begun with, nor had checkpoints
-    checksums."""
+    """The third format did not say what tokenizer and chat template a run was begun with, nor had
+    checkpoints checksums."""
     return {**run_state, "inputs": {}}
 
 
@@ -145,27 +165,38 @@ FIRST_WITH_CHECKSUMS = 4  # format of the checkpoints that have a list of them
 
 
 def config_up_to_date(tree: Mapping[str, Any], where: str | Path) -> Tree:
-    """A config.yaml of a run, of whatever format, as one of today's, without the number. See `_up_to_date`."""
+    """A config.yaml of a run, of whatever format, as one of today's, without the number. See
+    `_up_to_date`."""
     return _up_to_date(tree, where, [upgrade.config for upgrade in UPGRADES])
 
 
 def run_state_up_to_date(tree: Mapping[str, Any], where: str | Path) -> Tree:
-    """A run_state.json, of whatever format, as one of today's, without the number. See `_up_to_date`."""
+    """A run_state.json, of whatever format, as one of today's, without the number. See
+    `_up_to_date`."""
     return _up_to_date(tree, where, [upgrade.run_state for upgrade in UPGRADES])
 
 
-def _up_to_date(tree: Mapping[str, Any], where: str | Path, steps: list[Callable[[Tree], Tree]]) -> Tree:
-    """Raises DataError where the file was written by a release that is newer than this one, or its number is none."""
+def _up_to_date(
+    tree: Mapping[str, Any], where: str | Path, steps: list[Callable[[Tree], Tree]]
+) -> Tree:
+    """Raises DataError where the file was written by a release that is newer than this one, or its
+    number is none."""
     tree = dict(tree)
     found = tree.pop(KEY, 1)
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise DataError(f"{found!r} is no format", where=f"{where}: {KEY}", fix="put the file back as the run wrote it")
+        raise DataError(
+            f"{found!r} is no format",
+            where=f"{where}: {KEY}",
+            fix="put the file back as the run wrote it",
+        )
     if found > FORMAT:
         raise DataError(
             f"written in format {found} by a newer release; this one reads formats 1 to {FORMAT}",
             where=str(where),
-            fix="resume with the release that wrote it, or start a new run here from its policy, which "
-            "`megatron-stare convert RUN_DIR HF_DIR` writes as a Hugging Face folder",
+            fix=(
+                "resume with the release that wrote it, or start a new run here from its policy,"
+                " which `megatron-stare convert RUN_DIR HF_DIR` writes as a Hugging Face folder"
+            ),
         )
     for step in steps[found - 1 :]:
         tree = step(tree)

@@ -1,7 +1,8 @@
-"""A configuration as layers: a file, over those that its `defaults` names, under what the command line sets.
+"""A configuration as layers: a file, over those that its `defaults` names, under what the command
+line sets.
 
-Sections are merged key by key, and what is laid on top wins. Only settings of a method, or of another extension, go
-with it: naming another one lets go of all that lies beneath.
+Sections are merged key by key, and what is laid on top wins. Only settings of a method, or of
+another extension, go with it: naming another one lets go of all that lies beneath.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.process.shipped import SHIPPED, find_config, resolve_paths
 
 DEFAULTS = "defaults"
-# settings that name something and hold its own settings beside the name; a name alone is short for {name: ...}
+# settings that name something and hold its own settings beside the name; a name alone is short for
+# {name: ...}
 NAMED = ("algorithm", "data.source", "rollout.engine", "rollout.environment", "reward.verifier")
 
 
@@ -63,27 +65,32 @@ class Override:
 def read_layers(path: str | Path) -> list[Layer]:
     """The layers of a file, the lowest first and the file itself last.
 
-    A layer that is named more than once lies where it was named first, so that what two layers have in common does not
-    undo what the first of them changes.
+    A layer that is named more than once lies where it was named first, so that what two layers have
+    in common does not undo what the first of them changes.
 
     Raises:
-        ConfigError: a file that is missing, is not YAML or no mapping, or lies over itself; with the files that led
-            to it.
+        ConfigError: a file that is missing, is not YAML or no mapping, or lies over itself; with
+            the files that led to it.
     """
     found: dict[Path, Layer] = {}
     _collect(path, Path(), (), found)
     return list(found.values())
 
 
-def _collect(name: str | Path, beside: Path, above: tuple[Path, ...], found: dict[Path, Layer]) -> None:
-    """Adds the layers of a file or a recipe, and it on top, to those `found`; `above` are those that led to it."""
+def _collect(
+    name: str | Path, beside: Path, above: tuple[Path, ...], found: dict[Path, Layer]
+) -> None:
+    """Adds the layers of a file or a recipe, and it on top, to those `found`; `above` are those
+    that led to it."""
     path = find_config(name, beside)
     if not path.is_file() and (recipe := recipe_named(name)) is not None:
         _compose(recipe, above, found)
         return
     chain, here = " > ".join(str(each) for each in (*above, path)), path.resolve()
     if here in (each.resolve() for each in above):
-        raise ConfigError("the configuration lies over itself", where=chain, fix=f"leave it out of `{DEFAULTS}`")
+        raise ConfigError(
+            "the configuration lies over itself", where=chain, fix=f"leave it out of `{DEFAULTS}`"
+        )
     if here in found:
         return
     tree = read_yaml(path, chain)
@@ -92,13 +99,18 @@ def _collect(name: str | Path, beside: Path, above: tuple[Path, ...], found: dic
     resolve_paths(path, tree)
     names = tree.pop(DEFAULTS, [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"the layers are not a list of files (got {names!r})", where=f"{chain}: {DEFAULTS}")
+        raise ConfigError(
+            f"the layers are not a list of files (got {names!r})", where=f"{chain}: {DEFAULTS}"
+        )
     for each in names:
         if not find_config(each, path.parent).is_file() and recipe_named(each) is None:
             raise ConfigError(
                 f"there is no layer {each!r}",
                 where=f"{chain}: {DEFAULTS}",
-                fix=f"give a file relative to {path.parent.absolute()}, or the name of a config that ships",
+                fix=(
+                    f"give a file relative to {path.parent.absolute()}, or the name of a config"
+                    " that ships"
+                ),
             )
         _collect(each, path.parent, (*above, path), found)
     found[here] = Layer(str(path), tree)
@@ -118,16 +130,21 @@ def _compose(name: str, above: tuple[Path, ...], found: dict[Path, Layer]) -> No
 
 
 def read_yaml(path: str | Path, where: str | None = None) -> dict[str, Any]:
-    """The file's mapping. Raises ConfigError where there is none; `where` names the file, if not its path."""
+    """The file's mapping. Raises ConfigError where there is none; `where` names the file, if not
+    its path."""
     path, where = Path(path), where or str(path)
     try:
         tree = yaml.safe_load(path.read_text())
     except OSError as error:
-        raise ConfigError(f"cannot read the configuration ({error.strerror})", where=where) from error
+        raise ConfigError(
+            f"cannot read the configuration ({error.strerror})", where=where
+        ) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"not valid YAML{line}: {getattr(error, 'problem', error)}", where=where) from error
+        raise ConfigError(
+            f"not valid YAML{line}: {getattr(error, 'problem', error)}", where=where
+        ) from error
     if not isinstance(tree, dict):
         raise ConfigError("the configuration is not a mapping of sections", where=where)
     return tree
@@ -182,12 +199,15 @@ def _laid_over(below: Any, above: Any) -> Any:
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
-    """Sets one `key.sub=value`; the value is read as YAML, so `1e-6`, `true` and `[1, 2]` mean what they look like."""
+    """Sets one `key.sub=value`; the value is read as YAML, so `1e-6`, `true` and `[1, 2]` mean what
+    they look like."""
     key, eq, text = override.partition("=")
     if not eq or not key:
         raise ConfigError("an override has the form section.key=value", where=override)
     if key == DEFAULTS:
-        raise ConfigError("layers are named in a file, which the command line can only override", where=override)
+        raise ConfigError(
+            "layers are named in a file, which the command line can only override", where=override
+        )
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:

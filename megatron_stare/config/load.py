@@ -1,4 +1,5 @@
-"""From a YAML file and dotted overrides to a checked Config, with one clear message for everything that is wrong."""
+"""From a YAML file and dotted overrides to a checked Config, with one clear message for everything
+that is wrong."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     """Reads `path` and the layers beneath it, applies `key.sub=value` overrides and validates.
 
     Args:
-        path: a file, or the name of a config that ships, whose files are then found wherever it is used.
+        path: a file, or the name of a config that ships, whose files are then found wherever it is
+            used.
         overrides: their paths are relative to the current folder.
 
     Raises:
@@ -51,7 +53,8 @@ def load_recorded(path: str | Path) -> Config:
 
 
 def former_names(path: str | Path) -> list[str]:
-    """Says, in a line, which sections of a configuration have other names now; nothing where none has.
+    """Says, in a line, which sections of a configuration have other names now; nothing where none
+    has.
 
     Raises:
         ConfigError: the file is missing, or is not YAML.
@@ -73,7 +76,8 @@ def _validated(layers: Sequence[Layer | Override]) -> Config:
 
 
 def build_method(settings: Mapping[str, Any] | str) -> Method:
-    """The method that an `algorithm` section describes, without the rest of a configuration: for its own tests.
+    """The method that an `algorithm` section describes, without the rest of a configuration: for
+    its own tests.
 
     Raises:
         ConfigError: unknown method, unknown setting (with a suggestion), or a value out of range.
@@ -85,7 +89,8 @@ def build_method(settings: Mapping[str, Any] | str) -> Method:
 
 
 def config_error(error: ValidationError, layers: Sequence[Layer | Override]) -> ConfigError:
-    """Turns pydantic's report into one ConfigError, which names the layer or override that brought it about."""
+    """Turns pydantic's report into one ConfigError, which names the layer or override that brought
+    it about."""
     first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     loc = [str(part) for part in first["loc"]]
     source = _to_blame(first, layers)
@@ -96,19 +101,25 @@ def config_error(error: ValidationError, layers: Sequence[Layer | Override]) -> 
     if first["type"] == "extra_forbidden":
         if len(loc) == 1 and names_now(loc[0]):
             now = [names_now(each) for each in _dotted(loc[0], first["input"])]
-            return ConfigError(f"unknown name {loc[0]!r}", where=where, fix=f"here it is {' and '.join(now)}")
+            return ConfigError(
+                f"unknown name {loc[0]!r}", where=where, fix=f"here it is {' and '.join(now)}"
+            )
         near = _elsewhere(loc[-1])
         if near and loc[0] != "algorithm":
-            return ConfigError(f"unknown name {loc[-1]!r}", where=where, fix=f"here it is {' or '.join(near)}")
+            return ConfigError(
+                f"unknown name {loc[-1]!r}", where=where, fix=f"here it is {' or '.join(near)}"
+            )
         return unknown_name(loc[-1], _keys_at(loc[:-1]), where)
     if first["type"] == "missing":
         return ConfigError("this key is required and missing", where=where)
-    if first["type"] == "value_error" and isinstance(first["input"], Mapping):  # of settings together, which it names
+    # of settings together, which it names
+    if first["type"] == "value_error" and isinstance(first["input"], Mapping):
         return ConfigError(in_words(first), where=where)
     return ConfigError(f"{in_words(first)} (got {first['input']!r})", where=where)
 
 
-# settings by the names that other trainers have for them; docs/from_trl.md, from_verl.md and from_slime.md have more
+# settings by the names that other trainers have for them; docs/from_trl.md, from_verl.md and
+# from_slime.md have more
 _ELSEWHERE = {
     "learning_rate": "optimizer.lr",
     "lr_scheduler_type": "optimizer.schedule",
@@ -179,13 +190,15 @@ def _dotted(name: str, value: Any) -> list[str]:
 
 
 def _to_blame(wrong: ErrorDetails, layers: Sequence[Layer | Override]) -> str:
-    """The last one that sets what is wrong; of a whole section, which several may set parts of, the last on which the
-    error depends. The file that was read, where none does."""
+    """The last one that sets what is wrong; of a whole section, which several may set parts of, the
+    last on which the error depends. The file that was read, where none does."""
     loc = [str(part) for part in wrong["loc"]]
     for number, layer in reversed(list(enumerate(layers))):
         if not loc or not layer.sets(loc):
             continue
-        if not isinstance(wrong["input"], Mapping) or not _has_error(merged(layers[:number]), wrong):
+        if not isinstance(wrong["input"], Mapping) or not _has_error(
+            merged(layers[:number]), wrong
+        ):
             return layer.source
     return next(layer.source for layer in reversed(layers) if isinstance(layer, Layer))
 
@@ -194,7 +207,10 @@ def _has_error(tree: dict[str, Any], wrong: ErrorDetails) -> bool:
     try:
         Config.model_validate(tree)
     except ValidationError as error:
-        return any(all(each[key] == wrong[key] for key in ("loc", "type", "msg")) for each in error.errors())
+        return any(
+            all(each[key] == wrong[key] for key in ("loc", "type", "msg"))
+            for each in error.errors()
+        )
     return False
 
 
@@ -211,14 +227,18 @@ def _keys_at(loc: list[str]) -> list[str]:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """The same configuration, with the files and folders it reads named from the root, so that it means the same
-    wherever it is read. Symbolic links stay: the Python of an environment is one."""
+    """The same configuration, with the files and folders it reads named from the root, so that it
+    means the same wherever it is read. Symbolic links stay: the Python of an environment is one."""
     data: dict[str, Any] = {}
-    if reads_files(config.data.source.name):  # to a source of the user's own they are what it makes of them
+    # to a source of the user's own they are what it makes of them
+    if reads_files(config.data.source.name):
         data = {
             "path": _absolute(config.data.path),
             "eval_path": _absolute(config.data.eval_path),
-            "mixture": [file.model_copy(update={"path": _absolute(file.path)}) for file in config.data.mixture],
+            "mixture": [
+                file.model_copy(update={"path": _absolute(file.path)})
+                for file in config.data.mixture
+            ],
             "decontaminate": [_absolute(path) for path in config.data.decontaminate],
         }
     tasks = [
@@ -234,8 +254,13 @@ def with_absolute_paths(config: Config) -> Config:
         "data": data,
         "sglang": {"python": _absolute(python)} if python and os.sep in python else {},
     }
-    sections = {section: getattr(config, section).model_copy(update=paths) for section, paths in found.items()}
-    return config.model_copy(update=sections | {"eval": config.eval.model_copy(update={"tasks": tasks})})
+    sections = {
+        section: getattr(config, section).model_copy(update=paths)
+        for section, paths in found.items()
+    }
+    return config.model_copy(
+        update=sections | {"eval": config.eval.model_copy(update={"tasks": tasks})}
+    )
 
 
 def reads_files(source: str) -> bool:

@@ -1,8 +1,10 @@
-"""Settings of `performance`, one row each: training gets faster or smaller, and what is computed stays the same.
+"""Settings of `performance`, one row each: training gets faster or smaller, and what is computed
+stays the same.
 
-A row names Megatron's fields, what the setting needs, and the check of scripts/gpu_check.sh that proves it. A setting
-left at null is on once that check's result is committed (`proven`; tests/test_performance.py holds it against the
-result) and the device has what it needs. To add one: a row here and a field in config/schema.py.
+A row names Megatron's fields, what the setting needs, and the check of scripts/gpu_check.sh that
+proves it. A setting left at null is on once that check's result is committed (`proven`;
+tests/test_performance.py holds it against the result) and the device has what it needs. To add one:
+a row here and a field in config/schema.py.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ import torch
 from megatron_stare.config.schema import Config, PerformanceConfig
 from megatron_stare.errors import ConfigError
 
-# attention on a CPU: up to so many positions float32 scores are held whole; from 128 on the kernel is as quick
+# attention on a CPU: up to so many positions float32 scores are held whole; from 128 on the kernel
+# is as quick
 WHOLE_UP_TO = 64
 
-Part = Literal["model", "gradients", "optimizer"]  # Megatron's TransformerConfig, of its DDP, OptimizerConfig
+# Megatron's TransformerConfig, of its DDP, OptimizerConfig
+Part = Literal["model", "gradients", "optimizer"]
 
 
 def _installed(name: str) -> bool:
@@ -30,7 +34,10 @@ def _installed(name: str) -> bool:
 # what a setting may need: how it is called, and whether this device has it
 NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
     "cuda": ("CUDA", lambda: torch.cuda.is_available()),
-    "te": ("Transformer Engine", lambda: torch.cuda.is_available() and _installed("transformer_engine")),
+    "te": (
+        "Transformer Engine",
+        lambda: torch.cuda.is_available() and _installed("transformer_engine"),
+    ),
     "wgrad": (
         "Transformer Engine, or Apex with fused_weight_gradient_mlp_cuda",
         lambda: any(map(_installed, ("transformer_engine", "fused_weight_gradient_mlp_cuda"))),
@@ -61,14 +68,18 @@ FEATURES: tuple[Feature, ...] = (
     Feature("rope_fusion", {"model": {"apply_rope_fusion": True}}, needs=("cuda", "te")),
     Feature("swiglu_fusion", {"model": {"bias_activation_fusion": True}}),
     Feature("bias_fusion", {"model": {"bias_dropout_fusion": True}}),
-    Feature("wgrad_fusion", {"model": {"gradient_accumulation_fusion": True}}, needs=("cuda", "wgrad")),
+    Feature(
+        "wgrad_fusion", {"model": {"gradient_accumulation_fusion": True}}, needs=("cuda", "wgrad")
+    ),
     Feature("overlap_grad_reduce", {"gradients": {"overlap_grad_reduce": True}}),
     Feature(
         "overlap_param_gather",
         {"gradients": {"overlap_param_gather": True}, "optimizer": {"overlap_param_gather": True}},
         wants=("optimizer.distributed", "performance.overlap_grad_reduce"),
     ),
-    Feature("batched_p2p", {"model": {"batch_p2p_comm": True}}, needs=("cuda",), check="nccl_ranks"),
+    Feature(
+        "batched_p2p", {"model": {"batch_p2p_comm": True}}, needs=("cuda",), check="nccl_ranks"
+    ),
     Feature(
         "precision_aware_optimizer",
         {"optimizer": {"use_precision_aware_optimizer": True}},
@@ -95,8 +106,10 @@ FEATURES: tuple[Feature, ...] = (
 
 # what Megatron has and a run here cannot have, with the reason
 NOT_OFFERED = {
-    "tp_comm_overlap": "Transformer Engine's user buffers take tensors of one size alone, tokens of a micro-batch by "
-    "hidden, and micro-batches here have lengths of their own",
+    "tp_comm_overlap": (
+        "Transformer Engine's user buffers take tensors of one size alone, tokens of a micro-batch"
+        " by hidden, and micro-batches here have lengths of their own"
+    ),
 }
 
 
@@ -106,7 +119,8 @@ def missing(feature: Feature) -> list[str]:
 
 
 def is_on(performance: PerformanceConfig, feature: Feature) -> bool:
-    """Tells whether the feature is on in a run; one that was asked for is on, or was refused before."""
+    """Tells whether the feature is on in a run; one that was asked for is on, or was refused
+    before."""
     asked: bool | None = getattr(performance, feature.name)
     return feature.proven and not missing(feature) if asked is None else asked
 
@@ -122,7 +136,8 @@ def megatron_fields(performance: PerformanceConfig, part: Part) -> dict[str, Any
 
 
 def environment(performance: PerformanceConfig) -> dict[str, str]:
-    """Environment variables of trainer ranks, which CUDA and torch's allocator read as they start."""
+    """Environment variables of trainer ranks, which CUDA and torch's allocator read as they
+    start."""
     named = {
         "CUDA_DEVICE_MAX_CONNECTIONS": performance.cuda_connections,
         "PYTORCH_CUDA_ALLOC_CONF": performance.cuda_allocator,
@@ -131,11 +146,12 @@ def environment(performance: PerformanceConfig) -> dict[str, str]:
 
 
 def keeps_graph(config: Config, micro_batches: int) -> bool:
-    """Tells whether the training pass goes on from the log-prob pass instead of making a forward of its own.
+    """Tells whether the training pass goes on from the log-prob pass instead of making a forward of
+    its own.
 
-    Takes one micro-batch a rank, whose activations live until its backward anyway, and one update, so that the weights
-    are those of the pass. Stages of a pipeline hand activations on, and replayed routing is given to one pass at a
-    time: with either each pass makes its own forward.
+    Takes one micro-batch a rank, whose activations live until its backward anyway, and one update,
+    so that the weights are those of the pass. Stages of a pipeline hand activations on, and
+    replayed routing is given to one pass at a time: with either each pass makes its own forward.
 
     Args:
         micro_batches: of a rank, in the log-prob pass.
@@ -153,8 +169,8 @@ def keeps_graph(config: Config, micro_batches: int) -> bool:
 def shares_prompts(config: Config) -> bool:
     """Tells whether a prompt goes through the model once for all its responses of a micro-batch.
 
-    The responses must lie end to end, whole, and no pass may need all micro-batches of one shape or experts of each
-    sample's own.
+    The responses must lie end to end, whole, and no pass may need all micro-batches of one shape or
+    experts of each sample's own.
     """
     parallel = config.parallel
     return (
@@ -176,15 +192,19 @@ def check_performance(config: Config) -> None:
             section, _, name = wanted.partition(".")
             if not getattr(getattr(config, section), name):
                 raise ConfigError(
-                    f"it needs {wanted}", where=f"performance.{feature.name}", fix=f"set {wanted}=true as well"
+                    f"it needs {wanted}",
+                    where=f"performance.{feature.name}",
+                    fix=f"set {wanted}=true as well",
                 )
     for name, reason in NOT_OFFERED.items():
         if getattr(performance, name):
-            raise ConfigError(f"it is not offered: {reason}", where=f"performance.{name}", fix="leave it out")
+            raise ConfigError(
+                f"it is not offered: {reason}", where=f"performance.{name}", fix="leave it out"
+            )
     if performance.optimizer_offload and config.model.dtype == "float32":
         raise ConfigError(
-            "megatron-core offloads masters of 16-bit parameters alone: torch refuses float32 ones that are cut over "
-            "ranks",
+            "megatron-core offloads masters of 16-bit parameters alone: torch refuses float32 ones"
+            " that are cut over ranks",
             where="performance.optimizer_offload",
             fix="set model.dtype=bfloat16, or leave it out",
         )
@@ -201,20 +221,27 @@ def check_performance(config: Config) -> None:
             where="performance.gradient_bucket",
             fix="set performance.overlap_grad_reduce=true, or leave it out",
         )
-    if "expandable_segments:true" in (performance.cuda_allocator or "").lower() and config.sglang.colocated:
+    if (
+        "expandable_segments:true" in (performance.cuda_allocator or "").lower()
+        and config.sglang.colocated
+    ):
         raise ConfigError(
-            "expandable segments cannot be shared with, or given to, servers on the same device (sglang.colocated)",
+            "expandable segments cannot be shared with, or given to, servers on the same device"
+            " (sglang.colocated)",
             where="performance.cuda_allocator",
             fix="leave expandable_segments out, or give the servers devices of their own",
         )
 
 
 def check_device_performance(performance: PerformanceConfig) -> None:
-    """Raises ConfigError for a setting that was asked for and needs what the device that this process sees lacks."""
+    """Raises ConfigError for a setting that was asked for and needs what the device that this
+    process sees lacks."""
     for feature in FEATURES:
         if getattr(performance, feature.name) and (lacking := missing(feature)):
             raise ConfigError(
-                f"it needs {' and '.join(lacking)}", where=f"performance.{feature.name}", fix="set it to null"
+                f"it needs {' and '.join(lacking)}",
+                where=f"performance.{feature.name}",
+                fix="set it to null",
             )
     if environment(performance) and missing(Feature("", {}, needs=("cuda",))):
         name = "cuda_connections" if performance.cuda_connections is not None else "cuda_allocator"
@@ -222,14 +249,21 @@ def check_device_performance(performance: PerformanceConfig) -> None:
 
 
 def hints(performance: PerformanceConfig) -> list[str]:
-    """The settings that are off, a line each with what turns it on or why nothing does, for --dry-run."""
+    """The settings that are off, a line each with what turns it on or why nothing does, for
+    --dry-run."""
     found = []
     for feature in FEATURES:
         if is_on(performance, feature):
             continue
         lacking = missing(feature)
         why = (
-            f"which needs {' and '.join(lacking)}" if lacking else f"after `bash scripts/gpu_check.sh {feature.check}`"
+            f"which needs {' and '.join(lacking)}"
+            if lacking
+            else f"after `bash scripts/gpu_check.sh {feature.check}`"
         )
-        found.append(f"off: performance.{feature.name}; performance.{feature.name}=true turns it on, {why}")
-    return found + [f"not offered: performance.{name}: {reason}" for name, reason in NOT_OFFERED.items()]
+        found.append(
+            f"off: performance.{feature.name}; performance.{feature.name}=true turns it on, {why}"
+        )
+    return found + [
+        f"not offered: performance.{name}: {reason}" for name, reason in NOT_OFFERED.items()
+    ]

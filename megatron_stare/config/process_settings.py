@@ -1,8 +1,8 @@
 """Environment variables and ports of trainer ranks and servers, and which settings of theirs clash.
 
-NCCL_CUMEM_ENABLE is one that both ends of a group must agree on: servers set it to 0 before their first collective
-unless they find it set (1 with --enable-symm-mem, whatever they find), and a group of members that differ hangs or
-fails.
+NCCL_CUMEM_ENABLE is one that both ends of a group must agree on: servers set it to 0 before their
+first collective unless they find it set (1 with --enable-symm-mem, whatever they find), and a group
+of members that differ hangs or fails.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ OWNED = {
     "MASTER_PORT": "ranks meet at a port of runtime.ports",
     "OMP_NUM_THREADS": "runtime.trainer_threads and rollout.threads say it",
     "MKL_NUM_THREADS": "runtime.trainer_threads and rollout.threads say it",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "performance.cuda_connections says it for ranks, sglang.environment for servers",
+    "CUDA_DEVICE_MAX_CONNECTIONS": (
+        "performance.cuda_connections says it for ranks, sglang.environment for servers"
+    ),
 }
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def shared_environment(config: Config) -> dict[str, str]:
-    """Environment variables of trainer ranks, engines and servers alike, which `check_environment` has passed."""
+    """Environment variables of trainer ranks, engines and servers alike, which `check_environment`
+    has passed."""
     shared = dict(config.runtime.env)
     if config.runtime.interface:
         shared |= dict.fromkeys(INTERFACES, config.runtime.interface)
@@ -47,7 +50,8 @@ def _cumem_of_servers(config: Config) -> str:
 
 
 def check_environment(config: Config) -> None:
-    """Raises ConfigError for variables that a run sets itself, and for those that do not go together."""
+    """Raises ConfigError for variables that a run sets itself, and for those that do not go
+    together."""
     given, of_servers = config.runtime.env, config.sglang.environment
     for name, why in OWNED.items():
         if name in given:
@@ -55,12 +59,14 @@ def check_environment(config: Config) -> None:
     if config.runtime.interface:
         for name in INTERFACES:
             if name in given:
-                raise ConfigError(f"runtime.interface sets {name}", where=WHERE, fix="leave one of the two out")
+                raise ConfigError(
+                    f"runtime.interface sets {name}", where=WHERE, fix="leave one of the two out"
+                )
     _check_allocators(config)
     if CUMEM in given and of_servers.get(CUMEM, given[CUMEM]) != given[CUMEM]:
         raise ConfigError(
-            f"{CUMEM} is {given[CUMEM]} for trainer ranks and {of_servers[CUMEM]} for servers (sglang.environment); a "
-            "group of both would hang",
+            f"{CUMEM} is {given[CUMEM]} for trainer ranks and {of_servers[CUMEM]} for servers"
+            " (sglang.environment); a group of both would hang",
             where=WHERE,
             fix="set it here alone, for both",
         )
@@ -78,21 +84,31 @@ def _check_allocators(config: Config) -> None:
     for name in ALLOCATORS:
         if name in given and config.performance.cuda_allocator is not None:
             raise ConfigError(
-                f"performance.cuda_allocator says what {name} would", where=WHERE, fix="leave one of the two out"
+                f"performance.cuda_allocator says what {name} would",
+                where=WHERE,
+                fix="leave one of the two out",
             )
-        for where, values in ((WHERE, given), ("sglang.environment", config.sglang.environment), ("shell", os.environ)):
-            if config.sglang.colocated and "expandable_segments:true" in values.get(name, "").lower():
+        for where, values in (
+            (WHERE, given),
+            ("sglang.environment", config.sglang.environment),
+            ("shell", os.environ),
+        ):
+            if (
+                config.sglang.colocated
+                and "expandable_segments:true" in values.get(name, "").lower()
+            ):
                 raise ConfigError(
-                    f"{name} has expandable segments, which neither the servers' memory saver nor CUDA IPC can share, "
-                    "and servers are on the trainer's GPUs (sglang.colocated)",
+                    f"{name} has expandable segments, which neither the servers' memory saver nor"
+                    " CUDA IPC can share, and servers are on the trainer's GPUs"
+                    " (sglang.colocated)",
                     where=where,
                     fix="leave expandable_segments out, or give the servers GPUs of their own",
                 )
 
 
 def check_ports(config: Config, replicas: int, nodes: int = 1) -> None:
-    """Raises ConfigError where runtime.ports is too short for the ranks' meeting place and two ports a replica, on each
-    of its nodes."""
+    """Raises ConfigError where runtime.ports is too short for the ranks' meeting place and two
+    ports a replica, on each of its nodes."""
     if not config.runtime.ports:
         return
     first, last = config.runtime.ports
@@ -107,6 +123,6 @@ def check_ports(config: Config, replicas: int, nodes: int = 1) -> None:
 
 
 def port_share(config: Config, number: int, processes: int) -> range | None:
-    """The ports of the trainer's ranks (0) or of process `number` - 1 of the replicas', one a node of each; None: no
-    range is set."""
+    """The ports of the trainer's ranks (0) or of process `number` - 1 of the replicas', one a node
+    of each; None: no range is set."""
     return config.runtime.port_share(number, processes + 1)

@@ -1,8 +1,10 @@
-"""Recipes of published runs: what each is composed of, what it reproduces, and what was published of its settings.
+"""Recipes of published runs: what each is composed of, what it reproduces, and what was published
+of its settings.
 
-`configs/recipes/index.yaml` composes them, of a method, a regime of lengths, a model and a cluster, or of another
-recipe and what changes; a configuration names one as recipes/NAME. `configs/recipes/published.yaml` has the published
-values by layer, each with its source's line. A value that differs from the published one says why.
+`configs/recipes/index.yaml` composes them, of a method, a regime of lengths, a model and a cluster,
+or of another recipe and what changes; a configuration names one as recipes/NAME.
+`configs/recipes/published.yaml` has the published values by layer, each with its source's line. A
+value that differs from the published one says why.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ FOLDER = "recipes"
 class Recipe:
     """A row of the index.
 
-    layers: of `configs/recipes`, the lowest first, such as methods/stare; they lie over the recipe `over`, if any.
+    layers: of `configs/recipes`, the lowest first, such as methods/stare; they lie over the recipe
+    `over`, if any.
     settings: what the recipe itself sets, on top of all.
-    reproduces, result: the run in words, and the figures that were published of it, with their marks.
+    reproduces, result: the run in words, and the figures that were published of it, with their
+    marks.
     """
 
     name: str
@@ -48,7 +52,8 @@ class Recipe:
 class Published:
     """A value that a source publishes.
 
-    setting: dotted; an entry of a list of sections stands by its name, as in eval.tasks.aime24.samples.
+    setting: dotted; an entry of a list of sections stands by its name, as in
+    eval.tasks.aime24.samples.
     source: a mark of published.yaml's `sources` and, behind a colon, the line or the place in it.
     here: what the recipe has, where that is another; `because` says why.
     """
@@ -65,11 +70,12 @@ class Published:
 
 
 def recipe_named(path: str | Path) -> str | None:
-    """The name in `recipes/NAME` or `configs/recipes/NAME.yaml`; None where the path names no recipe.
+    """The name in `recipes/NAME` or `configs/recipes/NAME.yaml`; None where the path names no
+    recipe.
 
     Raises:
-        ConfigError: a name directly in recipes/ that the index does not have, with the nearest that it has, or why
-            what was asked for is refused.
+        ConfigError: a name directly in recipes/ that the index does not have, with the nearest that
+            it has, or why what was asked for is refused.
     """
     path = Path(path)
     if path.parent.name != FOLDER or path.parent.parent.name not in ("", "configs"):
@@ -96,7 +102,9 @@ def recipes() -> Mapping[str, Recipe]:
     """All recipes by name, in the index's order."""
     index, found = _index(), {}
     for name, row in index["recipes"].items():
-        found[name] = Recipe(name, row["layers"], row.get("settings", {}), row["reproduces"], row["result"])
+        found[name] = Recipe(
+            name, row["layers"], row.get("settings", {}), row["reproduces"], row["result"]
+        )
     for row in index["variants"]:
         layers, settings = [row["layer"]] if "layer" in row else [], row.get("settings", {})
         for over, result in row["over"].items():
@@ -124,7 +132,8 @@ def sources() -> Mapping[str, str]:
 def published(recipe: Recipe) -> list[Published]:
     """Published values of a recipe's settings, sorted by setting.
 
-    Of two layers the upper one counts. Where a layer names a method, lower layers' settings of `algorithm` go.
+    Of two layers the upper one counts. Where a layer names a method, lower layers' settings of
+    `algorithm` go.
     """
     found = {row.setting: row for row in published(recipes()[recipe.over])} if recipe.over else {}
     for layer in [*recipe.layers, recipe.name]:
@@ -137,7 +146,8 @@ def published(recipe: Recipe) -> list[Published]:
 
 
 def value_of(tree: Mapping[str, Any], setting: str) -> Any:
-    """The value of a dotted setting in a dumped configuration; None where a section on the way is null.
+    """The value of a dotted setting in a dumped configuration; None where a section on the way is
+    null.
 
     Raises:
         KeyError: there is no such setting.

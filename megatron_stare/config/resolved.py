@@ -1,4 +1,5 @@
-"""The configuration of a run with its names resolved, read once as it is opened and handed to all that work for it."""
+"""The configuration of a run with its names resolved, read once as it is opened and handed to all
+that work for it."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def resolve_run(config: Config, *, published: bool = False) -> ResolvedRun:
     """Reads what the configuration names, and checks no more than that: preflight.check does.
 
     Args:
-        published: whether the shape that ships may stand for a model that is not here (models.published_shape).
+        published: whether the shape that ships may stand for a model that is not here
+            (models.published_shape).
 
     Raises:
         DataError: the model cannot be read.

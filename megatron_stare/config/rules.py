@@ -1,4 +1,5 @@
-"""Refuses layouts, experts and devices that no run can be trained with, before any process is started."""
+"""Refuses layouts, experts and devices that no run can be trained with, before any process is
+started."""
 
 from __future__ import annotations
 
@@ -11,26 +12,41 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.models.shape import ModelShape
 
 _OF_THE_LAYOUT = (
-    "the gradient would depend on how a batch is cut, and a step is the same in every layout here: Megatron's loss is "
+    "the gradient would depend on how a batch is cut, and a step is the same in every layout here:"
+    " Megatron's loss is "
 )
 # why each way to balance experts that Megatron has is not done
 REFUSED = {
     "aux_loss": _OF_THE_LAYOUT + "of the shares of experts in a micro-batch, padding included",
-    "seq_aux_loss": _OF_THE_LAYOUT + "of a row of the micro-batch, which packed is all of its sequences together",
-    "global_aux_loss": _OF_THE_LAYOUT + "of the shares in the micro-batches so far, in whatever order they come",
-    "expert_bias": "Megatron would move the bias by how often each expert was chosen, which changes the policy between "
-    "the responses and the gradients that they are for. A bias that a checkpoint holds (e_score_correction_bias of "
-    "GLM-4.5 and DeepSeek V3) stays as it was loaded; other families have none",
+    "seq_aux_loss": (
+        _OF_THE_LAYOUT
+        + "of a row of the micro-batch, which packed is all of its sequences together"
+    ),
+    "global_aux_loss": (
+        _OF_THE_LAYOUT + "of the shares in the micro-batches so far, in whatever order they come"
+    ),
+    "expert_bias": (
+        "Megatron would move the bias by how often each expert was chosen, which changes the policy"
+        " between the responses and the gradients that they are for. A bias that a checkpoint holds"
+        " (e_score_correction_bias of GLM-4.5 and DeepSeek V3) stays as it was loaded; other"
+        " families have none"
+    ),
 }
 
 
 def check_layout(parallel: ParallelConfig, shape: ModelShape) -> None:
     """Raises ConfigError for a layout the model cannot be cut into, or that does not run here."""
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
-        raise ConfigError("virtual stages need a pipeline", where="parallel.virtual_pipeline", fix="set it to 1")
+        raise ConfigError(
+            "virtual stages need a pipeline", where="parallel.virtual_pipeline", fix="set it to 1"
+        )
     check_stages(parallel, shape)
     if parallel.sequence and parallel.tensor == 1:
-        raise ConfigError("sequence parallelism needs tensor parallelism", where="parallel.sequence", fix="set false")
+        raise ConfigError(
+            "sequence parallelism needs tensor parallelism",
+            where="parallel.sequence",
+            fix="set false",
+        )
     check_experts(parallel, shape)
     check_tensor(parallel, shape)
     check_context(parallel, shape)
@@ -42,10 +58,13 @@ def check_stages(parallel: ParallelConfig, shape: ModelShape) -> None:
     if first is None:
         if shape.layers % (parallel.pipeline * parallel.virtual_pipeline):
             raise ConfigError(
-                f"{shape.layers} layers cannot be cut into {parallel.pipeline} stages x {parallel.virtual_pipeline} "
-                "chunks",
+                f"{shape.layers} layers cannot be cut into {parallel.pipeline} stages x"
+                f" {parallel.virtual_pipeline} chunks",
                 where="parallel.pipeline",
-                fix=f"pipeline x virtual_pipeline must divide {shape.layers}; or set parallel.first_stage_layers",
+                fix=(
+                    f"pipeline x virtual_pipeline must divide {shape.layers}; or set"
+                    " parallel.first_stage_layers"
+                ),
             )
         return
     if parallel.pipeline == 1 or parallel.virtual_pipeline > 1:
@@ -69,26 +88,34 @@ def check_experts(parallel: ParallelConfig, shape: ModelShape) -> None:
         raise ConfigError("the model has no experts", where="parallel.expert", fix="set it to 1")
     if shape.experts and shape.experts % parallel.expert:
         raise ConfigError(
-            f"{shape.experts} experts cannot be cut over {parallel.expert} ranks", where="parallel.expert"
+            f"{shape.experts} experts cannot be cut over {parallel.expert} ranks",
+            where="parallel.expert",
         )
     ranks = parallel.tensor * parallel.replicas
     if ranks % parallel.expert:
         raise ConfigError(
-            f"a pipeline stage has {ranks} ranks, over which {parallel.expert} expert-parallel ones do not go",
+            f"a pipeline stage has {ranks} ranks, over which {parallel.expert} expert-parallel ones"
+            " do not go",
             where="parallel.expert",
             fix=f"use a divisor of {ranks}",
         )
     if shape.experts and parallel.tensor > 1 and not parallel.sequence:
         raise ConfigError(
-            "experts under tensor parallelism need sequence parallelism", where="parallel.sequence", fix="set true"
+            "experts under tensor parallelism need sequence parallelism",
+            where="parallel.sequence",
+            fix="set true",
         )
 
 
 def check_tensor(parallel: ParallelConfig, shape: ModelShape) -> None:
-    """Raises ConfigError where heads or feed-forward columns cannot be cut over the tensor-parallel ranks."""
+    """Raises ConfigError where heads or feed-forward columns cannot be cut over the tensor-parallel
+    ranks."""
     tp = parallel.tensor
     widths = (shape.ffn, *shape.whole_widths)
-    for what, number in (("attention heads", shape.heads), *(("feed-forward columns", width) for width in widths)):
+    for what, number in (
+        ("attention heads", shape.heads),
+        *(("feed-forward columns", width) for width in widths),
+    ):
         if number % tp:
             raise ConfigError(
                 f"{number} {what} cannot be cut over {tp} tensor-parallel ranks",
@@ -96,16 +123,22 @@ def check_tensor(parallel: ParallelConfig, shape: ModelShape) -> None:
                 fix=f"use a divisor of {number}",
             )
     latent = shape.latent
-    for what, number in (("query", latent.query_rank), ("key-value", latent.rank + latent.rotated)) if latent else ():
+    for what, number in (
+        (("query", latent.query_rank), ("key-value", latent.rank + latent.rotated))
+        if latent
+        else ()
+    ):
         if number % tp:
             raise ConfigError(
-                f"the {what} latent's {number} columns cannot be cut over {tp} tensor-parallel ranks",
+                f"the {what} latent's {number} columns cannot be cut over {tp} tensor-parallel"
+                " ranks",
                 where="parallel.tensor",
                 fix=f"use a divisor of {number}",
             )
     if shape.kv_heads % tp and tp % shape.kv_heads:
         raise ConfigError(
-            f"{shape.kv_heads} key-value heads cannot be cut over or shared by {tp} tensor-parallel ranks",
+            f"{shape.kv_heads} key-value heads cannot be cut over or shared by {tp} tensor-parallel"
+            " ranks",
             where="parallel.tensor",
             fix=f"use a divisor or a multiple of {shape.kv_heads}",
         )
@@ -114,23 +147,34 @@ def check_tensor(parallel: ParallelConfig, shape: ModelShape) -> None:
 def check_context(parallel: ParallelConfig, shape: ModelShape) -> None:
     """Raises ConfigError where context-parallel ranks cannot take heads of one another."""
     heads = shape.kv_heads // parallel.tensor
-    if parallel.context > 1 and parallel.context_comm == "a2a" and (heads == 0 or heads % parallel.context):
+    if (
+        parallel.context > 1
+        and parallel.context_comm == "a2a"
+        and (heads == 0 or heads % parallel.context)
+    ):
         raise ConfigError(
-            f"{shape.kv_heads} key-value heads over {parallel.tensor} tensor-parallel ranks cannot be cut over "
-            f"{parallel.context} context-parallel ones",
+            f"{shape.kv_heads} key-value heads over {parallel.tensor} tensor-parallel ranks cannot"
+            f" be cut over {parallel.context} context-parallel ones",
             where="parallel.context_comm",
             fix="use p2p",
         )
 
 
 def check_recompute(model: ModelConfig, parallel: ParallelConfig, shape: ModelShape) -> None:
-    """Raises ConfigError for activations that the model does not have, or layers that a stage cannot be cut into."""
-    read = {"none": (), "selective": ("recompute_modules",), "full": ("recompute_method", "recompute_layers")}
+    """Raises ConfigError for activations that the model does not have, or layers that a stage
+    cannot be cut into."""
+    read = {
+        "none": (),
+        "selective": ("recompute_modules",),
+        "full": ("recompute_method", "recompute_layers"),
+    }
     for name in ("recompute_method", "recompute_layers", "recompute_modules"):
         default = ModelConfig.model_fields[name].default
         if name not in read[model.recompute] and getattr(model, name) != default:
             raise ConfigError(
-                f"it says nothing where model.recompute is {model.recompute}", where=f"model.{name}", fix="leave it out"
+                f"it says nothing where model.recompute is {model.recompute}",
+                where=f"model.{name}",
+                fix="leave it out",
             )
     if model.recompute == "selective":
         for module, there, why in (
@@ -148,11 +192,14 @@ def check_recompute(model: ModelConfig, parallel: ParallelConfig, shape: ModelSh
     for layers in stage_layers(parallel, shape):
         if model.recompute_layers > layers:
             raise ConfigError(
-                f"a stage's chunk has {layers} layers", where="model.recompute_layers", fix=f"at most {layers}"
+                f"a stage's chunk has {layers} layers",
+                where="model.recompute_layers",
+                fix=f"at most {layers}",
             )
         if model.recompute_method == "uniform" and layers % model.recompute_layers:
             raise ConfigError(
-                f"{layers} layers of a stage's chunk cannot be recomputed by {model.recompute_layers}",
+                f"{layers} layers of a stage's chunk cannot be recomputed by"
+                f" {model.recompute_layers}",
                 where="model.recompute_layers",
                 fix=f"use a divisor of {layers}",
             )
@@ -166,17 +213,21 @@ def stage_layers(parallel: ParallelConfig, shape: ModelShape) -> set[int]:
 
 
 def check_moe(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError for settings of experts where the model has none, and for what no run can have yet."""
+    """Raises ConfigError for settings of experts where the model has none, and for what no run can
+    have yet."""
     if not shape.experts:
         for name, default in MoeConfig():
             if getattr(config.moe, name) != default:
-                raise ConfigError("the model has no experts", where=f"moe.{name}", fix="leave it out")
+                raise ConfigError(
+                    "the model has no experts", where=f"moe.{name}", fix="leave it out"
+                )
     if reason := REFUSED.get(config.moe.balance):
         raise ConfigError(reason, where="moe.balance", fix="use none")
 
 
 def check_device(config: Config, *, experts: bool) -> None:
-    """Raises ConfigError for what the device that this process sees cannot train, or not rightly yet.
+    """Raises ConfigError for what the device that this process sees cannot train, or not rightly
+    yet.
 
     Args:
         experts: whether the model is a mixture of experts.
@@ -188,7 +239,8 @@ def check_device(config: Config, *, experts: bool) -> None:
 def _check_cuda(config: Config, experts: bool) -> None:
     if experts and not importlib.util.find_spec("transformer_engine"):
         raise ConfigError(
-            "on CUDA mixture-of-experts models need Transformer Engine: megatron-core's router calls a function of it",
+            "on CUDA mixture-of-experts models need Transformer Engine: megatron-core's router"
+            " calls a function of it",
             where="model.path",
             fix="install Transformer Engine, use a dense model, or train on CPUs",
         )

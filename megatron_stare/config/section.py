@@ -8,13 +8,15 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """Some settings of a run, typed. Unknown keys are refused, and nothing changes once it is read."""
+    """Some settings of a run, typed. Unknown keys are refused, and nothing changes once it is
+    read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 def check_template(template: str | None) -> str | None:
-    """A prompt template as it is. Raises ValueError unless it has the place {prompt} once, and no other."""
+    """A prompt template as it is. Raises ValueError unless it has the place {prompt} once, and no
+    other."""
     if template is None:
         return None
     doubled = "; a brace that is meant as one is written twice: {{ or }}"

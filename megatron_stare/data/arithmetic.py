@@ -1,9 +1,11 @@
-"""The task of the quickstart: add three two-digit numbers, writing out two partial sums. Generated, never stored.
+"""The task of the quickstart: add three two-digit numbers, writing out two partial sums. Generated,
+never stored.
 
-Problem i of a stream is a pure function of (seed, split, i). Training and held-out problems cannot overlap: which split
-a triple belongs to is a fixed hash of it. Prompts go to rollout through `ArithmeticPrompts`; demonstrations go to the
-supervised warm-up that makes the quickstart's starting model; `ALPHABET` goes to its tokenizer. Free of torch until
-the first prompt is taken, so that tools stay light.
+Problem i of a stream is a pure function of (seed, split, i). Training and held-out problems cannot
+overlap: which split a triple belongs to is a fixed hash of it. Prompts go to rollout through
+`ArithmeticPrompts`; demonstrations go to the supervised warm-up that makes the quickstart's
+starting model; `ALPHABET` goes to its tokenizer. Free of torch until the first prompt is taken, so
+that tools stay light.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class Problem:
 
 
 def draw_problem(seed: int, split: Split, index: int) -> Problem:
-    """Problem number `index` of a stream. Problems repeat within a stream, as they are or reordered, but never across
+    """Problem number `index` of a stream. Problems repeat within a stream, as they are or
+    reordered, but never across
     splits: 36 of the first 1,000 held-out ones were there before, 4 of them in the same order."""
     attempt = 0
     while True:
@@ -58,7 +61,8 @@ def draw_problem(seed: int, split: Split, index: int) -> Problem:
 
 
 def split_of(problem: Problem) -> Split:
-    """Split of a problem, whatever the seed. Reorderings of a problem belong together: they are the same sum."""
+    """Split of a problem, whatever the seed. Reorderings of a problem belong together: they are the
+    same sum."""
     return "eval" if counter_hash(*sorted(problem.operands)) % _EVAL_ONE_IN == 0 else "train"
 
 
@@ -68,8 +72,8 @@ def demonstration(problem: Problem, seed: int, wrong_rate: float) -> str:
     Args:
         problem: what is solved.
         seed: picks the derivation, together with the problem.
-        wrong_rate: probability that one of the two sums is off; what follows agrees with the wrong value, so the
-            final answer is wrong.
+        wrong_rate: probability that one of the two sums is off; what follows agrees with the wrong
+            value, so the final answer is wrong.
     """
     if not 0 <= wrong_rate <= 1:
         raise ValueError(f"wrong_rate is a probability, got {wrong_rate}")

@@ -1,7 +1,7 @@
 """Problems to leave out of training data: those that come twice, and those of the evaluation sets.
 
-Problems are compared as their words, numbers and operators in small letters, so that spacing, punctuation and dollars
-do not count, and 3+4 and 3-4 stay two problems. Imports nothing heavy.
+Problems are compared as their words, numbers and operators in small letters, so that spacing,
+punctuation and dollars do not count, and 3+4 and 3-4 stay two problems. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _LAYOUT = re.compile(r"\\[()\[\]]|\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])|\\[
 _GROUP = re.compile(r"\{\s*(\\?\w*)\s*\}")  # braces about a single word say nothing: x^{2} is x^2
 # of two-digit and n-sided, not of x-y
 _HYPHEN = re.compile(r"(?<=[^\W\d_]{3})-(?=[^\W\d_])|(?<=[^\W\d_])-(?=[^\W\d_]{3})")
-_STAR = r"(?<=[\w)\]}])\*{1,2}(?=[\w(\[{\\])|(?<=[\w)\]}] )\*(?= [\w(\[{\\])"  # not of lists and bold words
+# not of lists and bold words
+_STAR = r"(?<=[\w)\]}])\*{1,2}(?=[\w(\[{\\])|(?<=[\w)\]}] )\*(?= [\w(\[{\\])"
 _FACTORIAL = r"(?<=\d)!|!(?=\s*[-+*/^=<>)])"
 _PIECE = re.compile(
     rf"(?P<word>\d*\.\d+|[^\W_]+)|{_STAR}|{_FACTORIAL}|(?<=\d):(?=\d)|[-/^%()\[\]{{}}]|(?P<other>[^\w\s*!:])"
@@ -28,14 +29,16 @@ _PIECE = re.compile(
 
 
 def pieces(text: str) -> list[tuple[str, bool]]:
-    """The words, numbers and operators of a text, in small letters and in its order; of each whether it is a word or
-    number. Brackets are operators too; a hyphen within a word, commas and other punctuation are left out."""
+    """The words, numbers and operators of a text, in small letters and in its order; of each
+    whether it is a word or number. Brackets are operators too; a hyphen within a word, commas and
+    other punctuation are left out."""
     plain = _LAYOUT.sub(" ", text.translate({0x2212: "-", 0x2013: "-", ord("$"): ""}))
     plain = _HYPHEN.sub(" ", _GROUP.sub(r" \1 ", plain))
     return [
         (match[0], match["word"] is not None)
         for match in _PIECE.finditer(plain.casefold())
-        if match["other"] is None or unicodedata.category(match[0]) == "Sm"  # < + = | and other symbols of mathematics
+        # < + = | and other symbols of mathematics
+        if match["other"] is None or unicodedata.category(match[0]) == "Sm"
     ]
 
 
@@ -46,7 +49,8 @@ def words(text: str) -> tuple[str, ...]:
 
 
 class Repeats(NamedTuple):
-    """Positions of texts that stay, those that repeat one that stays, and those whose answers contradict each other."""
+    """Positions of texts that stay, those that repeat one that stays, and those whose answers
+    contradict each other."""
 
     kept: list[int]
     repeated: list[int]
@@ -54,8 +58,8 @@ class Repeats(NamedTuple):
 
 
 def without_repeats(problems: Iterable[tuple[str, str]]) -> Repeats:
-    """The first of all (prompt, answer) with the same words and operators; none of those whose answers differ, as one
-    must be wrong.
+    """The first of all (prompt, answer) with the same words and operators; none of those whose
+    answers differ, as one must be wrong.
 
     Texts without any are told apart by their characters.
     """
@@ -77,8 +81,9 @@ class Contamination:
 
     Args:
         problems: those of the evaluation.
-        ngram: words in a row that a training problem may not share with one of them, at least 1, with the same
-            operators between them. A shorter one, of either side, must be the same as a whole.
+        ngram: words in a row that a training problem may not share with one of them, at least 1,
+            with the same operators between them. A shorter one, of either side, must be the same as
+            a whole.
     """
 
     def __init__(self, problems: Iterable[str], ngram: int = NGRAM) -> None:
@@ -90,7 +95,8 @@ class Contamination:
             self._grams.update(map(hash, _grams(pieces(problem), ngram)))
 
     def has(self, prompt: str) -> bool:
-        """Tells whether a training problem is one of the evaluation, or shares `ngram` words in a row with one."""
+        """Tells whether a training problem is one of the evaluation, or shares `ngram` words in a
+        row with one."""
         return words(prompt) in self._whole or any(
             hash(gram) in self._grams for gram in _grams(pieces(prompt), self._ngram)
         )

@@ -1,5 +1,6 @@
-"""From the text of a prompt to the token ids that the policy continues. Text comes from a prompt source; the ids go
-into `Prompt.token_ids`. Every source encodes here, so that templates and the length limit mean the same everywhere.
+"""From the text of a prompt to the token ids that the policy continues. Text comes from a prompt
+source; the ids go into `Prompt.token_ids`. Every source encodes here, so that templates and the
+length limit mean the same everywhere.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from megatron_stare.errors import ConfigError, DataError
 
 
 class PromptTooLongError(DataError):
-    """A prompt exceeds rollout.max_prompt_tokens, and rollout.truncate_prompt does not let it be cut."""
+    """A prompt exceeds rollout.max_prompt_tokens, and rollout.truncate_prompt does not let it be
+    cut."""
 
 
 class PromptEncoder:
-    """Tokenizes prompts as `data.template`, `data.chat_template` and `rollout.max_prompt_tokens` say.
+    """Tokenizes prompts as `data.template`, `data.chat_template` and `rollout.max_prompt_tokens`
+    say.
 
     Args:
         config: of the run.
@@ -34,15 +37,17 @@ class PromptEncoder:
         self._cuts = config.rollout.truncate_prompt == "left"
         if self._chat_template and not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
-                "the tokenizer has no chat template", where="data.chat_template", fix="data.chat_template=false"
+                "the tokenizer has no chat template",
+                where="data.chat_template",
+                fix="data.chat_template=false",
             )
 
     def __call__(self, prompt: str | Messages, where: str) -> tuple[int, ...]:
         """The token ids of `prompt`, at least one and at most `rollout.max_prompt_tokens`.
 
         Args:
-            prompt: the problem as its source states it: a text, or the messages of a conversation, of which the
-                template is put around the last.
+            prompt: the problem as its source states it: a text, or the messages of a conversation,
+                of which the template is put around the last.
             where: the line or id to name in an error.
 
         Raises:
@@ -60,20 +65,30 @@ class PromptEncoder:
             )
         if self._chat_template:
             ids = self._tokenizer.apply_chat_template(
-                [*({"role": role, "content": content} for role, content in before), {"role": "user", "content": text}],
+                [
+                    *({"role": role, "content": content} for role, content in before),
+                    {"role": "user", "content": text},
+                ],
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=False,  # transformers 5 would otherwise return a BatchEncoding
             )
         else:
-            # A BOS token, where a model wants one, is the template's business: raw text is encoded as it stands.
+            # A BOS token, where a model wants one, is the template's business: raw text is encoded
+            # as it stands.
             ids = self._tokenizer(text, add_special_tokens=False).input_ids
         if not ids:
-            raise DataError("the prompt has no tokens, so there is nothing to continue", where=where)
+            raise DataError(
+                "the prompt has no tokens, so there is nothing to continue", where=where
+            )
         if len(ids) > self._limit and not self._cuts:
             raise PromptTooLongError(
-                f"the prompt has {len(ids)} tokens, the limit rollout.max_prompt_tokens is {self._limit}",
+                f"the prompt has {len(ids)} tokens, the limit rollout.max_prompt_tokens is"
+                f" {self._limit}",
                 where=where,
-                fix=f"set rollout.max_prompt_tokens to at least {len(ids)}, or rollout.truncate_prompt to drop or left",
+                fix=(
+                    f"set rollout.max_prompt_tokens to at least {len(ids)}, or"
+                    " rollout.truncate_prompt to drop or left"
+                ),
             )
         return tuple(ids[-self._limit :])

@@ -1,8 +1,9 @@
 """Prompts from files: one for each split, or for training several that are mixed by their weights.
 
-Files are read and checked once, when the source is built; the records of a file are those of data/records.py. Every
-pass over a file has its own order, a function of seed, file and pass alone, and which file a prompt comes from follows
-from how many were taken: so the cursor is all the state there is, and no order depends on how many ranks train.
+Files are read and checked once, when the source is built; the records of a file are those of
+data/records.py. Every pass over a file has its own order, a function of seed, file and pass alone,
+and which file a prompt comes from follows from how many were taken: so the cursor is all the state
+there is, and no order depends on how many ranks train.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class _Part:
 class FilePrompts:
     """A PromptSource over files, each shuffled anew every pass.
 
-    `dropped` counts, by reason, the records that are left out; `remarks` says what to know of those that stay.
+    `dropped` counts, by reason, the records that are left out; `remarks` says what to know of those
+    that stay.
 
     Args:
         config: of the run.
@@ -53,7 +55,8 @@ class FilePrompts:
 
     Raises:
         ConfigError: the split has no file.
-        DataError: a file is missing, empty or broken, or a prompt is too long; names file, line and what is wrong.
+        DataError: a file is missing, empty or broken, or a prompt is too long; names file, line and
+            what is wrong.
     """
 
     def __init__(self, config: Config, tokenizer: Any, split: Split) -> None:
@@ -62,23 +65,31 @@ class FilePrompts:
         self._cursor = 0
         self._by_deadline = True
         self.dropped: dict[str, int] = {}
-        # only checked here and encoded again when taken: the ids of a large file would outweigh its text tenfold
+        # only checked here and encoded again when taken: the ids of a large file would outweigh its
+        # text tenfold
         drop = config.rollout.truncate_prompt == "drop"
         self._checksum = 0
         self._parts: list[_Part] = []
         files = _files(config.data, split)
         for file, weight in zip(files, whole_weights([file.weight for file in files]), strict=True):
-            records, checksum = read_records(file.path, config.data.prompt_key, config.data.answer_key)
+            records, checksum = read_records(
+                file.path, config.data.prompt_key, config.data.answer_key
+            )
             # of one file the checksum is its own, as it was before there were mixtures
             self._checksum = (
-                zlib.crc32(f"{checksum} {file.weight}".encode(), self._checksum) if self._parts else checksum
+                zlib.crc32(f"{checksum} {file.weight}".encode(), self._checksum)
+                if self._parts
+                else checksum
             )
             fitting = [record for record in records if self._fits(record, drop)]
             self._drop("longer than rollout.max_prompt_tokens", len(records) - len(fitting))
             if not fitting:
-                raise DataError("every prompt is longer than rollout.max_prompt_tokens", where=file.path)
+                raise DataError(
+                    "every prompt is longer than rollout.max_prompt_tokens", where=file.path
+                )
             self._parts.append(_Part(file, weight, fitting, len(self._parts)))
-        if split == "eval":  # asked twice, a problem would count as two; in training that may be what is wanted
+        # asked twice, a problem would count as two; in training that may be what is wanted
+        if split == "eval":
             self._parts[0].records = self._without_repeats(self._parts[0].records)
         else:
             self._clean(config.data)
@@ -86,7 +97,8 @@ class FilePrompts:
         self.remarks = [] if split == "eval" else self._repeats()
 
     def _fits(self, record: Record, drop: bool) -> bool:
-        """Tells whether the prompt can be taken. One that is too long raises PromptTooLongError unless `drop`."""
+        """Tells whether the prompt can be taken. One that is too long raises PromptTooLongError
+        unless `drop`."""
         try:
             self._encode(record.messages or record.prompt, record.where)
         except PromptTooLongError:
@@ -96,10 +108,14 @@ class FilePrompts:
         return True
 
     def _without_repeats(self, records: list[Record]) -> list[Record]:
-        """The first of all records that are the same prompt, as the policy sees it, with the same answer."""
+        """The first of all records that are the same prompt, as the policy sees it, with the same
+        answer."""
         first: dict[tuple[tuple[int, ...], str], Record] = {}
         for record in records:
-            first.setdefault((self._encode(record.messages or record.prompt, record.where), record.answer), record)
+            first.setdefault(
+                (self._encode(record.messages or record.prompt, record.where), record.answer),
+                record,
+            )
         return list(first.values())
 
     def _clean(self, data: DataConfig) -> None:
@@ -116,7 +132,8 @@ class FilePrompts:
             for path in data.decontaminate:
                 records, checksum = read_records(path, data.prompt_key, data.answer_key)
                 evaluated += [record.prompt for record in records]
-                self._checksum = zlib.crc32(str(checksum).encode(), self._checksum)  # they say what is trained on
+                # they say what is trained on
+                self._checksum = zlib.crc32(str(checksum).encode(), self._checksum)
             seen = Contamination(evaluated, data.ngram)
             for part in self._parts:
                 clean = [record for record in part.records if not seen.has(record.prompt)]
@@ -125,12 +142,14 @@ class FilePrompts:
         for part in self._parts:
             if not part.records:
                 raise DataError(
-                    "no prompt is left: " + "; ".join(f"{n} {why}" for why, n in self.dropped.items()),
+                    "no prompt is left: "
+                    + "; ".join(f"{n} {why}" for why, n in self.dropped.items()),
                     where=part.file.path,
                 )
 
     def _repeats(self) -> list[str]:
-        """Remark on prompts that stay and come more than once, letter for letter; [] where none does."""
+        """Remark on prompts that stay and come more than once, letter for letter; [] where none
+        does."""
         answers: dict[str | Messages, list[str]] = {}
         for part in self._parts:
             for record in part.records:
@@ -140,7 +159,10 @@ class FilePrompts:
             return []
         differ = sum(len(set(each)) > 1 for each in several)
         odd = f", {differ} of them with different answers" if differ else ""
-        return [f"{len(several)} prompts come more than once{odd}; data.deduplicate=true leaves repeats out"]
+        return [
+            f"{len(several)} prompts come more than once{odd}; data.deduplicate=true leaves"
+            " repeats out"
+        ]
 
     def trained_on(self, prompts: Iterable[str]) -> int:
         """How many of these texts are problems of this source."""
@@ -161,15 +183,18 @@ class FilePrompts:
         return state | {"by_deadline": int(self._by_deadline)} if len(self._parts) > 1 else state
 
     def restore(self, state: dict[str, int]) -> None:
-        """Goes on after prompt `state["cursor"]`. Raises DataError if a file is another one than then."""
+        """Goes on after prompt `state["cursor"]`. Raises DataError if a file is another one than
+        then."""
         if state.get("checksum") != self._checksum:
             raise DataError(
-                "the file is not the one this run was started with, so it cannot be continued exactly",
+                "the file is not the one this run was started with, so it cannot be continued"
+                " exactly",
                 where=", ".join(part.file.path for part in self._parts),
                 fix="put the original file back, or start a new run",
             )
         self._cursor = state["cursor"]
-        self._by_deadline = bool(state.get("by_deadline", 0))  # runs of earlier releases go on as they began
+        # runs of earlier releases go on as they began
+        self._by_deadline = bool(state.get("by_deadline", 0))
         for part in self._parts:
             part.taken = 0
         if len(self._parts) == 1:
@@ -182,16 +207,19 @@ class FilePrompts:
         """The file that the prompt at `cursor` comes from.
 
         Of the files that have had less than their share of the prompts up to this one, the first
-        whose next prompt is due soonest: its prompt j, counted from 1, is due when its share reaches
-        j. So every file is less than one prompt off its share after every prompt (Baruah et al.,
-        Proportionate Progress, Algorithmica 15, 1996).
+        whose next prompt is due soonest: its prompt j, counted from 1, is due when its share
+        reaches j. So every file is less than one prompt off its share after every prompt (Baruah et
+        al., Proportionate Progress, Algorithmica 15, 1996).
         """
         if not self._by_deadline:
             whole = sum(part.file.weight for part in self._parts)
-            return max(self._parts, key=lambda part: part.file.weight / whole * (cursor + 1) - part.taken)
+            return max(
+                self._parts, key=lambda part: part.file.weight / whole * (cursor + 1) - part.taken
+            )
         total = sum(part.weight for part in self._parts)
         behind = [part for part in self._parts if part.taken * total < part.weight * (cursor + 1)]
-        return min(behind, key=lambda part: -(-(part.taken + 1) * total // part.weight))  # rounded up
+        # rounded up
+        return min(behind, key=lambda part: -(-(part.taken + 1) * total // part.weight))
 
     def _next(self) -> Prompt:
         part = self._part(self._cursor)
@@ -231,6 +259,8 @@ def _files(data: DataConfig, split: Split) -> list[MixtureFile]:
     path = data.path if split == "train" else data.eval_path
     if path is None:
         raise ConfigError(
-            f"the source {data.source.name!r} needs a file", where=f"data.{key}", fix=f"data.{key}=prompts.jsonl"
+            f"the source {data.source.name!r} needs a file",
+            where=f"data.{key}",
+            fix=f"data.{key}=prompts.jsonl",
         )
     return [MixtureFile(path=path)]

@@ -1,8 +1,8 @@
-"""Prompts of a task whose problems are generated, never stored: problem i of a stream is a pure function of
-(seed, split, i).
+"""Prompts of a task whose problems are generated, never stored: problem i of a stream is a pure
+function of (seed, split, i).
 
-A task gives its problems; here they become prompts with a cursor. Free of torch until the first prompt is taken, so
-that tools stay light.
+A task gives its problems; here they become prompts with a cursor. Free of torch until the first
+prompt is taken, so that tools stay light.
 """
 
 from __future__ import annotations
@@ -54,14 +54,16 @@ class GeneratedPrompts(ABC):
     """Different problems of each split."""
 
     def __init__(self, config: Config, tokenizer: Any, split: Split) -> None:
-        from megatron_stare.data.encode import PromptEncoder  # reads the configuration, which the tasks do not
+        # reads the configuration, which the tasks do not
+        from megatron_stare.data.encode import PromptEncoder
 
         self._split = split
         self._seed = stream_seed(config.run.seed, split)
         self._cursor = 0
         self.problems = self.counts[split]
         self._encode = PromptEncoder(config, tokenizer)
-        self._encode(self.problem(0).text, f"{split} problem 0")  # a limit too low fails before the run
+        # a limit too low fails before the run
+        self._encode(self.problem(0).text, f"{split} problem 0")
 
     @abstractmethod
     def problem(self, index: int) -> Problem:

@@ -1,6 +1,8 @@
-"""Sources of prompts: the protocol every source keeps, the one that a configuration names, and a queue over it.
+"""Sources of prompts: the protocol every source keeps, the one that a configuration names, and a
+queue over it.
 
-The driver takes prompts here, one batch of groups a step, and saves `state()` with every checkpoint.
+The driver takes prompts here, one batch of groups a step, and saves `state()` with every
+checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from megatron_stare.registry import resolve, settings_of
 WHERE = "data.source"
 SOURCES = {
     "files": "megatron_stare.data.file_prompts.FilePrompts",
-    "jsonl": "megatron_stare.data.file_prompts.FilePrompts",  # what it was called while it read nothing else
+    # what it was called while it read nothing else
+    "jsonl": "megatron_stare.data.file_prompts.FilePrompts",
     "arithmetic": "megatron_stare.data.arithmetic.ArithmeticPrompts",
     "signs": "megatron_stare.data.signs.SignsPrompts",
 }
@@ -36,7 +39,8 @@ class PromptSource(Protocol):
     """How many different problems the split has, so that an evaluation asks for no more; None: no end of them."""
 
     def take(self, n: int) -> list[Prompt]:
-        """The next `n` prompts, tokenized. `Prompt.cursor` goes up by one a prompt, from 0, and never repeats."""
+        """The next `n` prompts, tokenized. `Prompt.cursor` goes up by one a prompt, from 0, and
+        never repeats."""
         ...
 
     def state(self) -> dict[str, int]:
@@ -44,7 +48,8 @@ class PromptSource(Protocol):
         ...
 
     def restore(self, state: dict[str, int]) -> None:
-        """Goes to where `state` was saved. Raises DataError where the prompts are no longer the same."""
+        """Goes to where `state` was saved. Raises DataError where the prompts are no longer the
+        same."""
         ...
 
 
@@ -52,9 +57,11 @@ def make_source(config: Config, tokenizer: Any, split: Split) -> PromptSource:
     """The source that `data.source` names, at its first prompt.
 
     Args:
-        config: of the run; `run.seed` orders the training split, evaluation is the same for every seed.
+        config: of the run; `run.seed` orders the training split, evaluation is the same for every
+            seed.
         tokenizer: a transformers tokenizer.
-        split: 'train' or 'eval'. Two sources of the 'eval' split yield the same problems in the same order.
+        split: 'train' or 'eval'. Two sources of the 'eval' split yield the same problems in the
+            same order.
 
     Raises:
         ConfigError: no such source, or one that lacks a setting.
@@ -65,7 +72,8 @@ def make_source(config: Config, tokenizer: Any, split: Split) -> PromptSource:
 
 
 def find_source(config: Config) -> tuple[Callable[..., PromptSource], dict[str, Any]]:
-    """Finds what makes the source that `data.source` names, and its settings. Raises ConfigError as `make_source`."""
+    """Finds what makes the source that `data.source` names, and its settings. Raises ConfigError as
+    `make_source`."""
     source = config.data.source
     factory = resolve(source.name, SOURCES, WHERE)
     if not callable(factory):
@@ -74,7 +82,8 @@ def find_source(config: Config) -> tuple[Callable[..., PromptSource], dict[str, 
 
 
 def dropped(source: PromptSource) -> Mapping[str, int]:
-    """The records that a source left out, by reason, as its attribute `dropped` says; without one, none."""
+    """The records that a source left out, by reason, as its attribute `dropped` says; without one,
+    none."""
     found: Mapping[str, int] = getattr(source, "dropped", {})
     return found
 
@@ -86,7 +95,8 @@ def held_out(config: Config, tokenizer: Any, wanted: int | None) -> list[Prompt]
         wanted: how many, at least 1; None: all.
 
     Raises:
-        ConfigError: the source does not have, or does not say whether it has, as many different ones.
+        ConfigError: the source does not have, or does not say whether it has, as many different
+            ones.
         DataError: as in `make_source`.
     """
     source = make_source(config, tokenizer, "eval")
@@ -94,18 +104,23 @@ def held_out(config: Config, tokenizer: Any, wanted: int | None) -> list[Prompt]
         raise ConfigError(
             f"{config.data.source.name!r} does not say how many different problems it has",
             where=WHERE,
-            fix="give its objects an attribute `problems`: a number, or None where there is no end of them",
+            fix=(
+                "give its objects an attribute `problems`: a number, or None where there is no end"
+                " of them"
+            ),
         )
     most: int | None = source.problems
     if wanted is None and most is None:
         raise ConfigError(
-            f"there is no end of the problems of {config.data.source.name!r}, so not all of them can be asked",
+            f"there is no end of the problems of {config.data.source.name!r}, so not all of them"
+            " can be asked",
             where="eval.prompts",
             fix="say how many",
         )
     if wanted is not None and most is not None and wanted > most:
         raise ConfigError(
-            f"an evaluation of {wanted} problems would ask some twice: the source has {most} different ones",
+            f"an evaluation of {wanted} problems would ask some twice: the source has {most}"
+            " different ones",
             where="eval.prompts",
             fix=f"at most {most}",
         )
@@ -113,15 +128,17 @@ def held_out(config: Config, tokenizer: Any, wanted: int | None) -> list[Prompt]
 
 
 class PromptQueue:
-    """Prompts of a source in its order, each used once: one that was given back is the next to be taken. Some may be
-    left out: they are passed over when their turn comes.
+    """Prompts of a source in its order, each used once: one that was given back is the next to be
+    taken. Some may be left out: they are passed over when their turn comes.
 
-    Its state is the source's before the first prompt that is not used yet, so that what waits here need not be saved.
+    Its state is the source's before the first prompt that is not used yet, so that what waits here
+    need not be saved.
     """
 
     def __init__(self, source: PromptSource) -> None:
         self._source = source
-        self._last: list[tuple[dict[str, int], Prompt]] = []  # of the last call of `take`: the state before, the prompt
+        # of the last call of `take`: the state before, the prompt
+        self._last: list[tuple[dict[str, int], Prompt]] = []
         self._back: deque[tuple[dict[str, int], Prompt]] = deque()
         self._left_out: frozenset[int] = frozenset()
 
@@ -135,9 +152,12 @@ class PromptQueue:
         return [prompt for _, prompt in self._last]
 
     def give_back(self, n: int) -> None:
-        """The last `n` prompts of the last `take` were not used. Raises ValueError where it gave fewer."""
+        """The last `n` prompts of the last `take` were not used. Raises ValueError where it gave
+        fewer."""
         if n > len(self._last):
-            raise ValueError(f"{n} prompts cannot be given back of {len(self._last)} that were taken")
+            raise ValueError(
+                f"{n} prompts cannot be given back of {len(self._last)} that were taken"
+            )
         kept = len(self._last) - n
         self._back.extendleft(reversed(self._last[kept:]))
         del self._last[kept:]

@@ -1,8 +1,9 @@
-"""From files to problems: JSON Lines, Parquet and datasets by their name, in the shapes that are in use.
+"""From files to problems: JSON Lines, Parquet and datasets by their name, in the shapes that are in
+use.
 
-Ours is {"prompt": text, "answer": text or number, "id": optional}; slime's has "label" for the answer; verl's has the
-prompt as a list of messages and the answer in "reward_model", {"ground_truth": ...}. `data.prompt_key` and
-`data.answer_key` name other columns.
+Ours is {"prompt": text, "answer": text or number, "id": optional}; slime's has "label" for the
+answer; verl's has the prompt as a list of messages and the answer in "reward_model",
+{"ground_truth": ...}. `data.prompt_key` and `data.answer_key` name other columns.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ PROMPT_KEY = "prompt"
 ANSWER_KEYS = ("answer", "label", "reward_model.ground_truth")
 # columns that data sets have in their place
 _PROMPTS = ("question", "problem", "query", "input", "instruction", "text")
-_ANSWERS = ("solution", "target", "final_answer", "ground_truth", "gold", "output", "expected_answer", "answers")
+_ANSWERS = (
+    "solution",
+    "target",
+    "final_answer",
+    "ground_truth",
+    "gold",
+    "output",
+    "expected_answer",
+    "answers",
+)
 
 Row = tuple[int, str, Any]
 Messages = tuple[tuple[str, str], ...]
@@ -32,7 +42,8 @@ Messages = tuple[tuple[str, str], ...]
 
 
 class Record(NamedTuple):
-    """One problem of a file. `messages` is () where the prompt is one text; of messages, `prompt` is the last one."""
+    """One problem of a file. `messages` is () where the prompt is one text; of messages, `prompt`
+    is the last one."""
 
     id: str
     prompt: str
@@ -47,25 +58,29 @@ def read_records(
     """The records of a file in its order, blank lines skipped, and a checksum of its bytes.
 
     Args:
-        path: a file whose name ends in .parquet, one in .json with an array, any other of JSON lines, or the name of a
-            dataset (see HUB).
+        path: a file whose name ends in .parquet, one in .json with an array, any other of JSON
+            lines, or the name of a dataset (see HUB).
         prompt_key: column of the prompt, dotted where it lies in another; None: PROMPT_KEY.
         answer_key: that of the answer; None: the first of ANSWER_KEYS that a row has.
 
     Raises:
-        DataError: the file cannot be read, has no record, or has a broken row (file:line, and what is wrong).
+        DataError: the file cannot be read, has no record, or has a broken row (file:line, and what
+            is wrong).
         ConfigError: the file needs a library that is not installed.
     """
     name = str(path)
     rows, checksum = read_rows(path)
-    records = [_record(row, n, where, prompt_key or PROMPT_KEY, answer_key) for n, where, row in rows]
+    records = [
+        _record(row, n, where, prompt_key or PROMPT_KEY, answer_key) for n, where, row in rows
+    ]
     if not records:
         raise DataError("the file has no prompts", where=name)
     return records, checksum
 
 
 def read_rows(path: str | Path) -> tuple[Iterator[Row], int]:
-    """Number, place and fields of every row of a file, read as they are asked for, and a checksum of its bytes.
+    """Number, place and fields of every row of a file, read as they are asked for, and a checksum
+    of its bytes.
 
     Raises:
         As `read_records`, of rows that are no JSON as they are asked for.
@@ -76,7 +91,9 @@ def read_rows(path: str | Path) -> tuple[Iterator[Row], int]:
     try:
         content = Path(path).read_bytes()
     except OSError as error:
-        raise DataError(f"cannot read the prompts ({error.strerror})", where=name, fix=_nearby(Path(path))) from error
+        raise DataError(
+            f"cannot read the prompts ({error.strerror})", where=name, fix=_nearby(Path(path))
+        ) from error
     if name.endswith(".parquet"):
         return _parquet_rows(name), zlib.crc32(content)
     rows = _array_rows(content, name) if name.endswith(".json") else _json_rows(content, name)
@@ -88,15 +105,22 @@ def _nearby(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f"there is no folder {folder} either"
-    files = sorted(each.name for each in folder.iterdir() if each.suffix in (".jsonl", ".json", ".parquet"))
+    files = sorted(
+        each.name for each in folder.iterdir() if each.suffix in (".jsonl", ".json", ".parquet")
+    )
     if near := difflib.get_close_matches(path.name, files, n=1):
         return f"did you mean {folder / near[0]}?"
     more = f" and {len(files) - 5} more" if len(files) > 5 else ""
-    return f"in {folder} there are {', '.join(files[:5])}{more}" if files else f"there are no prompts in {folder}"
+    return (
+        f"in {folder} there are {', '.join(files[:5])}{more}"
+        if files
+        else f"there are no prompts in {folder}"
+    )
 
 
 def _json_rows(content: bytes, name: str) -> Iterator[Row]:
-    """Number, place and value of every line that is not blank. Raises DataError at one that is not JSON."""
+    """Number, place and value of every line that is not blank. Raises DataError at one that is not
+    JSON."""
     # Split as bytes: str.splitlines would also break at U+2028, which JSON strings may contain.
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if line.strip():
@@ -106,13 +130,17 @@ def _json_rows(content: bytes, name: str) -> Iterator[Row]:
             except UnicodeDecodeError as error:
                 raise DataError(f"not UTF-8 at byte {error.start}", where=where) from error
             except json.JSONDecodeError as error:
-                raise DataError(f"not valid JSON at column {error.colno}: {error.msg}", where=where) from error
-            except (ValueError, RecursionError) as error:  # an integer of thousands of digits, brackets without end
+                raise DataError(
+                    f"not valid JSON at column {error.colno}: {error.msg}", where=where
+                ) from error
+            # an integer of thousands of digits, brackets without end
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"not readable JSON: {error}", where=where) from error
 
 
 def _array_rows(content: bytes, name: str) -> Iterator[Row]:
-    """Number, place and value of every element of a JSON array. Raises DataError where the file is not one."""
+    """Number, place and value of every element of a JSON array. Raises DataError where the file is
+    not one."""
     try:
         found = json.loads(content.decode())
     except (ValueError, RecursionError) as error:
@@ -123,13 +151,16 @@ def _array_rows(content: bytes, name: str) -> Iterator[Row]:
 
 
 def _parquet_rows(name: str) -> Iterator[Row]:
-    """Number from 1, place and value of every row. Raises DataError where the file is no Parquet file."""
+    """Number from 1, place and value of every row. Raises DataError where the file is no Parquet
+    file."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise ConfigError(
-            "Parquet files are read by pyarrow, which is not installed", where=name, fix="pip install pyarrow"
+            "Parquet files are read by pyarrow, which is not installed",
+            where=name,
+            fix="pip install pyarrow",
         ) from error
     number = 0
     try:
@@ -139,7 +170,9 @@ def _parquet_rows(name: str) -> Iterator[Row]:
                     number += 1
                     yield number, f"{name}, row {number}", row
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"not a readable Parquet file after row {number} ({error})", where=name) from error
+        raise DataError(
+            f"not a readable Parquet file after row {number} ({error})", where=name
+        ) from error
 
 
 def _dataset_rows(name: str) -> tuple[Iterator[Row], int]:
@@ -157,7 +190,8 @@ def _dataset_rows(name: str) -> tuple[Iterator[Row], int]:
         ) from error
     try:
         found = [dict(row) for row in datasets.load_dataset(repository, configuration, split=split)]
-    except Exception as error:  # of that library and of all it builds on: no network, no such name, no access
+    # of that library and of all it builds on: no network, no such name, no access
+    except Exception as error:
         raise DataError(
             f"cannot load the dataset: {type(error).__name__}: {error}",
             where=name,
@@ -167,12 +201,20 @@ def _dataset_rows(name: str) -> tuple[Iterator[Row], int]:
     return ((n, f"{name}, row {n}", row) for n, row in enumerate(found, 1)), checksum
 
 
-def _record(fields: Any, number: int, where: str, prompt_key: str, answer_key: str | None) -> Record:
+def _record(
+    fields: Any, number: int, where: str, prompt_key: str, answer_key: str | None
+) -> Record:
     if not isinstance(fields, dict):
-        raise DataError(f'expected an object like {{"prompt": ..., "answer": ...}}, got {_kind(fields)}', where=where)
+        raise DataError(
+            f'expected an object like {{"prompt": ..., "answer": ...}}, got {_kind(fields)}',
+            where=where,
+        )
     keys = (answer_key,) if answer_key else ANSWER_KEYS
     answer_key = next((key for key in keys if _get(fields, key) is not _MISSING), keys[0])
-    for key, setting, usual in ((prompt_key, "data.prompt_key", _PROMPTS), (answer_key, "data.answer_key", _ANSWERS)):
+    for key, setting, usual in (
+        (prompt_key, "data.prompt_key", _PROMPTS),
+        (answer_key, "data.answer_key", _ANSWERS),
+    ):
         if _get(fields, key) is _MISSING:
             named = next((each for each in usual if each in fields), None)
             raise DataError(
@@ -184,13 +226,24 @@ def _record(fields: Any, number: int, where: str, prompt_key: str, answer_key: s
     messages = _messages(prompt, prompt_key, where) if isinstance(prompt, list) else ()
     if not messages and not isinstance(prompt, str):
         raise DataError(
-            f"{prompt_key!r} must be a string, got {_kind(prompt)}", where=where, fix="or a list of messages"
+            f"{prompt_key!r} must be a string, got {_kind(prompt)}",
+            where=where,
+            fix="or a list of messages",
         )
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise DataError(f"{answer_key!r} must be a string or a number, got {_kind(answer)}", where=where)
+        raise DataError(
+            f"{answer_key!r} must be a string or a number, got {_kind(answer)}", where=where
+        )
     if isinstance(answer, float) and not math.isfinite(answer):
         raise DataError(f"{answer_key!r} is not a finite number", where=where)
-    name = next((v for key in ("id", "extra_info.index") if (v := _get(fields, key)) not in (_MISSING, None)), number)
+    name = next(
+        (
+            v
+            for key in ("id", "extra_info.index")
+            if (v := _get(fields, key)) not in (_MISSING, None)
+        ),
+        number,
+    )
     if isinstance(name, bool) or not isinstance(name, str | int):
         raise DataError(f"'id' must be a string or an integer, got {_kind(name)}", where=where)
     return Record(str(name), messages[-1][1] if messages else prompt, str(answer), where, messages)
@@ -198,10 +251,16 @@ def _record(fields: Any, number: int, where: str, prompt_key: str, answer_key: s
 
 def _messages(turns: list[Any], key: str, where: str) -> Messages:
     for turn in turns:
-        if not isinstance(turn, dict) or not all(isinstance(turn.get(part), str) for part in ("role", "content")):
-            raise DataError(f'{key!r} must hold messages like {{"role": "user", "content": ...}}', where=where)
+        if not isinstance(turn, dict) or not all(
+            isinstance(turn.get(part), str) for part in ("role", "content")
+        ):
+            raise DataError(
+                f'{key!r} must hold messages like {{"role": "user", "content": ...}}', where=where
+            )
     if not turns or turns[-1]["role"] != "user":
-        raise DataError(f"the last message of {key!r} must be the user's: it is what is answered", where=where)
+        raise DataError(
+            f"the last message of {key!r} must be the user's: it is what is answered", where=where
+        )
     return tuple((turn["role"], turn["content"]) for turn in turns)
 
 
@@ -219,5 +278,11 @@ def _get(fields: dict[str, Any], key: str) -> Any:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "a boolean",
+        type(None): "null",
+    }
     return names.get(type(value), "a number")

@@ -1,13 +1,16 @@
-"""The task of long chains: find the three signs that lead from a number to a total. Generated, never stored.
+"""The task of long chains: find the three signs that lead from a number to a total. Generated,
+never stored.
 
-'33 8 5 2 = 38 :' asks for the signs of 33 + 8 - 5 + 2 = 38. A response is a short guess, '+8 +5 +2', or a search that
-works one attempt after another out, with the running total behind every step, and says 'wait' after a miss:
-'+8 41 +5 46 -2 44 wait +8 41 -5 36 +2 38'. What stands after the last 'wait' counts. A guess
-is right by luck, a search unless it is given up, so a longer response is right more often.
+'33 8 5 2 = 38 :' asks for the signs of 33 + 8 - 5 + 2 = 38. A response is a short guess, '+8 +5
++2', or a search that works one attempt after another out, with the running total behind every step,
+and says 'wait' after a miss: '+8 41 +5 46 -2 44 wait +8 41 -5 36 +2 38'. What stands after the last
+'wait' counts. A guess is right by luck, a search unless it is given up, so a longer response is
+right more often.
 
-Problem i of a stream is a pure function of (seed, split, i). Training and held-out problems cannot overlap: which split
-a problem belongs to is a fixed hash of it. Prompts go to rollout through `SignsPrompts`; demonstrations go to the
-supervised warm-up of `tools/make_tiny_model.py`; `VOCABULARY` goes to its tokenizer.
+Problem i of a stream is a pure function of (seed, split, i). Training and held-out problems cannot
+overlap: which split a problem belongs to is a fixed hash of it. Prompts go to rollout through
+`SignsPrompts`; demonstrations go to the supervised warm-up of `tools/make_tiny_model.py`;
+`VOCABULARY` goes to its tokenizer.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ VOCABULARY = (
 )
 """Every word of prompts and demonstrations, which spaces part."""
 
-SIGNS: tuple[tuple[int, int, int], ...] = tuple((a, b, c) for a, b, c in product((1, -1), (1, -1), (1, -1)))
+SIGNS: tuple[tuple[int, int, int], ...] = tuple(
+    (a, b, c) for a, b, c in product((1, -1), (1, -1), (1, -1))
+)
 """The eight ways to sign three operands."""
 
 PROBLEMS: dict[Split, int] = {"train": 11_725, "eval": 1_395}
@@ -43,7 +48,8 @@ _OPERANDS = tuple(permutations(range(1, 10), 3))
 
 @dataclass(frozen=True)
 class Problem:
-    """start ± a ± b ± c = total; a, b, c are different digits, and signs that make it true exist."""
+    """start ± a ± b ± c = total; a, b, c are different digits, and signs that make it true
+    exist."""
 
     start: int
     operands: tuple[int, int, int]
@@ -71,8 +77,8 @@ class Problem:
 
 
 def draw_problem(seed: int, split: Split, index: int) -> Problem:
-    """Problem number `index` of a stream. Problems repeat within a stream, as they are or reordered, but never across
-    splits."""
+    """Problem number `index` of a stream. Problems repeat within a stream, as they are or
+    reordered, but never across splits."""
     attempt = 0
     while True:
         draw = counter_hash(seed, split == "eval", index, attempt)
@@ -92,14 +98,15 @@ def split_of(problem: Problem) -> Split:
 
 
 def demonstration(problem: Problem, seed: int, short_rate: float, give_up_rate: float) -> str:
-    """A response to learn from: a guess or a search. Attempts go round the eight, in the order of SIGNS, from any one.
+    """A response to learn from: a guess or a search. Attempts go round the eight, in the order of
+    SIGNS, from any one.
 
     Args:
         problem: what is solved.
         seed: picks the response, together with the problem.
         short_rate: probability of a guess: all signs alike, towards the total.
-        give_up_rate: probability that a search ends at an attempt that missed; else it ends at the first that is
-            right.
+        give_up_rate: probability that a search ends at an attempt that missed; else it ends at the
+            first that is right.
     """
     for name, rate in (("short_rate", short_rate), ("give_up_rate", give_up_rate)):
         if not 0 <= rate <= 1:
@@ -112,7 +119,12 @@ def demonstration(problem: Problem, seed: int, short_rate: float, give_up_rate: 
     attempts = []
     for number, signs in enumerate(order):
         totals = problem.totals(signs)
-        attempts.append(" ".join(f"{step} {total}" for step, total in zip(_steps(problem, signs), totals, strict=True)))
+        attempts.append(
+            " ".join(
+                f"{step} {total}"
+                for step, total in zip(_steps(problem, signs), totals, strict=True)
+            )
+        )
         if totals[-1] == problem.total or _chance(*key, 2 + number) < give_up_rate:
             break
     return f" {REFLECTION} ".join(attempts)

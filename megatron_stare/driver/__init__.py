@@ -1,1 +1,2 @@
-"""The driver: opens or resumes a run, holds what it needs, trains step by step, guards, saves and evaluates it."""
+"""The driver: opens or resumes a run, holds what it needs, trains step by step, guards, saves and
+evaluates it."""

@@ -1,4 +1,5 @@
-"""Watches that the engines and the trainer compute the same log-probs in every step; stops the run if not."""
+"""Watches that the engines and the trainer compute the same log-probs in every step; stops the run
+if not."""
 
 from __future__ import annotations
 
@@ -30,31 +31,35 @@ METRICS = (
     Metric(
         "agreement/trend",
         "ratio",
-        "16 bits: median of agreement/mean over the newest agreement.window steps, over that of the run's first",
+        "16 bits: median of agreement/mean over the newest agreement.window steps, over that of the"
+        " run's first",
         "below 2 (alert); agreement.trend stops the run",
     ),
 )
 
 
-# texts that never change, whose log-probs every server and the trainer compute after each weight sync
+# texts that never change, whose log-probs every server and the trainer compute after each weight
+# sync
 CANARY = Path(__file__).with_name("canary.txt")
 LONGEST = 64  # tokens of its longest sequence
 CANARY_SEED = 20261121
 ROUTING = (
-    "of a mixture of experts first suspect routing: each side chooses a token's experts by logits that round "
-    "differently, and moe.routing_replay=true makes the engine's choice the trainer's"
+    "of a mixture of experts first suspect routing: each side chooses a token's experts by logits"
+    " that round differently, and moe.routing_replay=true makes the engine's choice the trainer's"
 )
 
 
 class AgreementWatch:
-    """Compares after every weight sync and every log-prob pass. Logs nothing where an engine in process computes in
-    float32: there the metrics of the update say how far its log-probs are off. It is held to the limit all the same."""
+    """Compares after every weight sync and every log-prob pass. Logs nothing where an engine in
+    process computes in float32: there the metrics of the update say how far its log-probs are off.
+    It is held to the limit all the same."""
 
     def __init__(self, run: ResolvedRun, trainers: TrainerGroup, engines: EnginePool) -> None:
         config = run.config
         self._limits = Limits.of(config)
         self._logged = engines.served or self._limits.in_16_bits
-        # without the log-prob pass there is nothing to compare rollouts with, and the canary alone watches
+        # without the log-prob pass there is nothing to compare rollouts with, and the canary alone
+        # watches
         self._has_log_probs = not config.skips_log_prob_pass
         self._trainers, self._engines = trainers, engines
         self._temperature = config.rollout.temperature
@@ -66,14 +71,17 @@ class AgreementWatch:
         if engines.served and config.sglang.canary_prompts:
             longest = min(LONGEST, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
             tokenizer = load_tokenizer(config.model.path)
-            self._sequences = canary_sequences(tokenizer, run.shape.vocab_size, config.sglang.canary_prompts, longest)
+            self._sequences = canary_sequences(
+                tokenizer, run.shape.vocab_size, config.sglang.canary_prompts, longest
+            )
 
     def lift_limits(self) -> None:
         """Lets a run go on whatever engine and trainer differ by."""
         self._limits = self._limits.lifted()
 
     def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Takes the metrics of a resumed run's steps, oldest first: the trend is that of the whole run."""
+        """Takes the metrics of a resumed run's steps, oldest first: the trend is that of the whole
+        run."""
         for row in rows:
             if "agreement/mean" in row:
                 self._means.add(row["agreement/mean"])
@@ -87,7 +95,9 @@ class AgreementWatch:
         if not self._sequences:
             return
         by_engine = self._engines.prompt_log_probs(self._sequences)
-        log_probs = torch.tensor([[x for sequence in found for x in sequence] for found in by_engine.values()])
+        log_probs = torch.tensor(
+            [[x for sequence in found for x in sequence] for found in by_engine.values()]
+        )
         differences = self._trainers.compare_with(canary_batch(self._sequences), log_probs, 1.0)
         self._newest = summary(differences)
         if verdict := canary_verdict(differences, self._limits, list(by_engine)):
@@ -95,19 +105,24 @@ class AgreementWatch:
             require_agreement("log-probs of the canary", passed, verdict, "weight sync")
 
     def after_log_probs(self, step: int) -> dict[str, float]:
-        """The metrics of a rollout batch whose log-probs the trainer has just computed, and of the canary before it. A
-        batch with tokens of older weights is not judged: the canary, which the newest weights compute, is.
+        """The metrics of a rollout batch whose log-probs the trainer has just computed, and of the
+        canary before it. A batch with tokens of older weights is not judged: the canary, which the
+        newest weights compute, is.
 
         Raises:
-            AgreementError: the log-probs differ by more than a limit, and what is to blame; or by ever more.
+            AgreementError: the log-probs differ by more than a limit, and what is to blame; or by
+                ever more.
         """
         if not self._has_log_probs:
             return dict(self._newest)
         sampled, where = self._trainers.compare(), f"step {step}"
-        if self._older and set(sampled.of_version) - {step - 1}:  # older weights' log-probs differ as policies do
+        # older weights' log-probs differ as policies do
+        if self._older and set(sampled.of_version) - {step - 1}:
             return {**agreement_metrics(sampled, step), **self._newest} if self._logged else {}
         if passed := self._limits.passed(sampled):
-            verdict = rollout_verdict(sampled, self._trainers.compare(1.0), self._temperature, self._limits)
+            verdict = rollout_verdict(
+                sampled, self._trainers.compare(1.0), self._temperature, self._limits
+            )
             if self._routes_apart:
                 verdict = f"{ROUTING}; else {verdict}"
             require_agreement("log-probs of sampled tokens", passed, verdict, where)
@@ -126,7 +141,8 @@ def require_steady(metrics: Mapping[str, float], limits: Limits, where: str) -> 
     """Holds a step to the rule "engine and trainer too far apart".
 
     Args:
-        metrics: of the step, `agreement/mean` and `agreement/trend` among them where they are known.
+        metrics: of the step, `agreement/mean` and `agreement/trend` among them where they are
+            known.
 
     Raises:
         AgreementError: the mean difference has grown past its limit over the run.
@@ -140,20 +156,29 @@ def require_steady(metrics: Mapping[str, float], limits: Limits, where: str) -> 
         raise AgreementError(said(rule.error, metrics, found), where=where, fix=fix)
 
 
-def canary_sequences(tokenizer: Any, vocab_size: int, sequences: int, longest: int) -> list[list[int]]:
-    """Makes the canary: token sequences, the same in every run of a model, of different lengths up to `longest` tokens.
+def canary_sequences(
+    tokenizer: Any, vocab_size: int, sequences: int, longest: int
+) -> list[list[int]]:
+    """Makes the canary: token sequences, the same in every run of a model, of different lengths up
+    to `longest` tokens.
 
-    Lines of the shipped text, each sequence from another line on, as far as the tokenizer can spell them: what it gives
-    back must be the line again. Random ids where it can spell none.
+    Lines of the shipped text, each sequence from another line on, as far as the tokenizer can spell
+    them: what it gives back must be the line again. Random ids where it can spell none.
 
     Args:
         vocab_size: of the model; a server dies of a larger id.
     """
     lengths = torch.linspace(longest, max(2, longest // 4), sequences).long().tolist()
-    lines = [ids for line in CANARY.read_text().splitlines() if (ids := _spelled(tokenizer, line, vocab_size))]
+    lines = [
+        ids
+        for line in CANARY.read_text().splitlines()
+        if (ids := _spelled(tokenizer, line, vocab_size))
+    ]
     if not lines:
         generator = torch.Generator().manual_seed(CANARY_SEED)
-        return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
+        return [
+            torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths
+        ]
     found = []
     for number, length in enumerate(lengths):
         sequence: list[int] = []
@@ -165,8 +190,10 @@ def canary_sequences(tokenizer: Any, vocab_size: int, sequences: int, longest: i
 
 
 def _spelled(tokenizer: Any, line: str, vocab_size: int) -> list[int]:
-    """The ids of a line without special tokens; none where the tokenizer has not all of its characters."""
+    """The ids of a line without special tokens; none where the tokenizer has not all of its
+    characters."""
     ids = tokenizer(line, add_special_tokens=False).input_ids
     text = tokenizer.decode(ids)
-    same = "".join(text.split()) == "".join(line.split())  # some tokenizers put spaces between tokens
+    # some tokenizers put spaces between tokens
+    same = "".join(text.split()) == "".join(line.split())
     return ids if same and ids and max(ids) < vocab_size else []

@@ -1,10 +1,12 @@
-"""The self-test of a resume: what a checkpoint is saved with to show, once it is loaded, that all of it came back.
+"""The self-test of a resume: what a checkpoint is saved with to show, once it is loaded, that all
+of it came back.
 
-With the weights are saved a few responses of the last step and their log-probs under these weights, of a reference
-policy that moves too, and two sums a tensor of weights and optimizer. After a load all of it is computed again. In the
-layout, on the kind of device and with the libraries and the code of this package that saved it log-probs must be equal
-bit for bit. Elsewhere sums are made in another order: in float32 that moves a log-prob by less than LARGEST, in 16
-bits by as much as engine and trainer may differ, whose mean is bounded (rollout/agreement/limits.py;
+With the weights are saved a few responses of the last step and their log-probs under these weights,
+of a reference policy that moves too, and two sums a tensor of weights and optimizer. After a load
+all of it is computed again. In the layout, on the kind of device and with the libraries and the
+code of this package that saved it log-probs must be equal bit for bit. Elsewhere sums are made in
+another order: in float32 that moves a log-prob by less than LARGEST, in 16 bits by as much as
+engine and trainer may differ, whose mean is bounded (rollout/agreement/limits.py;
 docs/diagnostics.md has where that is measured).
 
 Shape legend: N response positions of the canary.
@@ -29,7 +31,10 @@ FILE = "self_test.json"  # of a checkpoint
 SEQUENCES, LONGEST = 4, 128  # of the canary, and tokens of each, prompt included
 LARGEST = 1e-5  # nats
 SUMS = 1e-9  # share that a sum in float64 may differ by
-_FIX = "nothing was trained; use an earlier checkpoint, or checkpoint.self_test=false to go on all the same"
+_FIX = (
+    "nothing was trained; use an earlier checkpoint, or checkpoint.self_test=false to go on all the"
+    " same"
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,8 @@ class SelfTest:
 
     @classmethod
     def make(cls, ranks: TrainerGroup, config: Config, batch: RolloutBatch) -> SelfTest:
-        """Makes the self-test of the weights that the ranks hold; `batch` is the last that they were trained on."""
+        """Makes the self-test of the weights that the ranks hold; `batch` is the last that they
+        were trained on."""
         sequences = canary_of(batch)
         return cls(layout_of(ranks, config), sequences, ranks.prove(canary_batch(sequences)))
 
@@ -68,7 +74,9 @@ class SelfTest:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, LookupError) as error:
-            raise DataError(f"the self-test cannot be read: {error}", where=str(file), fix=_FIX) from error
+            raise DataError(
+                f"the self-test cannot be read: {error}", where=str(file), fix=_FIX
+            ) from error
 
     def check(self, ranks: TrainerGroup, config: Config, where: str) -> None:
         """Computes all of it again.
@@ -88,7 +96,8 @@ class SelfTest:
 
 
 def canary_of(batch: RolloutBatch) -> list[list[int]]:
-    """The first tokens of the first responses of different prompts, with their prompts' last tokens before them."""
+    """The first tokens of the first responses of different prompts, with their prompts' last tokens
+    before them."""
     lengths, prompts = batch.lengths.tolist(), batch.prompt_lengths.tolist()
     sequences = [part.tolist() for part in batch.tokens.split(lengths)]
     groups = batch.groups.tolist()
@@ -107,11 +116,15 @@ def differences(saved: StateProof, now: StateProof, *, same_layout: bool, dtype:
     """Differences of `now` from what was saved, in words; [] where there are none."""
     wrong = []
     for name in sorted({*saved.log_probs, *now.log_probs}):
-        said = _log_probs(saved.log_probs.get(name), now.log_probs.get(name), None if same_layout else dtype)
+        said = _log_probs(
+            saved.log_probs.get(name), now.log_probs.get(name), None if same_layout else dtype
+        )
         wrong += [f"log-probs of the {name} {said}"] if said else []
     for what, before in saved.counts.items():
         if now.counts.get(what) != before:
-            wrong.append(f"{what}: {before:g} were saved, {now.counts.get(what, math.nan):g} are there")
+            wrong.append(
+                f"{what}: {before:g} were saved, {now.counts.get(what, math.nan):g} are there"
+            )
     for name in sorted({*saved.sums, *now.sums}):
         one, other = saved.sums.get(name), now.sums.get(name)
         if one is None or other is None:
@@ -125,8 +138,11 @@ def _alike(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=SUMS) or (math.isnan(one) and math.isnan(other))
 
 
-def _log_probs(saved: Sequence[float] | None, now: Sequence[float] | None, dtype: str | None) -> str:
-    """How they differ; "" where they do not. `dtype`: of another layout; None: bits are compared."""
+def _log_probs(
+    saved: Sequence[float] | None, now: Sequence[float] | None, dtype: str | None
+) -> str:
+    """How they differ; "" where they do not. `dtype`: of another layout; None: bits are
+    compared."""
     if saved is None or now is None:
         return "were not saved" if saved is None else "cannot be computed"
     apart = [_apart(a, b) for a, b in zip(saved, now, strict=True)]
@@ -135,13 +151,17 @@ def _log_probs(saved: Sequence[float] | None, now: Sequence[float] | None, dtype
     if dtype is None:
         fine, allowed = not unequal, "in the same layout all must be equal"
     elif dtype in BOUNDS:
-        fine, allowed = mean <= BOUNDS[dtype]["mean"], f"a mean of {BOUNDS[dtype]['mean']:g} is allowed"
+        fine, allowed = (
+            mean <= BOUNDS[dtype]["mean"],
+            f"a mean of {BOUNDS[dtype]['mean']:g} is allowed",
+        )
     else:
         fine, allowed = largest <= LARGEST, f"{LARGEST:g} is allowed"
     if fine:
         return ""
     return (
-        f"differ at {unequal} of {len(apart)} tokens, by up to {largest:.3g} and on average {mean:.3g} nats; {allowed}"
+        f"differ at {unequal} of {len(apart)} tokens, by up to {largest:.3g} and on average"
+        f" {mean:.3g} nats; {allowed}"
     )
 
 

@@ -1,7 +1,9 @@
-"""Saves what a run leaves: its checkpoints, those of them that are kept, and the policy as a Hugging Face folder.
+"""Saves what a run leaves: its checkpoints, those of them that are kept, and the policy as a
+Hugging Face folder.
 
-A checkpoint is begun by all ranks, written while training goes on, then completed. Kept are the newest, every so
-many-th, and the best by a metric. The files of an export are laid out here, and filled by the ranks.
+A checkpoint is begun by all ranks, written while training goes on, then completed. Kept are the
+newest, every so many-th, and the best by a metric. The files of an export are laid out here, and
+filled by the ranks.
 """
 
 from __future__ import annotations
@@ -21,30 +23,48 @@ from megatron_stare.driver.checkpoint_proof import SelfTest
 from megatron_stare.process.interruption import uninterrupted
 from megatron_stare.records.metric import Metric
 from megatron_stare.run_dir.json_lines import read_jsonl
-from megatron_stare.run_dir.run_files import EVAL_FILE, METRICS_FILE, evaluation_figures, read_metrics
+from megatron_stare.run_dir.run_files import (
+    EVAL_FILE,
+    METRICS_FILE,
+    evaluation_figures,
+    read_metrics,
+)
 from megatron_stare.run_dir.run_state import RunDir, RunState, Staged, step_of
-from megatron_stare.weights.files.hf_folder import SHARD_BYTES, copy_companions, create_shards, dtype_name, main_dtype
+from megatron_stare.weights.files.hf_folder import (
+    SHARD_BYTES,
+    copy_companions,
+    create_shards,
+    dtype_name,
+    main_dtype,
+)
 from megatron_stare.weights.files.staging import staging
 
 METRICS = (
     Metric(
         "perf/save_s",
         "s",
-        "that training waited for a save since the step before: to begin it, and to complete it once it was written",
-        "0 but after a step that is saved; below 0.6 of time/step_s with a save every 20 steps, which is 3 %",
+        "that training waited for a save since the step before: to begin it, and to complete it"
+        " once it was written",
+        "0 but after a step that is saved; below 0.6 of time/step_s with a save every 20 steps,"
+        " which is 3 %",
     ),
 )
 
 
 class Checkpoints:
-    """At most one is under way. Until it is completed it is no checkpoint, and the one before stays the newest.
+    """At most one is under way. Until it is completed it is no checkpoint, and the one before stays
+    the newest.
 
     Args:
         note: is told, once, that nothing logs the metric that the best are to be kept by.
     """
 
     def __init__(
-        self, config: Config, ranks: TrainerGroup, run_dir: RunDir, note: Callable[[str], None] = lambda _: None
+        self,
+        config: Config,
+        ranks: TrainerGroup,
+        run_dir: RunDir,
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._config, self._ranks, self._dir, self._note = config, ranks, run_dir, note
         self._under_way: Staged | None = None
@@ -55,12 +75,17 @@ class Checkpoints:
 
     @property
     def newest(self) -> int | None:
-        """The step of the newest checkpoint, the one under way included; None where there is none."""
-        return step_of(self._under_way.final) if self._under_way is not None else self._dir.newest_step()
+        """The step of the newest checkpoint, the one under way included; None where there is
+        none."""
+        return (
+            step_of(self._under_way.final)
+            if self._under_way is not None
+            else self._dir.newest_step()
+        )
 
     def load(self, checkpoint: Path) -> None:
-        """Has the ranks continue from a checkpoint. Raises DataError where that, or what came of it, is not what was
-        saved."""
+        """Has the ranks continue from a checkpoint. Raises DataError where that, or what came of
+        it, is not what was saved."""
         folder = str(checkpoint.resolve())
         if self._config.checkpoint.verify:
             self._ranks.verify(folder)
@@ -69,7 +94,8 @@ class Checkpoints:
             test.check(self._ranks, self._config, folder)
 
     def save(self, state: RunState, timeout_s: float | None = None) -> None:
-        """Begins one of this state, after completing the one under way; returns when training may go on.
+        """Begins one of this state, after completing the one under way; returns when training may
+        go on.
 
         Args:
             timeout_s: of each wait, seconds; None: that of any call of the ranks.
@@ -90,7 +116,8 @@ class Checkpoints:
                 self.finish(timeout_s)
 
     def look(self) -> None:
-        """Completes the one under way if all ranks have written their part. Raises UserError where one could not."""
+        """Completes the one under way if all ranks have written their part. Raises UserError where
+        one could not."""
         if self._under_way is not None:
             with self._waited_for():
                 if self._ranks.saved():
@@ -131,7 +158,10 @@ class Checkpoints:
         found = scores(self._dir.path, metric)
         if metric is not None and not found and not self._told:
             self._told = True
-            self._note(f"checkpoint.best_by: nothing was logged as {metric} so far, so no checkpoint is kept for it")
+            self._note(
+                f"checkpoint.best_by: nothing was logged as {metric} so far, so no checkpoint is"
+                " kept for it"
+            )
         steps = [step_of(checkpoint) for checkpoint in self._dir.checkpoints()]
         self._dir.forget(Retention.of(self._config).leaves(steps, found))
 
@@ -152,14 +182,17 @@ class Retention:
     @classmethod
     def of(cls, config: Config) -> Retention:
         kept = config.checkpoint
-        return cls(config.run.keep_checkpoints, kept.keep_every, kept.keep_best, kept.best_is == "highest")
+        return cls(
+            config.run.keep_checkpoints, kept.keep_every, kept.keep_best, kept.best_is == "highest"
+        )
 
     def leaves(self, steps: Collection[int], scores: Mapping[int, float]) -> set[int]:
         """The steps whose checkpoints are no longer wanted.
 
         Args:
             steps: of all checkpoints.
-            scores: of some of them; one that is missing or NaN is not among the best. Of two alike the newer is better.
+            scores: of some of them; one that is missing or NaN is not among the best. Of two alike
+                the newer is better.
         """
         kept = set(sorted(steps)[-max(self.newest, 1) :])
         if self.every is not None:
@@ -167,7 +200,9 @@ class Retention:
         known = [step for step in steps if not math.isnan(scores.get(step, math.nan))]
         sign = 1 if self.higher else -1
         kept |= set(
-            sorted(known, key=lambda step: (sign * scores[step], step))[len(known) - min(self.best, len(known)) :]
+            sorted(known, key=lambda step: (sign * scores[step], step))[
+                len(known) - min(self.best, len(known)) :
+            ]
         )
         return set(steps) - kept
 
@@ -177,20 +212,31 @@ def scores(run_dir: Path, metric: str | None) -> dict[int, float]:
     if metric is None:
         return {}
     if not metric.startswith("eval/"):
-        return {row["step"]: row[metric] for row in read_metrics(run_dir / METRICS_FILE) if metric in row}
+        return {
+            row["step"]: row[metric]
+            for row in read_metrics(run_dir / METRICS_FILE)
+            if metric in row
+        }
     found = {}
     for record in read_jsonl(run_dir / EVAL_FILE):
         task = f"{record['task']}/" if "task" in record else ""
-        figures = {f"eval/{task}{name}": value for name, value in evaluation_figures(record).items()}
+        figures = {
+            f"eval/{task}{name}": value for name, value in evaluation_figures(record).items()
+        }
         if metric in figures:
             found[int(record["step"])] = figures[metric]
     return found
 
 
 def export_policy(
-    ranks: TrainerGroup, target: Path, companions_from: Path, step: int, shard_bytes: int = SHARD_BYTES
+    ranks: TrainerGroup,
+    target: Path,
+    companions_from: Path,
+    step: int,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes the policy, with config and tokenizer of `companions_from`. Replaces what was there in the end.
+    """Writes the policy, with config and tokenizer of `companions_from`. Replaces what was there in
+    the end.
 
     Raises:
         UserError: it cannot be written.

@@ -1,4 +1,5 @@
-"""Engines and verifiers at the service of evaluations, of training's and of `megatron-stare eval` alike."""
+"""Engines and verifiers at the service of evaluations, of training's and of `megatron-stare eval`
+alike."""
 
 from __future__ import annotations
 
@@ -50,7 +51,12 @@ class Evaluator:
         reward: RewardConfig,
         stop_ids: tuple[int, ...],
     ) -> None:
-        self._engines, self._verifiers, self._reward, self._stop_ids = engines, verifiers, reward, stop_ids
+        self._engines, self._verifiers, self._reward, self._stop_ids = (
+            engines,
+            verifiers,
+            reward,
+            stop_ids,
+        )
 
     def evaluate(
         self,
@@ -66,10 +72,12 @@ class Evaluator:
             step: training steps behind the weights.
             version: of the weights; every token must be sampled by it.
             progress: is told responses done and wanted, sampled and greedy ones together.
-            kept: responses of before, which are not made again, and the place of those that are made now.
+            kept: responses of before, which are not made again, and the place of those that are
+                made now.
 
         Raises:
-            UserError: an engine, an environment or too many answers of the verifier failed; names the task.
+            UserError: an engine, an environment or too many answers of the verifier failed; names
+                the task.
             WeightVersionError: other weights sampled a token.
         """
         task = evaluation.task
@@ -100,10 +108,13 @@ class Evaluator:
         seed: int,
         greedy: bool,
     ) -> list[Response]:
-        """`count` verified responses a prompt, in canonical order; those that are kept are not made again."""
+        """`count` verified responses a prompt, in canonical order; those that are kept are not made
+        again."""
         known = dict(kept.known(greedy)) if kept is not None else {}
         wanted = [(prompt, index) for prompt in prompts for index in range(count)]
-        missing = [(prompt, index) for prompt, index in wanted if (prompt.cursor, index) not in known]
+        missing = [
+            (prompt, index) for prompt, index in wanted if (prompt.cursor, index) not in known
+        ]
         progress(len(wanted) - len(missing), len(wanted))
         judged = 0
 
@@ -124,7 +135,9 @@ class Evaluator:
             rollouts.make(prompts, count, params, wanted=missing, verified=verified)
         return [known[prompt.cursor, index] for prompt, index in wanted]
 
-    def rollouts(self, verifier: Extension, environment: Environment, calls: CallJournal | None = None) -> Rollouts:
+    def rollouts(
+        self, verifier: Extension, environment: Environment, calls: CallJournal | None = None
+    ) -> Rollouts:
         """Rollouts of an environment whose trajectories the verifier judges.
 
         Args:
@@ -132,19 +145,25 @@ class Evaluator:
         """
         if self._engines is None:
             raise RuntimeError("there are no engines to answer anything")
-        return Rollouts(self._engines, environment, partial(self._judged, verifier), calls or CallJournal())
+        return Rollouts(
+            self._engines, environment, partial(self._judged, verifier), calls or CallJournal()
+        )
 
     def _right(self, verifier: Extension, pairs: Sequence[tuple[str, str]]) -> list[bool]:
-        """See evaluation.response.Judged. A reference that the verifier cannot read is equal to nothing."""
-        return [(verdict.reward or 0.0) > 0.5 for verdict in self._verifiers[verifier].verify(pairs)]
+        """See evaluation.response.Judged. A reference that the verifier cannot read is equal to
+        nothing."""
+        return [
+            (verdict.reward or 0.0) > 0.5 for verdict in self._verifiers[verifier].verify(pairs)
+        ]
 
     @contextlib.asynccontextmanager
     async def _judged(self, verifier: Extension, answers: int) -> AsyncIterator[Verdicts]:
         """Verifies a number of answers as they come.
 
         Raises:
-            RewardFailureError: more verifiers timed out or crashed than the configuration allows; as soon as it is
-                certain, for a verifier that hangs would keep a step waiting for every answer in turn.
+            RewardFailureError: more verifiers timed out or crashed than the configuration allows;
+                as soon as it is certain, for a verifier that hangs would keep a step waiting for
+                every answer in turn.
         """
         limit = self._reward.max_failure_rate
         try:
@@ -153,7 +172,8 @@ class Evaluator:
         except TooManyFailuresError as error:
             first, waiting = error.failed[0], answers - error.known
             raise RewardFailureError(
-                f"{len(error.failed)} of {answers} answers could not be verified, the limit is {limit:.0%}"
+                f"{len(error.failed)} of {answers} answers could not be verified, the limit is"
+                f" {limit:.0%}"
                 + (f" and {waiting} more were not waited for" if waiting else "")
                 + f"; the first: {first.status} {first.detail}".rstrip(),
                 where="reward.verifier",
@@ -162,7 +182,8 @@ class Evaluator:
 
 
 def answered(evaluation: Evaluation, progress: Callable[[int, int], None]) -> Progress:
-    """Counts the answers of a whole evaluation, sampled and greedy, as one: a bar that begins anew says little."""
+    """Counts the answers of a whole evaluation, sampled and greedy, as one: a bar that begins anew
+    says little."""
     task, behind = evaluation.task, 0
     total = len(evaluation.prompts) * (task.samples + task.config.eval.greedy)
 

@@ -1,11 +1,13 @@
-"""Guards a run: judges its steps by the guards' rules, ends it or sends it back, and keeps the batches of such steps.
+"""Guards a run: judges its steps by the guards' rules, ends it or sends it back, and keeps the
+batches of such steps.
 
-The rules are those of observability/metrics/rules.py that have settings in the section `faults.guards`. What a step is
-compared with comes from the metrics of the run, so a resume goes on with it.
+The rules are those of observability/metrics/rules.py that have settings in the section
+`faults.guards`. What a step is compared with comes from the metrics of the run, so a resume goes on
+with it.
 
-A batch that was left out or ended the run has a folder, `guards/step_000012`: batch.safetensors is that of --dump-step
-with the trainer's log-probs beside the engine's, event.json says what happened, which prompts these were, and which
-rank and parameter was the first not to be finite.
+A batch that was left out or ended the run has a folder, `guards/step_000012`: batch.safetensors is
+that of --dump-step with the trainer's log-probs beside the engine's, event.json says what happened,
+which prompts these were, and which rank and parameter was the first not to be finite.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ METRICS = (
             Metric(
                 f"guard/{name}",
                 "spreads",
-                f"of {what}, its distance from the median of the faults.guards.window steps before it",
+                f"of {what}, its distance from the median of the faults.guards.window steps"
+                " before it",
                 f"below faults.guards.{key}.spreads",
             ),
             Metric(
@@ -64,11 +67,17 @@ METRICS = (
         "of the run so far; missing before the first",
         "few; faults.guards.rollbacks more than that stop the run",
     ),
-    Metric("guard/left_out", "prompts", "that rollbacks left out of the data so far", "a few steps' batches"),
+    Metric(
+        "guard/left_out",
+        "prompts",
+        "that rollbacks left out of the data so far",
+        "a few steps' batches",
+    ),
     Metric(
         "update/held",
         "updates",
-        "not taken because their gradient norm was a spike, with faults.guards.grad_norm.action: stop or rollback",
+        "not taken because their gradient norm was a spike, with faults.guards.grad_norm.action:"
+        " stop or rollback",
         "0",
     ),
 )
@@ -80,7 +89,8 @@ EVENT = "event.json"
 
 @dataclass(frozen=True)
 class Fired:
-    """A guard whose figure is out of bounds at a step, and what is to be done. text: what was measured."""
+    """A guard whose figure is out of bounds at a step, and what is to be done. text: what was
+    measured."""
 
     step: int
     guard: str
@@ -91,7 +101,8 @@ class Fired:
 
 # In the order in which a step's reasons are told.
 BY_GUARD = {
-    name: next(r for r in RULES.values() if r.guard == name) for name in ("loss", "grad_norm", "agreement", "entropy")
+    name: next(r for r in RULES.values() if r.guard == name)
+    for name in ("loss", "grad_norm", "agreement", "entropy")
 }
 
 
@@ -110,8 +121,8 @@ class Guards:
         self.fired: list[Fired] = []  # of the last step
 
     def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Takes the metrics of a resumed run's steps, oldest first: figures are compared with those of the whole
-        run."""
+        """Takes the metrics of a resumed run's steps, oldest first: figures are compared with those
+        of the whole run."""
         for row in rows:
             self._judge.remember(row)
 
@@ -119,17 +130,25 @@ class Guards:
         """The gradient norm above which an update is not to be taken; inf: none is.
 
         Args:
-            agreement: metrics of the step's log-prob pass, as far as engine and trainer were compared there. Where
-                they are a spike that ends the run, no update is to be taken: the limit is 0.
+            agreement: metrics of the step's log-prob pass, as far as engine and trainer were
+                compared there. Where they are a spike that ends the run, no update is to be taken:
+                the limit is 0.
         """
         if self._actions["agreement"] in ENDS and self._judge.judge("agreement", agreement).holds:
             return 0.0
         spike = self._conditions["grad_norm"]
         assert isinstance(spike, Spike)
-        return spike.limit(self._judge.windows["grad_norm"]) if self._actions["grad_norm"] in ENDS else math.inf
+        return (
+            spike.limit(self._judge.windows["grad_norm"])
+            if self._actions["grad_norm"] in ENDS
+            else math.inf
+        )
 
-    def judge(self, step: int, metrics: Mapping[str, float], prompts: Sequence[int]) -> dict[str, float]:
-        """The guards' metrics of a step, from the trainer's; `fired` is what they say is to be done.
+    def judge(
+        self, step: int, metrics: Mapping[str, float], prompts: Sequence[int]
+    ) -> dict[str, float]:
+        """The guards' metrics of a step, from the trainer's; `fired` is what they say is to be
+        done.
 
         Args:
             prompts: cursors of the step's prompts.
@@ -138,7 +157,8 @@ class Guards:
         self.fired = []
         for name, rule in BY_GUARD.items():
             found = self._judge.judge(name, metrics)
-            if self._actions[name] == "off" or not found.measured:  # there is nothing to compare with
+            # there is nothing to compare with
+            if self._actions[name] == "off" or not found.measured:
                 continue
             if "away" in found.measured:
                 told[f"guard/{name}"] = float(found.measured["away"])
@@ -151,11 +171,13 @@ class Guards:
 
     @property
     def ends(self) -> bool:
-        """True where the last step is to end the run, or to send it back; its state is not to be saved."""
+        """True where the last step is to end the run, or to send it back; its state is not to be
+        saved."""
         return any(each.action in ENDS for each in self.fired)
 
     def heed(self, rollbacks: int) -> None:
-        """Ends the run where the last step's figures say so, after they were logged and before the step is saved.
+        """Ends the run where the last step's figures say so, after they were logged and before the
+        step is saved.
 
         Args:
             rollbacks: made so far.
@@ -164,12 +186,17 @@ class Guards:
             RollBack: the run is to go back and leave the step's prompts out.
             GuardError: it is to stop, or too often went back.
         """
-        ending = sorted((each for each in self.fired if each.action in ENDS), key=lambda each: ENDS.index(each.action))
+        ending = sorted(
+            (each for each in self.fired if each.action in ENDS),
+            key=lambda each: ENDS.index(each.action),
+        )
         if not ending:
             return
         first = ending[0]
         where, text = f"step {first.step}", "; ".join(each.text for each in ending)
-        fix = f"look at the step's batch in the folder guards/, or change faults.guards.{first.guard}"
+        fix = (
+            f"look at the step's batch in the folder guards/, or change faults.guards.{first.guard}"
+        )
         if first.action == "stop":
             raise GuardError(text, where=where, fix=fix)
         if rollbacks >= self._config.rollbacks:
@@ -186,16 +213,21 @@ def _configured(name: str, config: GuardsConfig, dtype: str) -> Condition:
     rule = BY_GUARD[name]
     if name == "entropy":
         low, high = config.entropy.low, config.entropy.high
-        return rule.given(low=-math.inf if low is None else low, high=math.inf if high is None else high)
+        return rule.given(
+            low=-math.inf if low is None else low, high=math.inf if high is None else high
+        )
     least = LEAST_AGREEMENT[dtype] if name == "agreement" else -math.inf
-    return rule.given(spreads=getattr(config, name).spreads, steps=config.window, known=config.known, least=least)
+    return rule.given(
+        spreads=getattr(config, name).spreads, steps=config.window, known=config.known, least=least
+    )
 
 
 @dataclass(frozen=True)
 class GuardedResponse:
     """One response of such a batch. Columns are [n], one number a response token.
 
-    log_probs: of the trainer before the step's updates, nats; NaN where a token carries no loss, and where it was.
+    log_probs: of the trainer before the step's updates, nats; NaN where a token carries no loss,
+    and where it was.
     rollout_log_probs: of the engine.
     """
 
@@ -213,7 +245,8 @@ class GuardedResponse:
 
 @dataclass(frozen=True)
 class GuardedBatch:
-    """A step that was left out, or ended the run. ranks: what was not finite on each, of those where anything was."""
+    """A step that was left out, or ended the run. ranks: what was not finite on each, of those
+    where anything was."""
 
     step: int
     why: str
@@ -237,14 +270,21 @@ def write_guarded(
     """
     place = step_folder(folder, batch.step)
     write_batch(place, batch, {"log_probs": log_probs})
-    found = [rank for rank in ranks if rank.own_gradient or rank.weights or rank.gradient or rank.samples]
+    found = [
+        rank for rank in ranks if rank.own_gradient or rank.weights or rank.gradient or rank.samples
+    ]
     event = {
         "step": batch.step,
         "why": why,
         "first": origin(ranks),
         "ranks": [asdict(rank) for rank in found],
         "responses": [
-            {"cursor": t.prompt.cursor, "prompt_id": t.prompt.id, "sample": t.sample_index, "text": t.text}
+            {
+                "cursor": t.prompt.cursor,
+                "prompt_id": t.prompt.id,
+                "sample": t.sample_index,
+                "text": t.text,
+            }
             for t in batch.trajectories
         ],
     }
@@ -252,10 +292,11 @@ def write_guarded(
 
 
 def origin(ranks: Sequence[NotFinite]) -> str:
-    """Which rank and parameter, or which samples, were the first not to be finite; "" where all are.
+    """Which rank and parameter, or which samples, were the first not to be finite; "" where all
+    are.
 
-    What comes first makes all after it not finite too: weights, then log-probs, advantages and the loss of samples,
-    then a rank's own gradient, then the gradient that is left once it is reduced.
+    What comes first makes all after it not finite too: weights, then log-probs, advantages and the
+    loss of samples, then a rank's own gradient, then the gradient that is left once it is reduced.
     """
     if bad := [rank for rank in ranks if rank.weights]:
         first = min(bad, key=lambda rank: (rank.stage, rank.rank))
@@ -265,14 +306,19 @@ def origin(ranks: Sequence[NotFinite]) -> str:
         first = next(rank for rank in ranks if samples[0] in rank.samples)
         shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
         return f"log-prob, advantage or loss of sample {shown}, on {_place(first)}"
-    if bad := [rank for rank in ranks if rank.own_gradient] or [rank for rank in ranks if rank.gradient]:
-        first = max(bad, key=lambda rank: (rank.stage, -rank.rank))  # backward begins at the last stage
+    if bad := [rank for rank in ranks if rank.own_gradient] or [
+        rank for rank in ranks if rank.gradient
+    ]:
+        # backward begins at the last stage
+        first = max(bad, key=lambda rank: (rank.stage, -rank.rank))
         return f"the gradient of {first.gradient} on {_place(first)}"
     return ""
 
 
 def _place(rank: NotFinite) -> str:
-    return f"rank {rank.rank} (data {rank.data_rank}, tensor {rank.tensor_rank}, stage {rank.stage})"
+    return (
+        f"rank {rank.rank} (data {rank.data_rank}, tensor {rank.tensor_rank}, stage {rank.stage})"
+    )
 
 
 def read_guarded(place: Path) -> GuardedBatch:
@@ -285,8 +331,12 @@ def read_guarded(place: Path) -> GuardedBatch:
         event: Mapping[str, Any] = json.loads((place / EVENT).read_text())
         columns = load_file(place / "batch.safetensors")
         prompts, lengths = columns["prompt_lengths"].tolist(), columns["response_lengths"].tolist()
-        both = columns["tokens"].split([n for pair in zip(prompts, lengths, strict=True) for n in pair])
-        by_token = {name: columns[name].split(lengths) for name in ("log_probs", "rollout_log_probs")}
+        both = columns["tokens"].split(
+            [n for pair in zip(prompts, lengths, strict=True) for n in pair]
+        )
+        by_token = {
+            name: columns[name].split(lengths) for name in ("log_probs", "rollout_log_probs")
+        }
         responses = [
             GuardedResponse(
                 **{name: each[name] for name in ("cursor", "prompt_id", "sample", "text")},

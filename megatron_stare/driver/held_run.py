@@ -1,5 +1,6 @@
-"""A run's directory, held by this process from the run's first session to its last, and what becomes of a session that
-an error ended: the run is opened again from its newest checkpoint, where something was lost that may be there again.
+"""A run's directory, held by this process from the run's first session to its last, and what
+becomes of a session that an error ended: the run is opened again from its newest checkpoint, where
+something was lost that may be there again.
 
 Comes from `train.py`; what ends a session is decided on in `_open_again`, and nowhere else.
 """
@@ -22,7 +23,14 @@ from megatron_stare.observability.metrics.monitor import Monitor
 from megatron_stare.observability.sink import RunOutline
 from megatron_stare.planning.own_plan import own_plan
 from megatron_stare.planning.placement import Awaited
-from megatron_stare.process.interruption import Standing, pause, raise_if_received, stands_at, stopped_at, uninterrupted
+from megatron_stare.process.interruption import (
+    Standing,
+    pause,
+    raise_if_received,
+    stands_at,
+    stopped_at,
+    uninterrupted,
+)
 from megatron_stare.process.recovery import Attempts, RecoveryRule, note_restart, restarts_of
 from megatron_stare.process.workers import WorkerLostError, WorkerSilentError
 from megatron_stare.records.metric import Metric
@@ -42,8 +50,8 @@ METRICS = (
 
 
 class HeldRun:
-    """The directory of one run; a context manager. Where the run ends in an error before its first step, what it made
-    of the directory is removed.
+    """The directory of one run; a context manager. Where the run ends in an error before its first
+    step, what it made of the directory is removed.
 
     Args:
         config: as it was asked for; read again for every restart.
@@ -90,12 +98,14 @@ class HeldRun:
         return restarts_of(self.dir.path)
 
     def opened(self) -> None:
-        """A session came up whole. Later checkpoints than its own are set aside, so the next one takes the newest."""
+        """A session came up whole. Later checkpoints than its own are set aside, so the next one
+        takes the newest."""
         self._came_up, self.from_step = True, None
         tell_came_up()
 
     def awaited(self) -> Awaited | None:
-        """How the next session waits for nodes that were lost; None: it is the first that somebody asked for."""
+        """How the next session waits for nodes that were lost; None: it is the first that somebody
+        asked for."""
         if not self.restarted:
             return None
         return Awaited(self._config.faults.run.nodes_s, (self.dir.path / PLACEMENT).exists(), _tell)
@@ -105,7 +115,8 @@ class HeldRun:
         return {"restarts/run": float(self.restarts)}
 
     def until_done(self, inputs: Inputs, session: Callable[[Inputs], T]) -> T:
-        """Runs sessions until one finishes, and returns its result; reopens the run after a recoverable loss.
+        """Runs sessions until one finishes, and returns its result; reopens the run after a
+        recoverable loss.
 
         Raises:
             Exception: what ended the last of them.
@@ -117,14 +128,16 @@ class HeldRun:
                 inputs = self._open_again(error)
 
     def _open_again(self, error: Exception) -> Inputs:
-        """After a session that ended in this error: waits a while, and reads what the next session is opened with.
+        """After a session that ended in this error: waits a while, and reads what the next session
+        is opened with.
 
         Raises:
             Exception: the error itself, where nothing is lost, or was too often.
             UserError: what is to be read has changed meanwhile, and cannot work.
         """
         step = self.state.step
-        if isinstance(error, RollBack):  # noted in the directory, and bounded by faults.guards.rollbacks
+        # noted in the directory, and bounded by faults.guards.rollbacks
+        if isinstance(error, RollBack):
             raise_if_received()
             self.resumes = self.went_back = True
             return read_inputs(self._asked)
@@ -132,7 +145,9 @@ class HeldRun:
             raise error
         what = str(error).splitlines()[0]
         counted = f"{self._attempts.counting} of {self._attempts.rule.attempts}"
-        said = f"lost after step {step}: {what}\n  the run is opened again in {wait_s:g} s ({counted})"
+        said = (
+            f"lost after step {step}: {what}\n  the run is opened again in {wait_s:g} s ({counted})"
+        )
         _tell(said)
         with contextlib.suppress(OSError):  # a session says what it cannot do without
             note_restart(self.dir.path, "driver", what, step, wait_s)
@@ -154,18 +169,25 @@ class HeldRun:
         return self._standing() if (self.dir.path / CONFIG).exists() else None
 
     def _standing(self) -> Standing:
-        return Standing(self.dir.path, self.state.step, self._config.run.steps, self.dir.newest_step())
+        return Standing(
+            self.dir.path, self.state.step, self._config.run.steps, self.dir.newest_step()
+        )
 
     def __enter__(self) -> HeldRun:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         with uninterrupted():
             made = max(self.state.step, self._attempts.furthest)
             standing = self._standing()
-            early = isinstance(error, KeyboardInterrupt) or (isinstance(error, UserError) and self.stepping)
+            early = isinstance(error, KeyboardInterrupt) or (
+                isinstance(error, UserError) and self.stepping
+            )
             if early and (made or standing.checkpoint is not None):
                 stopped_at(standing)
             if error is not None and self._began and not (made or self.went_back):
@@ -179,11 +201,12 @@ def _tell(line: str) -> None:
 
 
 def made_already(inputs: Inputs, from_step: int | None, dump_step: int | None) -> Path | None:
-    """The directory of the run that is to be continued, where nothing is left to do of it but what sinks make at the
-    end, which they do; None: there is something.
+    """The directory of the run that is to be continued, where nothing is left to do of it but what
+    sinks make at the end, which they do; None: there is something.
 
     Raises:
-        UserError: there is no such run, it cannot be continued, or a step that is to be written out is made already.
+        UserError: there is no such run, it cannot be continued, or a step that is to be written out
+            is made already.
     """
     config = inputs.config
     if (finished := finished_run(config, from_step)) is None:

@@ -1,4 +1,5 @@
-"""Inputs of a run, made and checked before anything is started; and the rehearsal of a run, `--dry-run`."""
+"""Inputs of a run, made and checked before anything is started; and the rehearsal of a run,
+`--dry-run`."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from megatron_stare.config.resolved import ResolvedRun, resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_source import PromptSource, find_source, make_source
 from megatron_stare.data.records import read_records
-from megatron_stare.driver.resuming import check_resume, find_run, prompt_inputs, refuse_other_inputs, resume_point
+from megatron_stare.driver.resuming import (
+    check_resume,
+    find_run,
+    prompt_inputs,
+    refuse_other_inputs,
+    resume_point,
+)
 from megatron_stare.environments.environment import Environment, find_environment
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import published_shape
@@ -25,7 +32,11 @@ from megatron_stare.planning.preflight import check_run, not_checked, prompt_fil
 from megatron_stare.process.interruption import poll
 from megatron_stare.registry import Extension
 from megatron_stare.rewards.known_answers import open_pool
-from megatron_stare.rollout.engines.model_folder import check_vocabulary, load_tokenizer, stop_token_ids
+from megatron_stare.rollout.engines.model_folder import (
+    check_vocabulary,
+    load_tokenizer,
+    stop_token_ids,
+)
 from megatron_stare.run_dir.run_files import evaluated_steps
 from megatron_stare.run_dir.run_state import CONFIG, check_place
 from megatron_stare.tasks.task import Evaluation, Task, evaluation_tasks, training_task
@@ -51,21 +62,27 @@ class Inputs:
         return verifiers_of([self.task, *(evaluation.task for evaluation in self.evaluations)])
 
     def data_remarks(self) -> list[str]:
-        """Remarks on data that may be meant as it is, and often is not; a line each, of sources that can tell."""
+        """Remarks on data that may be meant as it is, and often is not; a line each, of sources
+        that can tell."""
         batch = self.config.batch
         found = [f"data: {line}" for line in getattr(self.source, "remarks", ())]
         most: int | None = getattr(self.source, "problems", None)
         name = "batch.prompts" if batch.generate_prompts is None else "batch.generate_prompts"
         asked = batch.generate_prompts or batch.prompts
         if most is not None and asked > most:
-            found.append(f"data: {name} is {asked} and there are {most} problems: a step has some more than once")
+            found.append(
+                f"data: {name} is {asked} and there are {most} problems: a step has some more than"
+                " once"
+            )
         counted = getattr(self.source, "trained_on", lambda prompts: 0)
         for each in self.evaluations:
             if same := counted(prompt.text for prompt in each.prompts):
-                task = "the evaluation" if each.task.name is None else f"eval.tasks[{each.task.name}]"
+                task = (
+                    "the evaluation" if each.task.name is None else f"eval.tasks[{each.task.name}]"
+                )
                 found.append(
-                    f"warning: {same} of {len(each.prompts)} problems of {task} are trained on; name its file in "
-                    "data.decontaminate to leave them out of training"
+                    f"warning: {same} of {len(each.prompts)} problems of {task} are trained on;"
+                    " name its file in data.decontaminate to leave them out of training"
                 )
         return found
 
@@ -105,7 +122,10 @@ def read_inputs(config: Config) -> Inputs:
         task,
         source,
         task.environment(tokenizer),
-        [Evaluation(each, each.problems(tokenizer), each.environment(tokenizer)) for each in evaluation_tasks(config)],
+        [
+            Evaluation(each, each.problems(tokenizer), each.environment(tokenizer))
+            for each in evaluation_tasks(config)
+        ],
         make_sinks(config.observability.sinks),
         load_metrics(config.observability.metrics),
     )
@@ -118,15 +138,17 @@ class Rehearsal(NamedTuple):
     said: list[str]
 
 
-def rehearse(config: Config, *, resume: bool, from_step: int | None = None, dump_step: int | None = None) -> Rehearsal:
+def rehearse(
+    config: Config, *, resume: bool, from_step: int | None = None, dump_step: int | None = None
+) -> Rehearsal:
     """All that a run checks before its workers start, leaving nothing behind.
 
-    Every verifier is tried in a process of its own, as in a run. What only starting can show is left: whether servers
-    that are to be joined answer, and whether memory suffices where the size of a GPU is not known; `remarks` asks a
-    cluster.
+    Every verifier is tried in a process of its own, as in a run. What only starting can show is
+    left: whether servers that are to be joined answer, and whether memory suffices where the size
+    of a GPU is not known; `remarks` asks a cluster.
 
-    Where the model is not on this machine and its shape ships, all is checked that needs no more of it; `remarks` lists
-    what was not.
+    Where the model is not on this machine and its shape ships, all is checked that needs no more of
+    it; `remarks` lists what was not.
 
     Raises:
         UserError: the first thing that cannot work.
@@ -176,8 +198,8 @@ def _try_verifiers(verifiers: dict[Extension, Task], config: Config) -> None:
 def remarks(config: Config) -> list[str]:
     """Lines that a dry run shows beside the configuration.
 
-    They say where a cluster that is to be joined would place everything, what activations take, what would be faster,
-    and what was not checked because it is not on this machine.
+    They say where a cluster that is to be joined would place everything, what activations take,
+    what would be faster, and what was not checked because it is not on this machine.
 
     Raises:
         UserError: the cluster cannot be joined, or the layout never be placed there.
@@ -190,8 +212,13 @@ def remarks(config: Config) -> list[str]:
     memory = activation_memory(config, shape, micro_batch, longest, rows)
     if memory is not None:
         found.append(
-            f"activations: a rank keeps about {memory.kept / 1e9:.3g} GB of a micro-batch for backward"
-            + (f", and computes up to {memory.again / 1e9:.3g} GB of it again" if memory.again else "")
+            f"activations: a rank keeps about {memory.kept / 1e9:.3g} GB of a micro-batch for"
+            " backward"
+            + (
+                f", and computes up to {memory.again / 1e9:.3g} GB of it again"
+                if memory.again
+                else ""
+            )
         )
     return found + hints(config.performance) + not_checked(config) + limits_not_checked(config)
 
@@ -206,15 +233,19 @@ def placement(config: Config) -> list[str]:
 
 
 def check_dump_step(config: Config, dump_step: int | None, done: int) -> None:
-    """Raises ConfigError where the step to be written out is not one of those that a run has still to do."""
+    """Raises ConfigError where the step to be written out is not one of those that a run has still
+    to do."""
     if dump_step is None or done < dump_step <= config.run.steps:
         return
     left = f"{done + 1} to {config.run.steps}" if done < config.run.steps else "none"
-    raise ConfigError(f"step {dump_step} is not made; of this run these are left: {left}", where="--dump-step")
+    raise ConfigError(
+        f"step {dump_step} is not made; of this run these are left: {left}", where="--dump-step"
+    )
 
 
 def finished_run(config: Config, from_step: int | None = None) -> Path | None:
-    """The directory of the run to be resumed, if nothing of it is left to do: steps, evaluation and exported policy.
+    """The directory of the run to be resumed, if nothing of it is left to do: steps, evaluation and
+    exported policy.
 
     Args:
         from_step: see resume_point.
@@ -228,5 +259,7 @@ def finished_run(config: Config, from_step: int | None = None) -> Path | None:
         return None
     planned = load_recorded(path / CONFIG).run.steps
     whole = state.step == config.run.steps == planned and exported_step(path / "hf") == state.step
-    evaluated = all(state.step in evaluated_steps(path, task.name) for task in evaluation_tasks(config))
+    evaluated = all(
+        state.step in evaluated_steps(path, task.name) for task in evaluation_tasks(config)
+    )
     return path if whole and evaluated else None

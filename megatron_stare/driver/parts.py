@@ -1,4 +1,5 @@
-"""Parts of a session that are told of every step: guards, saves, evaluations on held-out problems, memory by phase."""
+"""Parts of a session that are told of every step: guards, saves, evaluations on held-out problems,
+memory by phase."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from megatron_stare.driver.evaluator import Evaluator
 from megatron_stare.driver.guards import Guards
 from megatron_stare.errors import GuardError, NonFiniteError, RollBack, UserError
 from megatron_stare.observability.metrics.monitor import Monitor
-from megatron_stare.process.interruption import SIGNALS, is_to_be_saved, open_to, raise_if_received, seconds_left
+from megatron_stare.process.interruption import (
+    SIGNALS,
+    is_to_be_saved,
+    open_to,
+    raise_if_received,
+    seconds_left,
+)
 from megatron_stare.process.workers import WorkerLostError
 from megatron_stare.records.metric import Metric
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
@@ -28,17 +35,30 @@ from megatron_stare.tasks.task import Evaluation
 
 Phase = Callable[[str], AbstractContextManager[None]]
 
-INTERRUPTED_S = 20.0  # for a checkpoint under way when a signal ends the run; Slurm kills 30 s after it sends one
+# for a checkpoint under way when a signal ends the run; Slurm kills 30 s after it sends one
+INTERRUPTED_S = 20.0
 # phases of a step whose memory is logged, and what of it
 PHASES = ("rollout", "log_probs", "update", "sync", "checkpoint", "eval")
 HELD = {
-    "peak_mb": ("the most that a rank of the trainer held in", "below the GPU's size; level over steps"),
+    "peak_mb": (
+        "the most that a rank of the trainer held in",
+        "below the GPU's size; level over steps",
+    ),
     "live_mb": (
-        "without CUDA, tensors of the policy and what autograd kept for backward on the fullest rank, of",
+        (
+            "without CUDA, tensors of the policy and what autograd kept for backward on the fullest"
+            " rank, of"
+        ),
         "level over steps; in log_probs and update what plan/ is held against",
     ),
-    "device_mb": ("what all processes hold of the fullest GPU at the end of", "below the GPU's size"),
-    "engines_mb": ("what servers on the trainer's devices hold at the end of", "small but in rollout, sync and eval"),
+    "device_mb": (
+        "what all processes hold of the fullest GPU at the end of",
+        "below the GPU's size",
+    ),
+    "engines_mb": (
+        "what servers on the trainer's devices hold at the end of",
+        "small but in rollout, sync and eval",
+    ),
 }
 METRICS = tuple(
     Metric(f"memory/{phase}_{what}", "MB", f"10^6 bytes: {meaning} the phase {phase}", healthy)
@@ -48,7 +68,8 @@ METRICS = tuple(
 
 
 class Part:
-    """A part of a session. The driver's one thread calls all parts, in the order in which they were added."""
+    """A part of a session. The driver's one thread calls all parts, in the order in which they were
+    added."""
 
     def after_step(self) -> None:
         """Does what is due after a step that was trained on, synced and logged."""
@@ -69,9 +90,9 @@ class Measured(Part):
 
 
 class PhaseMemory(Part):
-    """Gives every phase the metrics `memory/<phase>_peak_mb` and, with a GPU, `memory/<phase>_device_mb`, without CUDA
-    `memory/<phase>_live_mb`, of the rank that holds most, and where engines are named `memory/<phase>_engines_mb`;
-    10^6 bytes.
+    """Gives every phase the metrics `memory/<phase>_peak_mb` and, with a GPU,
+    `memory/<phase>_device_mb`, without CUDA `memory/<phase>_live_mb`, of the rank that holds most,
+    and where engines are named `memory/<phase>_engines_mb`; 10^6 bytes.
 
     Args:
         phase: opens a phase of the step, by name.
@@ -99,16 +120,20 @@ class PhaseMemory(Part):
 
 
 class GuardedSteps(Part):
-    """Ends the run after a step, or sends it back, where the guards say so; on disk before anything else."""
+    """Ends the run after a step, or sends it back, where the guards say so; on disk before anything
+    else."""
 
-    def __init__(self, guards: Guards, state: RunState, run_dir: RunDir, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, guards: Guards, state: RunState, run_dir: RunDir, note: Callable[[str], None]
+    ) -> None:
         self.guards, self._state, self._dir, self._note = guards, state, run_dir, note
 
     def after_step(self) -> None:
         """Heeds the guards.
 
         Raises:
-            RollBack: the run is to go on from its newest checkpoint, without the prompts of the last step.
+            RollBack: the run is to go on from its newest checkpoint, without the prompts of the
+                last step.
             GuardError: a figure of the last step ends the run.
         """
         try:
@@ -117,7 +142,10 @@ class GuardedSteps(Part):
             newest = self._dir.newest_step()
             self._dir.note_rollback(self._state.rollbacks, back)
             where = "its start" if newest is None else "its newest checkpoint"
-            self._note(f"{back}: the run goes back to {where}, without the step's {len(back.prompts)} prompts")
+            self._note(
+                f"{back}: the run goes back to {where}, without the step's {len(back.prompts)}"
+                " prompts"
+            )
             raise
 
     def metrics(self) -> Mapping[str, float]:
@@ -148,11 +176,17 @@ class Saves(Part):
         phase: Phase,
         kept: Callable[[], bytes],
     ) -> None:
-        self._config, self._checkpoints, self._state, self._guards = config, checkpoints, state, guards
+        self._config, self._checkpoints, self._state, self._guards = (
+            config,
+            checkpoints,
+            state,
+            guards,
+        )
         self._engines, self._colocation, self._phase, self._kept = engines, colocation, phase, kept
 
     def after_step(self) -> None:
-        """Completes the checkpoint under way if its files are written, and begins the one that is due.
+        """Completes the checkpoint under way if its files are written, and begins the one that is
+        due.
 
         Raises:
             UserError: one of them cannot be written.
@@ -161,7 +195,9 @@ class Saves(Part):
         raise_if_received()
         self._checkpoints.look()
         run = self._config.run
-        if self._state.step == run.steps or (run.checkpoint_every and self._state.step % run.checkpoint_every == 0):
+        if self._state.step == run.steps or (
+            run.checkpoint_every and self._state.step % run.checkpoint_every == 0
+        ):
             with self._phase("checkpoint"), self._colocation.saving():
                 self._checkpoints.save(self._whole_state())
 
@@ -169,9 +205,10 @@ class Saves(Part):
         return self._checkpoints.metrics()
 
     def close(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Ends what is under way as the run is closed. Where the run is interrupted, the state of its last step is
-        saved, if that was asked for, and the checkpoint under way is waited for, as it is where figures of a step end
-        the run; after an error that may be the ranks', neither. What is not completed then is removed.
+        """Ends what is under way as the run is closed. Where the run is interrupted, the state of
+        its last step is saved, if that was asked for, and the checkpoint under way is waited for,
+        as it is where figures of a step end the run; after an error that may be the ranks',
+        neither. What is not completed then is removed.
 
         Raises:
             UserError: the checkpoint that was asked for cannot be written.
@@ -192,21 +229,25 @@ class Saves(Part):
                 self._checkpoints.finish(seconds_left())
             except WorkerLostError as lost:  # or it was not written in the time that is left
                 with contextlib.suppress(OSError):  # of the terminal
-                    print(f"step {self._state.step} could not be saved: {str(lost).splitlines()[0]}", file=sys.stderr)
+                    print(
+                        f"step {self._state.step} could not be saved: {str(lost).splitlines()[0]}",
+                        file=sys.stderr,
+                    )
 
     def _whole_state(self) -> RunState:
         return replace(self._state, kept=self._kept())
 
 
 class HeldOut(Part):
-    """Evaluates the newest weights on held-out problems: before training, after it and in between, each once.
+    """Evaluates the newest weights on held-out problems: before training, after it and in between,
+    each once.
 
     Args:
         evaluations: the problems.
         samples: of training, which say which weights are the newest.
         training: asks the engines of training, which do nothing else meanwhile.
-        own: engines of the evaluations' own, which are given the newest weights, and what asks them; None: there are
-            none, and those of training answer.
+        own: engines of the evaluations' own, which are given the newest weights, and what asks
+            them; None: there are none, and those of training answer.
         weights: gives the policy's tensors.
         synced: is told that the evaluations' own engines were given them.
         progress: is told of responses finished, and wanted.
@@ -228,11 +269,17 @@ class HeldOut(Part):
         synced: Callable[[], None],
         progress: Callable[[int, int], None],
     ) -> None:
-        self._config, self._evaluations, self._state, self._dir = config, evaluations, state, run_dir
+        self._config, self._evaluations, self._state, self._dir = (
+            config,
+            evaluations,
+            state,
+            run_dir,
+        )
         self._monitor, self._phase, self._samples = monitor, phase, samples
         self._training, self._own = training, own
         self._weights, self._synced, self._progress = weights, synced, progress
-        self._held: int | None = None  # version of the weights that the evaluations' own engines hold
+        # version of the weights that the evaluations' own engines hold
+        self._held: int | None = None
 
     def after_step(self) -> None:
         """Evaluates where that is due at the step the run stands at, and was not yet done."""

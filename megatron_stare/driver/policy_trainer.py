@@ -26,14 +26,18 @@ class PolicyTrainer:
 
     Args:
         ranks: that hold it.
-        state: of the run; a step moves the method's part of it and the count of updates that were not taken.
+        state: of the run; a step moves the method's part of it and the count of updates that were
+            not taken.
         agreement: compares log-probs with the engines' once the ranks have theirs.
         phase: opens a phase of the step, by name.
-        dump: the step of whose first update batch, weights, loss and gradients are written out, and the folder; None:
+        dump: the step of whose first update batch, weights, loss and gradients are written out, and
+            the folder; None:
             of no step.
-        texts: the text of every token of a response, from their ids; None: no response is written out by tokens.
+        texts: the text of every token of a response, from their ids; None: no response is written
+            out by tokens.
         guards: say what is out of the ordinary in a step; None: the run has none.
-        events: folder that batches of steps are written to which are not taken, or end the run; None: none is.
+        events: folder that batches of steps are written to which are not taken, or end the run;
+            None: none is.
     """
 
     def __init__(
@@ -53,8 +57,9 @@ class PolicyTrainer:
         self._guards, self._events = guards, events
 
     def step(self, batch: RolloutBatch) -> dict[str, float]:
-        """Trains on a judged rollout batch: log-prob and entropy pass, statistics, gate and weights, and for every
-        mini-batch forward and backward of the weighted loss and an optimizer step.
+        """Trains on a judged rollout batch: log-prob and entropy pass, statistics, gate and
+        weights, and for every mini-batch forward and backward of the weighted loss and an optimizer
+        step.
 
         Returns:
             The step's metrics.
@@ -69,14 +74,21 @@ class PolicyTrainer:
             agreement = self._agreement.after_log_probs(batch.step)
             self._ranks.measure(self._state.method)
         with self._phase("update"):
-            dump_to = str(self._dump[1].resolve()) if self._dump and self._dump[0] == batch.step else None
+            dump_to = (
+                str(self._dump[1].resolve()) if self._dump and self._dump[0] == batch.step else None
+            )
             watched = self._watched(batch)
             limit = self._guards.norm_limit(agreement) if self._guards is not None else math.inf
             updates: list[UpdateResult] = []
             for number in range(self._config.batch.updates):
-                updates.append(self._ranks.update(number, None if number else dump_to, watched, limit))
-                if not updates[-1].finite:  # of the ranks' numbers, before the next update's are in their place
-                    self._keep(batch, f"loss or gradient of update {number} is not finite", by_rank=True)
+                updates.append(
+                    self._ranks.update(number, None if number else dump_to, watched, limit)
+                )
+                # of the ranks' numbers, before the next update's are in their place
+                if not updates[-1].finite:
+                    self._keep(
+                        batch, f"loss or gradient of update {number} is not finite", by_rank=True
+                    )
                 if updates[-1].held:  # nor would it be right to go on without it
                     break
             if watched:
@@ -87,9 +99,13 @@ class PolicyTrainer:
         most = self._config.faults.guards.not_finite
         self._state.skipped = skipped_after(updates, self._state.skipped, batch.step, most)
         metrics = combined(updates) | agreement
-        return metrics if self._guards is None else metrics | self._judge(self._guards, batch, metrics)
+        return (
+            metrics if self._guards is None else metrics | self._judge(self._guards, batch, metrics)
+        )
 
-    def _judge(self, guards: Guards, batch: RolloutBatch, metrics: Mapping[str, float]) -> dict[str, float]:
+    def _judge(
+        self, guards: Guards, batch: RolloutBatch, metrics: Mapping[str, float]
+    ) -> dict[str, float]:
         """The guards' metrics. A batch that ends the run, or is left out, is written down."""
         cursors = sorted({trajectory.prompt.cursor for trajectory in batch.trajectories})
         found = guards.judge(batch.step, metrics, cursors)
@@ -98,14 +114,19 @@ class PolicyTrainer:
         return found
 
     def _keep(self, batch: RolloutBatch, why: str, *, by_rank: bool = False) -> None:
-        """Writes the batch down, unless there are enough; a disk that has no room for it does not end the run.
+        """Writes the batch down, unless there are enough; a disk that has no room for it does not
+        end the run.
 
         Args:
             by_rank: with what every rank finds not to be finite.
         """
         if self._events is None:
             return
-        kept = [each for each in self._events.glob("step_*") if each != step_folder(self._events, batch.step)]
+        kept = [
+            each
+            for each in self._events.glob("step_*")
+            if each != step_folder(self._events, batch.step)
+        ]
         if len(kept) < self._config.faults.guards.dumps:
             ranks = self._ranks.not_finite() if by_rank else []
             with contextlib.suppress(OSError, SafetensorError):

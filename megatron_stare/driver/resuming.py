@@ -1,8 +1,8 @@
 """Decides before anything is started which run is continued, from where, and whether it may be.
 
-What must not have changed since: most settings, and what the run's prompts are made with beside its configuration -
-tokenizer, chat template, system prompt. Of these digests are saved with the run's state: a file that was replaced would
-change what every prompt says, and no error.
+What must not have changed since: most settings, and what the run's prompts are made with beside its
+configuration - tokenizer, chat template, system prompt. Of these digests are saved with the run's
+state: a file that was replaced would change what every prompt says, and no error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_source import PromptSource
 from megatron_stare.errors import ConfigError, DataError, UnusableCheckpointError, UserError
 from megatron_stare.run_dir.run_files import METRICS_FILE, read_metrics
-from megatron_stare.run_dir.run_state import CONFIG, RunState, check_whole, complete_checkpoints, refuse_busy, step_of
+from megatron_stare.run_dir.run_state import (
+    CONFIG,
+    RunState,
+    check_whole,
+    complete_checkpoints,
+    refuse_busy,
+    step_of,
+)
 
 # what may differ between a run and its continuation; everything else changes what is trained
 FREE_TO_CHANGE = (
@@ -49,7 +56,8 @@ _FILES = (  # of tokenizers
 
 
 def find_run(config: Config) -> Path:
-    """The directory of a run to be continued: run.dir, or the newest of this name under runs/ that has made a step.
+    """The directory of a run to be continued: run.dir, or the newest of this name under runs/ that
+    has made a step.
 
     Raises:
         UserError: there is none.
@@ -61,12 +69,17 @@ def find_run(config: Config) -> Path:
         begun = [run for run in runs if _has_begun(run)]  # a start that was killed is no run
         path = (begun or runs or [Path("runs") / config.run.name])[-1]
     if not (path / CONFIG).exists():
-        raise UserError("there is no run to resume", where=str(path), fix="give its directory as run.dir=...")
+        raise UserError(
+            "there is no run to resume", where=str(path), fix="give its directory as run.dir=..."
+        )
     return path
 
 
-def resume_point(path: Path, config: Config, from_step: int | None = None) -> tuple[Path | None, RunState | None]:
-    """The newest complete checkpoint of a run, which this configuration may continue, and the state in it.
+def resume_point(
+    path: Path, config: Config, from_step: int | None = None
+) -> tuple[Path | None, RunState | None]:
+    """The newest complete checkpoint of a run, which this configuration may continue, and the state
+    in it.
 
     Args:
         from_step: that of an earlier checkpoint to take instead.
@@ -75,8 +88,8 @@ def resume_point(path: Path, config: Config, from_step: int | None = None) -> tu
         (None, None) for a run that ended before its first checkpoint was complete: it begins anew.
 
     Raises:
-        UserError: a setting that must not differ does, checkpoints are gone, the one that is taken is damaged, or it
-            is past run.steps.
+        UserError: a setting that must not differ does, checkpoints are gone, the one that is taken
+            is damaged, or it is past run.steps.
     """
     old = load_recorded(path / CONFIG)
     refuse_changes(old, config)
@@ -99,7 +112,8 @@ def resume_point(path: Path, config: Config, from_step: int | None = None) -> tu
         state = RunState.read(checkpoint)
     if state.step > config.run.steps:
         raise ConfigError(
-            f"the run in {path} has {state.step} steps already, and {config.run.steps} are asked for",
+            f"the run in {path} has {state.step} steps already, and {config.run.steps} are"
+            " asked for",
             where="run.steps",
             fix=f"at least {state.step}, or a new run",
         )
@@ -111,20 +125,24 @@ def _of_step(step: int, checkpoints: Sequence[Path], path: Path) -> Path:
     if step not in found:
         there = ", ".join(map(str, found)) or "none"
         raise DataError(
-            f"the run has no complete checkpoint of step {step}", where=str(path), fix=f"there are those of: {there}"
+            f"the run has no complete checkpoint of step {step}",
+            where=str(path),
+            fix=f"there are those of: {there}",
         )
     return found[step]
 
 
 @contextlib.contextmanager
 def offering_older(checkpoint: Path) -> Iterator[None]:
-    """Around whatever a checkpoint is opened with: where it cannot be used, the error names the newest before it that
-    is whole as far as can be seen without reading its tensors."""
+    """Around whatever a checkpoint is opened with: where it cannot be used, the error names the
+    newest before it that is whole as far as can be seen without reading its tensors."""
     try:
         yield
     except DataError as error:
         run_dir = checkpoint.parent.parent
-        earlier = [each for each in complete_checkpoints(run_dir) if step_of(each) < step_of(checkpoint)]
+        earlier = [
+            each for each in complete_checkpoints(run_dir) if step_of(each) < step_of(checkpoint)
+        ]
         older = next(filter(_is_whole, reversed(earlier)), None)
         if older is None:
             raise
@@ -140,7 +158,9 @@ def _is_whole(checkpoint: Path) -> bool:
     return True
 
 
-def check_resume(config: Config, from_step: int | None = None) -> tuple[Path | None, RunState | None]:
+def check_resume(
+    config: Config, from_step: int | None = None
+) -> tuple[Path | None, RunState | None]:
     """Finds where a run would be continued; see resume_point. Changes nothing.
 
     Raises:
@@ -154,14 +174,19 @@ def check_resume(config: Config, from_step: int | None = None) -> tuple[Path | N
 def refuse_changes(old: Config, new: Config) -> None:
     """Raises ConfigError naming the first setting that differs and must not."""
     # runs of earlier releases hold paths as they were given
-    before, after = (_flat(with_absolute_paths(config).model_dump(mode="json")) for config in (old, new))
+    before, after = (
+        _flat(with_absolute_paths(config).model_dump(mode="json")) for config in (old, new)
+    )
     for key in sorted(before.keys() | after.keys()):
         free = key.startswith(FREE_TO_CHANGE) and key not in NOT_FREE
         if not free and before.get(key) != after.get(key):
             raise ConfigError(
                 f"the run was started with {before.get(key)!r}, now it is {after.get(key)!r}",
                 where=key,
-                fix="resume with the same configuration, or start a new run from the exported policy",
+                fix=(
+                    "resume with the same configuration, or start a new run from the exported"
+                    " policy"
+                ),
             )
 
 
@@ -173,21 +198,27 @@ def _has_begun(path: Path) -> bool:
 def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
     flat: dict[str, object] = {}
     for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        flat |= (
+            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
     return flat
 
 
 def prompt_inputs(config: Config, tokenizer: Any, source: PromptSource) -> dict[str, str]:
-    """SHA-256 by name: of the tokenizer's files, of its chat template where prompts go through one, and of the token
-    ids of the stream's first prompt, in which whatever else makes prompts shows: a system prompt of the data, say, or
-    another order of it.
+    """SHA-256 by name: of the tokenizer's files, of its chat template where prompts go through one,
+    and of the token ids of the stream's first prompt, in which whatever else makes prompts shows: a
+    system prompt of the data, say, or another order of it.
 
     Args:
         source: at its beginning; it is left there.
     """
     folder = Path(config.model.path)
     names = {*_FILES, *getattr(tokenizer, "vocab_files_names", {}).values(), "tokenizer.json"}
-    found = {name: _digest((folder / name).read_bytes()) for name in sorted(names) if (folder / name).is_file()}
+    found = {
+        name: _digest((folder / name).read_bytes())
+        for name in sorted(names)
+        if (folder / name).is_file()
+    }
     if config.data.chat_template:
         found[CHAT_TEMPLATE] = _digest(json.dumps(tokenizer.chat_template).encode())
     before = dict(source.state())
@@ -198,8 +229,8 @@ def prompt_inputs(config: Config, tokenizer: Any, source: PromptSource) -> dict[
 
 
 def refuse_other_inputs(saved: Mapping[str, str], now: Mapping[str, str], config: Config) -> None:
-    """Raises DataError naming the first that is not what the run was begun with. Releases that saved none say nothing
-    of them."""
+    """Raises DataError naming the first that is not what the run was begun with. Releases that
+    saved none say nothing of them."""
     for name in sorted(saved.keys() | now.keys() if saved else ()):
         if saved.get(name) == now.get(name):
             continue
@@ -207,8 +238,10 @@ def refuse_other_inputs(saved: Mapping[str, str], now: Mapping[str, str], config
         raise DataError(
             f"{name} {how} since the run was begun, so its prompts would not be what they were",
             where=config.model.path,
-            fix="put it back as it was (the data too, where the first prompt is another), or start a new run from the "
-            "exported policy",
+            fix=(
+                "put it back as it was (the data too, where the first prompt is another), or start"
+                " a new run from the exported policy"
+            ),
         )
 
 

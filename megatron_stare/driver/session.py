@@ -1,4 +1,5 @@
-"""Everything a run holds open - workers, verifiers, prompts, files - built in order and closed in reverse."""
+"""Everything a run holds open - workers, verifiers, prompts, files - built in order and closed in
+reverse."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ from megatron_stare.driver.held_run import HeldRun
 from megatron_stare.driver.opening import Inputs, check_dump_step
 from megatron_stare.driver.parts import GuardedSteps, HeldOut, Measured, Part, PhaseMemory, Saves
 from megatron_stare.driver.policy_trainer import PolicyTrainer
-from megatron_stare.driver.resuming import offering_older, prompt_inputs, refuse_other_inputs, resume_point
+from megatron_stare.driver.resuming import (
+    offering_older,
+    prompt_inputs,
+    refuse_other_inputs,
+    resume_point,
+)
 from megatron_stare.driver.supervision import supervised
 from megatron_stare.driver.training_source import TrainingSource
 from megatron_stare.errors import RollBack
@@ -99,7 +105,8 @@ class Session:
             self._open = stack.pop_all()
 
     def _find_state(self, dump_step: int | None) -> Path | None:
-        """Sets the run's state and its prompts to where it begins or goes on; returns the checkpoint to be loaded."""
+        """Sets the run's state and its prompts to where it begins or goes on; returns the
+        checkpoint to be loaded."""
         inputs, held = self._inputs, self._held
         made_with = prompt_inputs(self.config, inputs.tokenizer, inputs.source)
         self.source = PromptQueue(inputs.source)
@@ -123,7 +130,9 @@ class Session:
         self.black_box: BlackBox | None = None
         sinks = dict(self._inputs.sinks)
         if self.config.faults.hangs.enabled:
-            ports = port_share(self.config, 0, replica_count(self.config) * replica_nodes(self.config))
+            ports = port_share(
+                self.config, 0, replica_count(self.config) * replica_nodes(self.config)
+            )
             self.black_box = BlackBox(self.config, self.dir.path, ports, supervised=supervised())
             stack.callback(self.black_box.close)
             sinks["black_box"] = self.black_box.beats
@@ -141,16 +150,22 @@ class Session:
         stack.callback(runner.close)
         stack.push(partial(_say_what_was_lost, runner))
         self.ranks, self.engines = runner.trainers, runner.engines
-        memory = PhaseMemory(self.monitor.phase, self.ranks, self.engines if self.config.sglang.colocated else None)
+        memory = PhaseMemory(
+            self.monitor.phase, self.ranks, self.engines if self.config.sglang.colocated else None
+        )
         self.phase = memory.phase
         self._add(memory, Measured(self._held.metrics), Measured(lambda: self._held.plan.metrics))
         return runner
 
-    def _pools(self, stack: ClosingStack, verifiers: Mapping[Extension, Task]) -> dict[Extension, VerifierPool]:
+    def _pools(
+        self, stack: ClosingStack, verifiers: Mapping[Extension, Task]
+    ) -> dict[Extension, VerifierPool]:
         pools: dict[Extension, VerifierPool] = {}
         for verifier, task in verifiers.items():
             with task.blamed():
-                pools[verifier] = open_pool(verifier, self.config.reward, self.config.reward.workers)
+                pools[verifier] = open_pool(
+                    verifier, self.config.reward, self.config.reward.workers
+                )
             stack.callback(pools[verifier].close)
         return pools
 
@@ -181,15 +196,22 @@ class Session:
             Measured(lambda: self.samples.metrics),
         )
 
-    def _open_evaluators(self, stack: ClosingStack, runner: Runner) -> tuple[EnginePool, Evaluator] | None:
-        """Makes what asks the engines of training; returns the evaluations' own engines, if any, and what asks them."""
+    def _open_evaluators(
+        self, stack: ClosingStack, runner: Runner
+    ) -> tuple[EnginePool, Evaluator] | None:
+        """Makes what asks the engines of training; returns the evaluations' own engines, if any,
+        and what asks them."""
         reward, stop_ids = self.config.reward, self._inputs.stop_ids
         self.evaluator = Evaluator(self.engines, self.verifiers, reward, stop_ids)
-        if not self._inputs.evaluations or not (alone := evaluation_engines(synced_in(self.config, self.dir.path))):
+        if not self._inputs.evaluations or not (
+            alone := evaluation_engines(synced_in(self.config, self.dir.path))
+        ):
             return None
         engines = runner.engines_beside(alone)
         # the training's pools are asked from another thread meanwhile
-        verifiers = {evaluation.task.verifier: evaluation.task for evaluation in self._inputs.evaluations}
+        verifiers = {
+            evaluation.task.verifier: evaluation.task for evaluation in self._inputs.evaluations
+        }
         return engines, Evaluator(engines, self._pools(stack, verifiers), reward, stop_ids)
 
     def _open_rollouts(self, stack: ClosingStack) -> None:
@@ -203,7 +225,8 @@ class Session:
             self.evaluator.rollouts(task.verifier, self._inputs.environment, journal),
             self.groups,
             lambda step: replace(
-                task.sampling(step, config.run.seed, self._inputs.stop_ids), return_experts=config.moe.routing_replay
+                task.sampling(step, config.run.seed, self._inputs.stop_ids),
+                return_experts=config.moe.routing_replay,
             ),
             self.source.state,
             self._progress,
@@ -220,7 +243,15 @@ class Session:
         texts = partial(token_texts, tokenizer=self._inputs.tokenizer)
         events = self.dir.path / FOLDER
         self.trainer = PolicyTrainer(
-            self.config, self.ranks, self.state, self.agreement, self.phase, dump, texts, self.guards, events
+            self.config,
+            self.ranks,
+            self.state,
+            self.agreement,
+            self.phase,
+            dump,
+            texts,
+            self.guards,
+            events,
         )
 
     def _add_held_out(self, own: tuple[EnginePool, Evaluator] | None) -> None:
@@ -249,7 +280,9 @@ class Session:
         held = self._held
         self.dir.record_placement(runner.notes())
         told = () if held.restarted or held.went_back else held.plan.notes
-        left_out = [f"data: {n} prompts left out: {why}" for why, n in dropped(self._inputs.source).items()]
+        left_out = [
+            f"data: {n} prompts left out: {why}" for why, n in dropped(self._inputs.source).items()
+        ]
         left_out += self._inputs.data_remarks()
         for line in [*notices(self.config), *told, *left_out, *runner.notes(), *self.ranks.notes()]:
             self.monitor.note(line)
@@ -261,7 +294,9 @@ class Session:
                 self.checkpoints.load(restored)
             self.monitor.note(f"continuing after step {self.state.step}")
             for aside in self.dir.set_aside(self.state.step):
-                self.monitor.note(f"a later checkpoint is not continued; it is {aside} now, and may be removed")
+                self.monitor.note(
+                    f"a later checkpoint is not continued; it is {aside} now, and may be removed"
+                )
         elif self._held.resumes:
             self.monitor.note("the run ended before its first checkpoint: beginning anew")
         if self._held.restarted and self._held.restarts:
@@ -269,13 +304,17 @@ class Session:
         if self._held.resumes:
             for line in former_names(self.dir.path / CONFIG):
                 self.monitor.note(line)
-            self.dir.record(self.config)  # run.steps, the layout and more may be others from here on
+            # run.steps, the layout and more may be others from here on
+            self.dir.record(self.config)
 
     def __enter__(self) -> Session:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             self._open.__exit__(kind, error, trace)
@@ -283,10 +322,12 @@ class Session:
             makes_steps(None)
 
     def steps(self) -> Iterator[int]:
-        """The steps still to do. After each, and so before the next is given, what is due is saved and evaluated.
+        """The steps still to do. After each, and so before the next is given, what is due is saved
+        and evaluated.
 
         Raises:
-            RollBack: the run is to go on from its newest checkpoint, without the prompts of the last step.
+            RollBack: the run is to go on from its newest checkpoint, without the prompts of the
+                last step.
             GuardError: a figure of the last step ends the run.
         """
         makes_steps(self.config.checkpoint.grace_s)
@@ -308,10 +349,13 @@ class Session:
         makes_steps(None)
 
     def finish(self) -> Path:
-        """All steps are made: exports the policy, tells whoever waits for the end, and returns the run directory."""
+        """All steps are made: exports the policy, tells whoever waits for the end, and returns the
+        run directory."""
         self._last_phase("export")
         self.checkpoints.finish()
-        export_policy(self.ranks, self.dir.path / "hf", Path(self.config.model.path), self.state.step)
+        export_policy(
+            self.ranks, self.dir.path / "hf", Path(self.config.model.path), self.state.step
+        )
         self.monitor.finish()
         return self.dir.path
 
@@ -329,20 +373,28 @@ class Session:
             self.monitor.note(line)
 
     def _published(self, version: int) -> None:
-        """The weights of this version are what comes next is sampled by, so the run stands at this step."""
+        """The weights of this version are what comes next is sampled by, so the run stands at this
+        step."""
         self.state.step, self.state.data = version, self.rollouts.state()
         self._kept = self.groups.kept()
         self._tell_news()
 
 
-def _say_what_was_lost(runner: Runner, kind: object, error: BaseException | None, trace: object) -> None:
+def _say_what_was_lost(
+    runner: Runner, kind: object, error: BaseException | None, trace: object
+) -> None:
     """Raises the loss of a process in the place of an error that came of it."""
-    if isinstance(error, Exception) and not isinstance(error, RollBack) and (lost := runner.lost(error)):
+    if (
+        isinstance(error, Exception)
+        and not isinstance(error, RollBack)
+        and (lost := runner.lost(error))
+    ):
         raise lost from error
 
 
 def make_runner(run: ResolvedRun, awaited: Awaited | None = None) -> Runner:
-    """The runner that the configuration names; its module is imported only then, so that inline runs need no Ray."""
+    """The runner that the configuration names; its module is imported only then, so that inline
+    runs need no Ray."""
     if run.config.runtime.runner == "inline":
         from megatron_stare.cluster.inline import InlineRunner
 

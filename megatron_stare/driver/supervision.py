@@ -1,11 +1,12 @@
-"""`train --supervise`: a parent that starts the driver of a run, and starts it again where it is lost.
+"""`train --supervise`: a parent that starts the driver of a run, and starts it again where it is
+lost.
 
-A driver may be killed, and Ray ends it from C++, without `finally` or atexit, where its own control store is gone. So
-its parent imports neither Ray nor torch. It knows the run by its directory, which the driver tells it through a pipe,
-and what to expect of another start by the files in there.
+A driver may be killed, and Ray ends it from C++, without `finally` or atexit, where its own control
+store is gone. So its parent imports neither Ray nor torch. It knows the run by its directory, which
+the driver tells it through a pipe, and what to expect of another start by the files in there.
 
-The driver learns of its supervisor by an environment variable, which is not handed on. Where the supervisor dies, the
-kernel sends the driver SIGTERM, and it ends as by anybody's.
+The driver learns of its supervisor by an environment variable, which is not handed on. Where the
+supervisor dies, the kernel sends the driver SIGTERM, and it ends as by anybody's.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ _pipe: int | None = None  # to the supervisor of this process, where it has one
 _restarts = 0  # that the supervisor has made
 
 
-def supervise(arguments: Sequence[str], limit_s: float | None = None, program: Sequence[str] = TRAIN) -> int:
+def supervise(
+    arguments: Sequence[str], limit_s: float | None = None, program: Sequence[str] = TRAIN
+) -> int:
     """Runs `train` with these arguments in a process of its own, and again where that is lost.
 
     Args:
@@ -78,7 +81,12 @@ class _Supervisor:
         caught: Sequence[int],
         mask: Collection[int],
     ) -> None:
-        self._program, self._arguments, self._caught, self._mask = program, list(arguments), caught, mask
+        self._program, self._arguments, self._caught, self._mask = (
+            program,
+            list(arguments),
+            caught,
+            mask,
+        )
         self._until = None if limit_s is None else time.monotonic() + limit_s
         self._ended_by: int | None = None  # the signal by which somebody ended the run
         self._run_dir: Path | None = None
@@ -96,10 +104,16 @@ class _Supervisor:
             fate = f"the driver {_fate(code)} after step {step}"
             wait_s = attempts.lost(step)
             if wait_s is None:
-                _say(f"{fate}, and was started again {attempts.counting} times without coming further")
+                _say(
+                    f"{fate}, and was started again {attempts.counting} times without coming"
+                    " further"
+                )
                 return _shell_code(code)
             restarts += 1
-            _say(f"{fate}; it is started again in {wait_s:g} s ({attempts.counting} of {attempts.rule.attempts})")
+            _say(
+                f"{fate}; it is started again in {wait_s:g} s ({attempts.counting} of"
+                f" {attempts.rule.attempts})"
+            )
             if self._run_dir is not None:
                 with contextlib.suppress(OSError):
                     note_restart(self._run_dir, "supervisor", fate, step, wait_s)
@@ -114,17 +128,22 @@ class _Supervisor:
         command = [*self._program, *self._now()]
         environment = {**os.environ, VARIABLE: f"{os.getpid()} {there} {restarts}"}
         # in a group of its own: a terminal's Ctrl-C comes to it once, from here
-        driver = os.posix_spawn(command[0], command, environment, setpgroup=0, setsigmask=self._mask)
+        driver = os.posix_spawn(
+            command[0], command, environment, setpgroup=0, setsigmask=self._mask
+        )
         os.close(there)
         with os.fdopen(here, "rb", buffering=0) as pipe:
             os.set_blocking(here, False)
             while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)  # orphans of its own come to this process too
+                # orphans of its own come to this process too
+                pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == driver:
                     self._hear((pipe.read() or b"").decode().splitlines())
                     return os.waitstatus_to_exitcode(status)
                 if not pid:
-                    self._forward(signal.sigwaitinfo({*self._caught, signal.SIGCHLD}).si_signo, driver)
+                    self._forward(
+                        signal.sigwaitinfo({*self._caught, signal.SIGCHLD}).si_signo, driver
+                    )
 
     def _hear(self, told: Sequence[str]) -> None:
         for line in told:
@@ -139,8 +158,8 @@ class _Supervisor:
         os.kill(driver, number)  # it is there: nobody else waits for it
 
     def _now(self) -> list[str]:
-        """The arguments of the next driver: where the run has a directory by now, it is continued; what it had come to
-        is not given up once more, and it has the time that is left."""
+        """The arguments of the next driver: where the run has a directory by now, it is continued;
+        what it had come to is not given up once more, and it has the time that is left."""
         arguments = self._arguments
         if self._run_dir is not None and (self._run_dir / CONFIG_FILE).exists():
             given_up = ("run.dir=", "--resume", *(["--from-step="] if self._came_up else []))
@@ -175,7 +194,8 @@ class _Supervisor:
                 self._ended_by = found.si_signo
 
     def _sweep(self) -> None:
-        """Waits until nothing is left that the driver had started; what does not end by itself is killed."""
+        """Waits until nothing is left that the driver had started; what does not end by itself is
+        killed."""
         until = time.monotonic() + LEFT_S
         while True:
             try:
@@ -218,8 +238,9 @@ def _prctl(option: int, value: int) -> None:
 
 
 def attach() -> bool:
-    """Ends this process, a driver, with the supervisor that started it, and keeps the way to it. To be called where
-    SIGTERM is caught, on a thread that lasts as long as the run. Returns whether there is one."""
+    """Ends this process, a driver, with the supervisor that started it, and keeps the way to it. To
+    be called where SIGTERM is caught, on a thread that lasts as long as the run. Returns whether
+    there is one."""
     global _pipe, _restarts
     given = os.environ.pop(VARIABLE, None)
     if given is None:

@@ -1,5 +1,5 @@
-"""The rollouts that training sees: batches that are judged, weights that are proven to have arrived, and engines whose
-memory is theirs only meanwhile."""
+"""The rollouts that training sees: batches that are judged, weights that are proven to have
+arrived, and engines whose memory is theirs only meanwhile."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class TrainingSource(RolloutSource):
         self._phase, self._published = phase, published
 
     def next(self, step: int) -> RolloutBatch:
-        """See RolloutSource. The batch carries advantages. A step that is told to end here has not begun."""
+        """See RolloutSource. The batch carries advantages. A step that is told to end here has not
+        begun."""
         with self._phase("rollout"), open_to(signal.SIGINT, signal.SIGTERM):
             return self._judge(self._source.next(step))
 

@@ -1,4 +1,5 @@
-"""The contract between an environment and the rollouts, and the response as an environment lets it grow.
+"""The contract between an environment and the rollouts, and the response as an environment lets it
+grow.
 
 Shape legend: n tokens of a turn or of the response so far.
 """
@@ -28,10 +29,12 @@ class Turn:
     """Tokens that the policy sampled in one go, and their text.
 
     text: decoded without special tokens and without the stop token.
-    experts: of the first m tokens of the context and this turn, where the run replays the engine's routing.
-    finish_reason: 'length' also where the run's response length left no room for a token; 'stop' also at a stop string.
-    stop: the stop string that ended it, which `text` has; None: none did. What stands behind it in `text` was said in
-        the same token.
+    experts: of the first m tokens of the context and this turn, where the run replays the engine's
+    routing.
+    finish_reason: 'length' also where the run's response length left no room for a token; 'stop'
+    also at a stop string.
+    stop: the stop string that ended it, which `text` has; None: none did. What stands behind it in
+        `text` was said in the same token.
     """
 
     tokens: Tensor  # [n] int32
@@ -44,8 +47,8 @@ class Turn:
 
 
 class CallFailedError(UserError):
-    """A tool raised an error, which is its answer: an environment that catches it goes on, now and whenever the call is
-    answered from the journal."""
+    """A tool raised an error, which is its answer: an environment that catches it goes on, now and
+    whenever the call is answered from the journal."""
 
 
 # asked with the request and the call's id; its answer is what JSON can hold
@@ -53,35 +56,42 @@ Tool = Callable[[Any, str], Awaitable[Any]]
 
 
 class Generate(Protocol):
-    """Calls of an environment for one trajectory: for tokens of the policy, and for answers of its own tools."""
+    """Calls of an environment for one trajectory: for tokens of the policy, and for answers of its
+    own tools."""
 
     async def __call__(
-        self, context: Sequence[int], max_new_tokens: int | None = None, stop: str | Sequence[str] = ()
+        self,
+        context: Sequence[int],
+        max_new_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
     ) -> Turn:
-        """Continues `context`, the prompt's tokens and the response so far, to a stop token, a stop string or the
-        length limit.
+        """Continues `context`, the prompt's tokens and the response so far, to a stop token, a stop
+        string or the length limit.
 
         Args:
-            max_new_tokens: of this turn; None: as many as rollout.max_new_tokens leaves of the whole response.
-            stop: strings that end the turn with the token in which the first of them is complete in its text. Each ends
-                in an ASCII character, and has no special token in it: a turn's text has none.
+            max_new_tokens: of this turn; None: as many as rollout.max_new_tokens leaves of the
+                whole response.
+            stop: strings that end the turn with the token in which the first of them is complete in
+                its text. Each ends in an ASCII character, and has no special token in it: a turn's
+                text has none.
 
         Raises:
-            DataError: `context` does not begin with the prompt's tokens, or a stop string cannot be one.
+            DataError: `context` does not begin with the prompt's tokens, or a stop string cannot be
+                one.
         """
         ...
 
     async def call(self, tool: Tool, request: Any, *, idempotent: bool = False) -> Any:
         """The answer of something outside of the run, asked for no more than once.
 
-        The intent is journalled before the call, the answer after it. Where the environment is run again, for a
-        response that was cut or a run that is resumed, the journal answers. Of a call that was begun and never answered
-        nobody knows whether it acted: the tool is asked again, under the same id, where it is idempotent, and the
-        response is given up where it is not.
+        The intent is journalled before the call, the answer after it. Where the environment is run
+        again, for a response that was cut or a run that is resumed, the journal answers. Of a call
+        that was begun and never answered nobody knows whether it acted: the tool is asked again,
+        under the same id, where it is idempotent, and the response is given up where it is not.
 
         Args:
-            tool: awaited as `tool(request, id)`. The id is that of this call and of no other; its name and the request
-                say which call it is, when the environment is run again.
+            tool: awaited as `tool(request, id)`. The id is that of this call and of no other; its
+                name and the request say which call it is, when the environment is run again.
             request: what JSON can hold.
             idempotent: asking twice under one id does what asking once does.
 
@@ -90,7 +100,8 @@ class Generate(Protocol):
 
         Raises:
             CallFailedError: the tool raised an error.
-            DataError: request or answer is not what JSON can hold, or the environment asks something else than it did.
+            DataError: request or answer is not what JSON can hold, or the environment asks
+                something else than it did.
         """
         ...
 
@@ -110,11 +121,13 @@ class Environment(ABC):
 
     @abstractmethod
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        """The response to `prompt`; at most rollout.max_new_tokens tokens, what the environment says included."""
+        """The response to `prompt`; at most rollout.max_new_tokens tokens, what the environment
+        says included."""
 
 
 class Response:
-    """A response of several turns while it grows: what was sampled carries loss, what the environment says does not."""
+    """A response of several turns while it grows: what was sampled carries loss, what the
+    environment says does not."""
 
     def __init__(self, prompt: Prompt) -> None:
         self._prompt = prompt
@@ -124,12 +137,16 @@ class Response:
         self._versions: list[tuple[int, int]] = []
         self._finish_reason: FinishReason = "stop"
         self._texts: list[str] = []
-        self._experts: Tensor | None = None  # of the newest turn, which had all before it as its context
+        # of the newest turn, which had all before it as its context
+        self._experts: Tensor | None = None
 
     @property
     def context(self) -> tuple[int, ...]:
         """The prompt's tokens and all of the response so far: what the next turn continues."""
-        return (*self._prompt.token_ids, *(token for part in self._tokens for token in part.tolist()))
+        return (
+            *self._prompt.token_ids,
+            *(token for part in self._tokens for token in part.tolist()),
+        )
 
     def sampled(self, turn: Turn) -> Turn:
         """Appends what the policy said, and gives it back."""
@@ -142,7 +159,8 @@ class Response:
         return turn
 
     def observed(self, tokens: Iterable[int], text: str = "") -> None:
-        """Appends what the environment says: tokens that the policy is not trained on, and that no verifier reads.
+        """Appends what the environment says: tokens that the policy is not trained on, and that no
+        verifier reads.
 
         Args:
             text: of the tokens, for people.
@@ -154,8 +172,8 @@ class Response:
         self._texts.append(text)
 
     def trajectory(self) -> Trajectory:
-        """The response as it is now. Its text, for people, is that of all turns and observations; a verifier reads what
-        the policy sampled, and none of the observations."""
+        """The response as it is now. Its text, for people, is that of all turns and observations; a
+        verifier reads what the policy sampled, and none of the observations."""
         return Trajectory(
             prompt=self._prompt,
             sample_index=0,  # the rollouts know which of a prompt's it is
@@ -195,7 +213,8 @@ def find_environment(environment: Extension | str) -> tuple[type[Environment], d
     kind = resolve(environment.name, ENVIRONMENTS, WHERE)
     if not (isinstance(kind, type) and issubclass(kind, Environment)):
         raise ConfigError(
-            f"{environment.name!r} is not a subclass of megatron_stare.environments.environment.Environment",
+            f"{environment.name!r} is not a subclass of"
+            " megatron_stare.environments.environment.Environment",
             where=WHERE,
         )
     return kind, settings_of(environment, kind, WHERE)

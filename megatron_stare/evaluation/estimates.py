@@ -1,8 +1,9 @@
-"""avg@k, pass@k and maj@k of one problem from its n sampled responses, and the interval of a mean over problems. Pure.
+"""avg@k, pass@k and maj@k of one problem from its n sampled responses, and the interval of a mean
+over problems. Pure.
 
-All three are means over subsets of k of the n responses, so they are unbiased for k fresh ones, and the same numbers
-whichever of the responses came first. The variance of a mean is over problems, of which several prompts may be one.
-docs/evaluation.md has the definitions in words.
+All three are means over subsets of k of the n responses, so they are unbiased for k fresh ones, and
+the same numbers whichever of the responses came first. The variance of a mean is over problems, of
+which several prompts may be one. docs/evaluation.md has the definitions in words.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ PARTS = 200  # of Simpson's rule: 1e-9 of the 95 % quantile
 
 
 def pass_at_k(right: int, samples: int, k: int) -> float:
-    """The probability that at least one of k responses is right: 1 - C(n - c, k) / C(n, k), for c right ones of n
-    (Chen et al., arXiv 2107.03374, eq. 1). In whole numbers until the last division.
+    """The probability that at least one of k responses is right: 1 - C(n - c, k) / C(n, k), for c
+    right ones of n (Chen et al., arXiv 2107.03374, eq. 1). In whole numbers until the last
+    division.
 
     Raises:
         ValueError: unless 0 <= c <= n and 1 <= k <= n.
@@ -32,11 +34,13 @@ def pass_at_k(right: int, samples: int, k: int) -> float:
 
 
 def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) -> float:
-    """The expected result of the answer that most of k responses give, of several such answers one drawn at random.
+    """The expected result of the answer that most of k responses give, of several such answers one
+    drawn at random.
 
-    With classes of c_j responses that give the same answer, and k of the n drawn without replacement: the sum over j
-    and over a = 1..k of r_j P(a are drawn of class j, no class has more) E[1 / (1 + others that have a as well)].
-    Responses that give no answer do not vote; where none of the k votes, the result is 0.
+    With classes of c_j responses that give the same answer, and k of the n drawn without
+    replacement: the sum over j and over a = 1..k of r_j P(a are drawn of class j, no class has
+    more) E[1 / (1 + others that have a as well)]. Responses that give no answer do not vote; where
+    none of the k votes, the result is 0.
 
     Args:
         classes: of every answer, how many responses give it, and its result r_j in [0, 1].
@@ -51,27 +55,35 @@ def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) ->
     if k == samples:
         most = max((count for count, _ in classes), default=0)
         return fmean(result for count, result in classes if count == most) if most else 0.0
-    # drawing each response with probability k/n, given that k are drawn in all, is drawing k without replacement
+    # drawing each response with probability k/n, given that k are drawn in all, is drawing k
+    # without replacement
     drawn = [_binomial(count, k / samples) for count, _ in classes]
     silent = _binomial(samples - voting, k / samples)
     total = 0.0
     for number, (count, result) in enumerate(classes):
         if result:
             others = [each for at, each in enumerate(drawn) if at != number]
-            wins = (drawn[number][a] * _not_beaten(others, silent, a, k) for a in range(1, min(count, k) + 1))
+            wins = (
+                drawn[number][a] * _not_beaten(others, silent, a, k)
+                for a in range(1, min(count, k) + 1)
+            )
             total += result * math.fsum(wins)
-    return min(float(total / _binomial(samples, k / samples)[k]), 1.0)  # rounding may pass 1; NaN stays NaN
+    # rounding may pass 1; NaN stays NaN
+    return min(float(total / _binomial(samples, k / samples)[k]), 1.0)
 
 
-def _not_beaten(others: Sequence[NDArray[np.float64]], silent: NDArray[np.float64], a: int, k: int) -> float:
-    """The weight of all ways to draw k - a responses of other classes, at most `a` of each, and of the silent ones;
-    each way over 1 + the number of classes of which `a` are drawn.
+def _not_beaten(
+    others: Sequence[NDArray[np.float64]], silent: NDArray[np.float64], a: int, k: int
+) -> float:
+    """The weight of all ways to draw k - a responses of other classes, at most `a` of each, and of
+    the silent ones; each way over 1 + the number of classes of which `a` are drawn.
 
     Args:
         others: [c + 1] of each class, the weight of drawing 0..c of it. silent: likewise.
     """
     rest, tied = k - a, sum(len(each) > a for each in others)
-    ways = np.zeros((min(tied, rest // a) + 1, rest + 1))  # by classes that tie, and responses drawn
+    # by classes that tie, and responses drawn
+    ways = np.zeros((min(tied, rest // a) + 1, rest + 1))
     ways[0, : len(silent)] = silent[: rest + 1]
     for each in others:
         grown = np.zeros_like(ways)
@@ -87,7 +99,11 @@ def _binomial(n: int, p: float) -> NDArray[np.float64]:
     """[n + 1] the probabilities of 0..n successes; 0 < p < 1."""
     log_n = math.lgamma(n + 1)
     logs = [
-        log_n - math.lgamma(i + 1) - math.lgamma(n - i + 1) + i * math.log(p) + (n - i) * math.log1p(-p)
+        log_n
+        - math.lgamma(i + 1)
+        - math.lgamma(n - i + 1)
+        + i * math.log(p)
+        + (n - i) * math.log1p(-p)
         for i in range(n + 1)
     ]
     return np.exp(np.array(logs))
@@ -96,7 +112,8 @@ def _binomial(n: int, p: float) -> NDArray[np.float64]:
 def wilson_interval(
     results: Sequence[float], problems: Sequence[int] | None = None, level: float = 0.95
 ) -> tuple[float, float, float]:
-    """Mean of results in [0, 1], one a prompt, and Wilson's score interval (JASA 22, 1927) over problems.
+    """Mean of results in [0, 1], one a prompt, and Wilson's score interval (JASA 22, 1927) over
+    problems.
 
     With p the mean of N results and z the (1 + level)/2 quantile of the standard normal, for an
     effective number m: (p + z²/2m ± z √(p (1 - p)/m + z²/4m²)) / (1 + z²/m), as for survey samples
@@ -139,7 +156,9 @@ def wilson_interval(
     return mean, max(0.0, middle - half), min(1.0, middle + half)
 
 
-def mean_of_problems(values: Sequence[float], problems: Sequence[int] | None = None) -> tuple[float, float, float]:
+def mean_of_problems(
+    values: Sequence[float], problems: Sequence[int] | None = None
+) -> tuple[float, float, float]:
     """Mean of one value a prompt, its variance over problems, and the effective number of problems.
 
     With n_g prompts of problem g, N in all, and e_g the sum of their deviations from the mean:
@@ -169,7 +188,8 @@ def mean_of_problems(values: Sequence[float], problems: Sequence[int] | None = N
 
 @lru_cache(maxsize=1024)
 def student_quantile(level: float, degrees: float) -> float:
-    """The t for which |T| <= t has probability `level`, T being Student's with `degrees` of freedom.
+    """The t for which |T| <= t has probability `level`, T being Student's with `degrees` of
+    freedom.
 
     With t = √ν tan θ the probability is c ∫_0^θ cos^(ν-1), c = 2 Γ((ν + 1)/2) / (√π Γ(ν/2)). It is
     concave in θ, so that Newton's steps from 0 never overshoot.

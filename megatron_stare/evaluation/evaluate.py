@@ -1,7 +1,9 @@
-"""Results on a task's held-out problems: the one function behind the evaluations of training and `megatron-stare eval`.
+"""Results on a task's held-out problems: the one function behind the evaluations of training and
+`megatron-stare eval`.
 
-Problems and sampling noise are the same at every evaluation and for every seed of the run, so results are paired.
-Prompts of the same problem are kept together by its number: their results are not independent.
+Problems and sampling noise are the same at every evaluation and for every seed of the run, so
+results are paired. Prompts of the same problem are kept together by its number: their results are
+not independent.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ SHOWN = 8  # problems of which the record keeps a response
 
 
 class Rollout(Protocol):
-    """`count` verified responses a prompt, in canonical order; see evaluator.Evaluator.responses."""
+    """`count` verified responses a prompt, in canonical order; see
+    evaluator.Evaluator.responses."""
 
     def __call__(
         self, prompts: list[Prompt], count: int, *, step: int, seed: int, greedy: bool
@@ -48,8 +51,9 @@ def evaluate(
 ) -> Evaluated:
     """One evaluation. A response whose verifier failed counts as wrong and among `failures`.
 
-    `correct` has a number a problem: the share of its responses that are right (avg@k). `pass1` is their mean, an
-    estimate of pass@1 whatever `samples` is. evaluation/results.py has the other figures.
+    `correct` has a number a problem: the share of its responses that are right (avg@k). `pass1` is
+    their mean, an estimate of pass@1 whatever `samples` is. evaluation/results.py has the other
+    figures.
 
     Args:
         judged: the task's verifier, asked which answers are the same.
@@ -76,7 +80,12 @@ def evaluate(
         "greedy": None,
         **results_of(answered, numbers, ks),
         "samples": [
-            {"prompt": prompt.text, "response": group[0].text, "answer": prompt.answer, "reward": group[0].reward}
+            {
+                "prompt": prompt.text,
+                "response": group[0].text,
+                "answer": prompt.answer,
+                "reward": group[0].reward,
+            }
             for prompt, group in zip(prompts[:SHOWN], groups, strict=False)
         ],
     }

@@ -1,8 +1,10 @@
-"""One response of an evaluation, as it is counted and kept, and which responses of a problem give the same answer.
+"""One response of an evaluation, as it is counted and kept, and which responses of a problem give
+the same answer.
 
-A `Response` is what a trajectory is without its tokens. Two answers are the same where their normal forms are the same
-characters, or where the verifier takes a response with the one for right when the other is its reference. Classes are
-built in the order of the samples, each by its first answer, so they do not depend on what finished first.
+A `Response` is what a trajectory is without its tokens. Two answers are the same where their normal
+forms are the same characters, or where the verifier takes a response with the one for right when
+the other is its reference. Classes are built in the order of the samples, each by its first answer,
+so they do not depend on what finished first.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class Response:
     sample: its number among the responses to the prompt.
     text: what the policy said, without the words of an environment.
     tokens: of the response, the stop token and what an environment wrote included.
-    answer: what it answers, in its verifier's normal form; "": nothing; None: the verifier does not say.
+    answer: what it answers, in its verifier's normal form; "": nothing; None: the verifier does not
+    say.
     """
 
     prompt: int
@@ -69,7 +72,8 @@ class Response:
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> Response:
-        """Reads what `record` gave; other keys are passed over. Raises KeyError where one is missing."""
+        """Reads what `record` gave; other keys are passed over. Raises KeyError where one is
+        missing."""
         return cls(**{each.name: record[each.name] for each in dataclasses.fields(cls)})
 
 
@@ -77,8 +81,8 @@ def answer_classes(problems: Sequence[Sequence[Response]], judged: Judged) -> li
     """The classes of every problem's responses.
 
     Args:
-        judged: asked once, of all pairs of answers that only the verifier can tell apart. Two integers in normal form
-            are different if they are written differently.
+        judged: asked once, of all pairs of answers that only the verifier can tell apart. Two
+            integers in normal form are different if they are written differently.
     """
     firsts = [_firsts(responses) for responses in problems]
     pairs = [
@@ -88,9 +92,14 @@ def answer_classes(problems: Sequence[Sequence[Response]], judged: Judged) -> li
         for one in list(answers)[:at]
         if not (_INTEGER.fullmatch(one) and _INTEGER.fullmatch(other))
     ]
-    verdicts = judged([(firsts[number][other].text, one) for number, one, other in pairs]) if pairs else []
+    verdicts = (
+        judged([(firsts[number][other].text, one) for number, one, other in pairs]) if pairs else []
+    )
     same = {pair for pair, verdict in zip(pairs, verdicts, strict=True) if verdict}
-    return [_classes(number, responses, list(firsts[number]), same) for number, responses in enumerate(problems)]
+    return [
+        _classes(number, responses, list(firsts[number]), same)
+        for number, responses in enumerate(problems)
+    ]
 
 
 def _firsts(responses: Sequence[Response]) -> dict[str, Response]:
@@ -103,7 +112,10 @@ def _firsts(responses: Sequence[Response]) -> dict[str, Response]:
 
 
 def _classes(
-    number: int, responses: Sequence[Response], answers: Sequence[str], same: set[tuple[int, str, str]]
+    number: int,
+    responses: Sequence[Response],
+    answers: Sequence[str],
+    same: set[tuple[int, str, str]],
 ) -> Classes:
     heads: list[str] = []
     class_of: dict[str, int] = {}

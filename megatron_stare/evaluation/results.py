@@ -1,6 +1,8 @@
-"""Sums up the responses to problems: figures of a task, the row of every problem, and a table of several tasks.
+"""Sums up the responses to problems: figures of a task, the row of every problem, and a table of
+several tasks.
 
-`results_of` is the part of an evaluation's record that training and the command `eval` have in common.
+`results_of` is the part of an evaluation's record that training and the command `eval` have in
+common.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _BESIDE = (  # key of the record, what it is called, how it is written
 
 @dataclass(frozen=True)
 class Answered:
-    """A prompt's sampled responses, n of them, and the class of each one's answer (`answer_classes`).
+    """A prompt's sampled responses, n of them, and the class of each one's answer
+    (`answer_classes`).
 
     classes: None where the verifier does not say what is answered.
     """
@@ -47,17 +50,22 @@ class Answered:
 
     @property
     def votes(self) -> list[tuple[int, float]]:
-        """For every class, how many responses it has, and the share that is right; the first that came first."""
+        """For every class, how many responses it has, and the share that is right; the first that
+        came first."""
         counts = Counter(each for each in self.classes or () if each is not None)
         rights = Counter(
-            each for each, response in zip(self.classes or (), self.responses, strict=False) if response.right
+            each
+            for each, response in zip(self.classes or (), self.responses, strict=False)
+            if response.right
         )
         return [(counts[each], rights[each] / counts[each]) for each in sorted(counts)]
 
     @property
     def solutions(self) -> int:
         """Right responses that differ in more than white space."""
-        return len({" ".join(response.text.split()) for response in self.responses if response.right})
+        return len(
+            {" ".join(response.text.split()) for response in self.responses if response.right}
+        )
 
 
 def default_ks(samples: int) -> tuple[int, ...]:
@@ -66,7 +74,9 @@ def default_ks(samples: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*powers, samples]))
 
 
-def results_of(answered: Sequence[Answered], problems: Sequence[int], ks: Sequence[int]) -> dict[str, Any]:
+def results_of(
+    answered: Sequence[Answered], problems: Sequence[int], ks: Sequence[int]
+) -> dict[str, Any]:
     """Figures over all prompts; docs/evaluation.md defines each.
 
     Args:
@@ -92,12 +102,15 @@ def results_of(answered: Sequence[Answered], problems: Sequence[int], ks: Sequen
         "truncated": fmean(response.finish_reason == "length" for response in responses),
         "distinct_answers": fmean(len(each.votes) for each in voted) if voted else None,
         "distinct_solutions": fmean(each.solutions for each in answered),
-        "reflection": {category: fmean(count[category] for count in counts) for category in BEHAVIOURS},
+        "reflection": {
+            category: fmean(count[category] for count in counts) for category in BEHAVIOURS
+        },
     }
 
 
 def problem_row(answered: Answered, ks: Sequence[int]) -> dict[str, Any]:
-    """Figures of one prompt; `majority` is the answer that most responses give, of several the one that came first."""
+    """Figures of one prompt; `majority` is the answer that most responses give, of several the one
+    that came first."""
     samples, votes = len(answered.responses), answered.votes
     row: dict[str, Any] = {
         "samples": samples,
@@ -109,7 +122,9 @@ def problem_row(answered: Answered, ks: Sequence[int]) -> dict[str, Any]:
         row |= {f"maj@{k}": majority_at_k(votes, samples, k) for k in ks if k > 1}
         most = max(range(len(votes)), key=lambda each: votes[each][0], default=None)
         row["distinct_answers"] = len(votes)
-        row["majority"] = None if most is None else answered.responses[answered.classes.index(most)].answer
+        row["majority"] = (
+            None if most is None else answered.responses[answered.classes.index(most)].answer
+        )
     return row | {
         "distinct_solutions": answered.solutions,
         "length_mean": fmean(response.tokens for response in answered.responses),
@@ -129,7 +144,9 @@ def table(records: Mapping[str, Mapping[str, Any]]) -> str:
         rows["problems"][task] = str(record["problems"])
         rows["responses a problem"][task] = str(record["decoding"]["samples"])
         for name, each in record["results"].items():
-            rows.setdefault(name, {})[task] = f"{each['value']:.3f} [{each['low']:.3f}, {each['high']:.3f}]"
+            rows.setdefault(name, {})[task] = (
+                f"{each['value']:.3f} [{each['low']:.3f}, {each['high']:.3f}]"
+            )
     for key, name, form in _BESIDE:
         for task, record in records.items():
             if record.get(key) is not None:
@@ -140,8 +157,14 @@ def table(records: Mapping[str, Mapping[str, Any]]) -> str:
         if record["failures"]:
             rows.setdefault("responses not verified", {})[task] = str(record["failures"])
     width = max(map(len, rows))
-    widths = {task: max(len(task), *(len(cells.get(task, "-")) for cells in rows.values())) for task in records}
+    widths = {
+        task: max(len(task), *(len(cells.get(task, "-")) for cells in rows.values()))
+        for task in records
+    }
     lines = [" " * width + "".join(f"  {task:>{widths[task]}}" for task in records)]
     for name, cells in rows.items():
-        lines.append(f"{name:<{width}}" + "".join(f"  {cells.get(task, '-'):>{widths[task]}}" for task in records))
+        lines.append(
+            f"{name:<{width}}"
+            + "".join(f"  {cells.get(task, '-'):>{widths[task]}}" for task in records)
+        )
     return "\n".join(lines)

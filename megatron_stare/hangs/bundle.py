@@ -1,4 +1,5 @@
-"""Tells what was found of a run that does not get on: a screen for a person, and a folder with everything.
+"""Tells what was found of a run that does not get on: a screen for a person, and a folder with
+everything.
 
 The folder lies in the run directory if that can be written.
 """
@@ -29,7 +30,8 @@ STATES = {
     "I": "idle",
 }
 FOLDER = "blackbox"
-WRITE_S = 10.0  # that the run directory is given to take it; its file system may be what does not answer
+# that the run directory is given to take it; its file system may be what does not answer
+WRITE_S = 10.0
 
 
 def screen(facts: Facts, found: Verdict, folder: str) -> str:
@@ -38,7 +40,9 @@ def screen(facts: Facts, found: Verdict, folder: str) -> str:
     Args:
         folder: of the bundle.
     """
-    said = textwrap.wrap(found.sentence, WIDTH - 2, max_lines=SENTENCE, placeholder=" …", break_on_hyphens=False)
+    said = textwrap.wrap(
+        found.sentence, WIDTH - 2, max_lines=SENTENCE, placeholder=" …", break_on_hyphens=False
+    )
     lines = [headline(facts), *(f"  {line}" for line in said), ""]
     blamed = {(p.node, p.pid) for p in found.culprits}
     shown = [p for p in facts.processes if p.phase is not None or (p.node, p.pid) in blamed]
@@ -55,7 +59,12 @@ def screen(facts: Facts, found: Verdict, folder: str) -> str:
         told = ", ".join(f"engine {r.number} ({r.state}): {r.under_way}" for r in asked[:6])
         lines.append(_cut(f"  requests under way: {told}"))
     if facts.missing:
-        lines.append(_cut("  nothing came from " + ", ".join(f"{n} ({why})" for n, why in facts.missing.items())))
+        lines.append(
+            _cut(
+                "  nothing came from "
+                + ", ".join(f"{n} ({why})" for n, why in facts.missing.items())
+            )
+        )
     if facts.flight:
         lines.append(_cut(f"  {facts.flight}"))
     return "\n".join([*lines, f"  the black box: {folder}"])
@@ -65,7 +74,10 @@ def headline(facts: Facts) -> str:
     """`step 12, update: 94 s of at most 31 s`."""
     beat = facts.beat
     done = f", {beat.done} of {beat.total} responses" if beat.total else ""
-    return f"step {beat.step}, {beat.phase}{done}: {facts.without_s:.0f} s of at most {beat.limit_s or 0:.0f} s"
+    return (
+        f"step {beat.step}, {beat.phase}{done}: {facts.without_s:.0f} s of at most"
+        f" {beat.limit_s or 0:.0f} s"
+    )
 
 
 def _row(process: ProcessFacts) -> str:
@@ -92,7 +104,8 @@ def place(run_dir: Path, beat: Beat) -> Path:
 
 
 def write(facts: Facts, shown: str, flights: Path | None, wanted: Path) -> Path:
-    """Writes it, and gives where it is: `wanted`, or where that cannot be written a temporary folder of this node.
+    """Writes it, and gives where it is: `wanted`, or where that cannot be written a temporary
+    folder of this node.
 
     Args:
         shown: the screen.
@@ -142,12 +155,19 @@ def fill(folder: Path, facts: Facts, shown: str, flights: Path | None) -> None:
 
 def stacks_of(process: ProcessFacts) -> str:
     """All threads of a process, for people."""
-    lines = [f"{process.role}, process {process.pid} on {process.node}, state {process.state}: {process.command}"]
+    lines = [
+        f"{process.role}, process {process.pid} on {process.node}, state {process.state}:"
+        f" {process.command}"
+    ]
     if process.stuck:
         lines.append(f"waits in {process.stuck} of {process.path} ({process.file_system})")
     lines += [f"kernel: {process.waits_in}"] if process.waits_in else []
     lines += [process.said] if process.said else []
     for thread in process.threads:
-        lines += ["", f"thread {thread.name}" + (", which has the interpreter" if thread.holds_interpreter else "")]
+        lines += [
+            "",
+            f"thread {thread.name}"
+            + (", which has the interpreter" if thread.holds_interpreter else ""),
+        ]
         lines += [f"    {frame}" for frame in thread.frames]
     return "\n".join(lines) + "\n"

@@ -1,6 +1,8 @@
-"""Starts the watcher of a run or of `eval`, puts down the beats of its driver, and ends it with the run.
+"""Starts the watcher of a run or of `eval`, puts down the beats of its driver, and ends it with the
+run.
 
-The beats are what a run reports to its sinks anyway, with the limit of each phase. Workers are told where theirs go.
+The beats are what a run reports to its sinks anyway, with the limit of each phase. Workers are told
+where theirs go.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ class DriverBeats(Sink):
         clock: that the watcher reads too.
     """
 
-    def __init__(self, folder: Path, rule: HangsConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, folder: Path, rule: HangsConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._file, self._rule, self._clock = beat_file(folder, DRIVER), rule, clock
         self._taken: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
         self._steps: deque[float] = deque(maxlen=KEPT)
@@ -126,14 +130,16 @@ class DriverBeats(Sink):
             self._put(done=done, total=total)
 
     def progress_here(self) -> None:
-        """The phase gets on in this process, where the ranks are in it too: a micro-batch is done."""
+        """The phase gets on in this process, where the ranks are in it too: a micro-batch is
+        done."""
         now = self._clock()
         if now - self._phases[-1].moved >= PROGRESS_S:
             self._phases[-1].moved = now
             self._put()
 
     def last_phase(self, name: str) -> None:
-        """The run's end begins, which is part of no step: its export, or that everything is closed."""
+        """The run's end begins, which is part of no step: its export, or that everything is
+        closed."""
         self._phases = [self._new(name)]
         self._put(done=0, total=0)
 
@@ -165,7 +171,14 @@ class BlackBox:
         UserError: the watcher cannot be started.
     """
 
-    def __init__(self, config: Config, run_dir: Path, ports: Sequence[int] | None, *, supervised: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        ports: Sequence[int] | None,
+        *,
+        supervised: bool = False,
+    ) -> None:
         where = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
         forget_left(where)
         self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=where))
@@ -206,7 +219,11 @@ class BlackBox:
                 if port := (self._folder / LISTENING).read_text():
                     return port
             time.sleep(0.02)
-        raise UserError("the watcher of the run does not start", where="faults.hangs.enabled", fix="set it to false")
+        raise UserError(
+            "the watcher of the run does not start",
+            where="faults.hangs.enabled",
+            fix="set it to false",
+        )
 
     def close(self) -> None:
         """Ends the watcher."""
@@ -224,8 +241,9 @@ class BlackBox:
 
 
 def forget_left(where: Path) -> None:
-    """Removes the folders of watchers that were killed, with their machine's memory for instance: what they left would
-    stay until the machine is started anew. Their locks say which, whoever's namespace they are in."""
+    """Removes the folders of watchers that were killed, with their machine's memory for instance:
+    what they left would stay until the machine is started anew. Their locks say which, whoever's
+    namespace they are in."""
     for folder in where.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), (folder / LOCK).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -246,8 +264,8 @@ def carried(host: str) -> dict[str, str]:
 
 
 def beats_here(role: str, node: str) -> CallBeats:
-    """The beats of a worker, which knows from its environment whether somebody watches; of a joined cluster it sees to
-    its node's agent too.
+    """The beats of a worker, which knows from its environment whether somebody watches; of a joined
+    cluster it sees to its node's agent too.
 
     Args:
         node: Ray's id of it.
@@ -269,8 +287,8 @@ def beats_here(role: str, node: str) -> CallBeats:
 
 
 class Watched:
-    """The phases of this process, and what is done in them; told to nobody where faults.hangs.enabled is false. Closing
-    twice is allowed.
+    """The phases of this process, and what is done in them; told to nobody where
+    faults.hangs.enabled is false. Closing twice is allowed.
 
     Args:
         folder: for heartbeat.json and bundles.
@@ -281,7 +299,9 @@ class Watched:
         UserError: the watcher cannot be started.
     """
 
-    def __init__(self, config: Config, folder: Path, step: int, ports: Sequence[int] | None) -> None:
+    def __init__(
+        self, config: Config, folder: Path, step: int, ports: Sequence[int] | None
+    ) -> None:
         self._box: BlackBox | None = None
         if config.faults.hangs.enabled:
             self._box = BlackBox(config, folder, ports)

@@ -1,4 +1,5 @@
-"""Records of a run that does not get on. They travel as JSON, from node to node and into the bundle."""
+"""Records of a run that does not get on. They travel as JSON, from node to node and into the
+bundle."""
 
 from __future__ import annotations
 
@@ -49,12 +50,14 @@ class ProcessFacts:
 
     Args:
         node: its host, and where several of Ray's nodes are on one, which.
-        role: see Beat, or `verifier`, `raylet`, `gcs_server`, `server of rollout engine 0`, `child of driver`.
+        role: see Beat, or `verifier`, `raylet`, `gcs_server`, `server of rollout engine 0`, `child
+            of driver`.
         state: see proc_files.Status; X: it has ended.
         phase, since: of its beat; since seconds before the look. None: it writes none.
         busy: share of a CPU that it used while it was looked at.
         asleep: it was in the state D at both looks.
-        stuck: the system call and the file that it waited in, the same one at both looks; "" where it did not.
+        stuck: the system call and the file that it waited in, the same one at both looks; "" where
+            it did not.
         file_system: on which that file lies, its kind and place.
         waits_in: the kernel's function.
         said: what could not be had of it, in words.
@@ -117,7 +120,8 @@ class RequestFacts:
 
 @dataclass(frozen=True)
 class ReplicaFacts:
-    """An engine as the driver sees it: its state (docs/fleet.md), how many requests it has, and the oldest of them."""
+    """An engine as the driver sees it: its state (docs/fleet.md), how many requests it has, and the
+    oldest of them."""
 
     number: int
     state: str
@@ -127,7 +131,8 @@ class ReplicaFacts:
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """A server that the run uses and has not started. answer: what became of a question, "" where it was answered."""
+    """A server that the run uses and has not started. answer: what became of a question, "" where
+    it was answered."""
 
     engine: int
     url: str

@@ -2,12 +2,13 @@
 
 Bounded in time: what a process does not let us see is left out and said.
 
-Stacks of Python processes are taken from outside by py-spy (github.com/benfred/py-spy), which reads their memory: a
-process that is stopped, or whose interpreter is held, cannot say where it is.
+Stacks of Python processes are taken from outside by py-spy (github.com/benfred/py-spy), which reads
+their memory: a process that is stopped, or whose interpreter is held, cannot say where it is.
 
-NCCL's flight recorder knows which collectives each rank has begun and ended. torch's ProcessGroupNCCL keeps the newest
-TORCH_FR_BUFFER_SIZE of them, and dumps them to the file TORCH_FR_DUMP_TEMP_FILE + rank when something is written to the
-pipe TORCH_NCCL_DEBUG_INFO_PIPE_FILE + rank + ".pipe", which a thread of its own reads (docs.pytorch.org:
+NCCL's flight recorder knows which collectives each rank has begun and ended. torch's
+ProcessGroupNCCL keeps the newest TORCH_FR_BUFFER_SIZE of them, and dumps them to the file
+TORCH_FR_DUMP_TEMP_FILE + rank when something is written to the pipe TORCH_NCCL_DEBUG_INFO_PIPE_FILE
++ rank + ".pipe", which a thread of its own reads (docs.pytorch.org:
 torch_nccl_environment_variables). Of gloo there is no such record.
 """
 
@@ -28,16 +29,26 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stare.hangs import proc_files
-from megatron_stare.hangs.hang_facts import NODE_PARTS, SERVER, VERIFIER, WRITER, Frame, ProcessFacts, Thread
+from megatron_stare.hangs.hang_facts import (
+    NODE_PARTS,
+    SERVER,
+    VERIFIER,
+    WRITER,
+    Frame,
+    ProcessFacts,
+    Thread,
+)
 from megatron_stare.run_dir.heartbeat import DRIVER, Beat, beats_of
 
 PAUSING_S, READING_S = 8.0, 6.0  # until a look by py-spy is given up
-OTHERS = ("/lib/python", "/site-packages/", "/dist-packages/", "<")  # on the path of what somebody else wrote
+# on the path of what somebody else wrote
+OTHERS = ("/lib/python", "/site-packages/", "/dist-packages/", "<")
 OURS = "/megatron_stare/"
 PAUSED = ("T", "t", "D")  # asked to pause, one of these would never say that it has
 RECORDED = "2000"  # collectives that NCCL's flight recorder keeps
 PIPES, DUMPS = "nccl_pipe_", "nccl_trace_rank_"
-DUMP_S, LOOK_S = 10.0, 0.25  # that ranks are given to write theirs; they look at the pipe once a second
+# that ranks are given to write theirs; they look at the pipe once a second
+DUMP_S, LOOK_S = 10.0, 0.25
 BETWEEN_LOOKS_S = 1.5  # of `look`; what waits in the same call twice, waits
 LIMIT_S = 30.0  # of all of `look`
 AT_ONCE = 4  # stacks that are taken, each some tenths of a second of a CPU
@@ -51,9 +62,11 @@ def program() -> str | None:
 
 
 def take_stacks(pid: int, state: str, stuck: bool = False) -> tuple[list[Thread], str]:
-    """The threads of a process, and in words what could not be had of them, "" where nothing is missing.
+    """The threads of a process, and in words what could not be had of them, "" where nothing is
+    missing.
 
-    The process is paused for the look, some milliseconds; one that cannot be paused, or not by us, is read as it runs.
+    The process is paused for the look, some milliseconds; one that cannot be paused, or not by us,
+    is read as it runs.
 
     Args:
         stuck: it waits for a file system, and would not pause.
@@ -62,7 +75,11 @@ def take_stacks(pid: int, state: str, stuck: bool = False) -> tuple[list[Thread]
     if spy is None:
         return [], "py-spy is not installed"
     said = ""
-    for flags, limit in (((), PAUSING_S), (("--nonblocking",), READING_S), (("--nonblocking",), READING_S)):
+    for flags, limit in (
+        ((), PAUSING_S),
+        (("--nonblocking",), READING_S),
+        (("--nonblocking",), READING_S),
+    ):
         if not flags and (stuck or state in PAUSED):
             continue
         try:
@@ -80,8 +97,18 @@ def take_stacks(pid: int, state: str, stuck: bool = False) -> tuple[list[Thread]
         except (ValueError, LookupError, TypeError):
             threads = []
         if threads:
-            return threads, "read while it ran, and may be of two moments" if flags and not stuck and said else ""
-        said = done.stderr.decode(errors="replace").strip().partition("\n")[0] or "py-spy found no thread"
+            return (
+                threads,
+                (
+                    "read while it ran, and may be of two moments"
+                    if flags and not stuck and said
+                    else ""
+                ),
+            )
+        said = (
+            done.stderr.decode(errors="replace").strip().partition("\n")[0]
+            or "py-spy found no thread"
+        )
     return [], f"no stack: {said}"
 
 
@@ -95,7 +122,12 @@ def parsed_stacks(content: bytes) -> list[Thread]:
         Thread(
             str(each["thread_name"] or each["thread_id"]),
             tuple(
-                Frame(f["name"], f["short_filename"] or f["filename"], int(f["line"]), _own(f["filename"]))
+                Frame(
+                    f["name"],
+                    f["short_filename"] or f["filename"],
+                    int(f["line"]),
+                    _own(f["filename"]),
+                )
                 for f in each["frames"]
             ),
             bool(each["owns_gil"]),
@@ -109,7 +141,8 @@ def _own(file: str) -> bool:
 
 
 def flight_environment(folder: Path) -> dict[str, str]:
-    """Gives the environment variables of ranks with NCCL's collectives, without which `dump_flights` finds nothing.
+    """Gives the environment variables of ranks with NCCL's collectives, without which
+    `dump_flights` finds nothing.
 
     Recording costs some MB, and no measurable time.
     """
@@ -121,7 +154,8 @@ def flight_environment(folder: Path) -> dict[str, str]:
 
 
 def dump_flights(folder: Path) -> tuple[dict[str, bytes], str]:
-    """Has the ranks of this node dump what NCCL recorded: by file name, and in words what there is."""
+    """Has the ranks of this node dump what NCCL recorded: by file name, and in words what there
+    is."""
     pipes = sorted(folder.glob(f"{PIPES}*.pipe"))
     if not pipes:
         return {}, "NCCL's flight recorder: no rank here has one (their collectives are gloo's)"
@@ -136,12 +170,18 @@ def dump_flights(folder: Path) -> tuple[dict[str, bytes], str]:
     while time.monotonic() < deadline and len(dumps) < len(pipes):
         time.sleep(LOOK_S)
         dumps = [file for file in folder.glob(f"{DUMPS}*") if file.stat().st_mtime >= begun]
-    return {file.name: file.read_bytes() for file in dumps}, (
-        f"NCCL's flight recorder: {len(dumps)} of {len(pipes)} ranks have written theirs (folder nccl)"
+    return (
+        {file.name: file.read_bytes() for file in dumps},
+        (
+            f"NCCL's flight recorder: {len(dumps)} of {len(pipes)} ranks have written theirs"
+            " (folder nccl)"
+        ),
     )
 
 
-def look(folder: Path, driver: int | None, leave_out: Sequence[int] = (), node: str = "") -> list[dict[str, Any]]:
+def look(
+    folder: Path, driver: int | None, leave_out: Sequence[int] = (), node: str = ""
+) -> list[dict[str, Any]]:
     """The run's processes here, as ProcessFacts in JSON. Takes LIMIT_S at most.
 
     Args:
@@ -150,24 +190,34 @@ def look(folder: Path, driver: int | None, leave_out: Sequence[int] = (), node: 
         leave_out: trees of processes that are not the run's own: whoever looks.
     """
     deadline = time.monotonic() + LIMIT_S
-    beats = {beat.pid: beat for beat in beats_of(folder) if beat.role != DRIVER or driver is not None}
+    beats = {
+        beat.pid: beat for beat in beats_of(folder) if beat.role != DRIVER or driver is not None
+    }
     every = proc_files.everything()
     roots = {pid for pid in (driver, *beats) if pid is not None}
     mine = proc_files.below(roots, every) - proc_files.below(leave_out, every)
-    # Ray's part of the node, which objects go through; of a joined cluster it has started other runs' workers too
-    mine |= {every[pid].parent for pid in beats if pid in every and _is_ray(every.get(every[pid].parent))}
+    # Ray's part of the node, which objects go through; of a joined cluster it has started other
+    # runs' workers too
+    mine |= {
+        every[pid].parent for pid in beats if pid in every and _is_ray(every.get(every[pid].parent))
+    }
     calls = {pid: proc_files.system_call(pid) for pid in mine}
     time.sleep(BETWEEN_LOOKS_S)
     looks = [_Look(every[pid], calls[pid], beats, every, node or here()) for pid in sorted(mine)]
     gate = threading.Semaphore(AT_ONCE)
-    threads = [threading.Thread(target=each.run, args=(gate, deadline), daemon=True) for each in looks]
+    threads = [
+        threading.Thread(target=each.run, args=(gate, deadline), daemon=True) for each in looks
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     found = [dict(each.found) for each in looks if each.found["role"]]
     found += [_ended(beat, node or here()) for pid, beat in beats.items() if pid not in every]
-    return [dataclasses.asdict(ProcessFacts.of({**each, "threads": each.get("threads", ())})) for each in found]
+    return [
+        dataclasses.asdict(ProcessFacts.of({**each, "threads": each.get("threads", ())}))
+        for each in found
+    ]
 
 
 def here() -> str:
@@ -181,11 +231,19 @@ def _is_ray(process: proc_files.Status | None) -> bool:
 
 def _ended(beat: Beat, node: str) -> dict[str, Any]:
     since = time.time() - beat.since
-    return {"node": node, "pid": beat.pid, "role": beat.role, "state": "X", "phase": beat.phase, "since": since}
+    return {
+        "node": node,
+        "pid": beat.pid,
+        "role": beat.role,
+        "state": "X",
+        "phase": beat.phase,
+        "since": since,
+    }
 
 
 class _Look:
-    """At one process. `found` fills as it goes on: where a call does not come back, what came before it is kept."""
+    """At one process. `found` fills as it goes on: where a call does not come back, what came
+    before it is kept."""
 
     def __init__(
         self,
@@ -198,7 +256,13 @@ class _Look:
         self._before, self._call, self._at = before, call, time.monotonic() - BETWEEN_LOOKS_S
         pid, beat = before.pid, beats.get(before.pid)
         self.found: dict[str, Any] = {
-            **{"node": node, "pid": pid, "name": before.name, "parent": before.parent, "state": before.state},
+            **{
+                "node": node,
+                "pid": pid,
+                "name": before.name,
+                "parent": before.parent,
+                "state": before.state,
+            },
             **{"rss_bytes": before.rss_bytes, "role": _role(before, beats, every)},
         }
         if beat is not None:
@@ -221,7 +285,9 @@ class _Look:
         if call and call == self._call:  # arguments and stack pointer too
             stuck = proc_files.stuck_at(pid, call)
             if stuck is not None:
-                found.update(stuck=stuck[0], path=stuck[1], file_system=proc_files.mounted(stuck[1]))
+                found.update(
+                    stuck=stuck[0], path=stuck[1], file_system=proc_files.mounted(stuck[1])
+                )
         sleeping = proc_files.sleeping_threads(pid)
         found["said"] = ", ".join(["asleep in the kernel: " + each for each in sleeping])
         words = proc_files.command(pid)
@@ -239,10 +305,14 @@ class _Look:
 
 def _of_ray_itself(words: Sequence[str], found: dict[str, Any]) -> bool:
     """Its log monitor, its agents, and workers that nothing was asked of."""
-    return "phase" not in found and any("/ray/" in word or word.startswith("ray::IDLE") for word in words)
+    return "phase" not in found and any(
+        "/ray/" in word or word.startswith("ray::IDLE") for word in words
+    )
 
 
-def _role(process: proc_files.Status, beats: dict[int, Beat], every: dict[int, proc_files.Status]) -> str:
+def _role(
+    process: proc_files.Status, beats: dict[int, Beat], every: dict[int, proc_files.Status]
+) -> str:
     """Role of a process in the run, by itself or by whoever started it."""
     if process.pid in beats:
         return beats[process.pid].role

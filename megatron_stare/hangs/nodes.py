@@ -1,11 +1,12 @@
 """Connects the watcher with the other nodes of a Ray cluster: agents there, and a line to each.
 
-The agent is a process: `python -m megatron_stare.hangs.nodes FOLDER NODE`. The first worker of the run on a node starts
-it, apart from itself, so that it outlives whatever becomes of that one. It calls the watcher, looks at the run's
-processes here when it is asked to, and ends with the watcher.
+The agent is a process: `python -m megatron_stare.hangs.nodes FOLDER NODE`. The first worker of the
+run on a node starts it, apart from itself, so that it outlives whatever becomes of that one. It
+calls the watcher, looks at the run's processes here when it is asked to, and ends with the watcher.
 
-On a line goes one JSON object a line, each way. The first thing that an agent says is the run's token, drawn by its
-driver, and who does not know it is sent away. What comes is data: numbers and texts that are shown.
+On a line goes one JSON object a line, each way. The first thing that an agent says is the run's
+token, drawn by its driver, and who does not know it is sent away. What comes is data: numbers and
+texts that are shown.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ ANSWER_S = LIMIT_S + 15.0  # stacks, and NCCL's dumps beside them
 LONGEST_LINE = 2**28
 TELL_S = 2.0  # between two looks of an agent at whether a rank of its node has got on
 CALL_S = 20.0  # until the watcher must have answered a call
-TOKEN, WATCHER = "MEGATRON_STARE_WATCHER_TOKEN", "MEGATRON_STARE_WATCHER"  # environment variables of workers
+# environment variables of workers
+TOKEN, WATCHER = "MEGATRON_STARE_WATCHER_TOKEN", "MEGATRON_STARE_WATCHER"
 
 
 class Nodes:
@@ -52,7 +54,8 @@ class Nodes:
         self._token = token
         self._lines: dict[str, socket.socket] = {}
         self._answers: dict[str, Any] = {}
-        self.moved: float | None = None  # when a rank of any node last got on, seconds of this node's CLOCK_MONOTONIC
+        # when a rank of any node last got on, seconds of this node's CLOCK_MONOTONIC
+        self.moved: float | None = None
         self._changed = threading.Condition()
         self._listener = socket.create_server(("", free_port("0.0.0.0", ports) if ports else 0))
         (folder / LISTENING).write_text(str(self._listener.getsockname()[1]))
@@ -67,7 +70,11 @@ class Nodes:
     def _serve(self, line: socket.socket) -> None:
         """Takes what an agent says, until it is gone."""
         node = ""
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError), line, line.makefile("rb") as said:
+        with (
+            contextlib.suppress(OSError, ValueError, LookupError, TypeError),
+            line,
+            line.makefile("rb") as said,
+        ):
             line.settimeout(HELLO_S)
             hello = json.loads(said.readline(4096))
             if not hmac.compare_digest(str(hello["token"]), self._token):
@@ -96,19 +103,25 @@ class Nodes:
             self._changed.notify_all()
 
     def ask(self) -> Callable[[], tuple[list[dict[str, Any]], dict[str, str]]]:
-        """Asks every node for its part. What it gives waits for them, ANSWER_S at most: the answers, and why there is
-        none of some."""
+        """Asks every node for its part. What it gives waits for them, ANSWER_S at most: the
+        answers, and why there is none of some."""
         deadline = time.monotonic() + ANSWER_S
         with self._changed:
             nodes = dict(self._lines)
-            self._answers = {node: old for node, old in self._answers.items() if isinstance(old, str)}
+            self._answers = {
+                node: old for node, old in self._answers.items() if isinstance(old, str)
+            }
         for node, line in nodes.items():
             self._send(node, line, {"look": True})
 
         def answers() -> tuple[list[dict[str, Any]], dict[str, str]]:
             with self._changed:
-                self._changed.wait_for(lambda: nodes.keys() <= self._answers.keys(), deadline - time.monotonic())
-                told = {node: self._answers.get(node, f"nothing in {ANSWER_S:.0f} s") for node in nodes}
+                self._changed.wait_for(
+                    lambda: nodes.keys() <= self._answers.keys(), deadline - time.monotonic()
+                )
+                told = {
+                    node: self._answers.get(node, f"nothing in {ANSWER_S:.0f} s") for node in nodes
+                }
             return (
                 [answer for answer in told.values() if not isinstance(answer, str)],
                 {node: why for node, why in told.items() if isinstance(why, str)},
@@ -144,10 +157,12 @@ def ensure(folder: Path, node: str) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     with (folder / LOCK).open("a") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the agent inherits it, and holds it as long as it lives
+            # the agent inherits it, and holds it as long as it lives
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return
-        # through another process, which ends at once: a worker takes its children with it when it ends
+        # through another process, which ends at once: a worker takes its children with it when it
+        # ends
         subprocess.run(
             [sys.executable, "-c", _APART, sys.executable, "-m", __name__, str(folder), node],
             pass_fds=(lock.fileno(),),
@@ -158,18 +173,22 @@ def ensure(folder: Path, node: str) -> None:
         )
 
 
-_APART = "import os, sys; os.fork() and os._exit(0); os.setsid(); os.execv(sys.argv[1], sys.argv[1:])"
+_APART = (
+    "import os, sys; os.fork() and os._exit(0); os.setsid(); os.execv(sys.argv[1], sys.argv[1:])"
+)
 
 
 def serve(folder: Path, node: str, address: str, token: str) -> None:
-    """Answers the watcher until it is gone, and tells it when a rank of this node gets on. Raises OSError where it
-    cannot be reached."""
+    """Answers the watcher until it is gone, and tells it when a rank of this node gets on. Raises
+    OSError where it cannot be reached."""
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), CALL_S) as line, line.makefile("rb") as said:
         line.settimeout(None)
         line.sendall(json.dumps({"token": token, "node": node}).encode() + b"\n")
         sending, gone = threading.Lock(), threading.Event()
-        threading.Thread(target=_tell_progress, args=(folder, line, sending, gone), daemon=True).start()
+        threading.Thread(
+            target=_tell_progress, args=(folder, line, sending, gone), daemon=True
+        ).start()
         while content := said.readline():
             order = json.loads(content)
             if "kill" in order:
@@ -177,14 +196,20 @@ def serve(folder: Path, node: str, address: str, token: str) -> None:
                 continue
             dumps, _ = node_facts.dump_flights(folder)
             processes = node_facts.look(folder, None, leave_out=[os.getpid()], node=node)
-            answer = {"processes": processes, "dumps": {name: part.hex() for name, part in dumps.items()}}
+            answer = {
+                "processes": processes,
+                "dumps": {name: part.hex() for name, part in dumps.items()},
+            }
             with sending:
                 line.sendall(json.dumps(answer).encode() + b"\n")
         gone.set()
 
 
-def _tell_progress(folder: Path, line: socket.socket, sending: threading.Lock, gone: threading.Event) -> None:
-    """Tells how long ago a rank of this node last got on, whenever one has: the nodes' clocks have no common zero."""
+def _tell_progress(
+    folder: Path, line: socket.socket, sending: threading.Lock, gone: threading.Event
+) -> None:
+    """Tells how long ago a rank of this node last got on, whenever one has: the nodes' clocks have
+    no common zero."""
     told: float | None = None
     with contextlib.suppress(OSError):  # the watcher is gone
         while not gone.wait(TELL_S):

@@ -1,7 +1,9 @@
-"""Facts about a process from Linux's /proc (proc(5)), by files that no process can hold up, whatever its state.
+"""Facts about a process from Linux's /proc (proc(5)), by files that no process can hold up,
+whatever its state.
 
-/proc/PID/cmdline, /proc/PID/mem and /proc/PID/smaps_rollup take the lock of its memory, which a page that a dead file
-system owes may hold: whoever calls `command`, `pss_bytes` or `stuck_at` must be able to leave the thread that waits.
+/proc/PID/cmdline, /proc/PID/mem and /proc/PID/smaps_rollup take the lock of its memory, which a
+page that a dead file system owes may hold: whoever calls `command`, `pss_bytes` or `stuck_at` must
+be able to leave the thread that waits.
 """
 
 from __future__ import annotations
@@ -18,11 +20,14 @@ PROC = Path("/proc")
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 LONGEST_PATH = 4096
-# x86-64's numbers of calls that wait for a file system (asm/unistd_64.h), and which argument says what for
+# x86-64's numbers of calls that wait for a file system (asm/unistd_64.h), and which argument says
+# what for
 BY_PATH = {2: 0, 4: 0, 6: 0, 21: 0, 80: 0, 82: 0, 83: 0, 84: 0, 87: 0, 89: 0} | {
     257: 1, 258: 1, 262: 1, 263: 1, 264: 1, 269: 1, 316: 1, 332: 1, 439: 1
 }  # fmt: skip
-BY_FD = dict.fromkeys((0, 1, 3, 5, 17, 18, 19, 20, 40, 72, 73, 74, 75, 76, 77, 217, 285, 295, 296, 326), 0)
+BY_FD = dict.fromkeys(
+    (0, 1, 3, 5, 17, 18, 19, 20, 40, 72, 73, 74, 75, 76, 77, 217, 285, 295, 296, 326), 0
+)
 NAMES = {
     0: "read", 1: "write", 2: "open", 3: "close", 4: "stat", 5: "fstat", 6: "lstat", 17: "pread", 18: "pwrite",
     19: "readv", 20: "writev", 21: "access", 40: "sendfile", 72: "fcntl", 73: "flock", 74: "fsync", 75: "fdatasync",
@@ -38,8 +43,8 @@ class Status:
     """A process, or a thread.
 
     Args:
-        state: R running, S sleeping, D in a sleep that nothing ends but what it waits for, T stopped, t stopped by a
-            debugger, Z ended and not asked for, I idle in the kernel.
+        state: R running, S sleeping, D in a sleep that nothing ends but what it waits for, T
+            stopped, t stopped by a debugger, Z ended and not asked for, I idle in the kernel.
         cpu_s: seconds of a CPU that it has used.
         started: ticks after boot; with the pid it is a process's name.
     """
@@ -88,16 +93,16 @@ def below(roots: Iterable[int], processes: dict[int, Status]) -> set[int]:
 
 
 def kill(pid: int) -> None:
-    """Ends a process and all that it has started. A child that hangs itself would keep the sockets that it was forked
-    with, and whoever waits for its parent's end would not be told of it."""
+    """Ends a process and all that it has started. A child that hangs itself would keep the sockets
+    that it was forked with, and whoever waits for its parent's end would not be told of it."""
     for each in (pid, *below([pid], everything())):
         with contextlib.suppress(OSError):
             os.kill(each, signal.SIGKILL)
 
 
 def waited_for_cpu(pid: int) -> dict[int, float]:
-    """Seconds that each of its threads was ready to run and did not, since it began (schedstat); {} where the kernel
-    does not tell."""
+    """Seconds that each of its threads was ready to run and did not, since it began (schedstat); {}
+    where the kernel does not tell."""
     found = {}
     with contextlib.suppress(OSError):
         for thread in os.listdir(PROC / str(pid) / "task"):
@@ -116,8 +121,8 @@ def waits_in(pid: int) -> str:
 
 
 def system_call(pid: int) -> str:
-    """The system call that its main thread waits in, with arguments, as the kernel writes it; "" where it is told of
-    none. Needs the right to trace the process."""
+    """The system call that its main thread waits in, with arguments, as the kernel writes it; ""
+    where it is told of none. Needs the right to trace the process."""
     with contextlib.suppress(OSError):
         line = (PROC / str(pid) / "syscall").read_text().strip()
         return "" if line.startswith(("running", "-1")) else line
@@ -125,7 +130,8 @@ def system_call(pid: int) -> str:
 
 
 def sleeping_threads(pid: int) -> list[str]:
-    """Threads beside the main one that nothing but a device or file system can wake, and where they wait."""
+    """Threads beside the main one that nothing but a device or file system can wake, and where they
+    wait."""
     found = []
     with contextlib.suppress(OSError):
         for thread in (int(entry) for entry in os.listdir(PROC / str(pid) / "task")):
@@ -138,7 +144,13 @@ def sleeping_threads(pid: int) -> list[str]:
 def command(pid: int) -> list[str]:
     """Its command line."""
     with contextlib.suppress(OSError):
-        return (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+        return (
+            (PROC / str(pid) / "cmdline")
+            .read_bytes()
+            .decode(errors="replace")
+            .rstrip("\0")
+            .split("\0")
+        )
     return []
 
 
@@ -159,7 +171,8 @@ def runs_python(pid: int) -> bool:
 
 
 def stuck_at(pid: int, call: str) -> tuple[str, str] | None:
-    """The name of a system call that waits for a file, and the file; None where it waits for something else.
+    """The name of a system call that waits for a file, and the file; None where it waits for
+    something else.
 
     Args:
         call: see `system_call`.
@@ -173,7 +186,10 @@ def stuck_at(pid: int, call: str) -> tuple[str, str] | None:
             if path.startswith("/") and not path.startswith(("/dev/", "/proc/", "/memfd:")):
                 return NAMES[number], path
     if number in BY_PATH:
-        with contextlib.suppress(OSError, ValueError), (PROC / str(pid) / "mem").open("rb", buffering=0) as memory:
+        with (
+            contextlib.suppress(OSError, ValueError),
+            (PROC / str(pid) / "mem").open("rb", buffering=0) as memory,
+        ):
             memory.seek(arguments[BY_PATH[number]])
             path = memory.read(LONGEST_PATH).split(b"\0")[0].decode(errors="replace")
             return NAMES[number], path
@@ -181,7 +197,8 @@ def stuck_at(pid: int, call: str) -> tuple[str, str] | None:
 
 
 def mounted(path: str) -> str:
-    """The kind and place of the file system that an absolute path lies on, found without asking that file system."""
+    """The kind and place of the file system that an absolute path lies on, found without asking
+    that file system."""
     best, kind = "", ""
     with contextlib.suppress(OSError):
         for line in (PROC / "self/mountinfo").read_text().splitlines():

@@ -1,8 +1,8 @@
 """Verdict on who waits for whom, by rules over what was found. Pure: facts in, a sentence out.
 
-The rules go from what is certain to what is likely, and the first that holds decides: a process that is stopped, that
-has ended, or that waits for a file; a node or server that does not answer; a rank that others wait for in a
-collective; a verifier; an engine; a rank; the driver.
+The rules go from what is certain to what is likely, and the first that holds decides: a process
+that is stopped, that has ended, or that waits for a file; a node or server that does not answer; a
+rank that others wait for in a collective; a verifier; an engine; a rank; the driver.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from megatron_stare.process.interruption import DRIVER as DRIVER_THREAD
 from megatron_stare.run_dir.heartbeat import DRIVER, IDLE, RANK
 
 ENGINE = "rollout engine "
-COLLECTIVES = "torch/distributed/distributed_c10d.py"  # and what Megatron's pipeline stages send each other:
+# and what Megatron's pipeline stages send each other:
+COLLECTIVES = "torch/distributed/distributed_c10d.py"
 STAGES = "pipeline_parallel/p2p_communication.py"
 TO_SERVERS = ("send_weights", "send_own_weights")  # calls whose collectives are with servers too
 JUDGING = ("judge", "rewards/worker.py")  # on the stack of a verifier that is at an answer
@@ -65,10 +66,16 @@ def _stopped(facts: Facts) -> Verdict | None:
 
 def _ended(facts: Facts) -> Verdict | None:
     known = {f"{ENGINE}{replica.number}" for replica in facts.replicas if replica.state in LOST}
-    culprits = tuple(p for p in facts.processes if p.gone and p.phase is not None and p.role not in known)
+    culprits = tuple(
+        p for p in facts.processes if p.gone and p.phase is not None and p.role not in known
+    )
     if not culprits:
         return None
-    return Verdict("ended", _waited(facts, culprits, f"{_which(culprits)} gone: the process has ended"), culprits)
+    return Verdict(
+        "ended",
+        _waited(facts, culprits, f"{_which(culprits)} gone: the process has ended"),
+        culprits,
+    )
 
 
 def _waits_for_files(facts: Facts) -> Verdict | None:
@@ -77,7 +84,9 @@ def _waits_for_files(facts: Facts) -> Verdict | None:
         return None
     first = next((p for p in culprits if p.stuck), culprits[0])
     if first.stuck:
-        what = f"in {first.stuck} of {first.path}" + (f" ({first.file_system})" if first.file_system else "")
+        what = f"in {first.stuck} of {first.path}" + (
+            f" ({first.file_system})" if first.file_system else ""
+        )
     else:
         what = f"for a device or file system, in {first.waits_in or 'the kernel'}"
     verb = "waits" if len(culprits) == 1 else "wait"
@@ -108,13 +117,17 @@ def _collective(facts: Facts) -> Verdict | None:
         return None
     waiting = [p for p in ranks if p.role in inside]
     if any(p.phase in TO_SERVERS for p in waiting):
-        return Verdict("servers", f"{_named(waiting)} {_verb(waiting)} in {_met(inside)} for the engines' servers")
+        return Verdict(
+            "servers",
+            f"{_named(waiting)} {_verb(waiting)} in {_met(inside)} for the engines' servers",
+        )
     others = [p for p in ranks if p.role not in inside]
     missing = tuple([p for p in others if p.phase != IDLE] or others)
     if missing:
         where = "; ".join(sorted({_where(p) for p in missing}))
         said = (
-            f"{_named(waiting)} {_verb(waiting)} in {_met(inside)} for {_named(missing)}, which {_be(missing)} {where}"
+            f"{_named(waiting)} {_verb(waiting)} in {_met(inside)} for {_named(missing)}, which"
+            f" {_be(missing)} {where}"
         )
         return Verdict("collective", said, missing)
     if len(set(inside.values())) > 1:
@@ -123,20 +136,26 @@ def _collective(facts: Facts) -> Verdict | None:
             by[inside[p.role]].append(p)
         told = ", ".join(f"{_named(some)} in {met}" for met, some in by.items())
         return Verdict("collective", f"the ranks wait for each other in different calls: {told}")
-    return Verdict("network", f"all ranks wait for each other in {_met(inside)}: what they send does not arrive")
+    return Verdict(
+        "network",
+        f"all ranks wait for each other in {_met(inside)}: what they send does not arrive",
+    )
 
 
 def _at_work(facts: Facts) -> Verdict | None:
-    """A verifier, an engine or a rank that is at something, and else the driver, for whom all others wait."""
+    """A verifier, an engine or a rank that is at something, and else the driver, for whom all
+    others wait."""
     judging = tuple(p for p in facts.processes if p.role == VERIFIER and _judges(p))
     asked = [replica for replica in facts.replicas if replica.under_way]
     ages = [request.age_s for replica in asked for request in replica.oldest]
-    # an engine is only to blame for what it has had for most of that time; a verifier may be asked meanwhile
+    # an engine is only to blame for what it has had for most of that time; a verifier may be asked
+    # meanwhile
     old = max(ages, default=0.0) >= facts.without_s / 2
     if judging and not old:
         where = "; ".join(sorted({_where(p) for p in judging}))
         said = (
-            f"{_waiters(facts, judging)}{_count(judging, 'verifier')} (pid {_pids(judging)}), {_being(judging)} {where}"
+            f"{_waiters(facts, judging)}{_count(judging, 'verifier')} (pid {_pids(judging)}),"
+            f" {_being(judging)} {where}"
         )
         return Verdict("verifier", said, judging)
     busy = [p for p in facts.processes if p.phase not in (None, IDLE) and p.role != DRIVER]
@@ -146,8 +165,9 @@ def _at_work(facts: Facts) -> Verdict | None:
         engine = tuple(p for p in facts.processes if p.role == f"{ENGINE}{slow.number}")
         where = f", and is {_where(engine[0])}" if engine else ""
         said = (
-            f"{_waiters(facts, engine)}rollout engine {slow.number} ({slow.state}), which has {slow.under_way} "
-            f"requests, the oldest (prompt {oldest.prompt}, sample {oldest.sample}) for {oldest.age_s:.0f} s{where}"
+            f"{_waiters(facts, engine)}rollout engine {slow.number} ({slow.state}), which has"
+            f" {slow.under_way} requests, the oldest (prompt {oldest.prompt}, sample"
+            f" {oldest.sample}) for {oldest.age_s:.0f} s{where}"
         )
         if engine or not busy:
             return Verdict("engine", said, engine)
@@ -157,8 +177,14 @@ def _at_work(facts: Facts) -> Verdict | None:
         return Verdict("worker", said, (longest,))
     driver = tuple(p for p in facts.processes if p.role == DRIVER)
     if not driver:
-        return Verdict("unknown", "nothing is known of the driver: it does not let itself be looked at")
-    return Verdict("driver", f"all others are idle and wait for the driver, which is {_where(driver[0])}", driver)
+        return Verdict(
+            "unknown", "nothing is known of the driver: it does not let itself be looked at"
+        )
+    return Verdict(
+        "driver",
+        f"all others are idle and wait for the driver, which is {_where(driver[0])}",
+        driver,
+    )
 
 
 def collective(process: ProcessFacts) -> str | None:
@@ -168,7 +194,9 @@ def collective(process: ProcessFacts) -> str | None:
         if frame.file.endswith(COLLECTIVES) and not frame.name.startswith("_"):
             return frame.name
         if frame.file.endswith(STAGES):
-            named = [f.name for f in frames if f.file.endswith(STAGES) and not f.name.startswith("_")]
+            named = [
+                f.name for f in frames if f.file.endswith(STAGES) and not f.name.startswith("_")
+            ]
             return named[0] if named else frame.name
     return None
 
@@ -185,7 +213,8 @@ def _rank_of(thread: Thread) -> int:
     called = any(frame.name == "method" and frame.file.endswith(CALLED) for frame in thread.frames)
     if called:
         return 0
-    return 1 if thread.name == DRIVER_THREAD else 2 if thread.name == "MainThread" else 3  # which takes signals
+    # which takes signals
+    return 1 if thread.name == DRIVER_THREAD else 2 if thread.name == "MainThread" else 3
 
 
 def _where(process: ProcessFacts) -> str:
@@ -219,11 +248,16 @@ def _waiters(facts: Facts, culprits: Sequence[ProcessFacts]) -> str:
     inside = {
         p.role: (p, met)
         for p in facts.processes
-        if p.role.startswith(RANK) and (p.node, p.pid) not in blamed and (met := collective(p)) is not None
+        if p.role.startswith(RANK)
+        and (p.node, p.pid) not in blamed
+        and (met := collective(p)) is not None
     }
     if inside:
         waiting = [p for p, _ in inside.values()]
-        return f"{_named(waiting)} {_verb(waiting)} in {_met({r: met for r, (_, met) in inside.items()})} for "
+        return (
+            f"{_named(waiting)} {_verb(waiting)} in"
+            f" {_met({r: met for r, (_, met) in inside.items()})} for "
+        )
     if any(p.role == DRIVER for p in culprits):
         return "all wait for "
     return "the driver waits for "
@@ -240,7 +274,9 @@ def _named(processes: Sequence[ProcessFacts]) -> str:
 
 def _names(processes: Sequence[ProcessFacts]) -> Iterator[str]:
     for prefix, one, many in ((RANK, "rank", "ranks"), (ENGINE, "engine", "engines")):
-        numbers = sorted(int(p.role.removeprefix(prefix)) for p in processes if p.role.startswith(prefix))
+        numbers = sorted(
+            int(p.role.removeprefix(prefix)) for p in processes if p.role.startswith(prefix)
+        )
         if numbers:
             yield f"{one if len(numbers) == 1 else many} {', '.join(map(str, numbers))}"
     for p in processes:

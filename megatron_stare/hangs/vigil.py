@@ -1,7 +1,8 @@
 """Decides when a run hangs: the beats of its driver held against their limits.
 
-Time that its processes were given no CPU, because other programs had it, does not count. Ray starts its workers with a
-low priority (nice 15), so a few busy programs can make them a hundred times as slow.
+Time that its processes were given no CPU, because other programs had it, does not count. Ray starts
+its workers with a low priority (nice 15), so a few busy programs can make them a hundred times as
+slow.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from megatron_stare.hangs import proc_files
 from megatron_stare.run_dir.heartbeat import DRIVER, Beat, beats_of
 
 MOST = 20  # bundles of a run; one that is taken for hanging again and again has wrong limits
-STARVED = 9.0  # limits more that a run is given while it waits for a CPU: longer, and somebody should know
+# limits more that a run is given while it waits for a CPU: longer, and somebody should know
+STARVED = 9.0
 LATE = 2.0  # looks, after which the watcher itself was held up, and the run with it
 
 
@@ -30,12 +32,18 @@ class Vigil:
     _told: set[tuple[str, float]] = field(default_factory=set)
     _looked: float | None = None
     _moved: float = 0.0  # of the newest beat
-    held_s: float = 0.0  # that the watcher was held up since the run last got on: the machine slept, or was too busy
+    # that the watcher was held up since the run last got on: the machine slept, or was too busy
+    held_s: float = 0.0
     starved_s: float = 0.0  # that the run waited for a CPU since then
 
     def near(self, beat: Beat, now: float) -> bool:
-        """Says whether the run has been for half of its limit where it is: what it waits for begins to matter."""
-        return beat.limit_s is not None and beat.moved == self._moved and 2 * self.without_s(beat, now) > beat.limit_s
+        """Says whether the run has been for half of its limit where it is: what it waits for begins
+        to matter."""
+        return (
+            beat.limit_s is not None
+            and beat.moved == self._moved
+            and 2 * self.without_s(beat, now) > beat.limit_s
+        )
 
     def hangs(self, beat: Beat, now: float, starved_s: float = 0.0) -> bool:
         """Says whether the run hangs and this was not said yet of the phase that it is in.
@@ -70,13 +78,17 @@ class Starvation:
         self._waited: dict[int, dict[int, float]] = {}  # by process, of its threads
 
     def since(self, pids: Iterable[int]) -> float:
-        """Seconds since the last look that these processes waited for a CPU, each its thread that waited longest; 0 for
-        one that was not looked at then. A thread that sleeps until something comes does not wait for one."""
+        """Seconds since the last look that these processes waited for a CPU, each its thread that
+        waited longest; 0 for one that was not looked at then. A thread that sleeps until something
+        comes does not wait for one."""
         before, self._waited = self._waited, {pid: proc_files.waited_for_cpu(pid) for pid in pids}
         total = 0.0
         for pid, threads in self._waited.items():
             known = before.get(pid, {})
-            total += max((waited - known[thread] for thread, waited in threads.items() if thread in known), default=0.0)
+            total += max(
+                (waited - known[thread] for thread, waited in threads.items() if thread in known),
+                default=0.0,
+            )
         return total
 
     def forget(self) -> None:
@@ -85,8 +97,9 @@ class Starvation:
 
 
 def of_the_run(folder: Path) -> set[int]:
-    """The processes of this node that a phase may wait for: the driver, ranks and engines, and what these have started:
-    servers and writers. Those too that are in no call: one may be asked and not know it for want of a CPU.
+    """The processes of this node that a phase may wait for: the driver, ranks and engines, and what
+    these have started: servers and writers. Those too that are in no call: one may be asked and not
+    know it for want of a CPU.
 
     Args:
         folder: of this node's beats.

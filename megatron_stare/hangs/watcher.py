@@ -1,9 +1,11 @@
-"""The process beside a run that notices when it does not get on: `python -m megatron_stare.hangs.watcher FOLDER`.
+"""The process beside a run that notices when it does not get on: `python -m
+megatron_stare.hangs.watcher FOLDER`.
 
-Started by the driver (`driver_side.py`), ended by the end of its standard input, which comes however the driver ends.
-It reads the driver's beats, copies them into the run directory, and past a phase's limit collects what is known of all
-processes, says in one screen who waits for whom, and writes the bundle. It imports neither torch nor Ray, asks no
-process of the run for anything, and calls nothing that may wait for a file system but on a thread that it can leave.
+Started by the driver (`driver_side.py`), ended by the end of its standard input, which comes
+however the driver ends. It reads the driver's beats, copies them into the run directory, and past a
+phase's limit collects what is known of all processes, says in one screen who waits for whom, and
+writes the bundle. It imports neither torch nor Ray, asks no process of the run for anything, and
+calls nothing that may wait for a file system but on a thread that it can leave.
 """
 
 from __future__ import annotations
@@ -29,7 +31,13 @@ from urllib.parse import urlsplit
 
 from megatron_stare.hangs import bundle, node_facts, proc_files
 from megatron_stare.hangs.bundle import STATES, screen
-from megatron_stare.hangs.hang_facts import Facts, ProcessFacts, ReplicaFacts, RequestFacts, ServerFacts
+from megatron_stare.hangs.hang_facts import (
+    Facts,
+    ProcessFacts,
+    ReplicaFacts,
+    RequestFacts,
+    ServerFacts,
+)
 from megatron_stare.hangs.nodes import LOCK, Nodes
 from megatron_stare.hangs.verdict import Verdict, verdict
 from megatron_stare.hangs.vigil import Starvation, Vigil, of_the_run
@@ -80,7 +88,9 @@ class Watcher:
         self._settings, self._folder = settings, Path(settings.folder)
         self._run_dir = Path(settings.run_dir)
         self._vigil, self._starvation = Vigil(settings.tick_s), Starvation()
-        self._nodes = Nodes(settings.token, settings.ports, self._folder) if settings.token else None
+        self._nodes = (
+            Nodes(settings.token, settings.ports, self._folder) if settings.token else None
+        )
         self._copier = _Copier(self._run_dir / HEARTBEAT_FILE)
         self._copied = -COPY_S
         self._bundle = ""
@@ -101,8 +111,9 @@ class Watcher:
         self._copier.last()
 
     def _read(self) -> Beat | None:
-        """The driver's beat. It gets on where any rank does: the driver itself says nothing while it waits for a call
-        of theirs, and an update may take longer than a phase may go without a word."""
+        """The driver's beat. It gets on where any rank does: the driver itself says nothing while
+        it waits for a call of theirs, and an update may take longer than a phase may go without a
+        word."""
         beat = read_beat(beat_file(self._folder, DRIVER))
         if beat is None:
             return None
@@ -163,7 +174,11 @@ class Watcher:
         if others is not None:
             answers, missing = others()
             for answer in answers:
-                here += [each for each in answer["processes"] if each["pid"] not in {own["pid"] for own in here}]
+                here += [
+                    each
+                    for each in answer["processes"]
+                    if each["pid"] not in {own["pid"] for own in here}
+                ]
                 dumps |= {name: bytes.fromhex(content) for name, content in answer["dumps"].items()}
         for name, content in dumps.items():
             (flights / name).write_bytes(content)
@@ -178,8 +193,9 @@ class Watcher:
         )
 
     def _end(self, beat: Beat, found: Verdict) -> None:
-        """Kills who holds the run up; if that does not bring it on, the driver: asked first, then killed. One that has
-        a supervisor is killed at once, for a run that ends as it was asked to is not started again."""
+        """Kills who holds the run up; if that does not bring it on, the driver: asked first, then
+        killed. One that has a supervisor is killed at once, for a run that ends as it was asked to
+        is not started again."""
         names = ", ".join(f"{p.role} (pid {p.pid})" for p in found.culprits) or "nobody"
         say(f"faults.hangs.end_run: killing {names}")
         for process in found.culprits:
@@ -189,7 +205,9 @@ class Watcher:
                 proc_files.kill(process.pid)
             elif self._nodes is not None:
                 self._nodes.kill(process.node, process.pid)
-        signals = (signal.SIGKILL,) if self._settings.supervised else (signal.SIGTERM, signal.SIGKILL)
+        signals = (
+            (signal.SIGKILL,) if self._settings.supervised else (signal.SIGTERM, signal.SIGKILL)
+        )
         for number in signals:
             deadline = time.monotonic() + LET_GO_S
             if found.culprits and found.culprits[0].role == DRIVER and number == signals[0]:
@@ -200,7 +218,10 @@ class Watcher:
                 now = self._read()
                 if now is not None and now.moved != beat.moved:
                     return
-            say(f"faults.hangs.end_run: {number.name} to the driver, process {self._settings.driver}")
+            say(
+                f"faults.hangs.end_run: {number.name} to the driver, process"
+                f" {self._settings.driver}"
+            )
             with contextlib.suppress(OSError):
                 os.kill(self._settings.driver, number)
 
@@ -212,7 +233,8 @@ class Watcher:
 
 
 class _Copier:
-    """Writes beats into the run directory, on a thread: where its file system stalls, the newest waits alone."""
+    """Writes beats into the run directory, on a thread: where its file system stalls, the newest
+    waits alone."""
 
     def __init__(self, file: Path) -> None:
         self._file, self._next = file, threading.Event()
@@ -245,7 +267,8 @@ class _Copier:
 
 
 def asked(engine: int, url: str) -> ServerFacts:
-    """Asks a server whether it answers at all; a demand for a key, or another protocol, is an answer too."""
+    """Asks a server whether it answers at all; a demand for a key, or another protocol, is an
+    answer too."""
     where, answer = urlsplit(url), "cannot be reached"
     try:
         port = where.port or (443 if where.scheme == "https" else 80)
@@ -261,7 +284,8 @@ def asked(engine: int, url: str) -> ServerFacts:
 
 
 def read_requests(file: Path) -> tuple[ReplicaFacts, ...]:
-    """Replicas and their oldest requests, as the driver last wrote them; () where it has written nothing."""
+    """Replicas and their oldest requests, as the driver last wrote them; () where it has written
+    nothing."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         told: dict[str, Any] = json.loads(file.read_text())
         now = time.monotonic()
@@ -270,7 +294,10 @@ def read_requests(file: Path) -> tuple[ReplicaFacts, ...]:
                 each["number"],
                 each["state"],
                 each["under_way"],
-                tuple(RequestFacts(each["number"], p, s, now - given) for p, s, given in each["oldest"]),
+                tuple(
+                    RequestFacts(each["number"], p, s, now - given)
+                    for p, s, given in each["oldest"]
+                ),
             )
             for each in told["replicas"]
         )
@@ -296,7 +323,8 @@ def _left(call: Callable[[], None], limit_s: float) -> None:
 def main(folder: str) -> None:
     """Watches the run whose beats go to this folder."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # of a terminal or scheduler: the run's end is what ends this
+        # of a terminal or scheduler: the run's end is what ends this
+        signal.signal(number, signal.SIG_IGN)
     lock = (Path(folder) / LOCK).open("a")
     fcntl.flock(lock, fcntl.LOCK_EX)
     watcher = Watcher(Settings(**json.loads((Path(folder) / SETTINGS).read_text())))

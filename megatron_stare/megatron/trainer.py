@@ -1,7 +1,8 @@
-"""One rank of the trainer: a plain class that runners place in this process or in an actor of its own.
+"""One rank of the trainer: a plain class that runners place in this process or in an actor of its
+own.
 
-It builds what is trained, takes the calls of the driver, and saves and loads. What a step does with a rollout batch is
-in step.py; the weight stream hands the new weights to the engines.
+It builds what is trained, takes the calls of the driver, and saves and loads. What a step does with
+a rollout batch is in step.py; the weight stream hands the new weights to the engines.
 """
 
 from __future__ import annotations
@@ -30,7 +31,13 @@ from megatron_stare.megatron.export.device_send import DeviceSend
 from megatron_stare.megatron.export.export import HfExport, PolicyStream, export_hf
 from megatron_stare.megatron.export.stage_send import StageSend
 from megatron_stare.megatron.model import routing_replay
-from megatron_stare.megatron.model.head import Head, HeadChoice, choose_head, free_memory, largest_logits
+from megatron_stare.megatron.model.head import (
+    Head,
+    HeadChoice,
+    choose_head,
+    free_memory,
+    largest_logits,
+)
 from megatron_stare.megatron.model.model import build_policy, finish_gather
 from megatron_stare.megatron.optimizer.offload import PARTS, DeviceState
 from megatron_stare.megatron.optimizer.optimizer import build_optimizer
@@ -48,19 +55,26 @@ from megatron_stare.records.batch import MicroBatchPlan
 from megatron_stare.records.log_prob_difference import LogProbDifference
 from megatron_stare.records.rollout_batch import RankShare
 from megatron_stare.records.token_numbers import TokenNumbers
-from megatron_stare.weights.files.manifest import Sum, check_bytes, read_manifest, shares, tensors_of
+from megatron_stare.weights.files.manifest import (
+    Sum,
+    check_bytes,
+    read_manifest,
+    shares,
+    tensors_of,
+)
 from megatron_stare.weights.files.safetensors_file import Entry
 from megatron_stare.weights.sync.stream_plan import BucketLayout
 from megatron_stare.weights.sync.target import SyncTarget
 
 UNREPLAYED = (
-    "moe.routing_replay: off; in 16 bits engine and trainer choose other experts for some tokens, whose log-probs then "
-    "differ by more than rounding alone would make them"
+    "moe.routing_replay: off; in 16 bits engine and trainer choose other experts for some tokens,"
+    " whose log-probs then differ by more than rounding alone would make them"
 )
 
 
 class Trainer:
-    """A rank of the Megatron trainer. Raises UserError where this rank's device cannot do it, or the ranks not meet."""
+    """A rank of the Megatron trainer. Raises UserError where this rank's device cannot do it, or
+    the ranks not meet."""
 
     def __init__(self, run: ResolvedRun, rank: int, init_method: str) -> None:
         config, shape = run.config, run.shape
@@ -105,20 +119,24 @@ class Trainer:
             config.model.head_chunk_tokens,
         )
         self.policy = Policy(model, shape, layout, head, optimizer, scheduler, reference)
-        self.memory = DeviceState(model, optimizer, reference.model if reference is not None else ())
+        self.memory = DeviceState(
+            model, optimizer, reference.model if reference is not None else ()
+        )
         self._counts = RankMemory(self.memory)
         self._sequences = sequence_layout(config, layout)
         self.stream = PolicyStream(model, shape, layout, config.rollout.sync_bucket_mb * 2**20)
         self._stage_send: StageSend | None = None
         self._device_send: DeviceSend | None = None
-        self._prepared: StageSend | DeviceSend | None = None  # of the two, the one for the update under way
+        # of the two, the one for the update under way
+        self._prepared: StageSend | DeviceSend | None = None
         self._step: Step | None = None
         self._saver = checkpoint.Saver(layout, config.checkpoint.writers)
         self._saving: BackgroundSave | None = None
         self._export: HfExport | None = None
 
     def _choose_head(self, shape: ModelShape) -> HeadChoice:
-        """Chooses the head by the memory that model and optimizer leave, unless `model.head` names one.
+        """Chooses the head by the memory that model and optimizer leave, unless `model.head` names
+        one.
 
         All ranks make the same choice, and once: both passes must use the same head.
         """
@@ -131,7 +149,11 @@ class Trainer:
         """Decisions made here, one line each, for the person who started the run."""
         choice = self._head_choice
         notes = [f"model.head: {choice.mode}, because {choice.reason}"] if choice.reason else []
-        if self.policy.shape.experts and self.config.model.dtype != "float32" and not self.config.moe.routing_replay:
+        if (
+            self.policy.shape.experts
+            and self.config.model.dtype != "float32"
+            and not self.config.moe.routing_replay
+        ):
             notes.append(UNREPLAYED)
         return [*notes, f"optimizer: {adam_name(chain(self.policy.optimizer)[0].optimizer)}"]
 
@@ -151,9 +173,9 @@ class Trainer:
         return self.policy.layout.dp_rank
 
     def offload(self, parts: Collection[str] = PARTS) -> None:
-        """Moves parts of the policy (offload.py) to host memory; a call that needs one brings it back. All ranks must
-        call it, between any two calls: a checkpoint under way has its own copy, or its fork's view, of what it
-        writes."""
+        """Moves parts of the policy (offload.py) to host memory; a call that needs one brings it
+        back. All ranks must call it, between any two calls: a checkpoint under way has its own
+        copy, or its fork's view, of what it writes."""
         self.memory.offload(parts)
 
     def onload(self, parts: Collection[str] = PARTS) -> None:
@@ -168,7 +190,8 @@ class Trainer:
         return RankBatch(share, plan, self.data_rank(), device(), self._sequences)
 
     def compute_log_probs(self, share: RankShare, plan: MicroBatchPlan) -> None:
-        """The forward-only pass: log-prob and entropy of every response token under the current policy.
+        """The forward-only pass: log-prob and entropy of every response token under the current
+        policy.
 
         Raises:
             DataError: experts are to be replayed, and the batch does not name them.
@@ -177,16 +200,21 @@ class Trainer:
             raise DataError(
                 "the rollout batch does not name the experts of its tokens",
                 where="moe.routing_replay",
-                fix="an environment that makes its own Trajectory must pass on the last turn's `experts`",
+                fix=(
+                    "an environment that makes its own Trajectory must pass on the last turn's"
+                    " `experts`"
+                ),
             )
         self.onload(("parameters", "reference"))
         self._step = Step(self.config, self.method, self.policy, self._batch_of(share, plan))
         with self._counts.counting():
             self._step.compute_log_probs()
 
-    def compare(self, versions: Sequence[int], temperature: float | None = None) -> LogProbDifference | None:
-        """The engine's log-probs of the last batch with the trainer's: of the log-prob pass, or anew at a temperature.
-        All ranks must call it.
+    def compare(
+        self, versions: Sequence[int], temperature: float | None = None
+    ) -> LogProbDifference | None:
+        """The engine's log-probs of the last batch with the trainer's: of the log-prob pass, or
+        anew at a temperature. All ranks must call it.
 
         Args:
             versions: of the weights that sampled the whole batch.
@@ -198,13 +226,16 @@ class Trainer:
         here = measured.tokens.old_log_prob if measured is not None else None
         if temperature is not None:
             here = self._log_probs(batch, temperature)
-        found = self._differences(batch, [batch.share.rollout_log_probs[batch.held]], here, versions)
+        found = self._differences(
+            batch, [batch.share.rollout_log_probs[batch.held]], here, versions
+        )
         return found[0] if found else None
 
     def compare_with(
         self, share: RankShare, plan: MicroBatchPlan, engines: Tensor, temperature: float
     ) -> list[LogProbDifference] | None:
-        """Compares any batch at any temperature with several engines' log-probs [engines, whole batch]; see `compare`.
+        """Compares any batch at any temperature with several engines' log-probs [engines, whole
+        batch]; see `compare`.
 
         The log-probs are in canonical order. The last batch stays as it is.
         """
@@ -213,16 +244,24 @@ class Trainer:
         return self._differences(batch, [engine[batch.index] for engine in engines], log_prob, ())
 
     def _log_probs(self, batch: RankBatch, temperature: float) -> Tensor | None:
-        """[N] of the last stage, in a pass that all ranks must enter together; None on the others."""
+        """[N] of the last stage, in a pass that all ranks must enter together; None on the
+        others."""
         self.onload(("parameters",))
-        log_prob, *_ = compute_log_probs(self.policy.model, batch, replace(self.policy.head, temperature=temperature))
+        log_prob, *_ = compute_log_probs(
+            self.policy.model, batch, replace(self.policy.head, temperature=temperature)
+        )
         return log_prob if self.policy.layout.last_stage else None
 
     @torch.no_grad()
     def _differences(
-        self, batch: RankBatch, engines: Sequence[Tensor], trainer: Tensor | None, versions: Sequence[int]
+        self,
+        batch: RankBatch,
+        engines: Sequence[Tensor],
+        trainer: Tensor | None,
+        versions: Sequence[int],
     ) -> list[LogProbDifference] | None:
-        """Differences of every engine's log-probs [N] from the trainer's, on the reporting rank; None elsewhere."""
+        """Differences of every engine's log-probs [N] from the trainer's, on the reporting rank;
+        None elsewhere."""
         if trainer is None:
             return None
         parts = [Compared.of(batch, engine, trainer, versions) for engine in engines]
@@ -230,7 +269,8 @@ class Trainer:
         return found if self.policy.layout.is_reporting_rank else None
 
     def measure(self, state: dict[str, float]) -> None:
-        """The method's statistics over the rollout batch, and its state for this step, from that of the step before."""
+        """The method's statistics over the rollout batch, and its state for this step, from that of
+        the step before."""
         self.step.measure(state)
 
     def update(
@@ -243,26 +283,32 @@ class Trainer:
         """Forward, backward, clip, optimizer step on one mini-batch.
 
         Args:
-            number: of the update, from 0; mini-batches are taken in order, and in every epoch again.
-            dump_to: folder to write the first update's mini-batch, weights before, loss and gradients to, or None.
+            number: of the update, from 0; mini-batches are taken in order, and in every epoch
+                again.
+            dump_to: folder to write the first update's mini-batch, weights before, loss and
+                gradients to, or None.
             watched: samples of the whole batch whose tokens `token_numbers` is to be asked for.
             norm_limit: an update whose gradient norm before clipping is above it is not taken.
 
         Returns:
-            On the reporting rank the update's metrics, the first's with those of the rollout batch, and the method's
-            state for the next step; elsewhere None. No step was taken where `update/finite` among the metrics is
-            0, because loss or gradient was not finite, `update/empty` is 1, because no token had a loss,
-            `update/skipped` is 1, because the loss scale was too large, or `update/held`, because the norm was.
+            On the reporting rank the update's metrics, the first's with those of the rollout batch,
+            and the method's state for the next step; elsewhere None. No step was taken where
+            `update/finite` among the metrics is 0, because loss or gradient was not finite,
+            `update/empty` is 1, because no token had a loss, `update/skipped` is 1, because the
+            loss scale was too large, or `update/held`, because the norm was.
         """
         self.onload(("parameters", "gradients", "optimizer"))
         with self._counts.counting():
             return self.step.update(number, dump_to, watched, norm_limit)
 
     def not_finite(self) -> NotFinite:
-        """Finds the numbers on this rank that are not finite, after an update that was skipped because of them."""
+        """Finds the numbers on this rank that are not finite, after an update that was skipped
+        because of them."""
         measured = self.step.measured
         tokens = measured.tokens if measured is not None else None
-        return look(self.policy.model, self.policy.layout, self._own_gradients, tokens, self.step.lost)
+        return look(
+            self.policy.model, self.policy.layout, self._own_gradients, tokens, self.step.lost
+        )
 
     def log_probs(self) -> tuple[Tensor, Tensor] | None:
         """Canonical numbers and log-probs [N] of the last batch's response tokens here.
@@ -275,7 +321,8 @@ class Trainer:
         return measured.tokens.index.cpu(), measured.tokens.old_log_prob.detach().cpu()
 
     def token_numbers(self) -> list[TokenNumbers]:
-        """Numbers of watched samples' tokens from the last batch's updates; none where this rank reports none."""
+        """Numbers of watched samples' tokens from the last batch's updates; none where this rank
+        reports none."""
         return self.step.token_numbers()
 
     def refresh_reference(self) -> None:
@@ -287,7 +334,8 @@ class Trainer:
         self.policy.reference.refresh(self.policy.model)
 
     def export(self) -> dict[str, Tensor]:
-        """The whole policy by Hugging Face name on the first rank, nothing elsewhere; if one process can hold it."""
+        """The whole policy by Hugging Face name on the first rank, nothing elsewhere; if one
+        process can hold it."""
         self.onload(("parameters",))
         finish_gather(self.policy.model)
         return export_hf(self.policy.model, self.policy.shape, self.policy.layout)
@@ -297,7 +345,8 @@ class Trainer:
         return self.stream.layouts
 
     def begin_weight_stream(self, checksums: bool = True) -> None:
-        """Starts to stream the policy. All ranks must call it, then `next_bucket` once a bucket, then the end.
+        """Starts to stream the policy. All ranks must call it, then `next_bucket` once a bucket,
+        then the end.
 
         Args:
             checksums: compute those that the end gives, else they are "".
@@ -315,7 +364,8 @@ class Trainer:
         return self.stream.end()
 
     def prepare_weights(self, target: SyncTarget, prove: bool) -> None:
-        """Gathers the first bucket of this stage's weights, to be sent to the engines. All ranks must call it.
+        """Gathers the first bucket of this stage's weights, to be sent to the engines. All ranks
+        must call it.
 
         Args:
             prove: tell the engines what proves the values.
@@ -327,31 +377,37 @@ class Trainer:
         # each is made once engines are there that take weights so
         if target.shares_devices:
             if self._device_send is None:
-                self._device_send = DeviceSend(policy.model, policy.layout, policy.shape, bucket_bytes)
+                self._device_send = DeviceSend(
+                    policy.model, policy.layout, policy.shape, bucket_bytes
+                )
             self._prepared = self._device_send
         else:
             if self._stage_send is None:
-                self._stage_send = StageSend(policy.model, policy.layout, policy.shape, self.stream.plan, bucket_bytes)
+                self._stage_send = StageSend(
+                    policy.model, policy.layout, policy.shape, self.stream.plan, bucket_bytes
+                )
             self._prepared = self._stage_send
         self._prepared.prepare(target, prove)
 
     def send_weights(self, *after: Any) -> Any:
-        """Sends this stage's weights, or to engines on devices all of them. All ranks of the stage, or all
-        there are, must call it, after `prepare_weights`.
+        """Sends this stage's weights, or to engines on devices all of them. All ranks of the stage,
+        or all there are, must call it, after `prepare_weights`.
 
         Args:
-            after: what must have been done before: results of other workers' calls, which are not looked at.
+            after: what must have been done before: results of other workers' calls, which are not
+                looked at.
 
         Returns:
-            On the stage's first rank what the engines are told; elsewhere None. To engines on devices a list: of each
-            that this rank speaks to.
+            On the stage's first rank what the engines are told; elsewhere None. To engines on
+            devices a list: of each that this rank speaks to.
         """
         if self._prepared is None:
             raise _nothing_prepared()
         return self._prepared.send()
 
     def send_own_weights(self, *after: Any) -> Any:
-        """Sends the experts that this rank owns, where it has sent nothing yet. Args: after: see `send_weights`.
+        """Sends the experts that this rank owns, where it has sent nothing yet. Args: after: see
+        `send_weights`.
 
         Returns:
             What the engines are told; None where there are none.
@@ -366,8 +422,8 @@ class Trainer:
             self._stage_send.forget()
 
     def own_tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of the policy's tensors that this rank is to write, by Hugging Face name. All ranks must call
-        it."""
+        """Shape and dtype of the policy's tensors that this rank is to write, by Hugging Face name.
+        All ranks must call it."""
         self.onload(("parameters",))
         policy = self.policy
         finish_gather(policy.model)
@@ -388,15 +444,20 @@ class Trainer:
     @property
     def _moving_reference(self) -> list[nn.Module]:
         """The reference's chunks where they change, and so belong into checkpoints; else none."""
-        reference, moves = self.policy.reference, self.config.model.reference_refresh_every is not None
+        reference, moves = (
+            self.policy.reference,
+            self.config.model.reference_refresh_every is not None,
+        )
         return reference.model if reference is not None and moves else []
 
     def place(self) -> str:
-        """Device of this rank, releases of its libraries, and a digest of the code; see `computes_on`."""
+        """Device of this rank, releases of its libraries, and a digest of the code; see
+        `computes_on`."""
         return self._computes_on
 
     def prove(self, share: RankShare, plan: MicroBatchPlan) -> RankProof:
-        """Log-probs of a canary and sums of tensors, which show what this rank holds. All ranks must call it."""
+        """Log-probs of a canary and sums of tensors, which show what this rank holds. All ranks
+        must call it."""
         self.onload(("parameters", "optimizer", "reference"))
         policy, moving = self.policy, self._moving_reference
         finish_gather(policy.model)
@@ -408,8 +469,9 @@ class Trainer:
         return RankProof(log_probs if policy.layout.last_stage else {}, *state_sums(policy, moving))
 
     def save(self, folder: str) -> None:
-        """Begins to write this rank's part of a checkpoint into an existing, empty folder, and returns as soon as
-        training may go on. All ranks must call it, and `finish_save` before the next."""
+        """Begins to write this rank's part of a checkpoint into an existing, empty folder, and
+        returns as soon as training may go on. All ranks must call it, and `finish_save` before the
+        next."""
         self.onload(("parameters", "optimizer", "reference"))
         policy = self.policy
         finish_gather(policy.model)
@@ -418,7 +480,8 @@ class Trainer:
         )
 
     def saved(self) -> bool:
-        """Returns True once this rank's part is written or has failed; `finish_save` then waits for the others."""
+        """Returns True once this rank's part is written or has failed; `finish_save` then waits for
+        the others."""
         return self._saving is None or self._saving.written()
 
     def wait_saved(self) -> None:
@@ -439,8 +502,9 @@ class Trainer:
         return {} if saving is None else saving.finish()
 
     def verify(self, folder: str) -> None:
-        """Reads this rank's share of a checkpoint's tensor files. Raises DataError where one is not as it was written;
-        nothing is held against a checkpoint of an earlier release, which has no checksums."""
+        """Reads this rank's share of a checkpoint's tensor files. Raises DataError where one is not
+        as it was written; nothing is held against a checkpoint of an earlier release, which has no
+        checksums."""
         sums, layout = read_manifest(Path(folder)) or {}, self.policy.layout
         mine = shares(tensors_of(sums), layout.world)[layout.rank]
         check_bytes(Path(folder), mine, self.config.checkpoint.writers)
@@ -449,10 +513,18 @@ class Trainer:
         """Continues from a checkpoint folder. All ranks must call it."""
         self.onload()
         policy = self.policy
-        checkpoint.load(folder, policy.model, policy.optimizer, policy.scheduler, policy.layout, self._moving_reference)
+        checkpoint.load(
+            folder,
+            policy.model,
+            policy.optimizer,
+            policy.scheduler,
+            policy.layout,
+            self._moving_reference,
+        )
 
     def close(self) -> None:
-        """Drops a checkpoint that is not finished, and leaves the engines and the process groups."""
+        """Drops a checkpoint that is not finished, and leaves the engines and the process
+        groups."""
         if self._saving is not None:
             self._saving.drop()
         if self._stage_send is not None:

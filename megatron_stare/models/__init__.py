@@ -1,8 +1,9 @@
 """Model families, one file each, and the shape that a config.json gives one of them.
 
-A family is found by the `model_type` of config.json, as transformers finds its own. A file of this package that holds a
-`FAMILY` is one: nothing else names it. Installed packages bring others as entry points of the group PLUG_INS, named by
-their model_type; one is imported where a model needs it.
+A family is found by the `model_type` of config.json, as transformers finds its own. A file of this
+package that holds a `FAMILY` is one: nothing else names it. Installed packages bring others as
+entry points of the group PLUG_INS, named by their model_type; one is imported where a model needs
+it.
 """
 
 from __future__ import annotations
@@ -25,21 +26,29 @@ from megatron_stare.process.shipped import SHIPPED
 
 
 def _found() -> dict[str, ModelFamily]:
-    modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+    modules = [
+        importlib.import_module(f"{__name__}.{module.name}")
+        for module in pkgutil.iter_modules(__path__)
+    ]
     families: list[ModelFamily] = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
     return {family.model_type: family for family in families}
 
 
 FAMILIES = _found()
 PLUG_INS = "megatron_stare.model_families"
-_DELTA = "most of its layers attend by a gated delta rule, of which there is no form for packed sequences here"
+_DELTA = (
+    "most of its layers attend by a gated delta rule, of which there is no form for packed"
+    " sequences here"
+)
 _IMAGES = "it reads images, and nothing here feeds or trains an encoder of them"
 # families that are asked for by name, by model_type: how they are known, and what is missing
 MISSING = {
     "gpt_oss": (
         "gpt-oss",
-        "attention with sinks and, in every other layer, in windows; experts with biases and a clamped activation; "
-        "weights in MXFP4",
+        (
+            "attention with sinks and, in every other layer, in windows; experts with biases and a"
+            " clamped activation; weights in MXFP4"
+        ),
     ),
     "qwen3_next": ("Qwen3-Next", _DELTA),
     "qwen3_5": ("Qwen3.5", _DELTA),
@@ -47,20 +56,38 @@ MISSING = {
     "kimi_linear": ("Kimi Linear", _DELTA),
     "kimi_k2": (
         "Kimi-K2",
-        "weights in 8 bits; the architecture is DeepSeek V3's, and was not held against transformers under this name",
+        (
+            "weights in 8 bits; the architecture is DeepSeek V3's, and was not held against"
+            " transformers under this name"
+        ),
     ),
     "kimi_k25": ("Kimi-K2.5", _IMAGES),
-    "deepseek_v2": ("DeepSeek V2", "groups of experts ranked by their best one, chosen by a softmax"),
-    "deepseek_v32": ("DeepSeek V3.2", "sparse attention, in which an indexer chooses the keys of every query"),
-    "glm_moe_dsa": ("GLM-5", "sparse attention, in which an indexer chooses the keys of every query"),
-    "glm4_moe_lite": ("GLM-4.7-Flash", "GLM-4.5's experts with latent attention were not held against transformers"),
+    "deepseek_v2": (
+        "DeepSeek V2",
+        "groups of experts ranked by their best one, chosen by a softmax",
+    ),
+    "deepseek_v32": (
+        "DeepSeek V3.2",
+        "sparse attention, in which an indexer chooses the keys of every query",
+    ),
+    "glm_moe_dsa": (
+        "GLM-5",
+        "sparse attention, in which an indexer chooses the keys of every query",
+    ),
+    "glm4_moe_lite": (
+        "GLM-4.7-Flash",
+        "GLM-4.5's experts with latent attention were not held against transformers",
+    ),
     "glm4v_moe": ("GLM-4.5V", _IMAGES),
     "qwen2_5_vl": ("Qwen2.5-VL", _IMAGES),
     "qwen3_vl": ("Qwen3-VL", _IMAGES),
     "qwen3_vl_moe": ("Qwen3-VL-MoE", _IMAGES),
     "qwen2_moe": ("Qwen1.5-MoE and Qwen2-MoE", "a gate on the experts that every token goes to"),
     "mixtral": ("Mixtral", "experts under other names"),
-    "gemma3_text": ("Gemma 3", "attention in windows in most layers, four norms a layer, scaled embeddings"),
+    "gemma3_text": (
+        "Gemma 3",
+        "attention in windows in most layers, four norms a layer, scaled embeddings",
+    ),
 }
 
 
@@ -84,7 +111,10 @@ def family_named(model_type: Any, where: str) -> ModelFamily:
             fix="docs/howto/model_family.md adds a family, from a package of yours too",
         )
     if model_type not in plug_ins:
-        known = f"known: {', '.join(sorted(FAMILIES.keys() | plug_ins.keys()))}; docs/howto/model_family.md adds one"
+        known = (
+            f"known: {', '.join(sorted(FAMILIES.keys() | plug_ins.keys()))};"
+            " docs/howto/model_family.md adds one"
+        )
         raise DataError(f"model family {model_type!r} is unknown", where=where, fix=known)
     entry = plug_ins[model_type]
     try:
@@ -95,7 +125,9 @@ def family_named(model_type: Any, where: str) -> ModelFamily:
             f"model family {model_type!r} of {entry.value} cannot be loaded: {said}", where=where
         ) from error
     if not isinstance(family, ModelFamily) or family.model_type != model_type:
-        raise DataError(f"{entry.value} is no ModelFamily of the model_type {model_type!r}", where=where)
+        raise DataError(
+            f"{entry.value} is no ModelFamily of the model_type {model_type!r}", where=where
+        )
     FAMILIES[model_type] = family
     return family
 
@@ -109,7 +141,8 @@ def read_shape(path: str | Path) -> ModelShape:
     """The shape of the model in a Hugging Face folder.
 
     Raises:
-        DataError: no folder, no config.json, an unknown family, something it does not support, or a missing field.
+        DataError: no folder, no config.json, an unknown family, something it does not support, or a
+            missing field.
     """
     file = Path(path) / "config.json"
     try:
@@ -137,7 +170,9 @@ def _to_download(path: str | Path) -> str:
         return "model.path must be a Hugging Face model folder on this machine"
     owner, name = parts[-2:]
     if owner in ("models", "..", ".", "/"):
-        return f"put the Hugging Face model folder there: hf download OWNER/{name} --local-dir {path}"
+        return (
+            f"put the Hugging Face model folder there: hf download OWNER/{name} --local-dir {path}"
+        )
     return (
         "model.path must be a Hugging Face model folder on this machine; where there is a network: "
         f"hf download {owner}/{name} --local-dir models/{name}, and then model.path=models/{name}"
@@ -145,8 +180,8 @@ def _to_download(path: str | Path) -> str:
 
 
 def published_shape(path: str | Path) -> ModelShape | None:
-    """The shape that ships of the model that a folder is named after, such as `models/Qwen2.5-32B`; for what plans or
-    rehearses a run where its model is not.
+    """The shape that ships of the model that a folder is named after, such as `models/Qwen2.5-32B`;
+    for what plans or rehearses a run where its model is not.
 
     None: something is there, or no shape of this name ships.
     """
@@ -159,12 +194,14 @@ def published_shape(path: str | Path) -> ModelShape | None:
 
 
 def rule_for(name: str, shape: ModelShape) -> Rule:
-    """The rule of a Megatron parameter (global layer and expert numbers), with the numbers filled in.
+    """The rule of a Megatron parameter (global layer and expert numbers), with the numbers filled
+    in.
 
     Raises:
         KeyError: the family's rules do not hold it.
     """
-    if shape.tied and name == "output_layer.weight":  # the last pipeline stage's copy of the embedding
+    # the last pipeline stage's copy of the embedding
+    if shape.tied and name == "output_layer.weight":
         return Rule(name, ("model.embed_tokens.weight",), "vocab")
     numbers, pattern = numbered(name)
     for rule in family_of(shape).rules:

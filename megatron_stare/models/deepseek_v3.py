@@ -1,7 +1,8 @@
 """DeepSeek V3: GLM-4.5's experts, and multi-head latent attention (arXiv 2412.19437, section 2.1).
 
-Queries, and keys with values, go through a latent of low rank, which is normed. A part of each head without positions
-comes from the latent; the part that positions rotate is one for the keys of all heads.
+Queries, and keys with values, go through a latent of low rank, which is normed. A part of each head
+without positions comes from the latent; the part that positions rotate is one for the keys of all
+heads.
 """
 
 from __future__ import annotations
@@ -34,16 +35,29 @@ class DeepseekV3(Glm4Moe):
         *(
             rule
             for rule in Glm4Moe.rules
-            if "self_attention.linear_qkv." not in rule.megatron and "k_layernorm" not in rule.megatron
+            if "self_attention.linear_qkv." not in rule.megatron
+            and "k_layernorm" not in rule.megatron
             if "q_layernorm" not in rule.megatron
         ),
         Rule(_MINE + "linear_q_down_proj.weight", (ATTENTION + "q_a_proj.weight",), "column"),
         Rule(_MINE + "q_layernorm.weight", (ATTENTION + "q_a_layernorm.weight",), "replicated"),
-        Rule(_MINE + "linear_q_up_proj.layer_norm_weight", (ATTENTION + "q_a_layernorm.weight",), "replicated"),
+        Rule(
+            _MINE + "linear_q_up_proj.layer_norm_weight",
+            (ATTENTION + "q_a_layernorm.weight",),
+            "replicated",
+        ),
         Rule(_MINE + "linear_q_up_proj.weight", (ATTENTION + "q_b_proj.weight",), "column"),
-        Rule(_MINE + "linear_kv_down_proj.weight", (ATTENTION + "kv_a_proj_with_mqa.weight",), "column"),
+        Rule(
+            _MINE + "linear_kv_down_proj.weight",
+            (ATTENTION + "kv_a_proj_with_mqa.weight",),
+            "column",
+        ),
         Rule(_MINE + "kv_layernorm.weight", (ATTENTION + "kv_a_layernorm.weight",), "replicated"),
-        Rule(_MINE + "linear_kv_up_proj.layer_norm_weight", (ATTENTION + "kv_a_layernorm.weight",), "replicated"),
+        Rule(
+            _MINE + "linear_kv_up_proj.layer_norm_weight",
+            (ATTENTION + "kv_a_layernorm.weight",),
+            "replicated",
+        ),
         Rule(_MINE + "linear_kv_up_proj.weight", (ATTENTION + "kv_b_proj.weight",), "column"),
     )
 
@@ -51,29 +65,35 @@ class DeepseekV3(Glm4Moe):
         super().check(config, where)
         if config["q_lora_rank"] is None:
             raise DataError(
-                "queries without a latent (q_lora_rank: null) are not supported: megatron-core 0.19 norms what they "
-                "are projected from once more",
+                "queries without a latent (q_lora_rank: null) are not supported: megatron-core 0.19"
+                " norms what they are projected from once more",
                 where=where,
             )
         if (every := config.get("moe_layer_freq", 1)) != 1:
-            raise DataError(f"experts in one layer of {every} (moe_layer_freq) are not supported", where=where)
+            raise DataError(
+                f"experts in one layer of {every} (moe_layer_freq) are not supported", where=where
+            )
         if not config.get("rope_interleave", True):
-            raise DataError("rotating halves of a head (rope_interleave: false) is not supported", where=where)
+            raise DataError(
+                "rotating halves of a head (rope_interleave: false) is not supported", where=where
+            )
         if config["rms_norm_eps"] != _NORM_EPS:
             raise DataError(
-                f"an rms_norm_eps of {config['rms_norm_eps']} is not supported: transformers norms the latents with "
-                f"{_NORM_EPS} all the same, servers do not",
+                f"an rms_norm_eps of {config['rms_norm_eps']} is not supported: transformers norms"
+                f" the latents with {_NORM_EPS} all the same, servers do not",
                 where=where,
             )
         for key, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
             if config.get(key, known) != known:
-                raise DataError(f"experts chosen by {config[key]} ({key}) are not supported", where=where)
+                raise DataError(
+                    f"experts chosen by {config[key]} ({key}) are not supported", where=where
+                )
         rope = rope_parameters(config)
         scales = rope.get("mscale"), rope.get("mscale_all_dim")
         if rope["rope_type"] == "yarn" and (not scales[0] or scales[0] != scales[1]):
             raise DataError(
-                f"YaRN that scales the rotated part of a head alone (mscale {scales[0]}, mscale_all_dim {scales[1]}) "
-                "is not supported",
+                f"YaRN that scales the rotated part of a head alone (mscale {scales[0]},"
+                f" mscale_all_dim {scales[1]}) is not supported",
                 where=where,
             )
 
@@ -85,7 +105,8 @@ class DeepseekV3(Glm4Moe):
             rotated=config["qk_rope_head_dim"],
             value=config["v_head_dim"],
         )
-        # every head has keys of its own; a `head_dim` is that of the rotated part in some configurations
+        # every head has keys of its own; a `head_dim` is that of the rotated part in some
+        # configurations
         heads = {"num_key_value_heads": None, "head_dim": latent.plain + latent.rotated}
         return replace(super().shape({**config, **heads}), rotated=1.0, latent=latent)
 
@@ -112,14 +133,16 @@ class DeepseekV3(Glm4Moe):
             "qk_head_dim": latent.plain,
             "qk_pos_emb_head_dim": latent.rotated,
             "v_head_dim": latent.value,
-            "rope_type": "rope",  # frequencies are given to it; YaRN's scale of the scores follows from these two
+            # frequencies are given to it; YaRN's scale of the scores follows from these two
+            "rope_type": "rope",
             "rotary_base": shape.rope_theta,
             "rotary_scaling_factor": scaling.get("factor", 1.0),
             "mscale_all_dim": scaling.get("mscale_all_dim", 0.0),
         }
 
     def served(self, name: str, shape: ModelShape) -> Served:
-        """Servers join the projections into both latents; the router is of the server's dtype, its bias is not."""
+        """Servers join the projections into both latents; the router is of the server's dtype, its
+        bias is not."""
         layer, _, module = name.rpartition(".self_attn.")
         if module in _INTO_LATENTS:
             joined = f"{layer}.self_attn.fused_qkv_a_proj_with_mqa.weight"

@@ -1,7 +1,8 @@
 """All that has to be known of an architecture, for every part of the house that touches a model.
 
-`ModelFamily` itself is the dense decoder that most open models are: RMSNorm before attention and feed-forward layer,
-rotary positions, grouped queries, a gated SiLU. A family is a file beside this one that says what it does otherwise.
+`ModelFamily` itself is the dense decoder that most open models are: RMSNorm before attention and
+feed-forward layer, rotary positions, grouped queries, a gated SiLU. A family is a file beside this
+one that says what it does otherwise.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from megatron_stare.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class Served:
-    """Place of a Hugging Face tensor in an engine's server: the `index`-th of those stacked into its parameter `name`.
+    """Place of a Hugging Face tensor in an engine's server: the `index`-th of those stacked into
+    its parameter `name`.
 
     count: how many are stacked; None: as many as come, `an_expert` of every expert.
     dtype: of the parameter; None: the one that the server computes in.
@@ -44,7 +46,8 @@ class ModelFamily:
 
     model_type: ClassVar[str]
     rules: ClassVar[tuple[Rule, ...]] = DENSE
-    # how positions beyond those of pretraining are reached, as far as it does not depend on the sequence at hand
+    # how positions beyond those of pretraining are reached, as far as it does not depend on the
+    # sequence at hand
     rope_scalings: ClassVar[tuple[str, ...]] = ("linear", "llama3", "yarn")
     rotates_parts: ClassVar[bool] = False  # whether positions may rotate a part of each head
     qkv_bias: ClassVar[bool] = False
@@ -57,7 +60,8 @@ class ModelFamily:
             "mlp_bias": "a bias in the feed-forward layers",
         }
     )
-    # projections that servers stack into one parameter: its name, which of them this is, and how many there are
+    # projections that servers stack into one parameter: its name, which of them this is, and how
+    # many there are
     stacked: ClassVar[Mapping[str, tuple[str, int, int]]] = MappingProxyType(
         {
             "q_proj": ("qkv_proj", 0, 3),
@@ -68,8 +72,9 @@ class ModelFamily:
         }
     )
 
-    # whether servers cut attention over the ranks of a group with requests of its own, as their source has it: that of
-    # other families stays cut over all ranks of a server, each of which would then see another group's requests
+    # whether servers cut attention over the ranks of a group with requests of its own, as their
+    # source has it: that of other families stays cut over all ranks of a server, each of which
+    # would then see another group's requests
     served_by_groups: ClassVar[bool] = False
 
     def check(self, config: Mapping[str, Any], where: str) -> None:
@@ -86,7 +91,9 @@ class ModelFamily:
         scaling = rope["rope_type"]
         if scaling not in ("default", *self.rope_scalings):
             known = ", ".join(self.rope_scalings) or "none"
-            raise DataError(f"RoPE scaling {scaling!r} is not supported", where=where, fix=f"known: {known}")
+            raise DataError(
+                f"RoPE scaling {scaling!r} is not supported", where=where, fix=f"known: {known}"
+            )
         found = [f"{what} ({key})" for key, what in self.unsupported.items() if config.get(key)]
         rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
         if rotated not in (None, 1) and not self.rotates_parts:
@@ -100,9 +107,13 @@ class ModelFamily:
         window, positions = self.window(config), config["max_position_embeddings"]
         if window is not None and window < positions:
             raise DataError(
-                f"attention to the last {window} of {positions} positions (sliding_window) is not supported",
+                f"attention to the last {window} of {positions} positions (sliding_window) is not"
+                " supported",
                 where=where,
-                fix=f"for sequences of up to {window} tokens, set max_position_embeddings to {window} in a copy",
+                fix=(
+                    f"for sequences of up to {window} tokens, set max_position_embeddings to"
+                    f" {window} in a copy"
+                ),
             )
 
     def window(self, config: Mapping[str, Any]) -> int | None:
@@ -140,17 +151,20 @@ class ModelFamily:
         return shape.qk_norm or not re.search(r"\.[qk]_norm\.", name)
 
     def leaves_out(self, name: str, shape: ModelShape) -> bool:
-        """Tells whether a Hugging Face tensor is one that checkpoints of this family may hold and no model is given."""
+        """Tells whether a Hugging Face tensor is one that checkpoints of this family may hold and
+        no model is given."""
         return False
 
     def size(self, name: str, shape: ModelShape) -> tuple[int, ...]:
-        """The size of a Hugging Face tensor: [out, in] of a matrix, [out] of its bias, [hidden] of a norm."""
+        """The size of a Hugging Face tensor: [out, in] of a matrix, [out] of its bias, [hidden] of
+        a norm."""
         module, kind = name.split(".")[-2:]
         out, into = self.matrices(shape).get(module, (shape.hidden, None))
         return (out,) if into is None or kind == "bias" else (out, into)
 
     def matrices(self, shape: ModelShape) -> dict[str, tuple[int, int | None]]:
-        """The size [out, in] of every kind of matrix by the name of its module, and [out] of norms not hidden wide."""
+        """The size [out, in] of every kind of matrix by the name of its module, and [out] of norms
+        not hidden wide."""
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         return {
             "embed_tokens": (shape.vocab_size, shape.hidden),
@@ -167,7 +181,8 @@ class ModelFamily:
         }
 
     def megatron_config(self, shape: ModelShape) -> dict[str, Any]:
-        """Settings of Megatron's TransformerConfig that say what is computed; how it is cut is the run's matter."""
+        """Settings of Megatron's TransformerConfig that say what is computed; how it is cut is the
+        run's matter."""
         return {
             "num_layers": shape.layers,
             "hidden_size": shape.hidden,
@@ -194,7 +209,8 @@ class ModelFamily:
         }
 
     def checkpoint_views(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
-        """A parameter of transformers' model as the tensors, or views of it, that a checkpoint holds instead."""
+        """A parameter of transformers' model as the tensors, or views of it, that a checkpoint
+        holds instead."""
         return {name: parameter}
 
     def served(self, name: str, shape: ModelShape) -> Served:
@@ -219,19 +235,22 @@ class ModelFamily:
     def cost(self, shape: ModelShape, length: int) -> float:
         """Work of one sequence, in tokens: linear layers by length, attention by its square.
 
-        A layer's matrices take 24 h^2 operations a token (Q, K, V, output and a gated MLP of 8/3 h), causal attention
-        2 h n: the ratio is n / (12 h).
+        A layer's matrices take 24 h^2 operations a token (Q, K, V, output and a gated MLP of 8/3
+        h), causal attention 2 h n: the ratio is n / (12 h).
         """
         return length * (1 + length / (12 * shape.hidden))
 
 
 def _refuse_two_ropes(config: Mapping[str, Any], where: str) -> None:
-    """Raises DataError where config.json describes two rotary embeddings: transformers and servers take the older
-    name's, and then lose the base that the newer one holds."""
+    """Raises DataError where config.json describes two rotary embeddings: transformers and servers
+    take the older name's, and then lose the base that the newer one holds."""
     newer, older = config.get("rope_parameters"), config.get("rope_scaling")
     if not newer or not older:
         return
-    one, other = rope_parameters({"rope_parameters": newer}), rope_parameters({"rope_scaling": older})
+    one, other = (
+        rope_parameters({"rope_parameters": newer}),
+        rope_parameters({"rope_scaling": older}),
+    )
     base = one.pop("rope_theta", config.get("rope_theta"))
     other_base = other.pop("rope_theta", config.get("rope_theta"))
     if (one, base) == (other, other_base):
@@ -239,14 +258,16 @@ def _refuse_two_ropes(config: Mapping[str, Any], where: str) -> None:
     raise DataError(
         "rope_parameters and rope_scaling describe two different rotary embeddings",
         where=where,
-        fix="leave one of them: what a model card says to add as rope_scaling (YaRN, say) belongs into "
-        "rope_parameters, beside the rope_theta that is there",
+        fix=(
+            "leave one of them: what a model card says to add as rope_scaling (YaRN, say) belongs"
+            " into rope_parameters, beside the rope_theta that is there"
+        ),
     )
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary embedding's parameters with `rope_type`, under the names that config.json had before transformers 5
-    and has since."""
+    """The rotary embedding's parameters with `rope_type`, under the names that config.json had
+    before transformers 5 and has since."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     scaling = rope.pop("type", None)
     rope.setdefault("rope_type", scaling or "default")

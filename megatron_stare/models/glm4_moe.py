@@ -1,8 +1,10 @@
-"""GLM-4.5: leading dense layers, then experts beside one that every token goes to, chosen by sigmoid scores and a bias.
+"""GLM-4.5: leading dense layers, then experts beside one that every token goes to, chosen by
+sigmoid scores and a bias.
 
-The bias of an expert (`e_score_correction_bias`) is added to the scores that experts are chosen by, and not to the
-weights of those that are chosen (L. Wang et al., arXiv 2408.15664). It is no parameter: nothing here moves it, and
-engines and checkpoints are given what was loaded. The layer for multi-token prediction behind the last one is left out.
+The bias of an expert (`e_score_correction_bias`) is added to the scores that experts are chosen by,
+and not to the weights of those that are chosen (L. Wang et al., arXiv 2408.15664). It is no
+parameter: nothing here moves it, and engines and checkpoints are given what was loaded. The layer
+for multi-token prediction behind the last one is left out.
 """
 
 from __future__ import annotations
@@ -38,13 +40,20 @@ class Glm4Moe(Qwen3Moe):
     rules = (
         *Qwen3Moe.rules,
         *(rule for rule in DENSE if ".mlp." in rule.megatron),
-        Rule(LAYER + "mlp.router.expert_bias", (MLP + "gate.e_score_correction_bias",), "replicated", float32=True),
+        Rule(
+            LAYER + "mlp.router.expert_bias",
+            (MLP + "gate.e_score_correction_bias",),
+            "replicated",
+            float32=True,
+        ),
         Rule(
             LAYER + "mlp.shared_experts.linear_fc1.weight",
             (_SHARED + "gate_proj.weight", _SHARED + "up_proj.weight"),
             "gated",
         ),
-        Rule(LAYER + "mlp.shared_experts.linear_fc2.weight", (_SHARED + "down_proj.weight",), "row"),
+        Rule(
+            LAYER + "mlp.shared_experts.linear_fc2.weight", (_SHARED + "down_proj.weight",), "row"
+        ),
     )
 
     def check(self, config: Mapping[str, Any], where: str) -> None:
@@ -52,31 +61,36 @@ class Glm4Moe(Qwen3Moe):
         layers, dense = config["num_hidden_layers"], config.get("first_k_dense_replace", 1)
         if not 0 <= dense < layers:
             raise DataError(
-                f"{dense} leading dense layers (first_k_dense_replace) of {layers} leave none with experts",
+                f"{dense} leading dense layers (first_k_dense_replace) of {layers} leave none with"
+                " experts",
                 where=where,
             )
         if not config.get("n_shared_experts"):
             raise DataError(
-                "a model without an expert for every token (n_shared_experts) is not supported", where=where
+                "a model without an expert for every token (n_shared_experts) is not supported",
+                where=where,
             )
         each, chosen = config["num_experts_per_tok"], config.get("norm_topk_prob", True)
         if each > 1 and not chosen:
             raise DataError(
-                "sigmoid weights of experts that are not renormalised (norm_topk_prob: false) are not supported: "
-                "Megatron always renormalises them",
+                "sigmoid weights of experts that are not renormalised (norm_topk_prob: false) are"
+                " not supported: Megatron always renormalises them",
                 where=where,
             )
         groups, of_token = config.get("n_group") or 1, config.get("topk_group") or 1
         if groups > of_token and each // of_token != 2:
             raise DataError(
-                f"{each} experts a token from {of_token} of {groups} groups (n_group, topk_group) are not supported: "
-                f"Megatron ranks groups by their {each // of_token} best experts, this model by 2",
+                f"{each} experts a token from {of_token} of {groups} groups (n_group, topk_group)"
+                f" are not supported: Megatron ranks groups by their {each // of_token} best"
+                " experts, this model by 2",
                 where=where,
             )
 
     def shape(self, config: Mapping[str, Any]) -> ModelShape:
         groups, of_token = config.get("n_group") or 1, config.get("topk_group") or 1
-        rotated = rope_parameters(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
+        rotated = rope_parameters(config).get(
+            "partial_rotary_factor", config.get("partial_rotary_factor")
+        )
         return replace(
             super().shape({"num_experts": config["n_routed_experts"], **config}),
             qkv_bias=bool(config.get("attention_bias", False)),
@@ -99,9 +113,12 @@ class Glm4Moe(Qwen3Moe):
         return super().has(name, shape)
 
     def leaves_out(self, name: str, shape: ModelShape) -> bool:
-        """Layers for multi-token prediction are numbered on from the last one, and have an embedding and a head."""
+        """Layers for multi-token prediction are numbered on from the last one, and have an
+        embedding and a head."""
         in_layer = _IN_LAYER.fullmatch(name)
-        return in_layer is not None and 0 <= int(in_layer[1]) - shape.layers < shape.prediction_layers
+        return (
+            in_layer is not None and 0 <= int(in_layer[1]) - shape.layers < shape.prediction_layers
+        )
 
     def size(self, name: str, shape: ModelShape) -> tuple[int, ...]:
         if name.endswith(".e_score_correction_bias"):
@@ -117,13 +134,19 @@ class Glm4Moe(Qwen3Moe):
             "moe_router_score_function": "sigmoid",
             "moe_router_topk_scaling_factor": shape.router_scale,
             "moe_router_enable_expert_bias": True,
-            "moe_router_bias_update_rate": 0.0,  # else every step would move it by how evenly experts were used
+            # else every step would move it by how evenly experts were used
+            "moe_router_bias_update_rate": 0.0,
             "moe_shared_expert_intermediate_size": shape.shared_ffn,
         }
         if shape.dense_layers:
-            found["moe_layer_freq"] = [0] * shape.dense_layers + [1] * (shape.layers - shape.dense_layers)
+            found["moe_layer_freq"] = [0] * shape.dense_layers + [1] * (
+                shape.layers - shape.dense_layers
+            )
         if shape.expert_groups > 1:
-            found |= {"moe_router_num_groups": shape.expert_groups, "moe_router_group_topk": shape.groups_per_token}
+            found |= {
+                "moe_router_num_groups": shape.expert_groups,
+                "moe_router_group_topk": shape.groups_per_token,
+            }
         return found
 
     def megatron_model(self, shape: ModelShape) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Mistral: Llama's layers, and in some releases attention that sees a window of the last positions."""
+"""Mistral: Llama's layers, and in some releases attention that sees a window of the last
+positions."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ class Mistral(ModelFamily):
     model_type = "mistral"
 
     def window(self, config: Mapping[str, Any]) -> int | None:
-        return config.get("sliding_window", 4096)  # where the field is missing, transformers takes the first release's
+        # where the field is missing, transformers takes the first release's
+        return config.get("sliding_window", 4096)
 
 
 FAMILY = Mistral()

@@ -1,4 +1,5 @@
-"""Phi-3 and Phi-4: Llama's layers, with q, k and v in one matrix of a checkpoint, and gate and up in one."""
+"""Phi-3 and Phi-4: Llama's layers, with q, k and v in one matrix of a checkpoint, and gate and up
+in one."""
 
 from __future__ import annotations
 
@@ -14,12 +15,15 @@ _FUSED = {"qkv": (ATTENTION + "qkv_proj.weight",), "gated": (MLP + "gate_up_proj
 
 
 class Phi3(ModelFamily):
-    """Servers keep the fused matrices as they come. Long contexts are reached by LongRoPE, whose frequencies depend on
-    the length of the sequence at hand; transformers takes YaRN in a config.json of this family for it too."""
+    """Servers keep the fused matrices as they come. Long contexts are reached by LongRoPE, whose
+    frequencies depend on the length of the sequence at hand; transformers takes YaRN in a
+    config.json of this family for it too."""
 
     model_type = "phi3"
     rules = tuple(
-        replace(rule, hf=_FUSED.get(rule.layout, rule.hf)) for rule in DENSE if not rule.megatron.endswith(".bias")
+        replace(rule, hf=_FUSED.get(rule.layout, rule.hf))
+        for rule in DENSE
+        if not rule.megatron.endswith(".bias")
     )
     rope_scalings = ()
 

@@ -9,7 +9,8 @@ from megatron_stare.models.family import ModelFamily
 
 
 class Qwen2(ModelFamily):
-    """`attention_bias`, where it is there, says what the family does anyway: its output projection has no bias."""
+    """`attention_bias`, where it is there, says what the family does anyway: its output projection
+    has no bias."""
 
     model_type = "qwen2"
     qkv_bias = True

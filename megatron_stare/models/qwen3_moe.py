@@ -22,7 +22,8 @@ _SERVED_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight"
 
 
 class Qwen3Moe(Qwen3):
-    """A checkpoint holds every expert's matrices by themselves; transformers and servers stack those of a layer."""
+    """A checkpoint holds every expert's matrices by themselves; transformers and servers stack
+    those of a layer."""
 
     model_type = "qwen3_moe"
     rules = (
@@ -40,8 +41,8 @@ class Qwen3Moe(Qwen3):
             raise DataError("mixtures of dense and expert layers are not supported", where=where)
         if config["num_experts_per_tok"] == 1 and config.get("norm_topk_prob", False):
             raise DataError(
-                "one expert a token whose weight is renormalised (norm_topk_prob) is not supported: the weight is "
-                "always 1, so its router learns nothing, and Megatron refuses it",
+                "one expert a token whose weight is renormalised (norm_topk_prob) is not supported:"
+                " the weight is always 1, so its router learns nothing, and Megatron refuses it",
                 where=where,
                 fix="a model with two experts a token or more, or with norm_topk_prob false",
             )
@@ -49,7 +50,9 @@ class Qwen3Moe(Qwen3):
     def shape(self, config: Mapping[str, Any]) -> ModelShape:
         return replace(
             super().shape(config),
-            experts=config["num_experts"] if "num_experts" in config else config["num_local_experts"],
+            experts=(
+                config["num_experts"] if "num_experts" in config else config["num_local_experts"]
+            ),
             experts_per_token=config["num_experts_per_tok"],
             expert_ffn=config["moe_intermediate_size"],
             renormalise_experts=bool(config.get("norm_topk_prob", False)),
@@ -80,7 +83,10 @@ class Qwen3Moe(Qwen3):
                 views[f"{layer}.{number}.down_proj.weight"] = expert
             else:
                 gate, up = expert.chunk(2)
-                views |= {f"{layer}.{number}.gate_proj.weight": gate, f"{layer}.{number}.up_proj.weight": up}
+                views |= {
+                    f"{layer}.{number}.gate_proj.weight": gate,
+                    f"{layer}.{number}.up_proj.weight": up,
+                }
         return views
 
     def served(self, name: str, shape: ModelShape) -> Served:

@@ -1,8 +1,10 @@
-"""Which Hugging Face tensors a Megatron parameter is made of, and how it is cut over tensor-parallel ranks.
+"""Which Hugging Face tensors a Megatron parameter is made of, and how it is cut over
+tensor-parallel ranks.
 
-A family's rules serve loading, export, gradients, the stream and conversion alike. Names are those of one pipeline
-stage with layer numbers made global; both layer specs are known (local: norms and experts' matrices of their own;
-Transformer Engine: norms fused into the next linear, an expert's matrices among the numbered ones of a grouped GEMM).
+A family's rules serve loading, export, gradients, the stream and conversion alike. Names are those
+of one pipeline stage with layer numbers made global; both layer specs are known (local: norms and
+experts' matrices of their own; Transformer Engine: norms fused into the next linear, an expert's
+matrices among the numbered ones of a grouped GEMM).
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from torch import Tensor
 
 from megatron_stare.models.shape import ModelShape
 
-# replicated: equal on every rank      vocab: rows cut, padded      column: rows cut      row: columns cut
-# qkv: q, k, v interleaved by query group, groups cut               gated: gate and up rows each cut, then stacked
+# replicated: equal on every rank      vocab: rows cut, padded      column: rows cut      row:
+# columns cut qkv: q, k, v interleaved by query group, groups cut               gated: gate and up
+# rows each cut, then stacked
 Layout = Literal["replicated", "vocab", "column", "row", "qkv", "gated"]
 _PARTS = {"qkv": 3, "gated": 2}  # that a Megatron tensor is made of; else it is one
 
@@ -28,8 +31,8 @@ _PARTS = {"qkv": 3, "gated": 2}  # that a Megatron tensor is made of; else it is
 class Rule:
     """A Megatron name (with {} for the layer) and the Hugging Face names it holds, in order.
 
-    q, k and v, or gate and up, are tensors of their own (`hf` names each), or a checkpoint fuses them: one tensor holds
-    their rows end to end, and `hf` names that one.
+    q, k and v, or gate and up, are tensors of their own (`hf` names each), or a checkpoint fuses
+    them: one tensor holds their rows end to end, and `hf` names that one.
     """
 
     megatron: str
@@ -39,7 +42,8 @@ class Rule:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The Hugging Face tensor that holds each part, in order: hf, or a fused tensor once for every part of it."""
+        """The Hugging Face tensor that holds each part, in order: hf, or a fused tensor once for
+        every part of it."""
         return self.hf * (_PARTS.get(self.layout, 1) // len(self.hf))
 
     def spans(self, rows: Sequence[int], shape: ModelShape) -> list[tuple[int, int]]:
@@ -53,7 +57,11 @@ class Rule:
         if self.layout == "gated":
             starts = [0, rows[0] // 2]
         else:
-            starts = [0, shape.heads * shape.head_dim, (shape.heads + shape.kv_heads) * shape.head_dim]
+            starts = [
+                0,
+                shape.heads * shape.head_dim,
+                (shape.heads + shape.kv_heads) * shape.head_dim,
+            ]
         return list(itertools.pairwise([*starts, rows[0]]))
 
     @property
@@ -69,7 +77,9 @@ DENSE = (
     Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab"),
     Rule("output_layer.weight", ("lm_head.weight",), "vocab"),
     Rule("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated"),
-    Rule(LAYER + "input_layernorm.weight", ("model.layers.{}.input_layernorm.weight",), "replicated"),
+    Rule(
+        LAYER + "input_layernorm.weight", ("model.layers.{}.input_layernorm.weight",), "replicated"
+    ),
     Rule(
         LAYER + "self_attention.linear_qkv.layer_norm_weight",
         ("model.layers.{}.input_layernorm.weight",),
@@ -88,13 +98,19 @@ DENSE = (
     Rule(LAYER + "self_attention.linear_proj.weight", (ATTENTION + "o_proj.weight",), "row"),
     Rule(LAYER + "self_attention.q_layernorm.weight", (ATTENTION + "q_norm.weight",), "replicated"),
     Rule(LAYER + "self_attention.k_layernorm.weight", (ATTENTION + "k_norm.weight",), "replicated"),
-    Rule(LAYER + "pre_mlp_layernorm.weight", ("model.layers.{}.post_attention_layernorm.weight",), "replicated"),
+    Rule(
+        LAYER + "pre_mlp_layernorm.weight",
+        ("model.layers.{}.post_attention_layernorm.weight",),
+        "replicated",
+    ),
     Rule(
         LAYER + "mlp.linear_fc1.layer_norm_weight",
         ("model.layers.{}.post_attention_layernorm.weight",),
         "replicated",
     ),
-    Rule(LAYER + "mlp.linear_fc1.weight", (MLP + "gate_proj.weight", MLP + "up_proj.weight"), "gated"),
+    Rule(
+        LAYER + "mlp.linear_fc1.weight", (MLP + "gate_proj.weight", MLP + "up_proj.weight"), "gated"
+    ),
     Rule(LAYER + "mlp.linear_fc2.weight", (MLP + "down_proj.weight",), "row"),
 )
 
@@ -110,7 +126,8 @@ def shard(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, tp_rank: int, 
     """This rank's Megatron tensor from whole Hugging Face tensors.
 
     Args:
-        parts: tensors (or lazily read safetensors slices) of rule.hf, in order; or the parts that a fused one holds.
+        parts: tensors (or lazily read safetensors slices) of rule.hf, in order; or the parts that a
+            fused one holds.
     """
     match rule.layout:
         case "replicated":
@@ -130,23 +147,27 @@ def shard(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, tp_rank: int, 
         case "qkv" if shape.kv_heads % tp == 0:
             q, k, v = (part.share(tp_rank, tp) for part in _parts(rule, parts, shape))
             return _interleave(q, k, v, shape.kv_heads // tp, shape.head_dim)
-        case "qkv":  # fewer groups than ranks: Megatron cuts a group's rows, whatever head they belong to
+        # fewer groups than ranks: Megatron cuts a group's rows, whatever head they belong to
+        case "qkv":
             q, k, v = (part.share(0, 1) for part in _parts(rule, parts, shape))
             whole = _interleave(q, k, v, shape.kv_heads, shape.head_dim)
             return _Rows(whole, 0, len(whole)).share(tp_rank, tp)
 
 
 def blocks(rule: Rule, shard: Tensor, shape: ModelShape, tp_rank: int, tp: int) -> list[Tensor]:
-    """Blocks that this rank's Megatron tensor holds, one of each of rule.sources; also maps gradients.
+    """Blocks that this rank's Megatron tensor holds, one of each of rule.sources; also maps
+    gradients.
 
-    Joined over the ranks in order along rule.cut they are the whole parts. Views of the shard, but where Megatron cut
-    through a query group; rows may be spread over several dimensions (flattened they are in order).
+    Joined over the ranks in order along rule.cut they are the whole parts. Views of the shard, but
+    where Megatron cut through a query group; rows may be spread over several dimensions (flattened
+    they are in order).
     """
     match rule.layout:
         case "replicated" | "column" | "row":
             return [shard]
         case "vocab":
-            return [shard[: max(shape.vocab_size - tp_rank * shard.shape[0], 0)]]  # the rest is padding
+            # the rest is padding
+            return [shard[: max(shape.vocab_size - tp_rank * shard.shape[0], 0)]]
         case "gated":
             return list(shard.chunk(2))
         case "qkv" if shape.kv_heads % tp == 0:
@@ -157,7 +178,8 @@ def blocks(rule: Rule, shard: Tensor, shape: ModelShape, tp_rank: int, tp: int) 
 
 
 def _size(part: Tensor) -> Sequence[int]:
-    return part.get_shape() if hasattr(part, "get_shape") else part.shape  # safetensors slices have get_shape
+    # safetensors slices have get_shape
+    return part.get_shape() if hasattr(part, "get_shape") else part.shape
 
 
 @dataclass(frozen=True)
@@ -181,7 +203,8 @@ def _parts(rule: Rule, tensors: Sequence[Tensor], shape: ModelShape) -> list[_Ro
 
 
 def _interleave(q: Tensor, k: Tensor, v: Tensor, groups: int, head_dim: int) -> Tensor:
-    """Rows of q, k, v (heads in order) as Megatron wants them: for each query group its q heads, its k, its v."""
+    """Rows of q, k, v (heads in order) as Megatron wants them: for each query group its q heads,
+    its k, its v."""
     rest = q.shape[1:]
     grouped = [x.reshape(groups, -1, head_dim, *rest) for x in (q, k, v)]
     return torch.cat(grouped, dim=1).reshape(-1, *rest)
@@ -193,7 +216,10 @@ def _cut_groups(shard: Tensor, shape: ModelShape, tp_rank: int) -> list[Tensor]:
     queries = shape.heads // shape.kv_heads
     found = []
     for head, heads in ((0, queries), (queries, 1), (queries + 1, 1)):
-        starts = [(group * (queries + 2) + head) * shape.head_dim - first for group in range(shape.kv_heads)]
+        starts = [
+            (group * (queries + 2) + head) * shape.head_dim - first
+            for group in range(shape.kv_heads)
+        ]
         rows = heads * shape.head_dim
         found.append(torch.cat([shard[max(start, 0) : max(start + rows, 0)] for start in starts]))
     return found

@@ -20,7 +20,8 @@ class Latent:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder-only model. `vocab_size` is config.vocab_size: the columns the policy really has."""
+    """Sizes of a decoder-only model. `vocab_size` is config.vocab_size: the columns the policy
+    really has."""
 
     family: str  # its model_type
     layers: int
@@ -40,19 +41,23 @@ class ModelShape:
     experts_per_token: int = 0
     expert_ffn: int = 0
     renormalise_experts: bool = True  # whether the chosen experts' weights sum to 1
-    dense_layers: int = 0  # the first ones of a mixture of experts, which have a dense feed-forward layer
+    # the first ones of a mixture of experts, which have a dense feed-forward layer
+    dense_layers: int = 0
     shared_ffn: int = 0  # columns of the experts that every token goes to, side by side
     router_scale: float = 1.0  # of the chosen experts' weights
     expert_groups: int = 1  # that experts are cut into
     groups_per_token: int = 1  # of them, those that a token's experts are chosen from
     rotated: float = 1.0  # share of each head that positions rotate
-    prediction_layers: int = 0  # behind the last one, for multi-token prediction, which are left out
+    # behind the last one, for multi-token prediction, which are left out
+    prediction_layers: int = 0
     latent: Latent | None = None
-    rope_scaling: Mapping[str, Any] | None = None  # parameters of one of the family's scalings, as config.json has them
+    # parameters of one of the family's scalings, as config.json has them
+    rope_scaling: Mapping[str, Any] | None = None
 
     @property
     def feed_forward(self) -> int:
-        """Columns of the feed-forward matrices that the model holds: of an expert's, where there are experts."""
+        """Columns of the feed-forward matrices that the model holds: of an expert's, where there
+        are experts."""
         return self.expert_ffn if self.experts else self.ffn
 
     @property
@@ -60,7 +65,9 @@ class ModelShape:
         """Columns of the feed-forward matrices that every token goes through."""
         if not self.experts:
             return (self.ffn,)
-        return tuple(width for width in (self.ffn if self.dense_layers else 0, self.shared_ffn) if width)
+        return tuple(
+            width for width in (self.ffn if self.dense_layers else 0, self.shared_ffn) if width
+        )
 
     @property
     def value_dim(self) -> int:
@@ -74,8 +81,13 @@ class ModelShape:
 
     @property
     def cached(self) -> int:
-        """Numbers that a server's layer keeps of a token: keys and values of all heads, or their latent."""
-        return self.latent.rank + self.latent.rotated if self.latent else 2 * self.kv_heads * self.head_dim
+        """Numbers that a server's layer keeps of a token: keys and values of all heads, or their
+        latent."""
+        return (
+            self.latent.rank + self.latent.rotated
+            if self.latent
+            else 2 * self.kv_heads * self.head_dim
+        )
 
     def padded_vocab(self, tp: int, multiple: int = 128) -> int:
         """Vocabulary rows that Megatron holds over `tp` ranks: a multiple of `multiple` a rank."""

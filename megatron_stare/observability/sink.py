@@ -37,7 +37,8 @@ class Alert:
 
     name: what it is, in words that hold while its values change.
     text: what was measured, at the step it was last seen.
-    metric, value: the figure that tells it most directly, at that step; "" and NaN where no single one does.
+    metric, value: the figure that tells it most directly, at that step; "" and NaN where no single
+    one does.
     """
 
     name: str
@@ -53,7 +54,9 @@ class Alert:
         if not self.over:
             return f"step {self.first_step}: {self.text}"
         once = self.last_step == self.first_step
-        steps = f"step {self.first_step}" if once else f"steps {self.first_step} to {self.last_step}"
+        steps = (
+            f"step {self.first_step}" if once else f"steps {self.first_step} to {self.last_step}"
+        )
         return f"over: {self.name} ({steps})"
 
 
@@ -68,10 +71,11 @@ class RunOutline:
 class Sink:
     """Takes down what a run reports; every method but those that are wanted may be left as it is.
 
-    Made with its settings alone, the keyword-only parameters of its constructor, as a run is checked, and so by
-    `--dry-run` too: nothing is opened before `start`. All calls come from the driver's one thread. What `start` and
-    `resume` raise ends the run before it costs anything. Later, an error is told once and the run goes on, and so do
-    the calls, since a full disk or a lost network may pass; only if the sink is `essential` does it end the run.
+    Made with its settings alone, the keyword-only parameters of its constructor, as a run is
+    checked, and so by `--dry-run` too: nothing is opened before `start`. All calls come from the
+    driver's one thread. What `start` and `resume` raise ends the run before it costs anything.
+    Later, an error is told once and the run goes on, and so do the calls, since a full disk or a
+    lost network may pass; only if the sink is `essential` does it end the run.
     """
 
     essential: ClassVar[bool] = False  # the run stops rather than go on without it
@@ -80,12 +84,13 @@ class Sink:
         """A new run begins."""
 
     def resume(self, run: RunOutline, step: int, rows: Sequence[Mapping[str, float]]) -> None:
-        """In the place of `start`: a run is continued after `step`. Whatever was taken down of later steps, and of
-        evaluations after them, is to be dropped, for they are made again.
+        """In the place of `start`: a run is continued after `step`. Whatever was taken down of
+        later steps, and of evaluations after them, is to be dropped, for they are made again.
 
         Args:
             step: 0 for a run that ended before its first checkpoint.
-            rows: the metrics of the steps that count, oldest first, each with its number under "step".
+            rows: the metrics of the steps that count, oldest first, each with its number under
+                "step".
         """
         self.start(run)
 
@@ -93,7 +98,8 @@ class Sink:
         """A step is done: its metrics, and what it was trained on with `batch.trajectories`."""
 
     def alerts(self, changed: Sequence[Alert], active: Sequence[Alert]) -> None:
-        """After every step: the alerts that began or are over with it, and all that hold, with their newest figures."""
+        """After every step: the alerts that began or are over with it, and all that hold, with
+        their newest figures."""
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """An evaluation is done; see evaluation/evaluate.py for the record."""
@@ -102,7 +108,8 @@ class Sink:
         """A remark for the person who watches."""
 
     def begin_phase(self, name: str) -> None:
-        """A phase begins: start, rollout, log_probs, update, sync, eval or checkpoint. They may be nested."""
+        """A phase begins: start, rollout, log_probs, update, sync, eval or checkpoint. They may be
+        nested."""
 
     def end_phase(self, name: str) -> None:
         """The innermost phase is over, or has failed."""
@@ -111,7 +118,8 @@ class Sink:
         """Responses finished, of those wanted in this phase."""
 
     def finish(self, run: RunOutline) -> None:
-        """The run has made all its steps. The only call for a run that `--resume` finds finished."""
+        """The run has made all its steps. The only call for a run that `--resume` finds
+        finished."""
 
     def close(self) -> None:
         """Ends it, however the run ended and also after a `start` that failed."""
@@ -121,8 +129,8 @@ def make_sinks(listed: Sequence[Extension | str]) -> dict[str, Sink]:
     """The sinks of these names or dotted paths, with their settings.
 
     Raises:
-        ConfigError: there is none, it is not a Sink, it cannot be made, a setting is wrong, a package that it needs is
-            not installed, or none of them keeps a run's record.
+        ConfigError: there is none, it is not a Sink, it cannot be made, a setting is wrong, a
+            package that it needs is not installed, or none of them keeps a run's record.
     """
     sinks: dict[str, Sink] = {}
     for extension in map(Extension.read, listed):
@@ -136,9 +144,13 @@ def make_sinks(listed: Sequence[Extension | str]) -> dict[str, Sink]:
         except UserError:
             raise
         except Exception as error:  # whatever a user's class raises
-            raise ConfigError(f"{name!r} cannot be made: {type(error).__name__}: {error}", where=WHERE) from error
+            raise ConfigError(
+                f"{name!r} cannot be made: {type(error).__name__}: {error}", where=WHERE
+            ) from error
     if not any(sink.essential for sink in sinks.values()):
         raise ConfigError(
-            "none of them keeps the record that a run is resumed and reported from", where=WHERE, fix="add jsonl"
+            "none of them keeps the record that a run is resumed and reported from",
+            where=WHERE,
+            fix="add jsonl",
         )
     return sinks

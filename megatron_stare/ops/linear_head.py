@@ -1,13 +1,16 @@
-"""From hidden states to log-probs and entropies: the output layer and ops/vocab_parallel.py, in three ways.
+"""From hidden states to log-probs and entropies: the output layer and ops/vocab_parallel.py, in
+three ways.
 
     materialised         all logits at once; backward writes their gradient over them
     gradient_in_forward  chunk by chunk: once a chunk's log-probs are known, so is the slope of a token-local loss in
-                         them, and the chunk's gradients are taken before the next chunk's logits replace it
+                         them, and the chunk's gradients are taken before the next chunk's logits
+                         replace it
     recompute            chunk by chunk; backward computes every chunk's logits again
 
-The first holds [n, V] logits, the others one chunk of them. Products of n H V multiplications: 3, 3 and 4. The chunked
-ways sum the weight's gradient over chunks in float32. The gradient in the hidden states is that of this rank's columns,
-still to be summed over the ranks of the group; megatron/model/head.py does it.
+The first holds [n, V] logits, the others one chunk of them. Products of n H V multiplications: 3, 3
+and 4. The chunked ways sum the weight's gradient over chunks in float32. The gradient in the hidden
+states is that of this rank's columns, still to be summed over the ranks of the group;
+megatron/model/head.py does it.
 
 Shape legend: n rows, H hidden size, V vocabulary columns of this rank.
 """
@@ -22,13 +25,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_stare.ops.vocab_parallel import Problem, Rows, log_prob_and_entropy, measure, write_gradient
+from megatron_stare.ops.vocab_parallel import (
+    Problem,
+    Rows,
+    log_prob_and_entropy,
+    measure,
+    write_gradient,
+)
 
 Mode = Literal["materialised", "gradient_in_forward", "recompute"]
 # log-probs and entropies [n] -> scalar loss, and detached [n] tensors to log
 Loss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
-# largest share by which a slope may differ between a chunk and the whole: sums over a GPU's threads have no fixed order
+# largest share by which a slope may differ between a chunk and the whole: sums over a GPU's threads
+# have no fixed order
 _SAME = 1e-3
 
 
@@ -36,16 +46,19 @@ _SAME = 1e-3
 class LinearHead:
     """Output layer that gives log-probs and entropies; `mode` says how it goes through the logits.
 
-    chunk: rows of logits held at a time, other than materialised. It decides the shapes of products, so that two passes
-        give the same bits only with the same chunk.
+    chunk: rows of logits held at a time, other than materialised. It decides the shapes of
+        products, so that two passes give the same bits only with the same chunk.
     """
 
     problem: Problem
     mode: Mode = "materialised"
     chunk: int = 1024
 
-    def compute_log_probs(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        """Outputs of log_prob_and_entropy, [n] each, without gradient; the bits that `loss` hands to the loss.
+    def compute_log_probs(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Outputs of log_prob_and_entropy, [n] each, without gradient; the bits that `loss` hands
+        to the loss.
 
         Args:
             hidden: [n, H].
@@ -53,24 +66,34 @@ class LinearHead:
             targets: [n] int64, columns of the whole vocabulary.
         """
         with torch.no_grad():
-            parts = [measure(logits, targets[rows], self.problem)[0] for rows, logits in self._logits(hidden, weight)]
+            parts = [
+                measure(logits, targets[rows], self.problem)[0]
+                for rows, logits in self._logits(hidden, weight)
+            ]
             return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
     def loss(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, loss_of: Loss, weight_gradient: Tensor | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        loss_of: Loss,
+        weight_gradient: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of the log-probs and entropies, with gradient in hidden and weight, and what it logs.
+        """The loss of the log-probs and entropies, with gradient in hidden and weight, and what it
+        logs.
 
         Args:
-            loss_of: called once, but by gradient_in_forward once a chunk more: with the log-probs of the chunks so far
-                and 0 for the others, of which only the chunk's slopes are used. A token's slope must not
-                depend on the log-probs or entropies of other tokens.
-            weight_gradient: [V, H] float32, what the chunked ways add the weight's gradient to, in gradient_in_forward
-                before backward; then the weight gets none from autograd. None: autograd carries it.
+            loss_of: called once, but by gradient_in_forward once a chunk more: with the log-probs
+                of the chunks so far and 0 for the others, of which only the chunk's slopes are
+                used. A token's slope must not depend on the log-probs or entropies of other tokens.
+            weight_gradient: [V, H] float32, what the chunked ways add the weight's gradient to, in
+                gradient_in_forward before backward; then the weight gets none from autograd. None:
+                autograd carries it.
 
         Raises:
-            RuntimeError: with gradient_in_forward, a loss that couples tokens, or a loss that is multiplied by
-                something before backward although weight_gradient is given.
+            RuntimeError: with gradient_in_forward, a loss that couples tokens, or a loss that is
+                multiplied by something before backward although weight_gradient is given.
         """
         if self.mode == "gradient_in_forward":
             return self._gradient_in_forward(hidden, weight, targets, loss_of, weight_gradient)
@@ -91,7 +114,8 @@ class LinearHead:
         return loss_of(log_prob, entropy)
 
     def _logits(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Rows and their logits, which the next ones overwrite; one empty chunk where there are no rows."""
+        """Rows and their logits, which the next ones overwrite; one empty chunk where there are no
+        rows."""
         n = hidden.shape[0]
         if self.mode == "materialised":
             yield slice(0, n), torch.nn.functional.linear(hidden, weight)
@@ -103,18 +127,38 @@ class LinearHead:
 
     @torch.no_grad()
     def _gradient_in_forward(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, loss_of: Loss, weight_gradient: Tensor | None
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        loss_of: Loss,
+        weight_gradient: Tensor | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         n, ours = hidden.shape[0], weight_gradient is None
-        total = torch.zeros_like(weight, dtype=_wide(weight)) if weight_gradient is None else weight_gradient
+        total = (
+            torch.zeros_like(weight, dtype=_wide(weight))
+            if weight_gradient is None
+            else weight_gradient
+        )
         of_hidden = torch.empty_like(hidden)
-        log_prob, entropy, *used = (torch.zeros(n, dtype=_wide(hidden), device=hidden.device) for _ in range(4))
+        log_prob, entropy, *used = (
+            torch.zeros(n, dtype=_wide(hidden), device=hidden.device) for _ in range(4)
+        )
         for rows, logits in self._logits(hidden, weight):
             (log_prob[rows], entropy[rows]), seen = measure(logits, targets[rows], self.problem)
             slopes = self._slopes(log_prob, entropy, loss_of)[2:]
             for kept, slope in zip(used, slopes, strict=True):
                 kept[rows] = slope[rows]
-            self._backward(logits, seen, used[0][rows], used[1][rows], hidden[rows], weight, of_hidden[rows], total)
+            self._backward(
+                logits,
+                seen,
+                used[0][rows],
+                used[1][rows],
+                hidden[rows],
+                weight,
+                of_hidden[rows],
+                total,
+            )
         loss, logged, *final = self._slopes(log_prob, entropy, loss_of)
         for kept, slope in zip(used, final, strict=True):
             _check_local(kept, slope)
@@ -147,7 +191,8 @@ class LinearHead:
         of_hidden: Tensor,
         of_weight: Tensor,
     ) -> None:
-        """A chunk's gradients: `of_hidden` is written, `of_weight` is added to, the logits are lost."""
+        """A chunk's gradients: `of_hidden` is written, `of_weight` is added to, the logits are
+        lost."""
         of_entropy = grad_entropy if self.problem.entropy_gradient else None
         write_gradient(logits, seen, self.problem, grad_log_prob, of_entropy, out=logits)
         torch.mm(logits, weight, out=of_hidden)
@@ -155,11 +200,17 @@ class LinearHead:
 
 
 class _Attached(torch.autograd.Function):
-    """A loss whose gradients are known already; those of the weight may have been added elsewhere."""
+    """A loss whose gradients are known already; those of the weight may have been added
+    elsewhere."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, loss: Tensor, of_hidden: Tensor, of_weight: Tensor | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        loss: Tensor,
+        of_hidden: Tensor,
+        of_weight: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(of_hidden, of_weight)
         ctx.dtype = weight.dtype
@@ -170,19 +221,39 @@ class _Attached(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         of_hidden, of_weight = ctx.saved_tensors
         if of_weight is not None:
-            return grad.to(of_hidden.dtype) * of_hidden, (grad * of_weight).to(ctx.dtype), None, None, None
-        torch._assert_async(grad == 1, "the weight's gradient was added in the forward: its loss must not be scaled")
+            return (
+                grad.to(of_hidden.dtype) * of_hidden,
+                (grad * of_weight).to(ctx.dtype),
+                None,
+                None,
+                None,
+            )
+        torch._assert_async(
+            grad == 1, "the weight's gradient was added in the forward: its loss must not be scaled"
+        )
         return of_hidden, None, None, None, None
 
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: LinearHead, weight_gradient: Tensor | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        head: LinearHead,
+        weight_gradient: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        parts = [measure(logits, targets[rows], head.problem) for rows, logits in head._logits(hidden, weight)]
-        log_prob, entropy, *_ = (torch.cat(column) for column in zip(*(outputs for outputs, _ in parts), strict=True))
-        seen = (torch.cat(column) for column in zip(*(rows.tensors() for _, rows in parts), strict=True))
+        parts = [
+            measure(logits, targets[rows], head.problem)
+            for rows, logits in head._logits(hidden, weight)
+        ]
+        log_prob, entropy, *_ = (
+            torch.cat(column) for column in zip(*(outputs for outputs, _ in parts), strict=True)
+        )
+        seen = (
+            torch.cat(column) for column in zip(*(rows.tensors() for _, rows in parts), strict=True)
+        )
         ctx.save_for_backward(hidden, weight, *seen)
         ctx.head, ctx.weight_gradient = head, weight_gradient
         if not head.problem.entropy_gradient:
@@ -191,7 +262,9 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, *saved = ctx.saved_tensors
         seen, total = Rows(*saved), ctx.weight_gradient
         if total is None:
@@ -199,7 +272,9 @@ class _Recompute(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden)
         for rows, logits in ctx.head._logits(hidden, weight):
             grads = grad_log_prob[rows], grad_entropy[rows]
-            ctx.head._backward(logits, seen[rows], *grads, hidden[rows], weight, of_hidden[rows], total)
+            ctx.head._backward(
+                logits, seen[rows], *grads, hidden[rows], weight, of_hidden[rows], total
+            )
         of_weight = total.to(weight.dtype) if ctx.weight_gradient is None else None
         return of_hidden, of_weight, None, None, None
 
@@ -219,8 +294,12 @@ def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
 
 
 def _check_local(used: Tensor, slope: Tensor) -> None:
-    """Raises RuntimeError (on a GPU: at the next synchronisation) where a slope moved as other tokens came."""
+    """Raises RuntimeError (on a GPU: at the next synchronisation) where a slope moved as other
+    tokens came."""
     if slope.numel():
         moved = (used - slope).abs() > _SAME * slope.abs().nan_to_num(posinf=0.0).amax()
-        message = "this loss couples tokens: set model.head to materialised or recompute, or mend the method's coupling"
+        message = (
+            "this loss couples tokens: set model.head to materialised or recompute, or mend the"
+            " method's coupling"
+        )
         torch._assert_async(~moved.any(), message)

@@ -1,8 +1,9 @@
-"""Statistics by micro-batch and rank, as published code takes its thresholds; only to compare with such code.
+"""Statistics by micro-batch and rank, as published code takes its thresholds; only to compare with
+such code.
 
-What a selection rests on - thresholds, quantiles, and the counts and means they are built from - is the micro-batch's
-own. The number of tokens that the loss divides by stays that of all, and so do sums by response or prompt group, which
-lie across micro-batches.
+What a selection rests on - thresholds, quantiles, and the counts and means they are built from - is
+the micro-batch's own. The number of tokens that the loss divides by stays that of all, and so do
+sums by response or prompt group, which lie across micro-batches.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ def gather_by_micro_batch(
     """Every micro-batch's answers.
 
     Args:
-        asks: a method's `requests`, bound to each micro-batch of this rank; all ask for the same names.
+        asks: a method's `requests`, bound to each micro-batch of this rank; all ask for the same
+            names.
         group: ranks that hold other tokens; None: this rank holds all.
-        micro_batch_group: ranks that hold other tokens of the same micro-batches; None: they stand here whole.
+        micro_batch_group: ranks that hold other tokens of the same micro-batches; None: they stand
+            here whole.
 
     Raises:
         RuntimeError: the method keeps asking.
@@ -55,7 +58,9 @@ def gather_by_micro_batch(
         if not new[0]:
             return known
         together = {name for name, request in new[0].items() if not _is_own(name, request)}
-        joined = {name: _joined([asked[name] for asked in new]) for name in new[0] if name in together}
+        joined = {
+            name: _joined([asked[name] for asked in new]) for name in new[0] if name in together
+        }
         shared = answer(joined, group) if joined else {}
         for answers, asked in zip(known, new, strict=True):
             own = {name: request for name, request in asked.items() if name not in together}
@@ -70,18 +75,26 @@ def summary(
     group: ProcessGroup | None,
     micro_batch_group: ProcessGroup | None = None,
 ) -> Statistics:
-    """`whole`, with selections as the micro-batches made them, for the log: numbers of tokens selected are summed,
-    thresholds averaged over the micro-batches that have one. Such a threshold selects nothing; its key is 0.
+    """`whole`, with selections as the micro-batches made them, for the log: numbers of tokens
+    selected are summed, thresholds averaged over the micro-batches that have one. Such a threshold
+    selects nothing; its key is 0.
 
-    Groups are those of `gather_by_micro_batch`; of ranks that share micro-batches the first alone speaks for them.
+    Groups are those of `gather_by_micro_batch`; of ranks that share micro-batches the first alone
+    speaks for them.
     """
     speaks = micro_batch_group is None or micro_batch_group.rank() == 0
     asked: dict[str, Request] = {}
     for name, request in requests.items():
         if isinstance(request, TopK):
             own = [threshold(part, name) for part in parts]
-            k, value = torch.stack([each.k for each in own]), torch.stack([each.value for each in own])
-            asked[f"{name}/k"], asked[f"{name}/value"] = Sum(k, (k >= 0) & speaks), Mean(value, (k > 0) & speaks)
+            k, value = (
+                torch.stack([each.k for each in own]),
+                torch.stack([each.value for each in own]),
+            )
+            asked[f"{name}/k"], asked[f"{name}/value"] = (
+                Sum(k, (k >= 0) & speaks),
+                Mean(value, (k > 0) & speaks),
+            )
         elif isinstance(request, Quantile):
             value = torch.stack([tensor(part, name) for part in parts])
             asked[f"{name}/value"] = Mean(value, ~value.isnan() & speaks)
@@ -93,7 +106,9 @@ def summary(
         if isinstance(request, TopK):
             k = scalar(answers, f"{name}/k").to(torch.int64)
             value = scalar(answers, f"{name}/value")
-            merged[name] = Threshold(torch.zeros_like(k), k, threshold(whole, name).n, value.to(torch.float32))
+            merged[name] = Threshold(
+                torch.zeros_like(k), k, threshold(whole, name).n, value.to(torch.float32)
+            )
         elif isinstance(request, Quantile):
             merged[name] = scalar(answers, f"{name}/value")
     return merged

@@ -1,6 +1,8 @@
-"""Cuts a rollout batch into micro-batches: at most a budget of tokens each, balanced over data-parallel ranks.
+"""Cuts a rollout batch into micro-batches: at most a budget of tokens each, balanced over
+data-parallel ranks.
 
-The plan is made once per rollout batch, from lengths alone, and serves the log-prob pass and training.
+The plan is made once per rollout batch, from lengths alone, and serves the log-prob pass and
+training.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ class PlanRules:
     data_parallel: ranks that take different samples.
     budget: tokens a micro-batch may hold, padding included.
     packed: sequences laid end to end; else right-padded to the longest.
-    multiple: every rank's number of micro-batches is a multiple of this (virtual pipelines want the number of stages).
+    multiple: every rank's number of micro-batches is a multiple of this (virtual pipelines want the
+    number of stages).
     each: a sequence is padded to a multiple of this (context parallelism wants twice its ranks).
     cost: the work of a sequence of so many tokens (ModelFamily.cost); by default its tokens.
     mini_batch_prompts: prompt groups of an optimizer step; None: all of a rollout batch.
@@ -37,8 +40,8 @@ class PlanRules:
 def plan_micro_batches(lengths: Sequence[int], rules: PlanRules) -> MicroBatchPlan:
     """The plan of one batch. Deterministic in its arguments.
 
-    Longest first, every sample goes to the rank with the least work so far; each rank then fills micro-batches.
-    Ranks with fewer micro-batches get empty ones, which run with coefficient 0.
+    Longest first, every sample goes to the rank with the least work so far; each rank then fills
+    micro-batches. Ranks with fewer micro-batches get empty ones, which run with coefficient 0.
 
     Args:
         lengths: tokens of every sample, prompt included.
@@ -51,7 +54,8 @@ def plan_micro_batches(lengths: Sequence[int], rules: PlanRules) -> MicroBatchPl
     if longest > rules.budget:
         padded = f", padded to a multiple of {rules.each}" if rules.each > 1 else ""
         raise ConfigError(
-            f"the longest sample has {longest} tokens{padded}, the budget of a micro-batch is {rules.budget}",
+            f"the longest sample has {longest} tokens{padded}, the budget of a micro-batch is"
+            f" {rules.budget}",
             where="batch.micro_batch_tokens",
             fix=f"set it to at least {longest}",
         )
@@ -68,12 +72,16 @@ def plan_micro_batches(lengths: Sequence[int], rules: PlanRules) -> MicroBatchPl
     return MicroBatchPlan(tuple(tuple(r) + ((),) * (most - len(r)) for r in ranks))
 
 
-def plan_mini_batches(lengths: Sequence[int], groups: Sequence[int], rules: PlanRules) -> MicroBatchPlan:
-    """One plan of a rollout batch that several optimizer steps share: no micro-batch mixes two mini-batches.
+def plan_mini_batches(
+    lengths: Sequence[int], groups: Sequence[int], rules: PlanRules
+) -> MicroBatchPlan:
+    """One plan of a rollout batch that several optimizer steps share: no micro-batch mixes two
+    mini-batches.
 
     Args:
         lengths: tokens of every sample, prompt included.
-        groups: the prompt group of every sample, from 0 without gaps; consecutive ones make a mini-batch.
+        groups: the prompt group of every sample, from 0 without gaps; consecutive ones make a
+            mini-batch.
 
     Raises:
         ConfigError: a sample is longer than the budget.
@@ -87,7 +95,9 @@ def plan_mini_batches(lengths: Sequence[int], groups: Sequence[int], rules: Plan
         plan = plan_micro_batches([lengths[sample] for sample in samples], rules)
         sizes.append(plan.micro_batches)
         for rank, micro_batches in enumerate(plan.ranks):
-            ranks[rank] += tuple(tuple(samples[i] for i in micro_batch) for micro_batch in micro_batches)
+            ranks[rank] += tuple(
+                tuple(samples[i] for i in micro_batch) for micro_batch in micro_batches
+            )
     return MicroBatchPlan(tuple(ranks), tuple(sizes))
 
 
@@ -106,7 +116,8 @@ def _fill_padded(samples: list[int], lengths: Sequence[int], budget: int) -> lis
 def _fill_packed(samples: list[int], lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
     """First fit, longest first: within 11/9 of the fewest micro-batches that could hold them."""
     micro_batches: list[list[int]] = []
-    room: dict[int, int] = {}  # of those into which the shortest still fits; thousands that are full are not gone over
+    # of those into which the shortest still fits; thousands that are full are not gone over
+    room: dict[int, int] = {}
     shortest = lengths[samples[-1]] if samples else 0
     for sample in samples:
         fits = next((i for i, free in room.items() if free >= lengths[sample]), None)

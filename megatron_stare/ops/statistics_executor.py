@@ -1,12 +1,12 @@
 """Answers what a method asks about the whole batch, locally or over the ranks that share it.
 
-Methods (algorithms/) name requests, this executor answers them, token by token the same in every layout; it is the
-only distributed code a method depends on.
+Methods (algorithms/) name requests, this executor answers them, token by token the same in every
+layout; it is the only distributed code a method depends on.
 
-Thresholds are exact: six all-reduced histograms of eleven bits fix a 64-bit key, the k-th largest over all ranks.
-Nothing is gathered or compacted, nothing is read by the host, and because keys are unique there are no ties: the same
-tokens are selected in every layout.
-Shape legend: S selects answered together, N positions held by this rank.
+Thresholds are exact: six all-reduced histograms of eleven bits fix a 64-bit key, the k-th largest
+over all ranks. Nothing is gathered or compacted, nothing is read by the host, and because keys are
+unique there are no ties: the same tokens are selected in every layout. Shape legend: S selects
+answered together, N positions held by this rank.
 """
 
 from __future__ import annotations
@@ -36,16 +36,21 @@ from megatron_stare.records.batch_statistics import (
 MAX_ROUNDS = 8
 DIGIT_BITS = 11
 ROUNDS = 6  # 6 * 11 >= 64
-CHUNK = 2**18  # keys gone through at a time: few enough to stay in a processor's cache from one operation to the next
+# keys gone through at a time: few enough to stay in a processor's cache from one operation to the
+# next
+CHUNK = 2**18
 _SMALLEST, _LARGEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 
 
-def gather_statistics(ask: Callable[[Statistics], Mapping[str, Request]], group: ProcessGroup | None) -> Statistics:
+def gather_statistics(
+    ask: Callable[[Statistics], Mapping[str, Request]], group: ProcessGroup | None
+) -> Statistics:
     """Asks until nothing new is asked: `ask(known)` may build on answers it already has.
 
     Args:
         ask: a method's `requests`, bound to its batch.
-        group: ranks that hold different tokens of the batch (data and context parallel); None: one rank holds all.
+        group: ranks that hold different tokens of the batch (data and context parallel); None: one
+            rank holds all.
 
     Raises:
         RuntimeError: the method keeps asking.
@@ -60,8 +65,8 @@ def gather_statistics(ask: Callable[[Statistics], Mapping[str, Request]], group:
 
 
 def answer(requests: Mapping[str, Request], group: ProcessGroup | None) -> Statistics:
-    """One round: an all-reduce for all sums and counts, one for all sums by segment, one for all maxima, six for all
-    selects and quantiles together."""
+    """One round: an all-reduce for all sums and counts, one for all sums by segment, one for all
+    maxima, six for all selects and quantiles together."""
     sums = _sums(requests, group)
     answers: Statistics = {}
     selects: dict[str, TopK | Quantile] = {}
@@ -87,12 +92,17 @@ def answer(requests: Mapping[str, Request], group: ProcessGroup | None) -> Stati
     if maxima:
         answers |= _maxima(maxima, group)
     if selects:
-        answers |= _select(selects, {name: sums[name][1].to(torch.int64) for name in selects}, group)
+        answers |= _select(
+            selects, {name: sums[name][1].to(torch.int64) for name in selects}, group
+        )
     return answers
 
 
-def _sums(requests: Mapping[str, Request], group: ProcessGroup | None) -> dict[str, tuple[Tensor, Tensor]]:
-    """name -> (masked sum, masked count) as float64 scalars: exact for counts, and stable whatever the layout."""
+def _sums(
+    requests: Mapping[str, Request], group: ProcessGroup | None
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """name -> (masked sum, masked count) as float64 scalars: exact for counts, and stable whatever
+    the layout."""
     rows = []
     for request in requests.values():
         mask = request.mask
@@ -112,7 +122,12 @@ def _maxima(requests: Mapping[str, Max], group: ProcessGroup | None) -> Statisti
     lowest = torch.full((1,), -torch.inf, dtype=torch.float64)
     table = torch.stack(
         [
-            torch.cat([lowest.to(r.x.device), torch.where(r.mask, r.x.detach().to(torch.float64), -torch.inf)]).max()
+            torch.cat(
+                [
+                    lowest.to(r.x.device),
+                    torch.where(r.mask, r.x.detach().to(torch.float64), -torch.inf),
+                ]
+            ).max()
             for r in requests.values()
         ]
     )
@@ -126,7 +141,11 @@ def _segment_sums(requests: Mapping[str, SegmentSum], group: ProcessGroup | None
     for request in requests.values():
         # where, not multiplication: a masked position may hold inf or NaN
         x = torch.where(request.mask, request.x.detach().to(torch.float64), 0.0)
-        rows.append(torch.zeros(request.number, dtype=torch.float64, device=x.device).index_add_(0, request.segment, x))
+        rows.append(
+            torch.zeros(request.number, dtype=torch.float64, device=x.device).index_add_(
+                0, request.segment, x
+            )
+        )
     table = torch.cat(rows)
     if group is not None:
         all_reduce(table, group=group)
@@ -134,9 +153,12 @@ def _segment_sums(requests: Mapping[str, SegmentSum], group: ProcessGroup | None
 
 
 def _select(
-    requests: Mapping[str, TopK | Quantile], counts: Mapping[str, Tensor], group: ProcessGroup | None
+    requests: Mapping[str, TopK | Quantile],
+    counts: Mapping[str, Tensor],
+    group: ProcessGroup | None,
 ) -> Statistics:
-    """A TopK is one order statistic, a Quantile one or two, so all of them are one call of the select."""
+    """A TopK is one order statistic, a Quantile one or two, so all of them are one call of the
+    select."""
     keys, masks, k = [], [], []
     for name, request in requests.items():
         n = counts[name]
@@ -144,10 +166,16 @@ def _select(
             keys.append(ordering_key(request.key.detach(), request.index))
             masks.append(request.mask)
             given = request.count
-            k.append(top_k_count(n, request.share) if given is None else torch.minimum(given.to(n.dtype), n))
+            k.append(
+                top_k_count(n, request.share)
+                if given is None
+                else torch.minimum(given.to(n.dtype), n)
+            )
         else:
             # ties need no order here: equal values are equal answers
-            key = ordering_key(request.x.detach(), torch.zeros_like(request.mask, dtype=torch.int64))
+            key = ordering_key(
+                request.x.detach(), torch.zeros_like(request.mask, dtype=torch.int64)
+            )
             places = _places(request, n)
             keys += [key] * len(places)
             masks += [request.mask] * len(places)
@@ -164,7 +192,9 @@ def _select(
             row += 1
         else:
             end = row + len(_places(request, counts[name]))
-            answers[name] = _interpolate(request, counts[name], value_of_key(found[row:end]).to(torch.float64))
+            answers[name] = _interpolate(
+                request, counts[name], value_of_key(found[row:end]).to(torch.float64)
+            )
             row = end
     return answers
 
@@ -198,7 +228,9 @@ def _interpolate(request: Quantile, n: Tensor, values: Tensor) -> Tensor:
     return torch.where(n > 0, value, float("nan"))
 
 
-def kth_largest(keys: list[Tensor], masks: list[Tensor], k: Tensor, group: ProcessGroup | None) -> Tensor:
+def kth_largest(
+    keys: list[Tensor], masks: list[Tensor], k: Tensor, group: ProcessGroup | None
+) -> Tensor:
     """The k[s]-th largest masked key of every select, over all ranks of `group`.
 
     Args:
@@ -233,7 +265,8 @@ def kth_largest(keys: list[Tensor], masks: list[Tensor], k: Tensor, group: Proce
             all_reduce(histogram, group=group)
         undecided = histogram[:, 1:-1]
         at_or_above = undecided.flip(1).cumsum(1).flip(1)  # keys in this bucket or a higher one
-        chosen = (at_or_above >= remaining[:, None]).sum(1).sub(1).clamp_min(0)  # highest bucket that reaches k
+        # highest bucket that reaches k
+        chosen = (at_or_above >= remaining[:, None]).sum(1).sub(1).clamp_min(0)
         above = at_or_above.gather(1, chosen[:, None]) - undecided.gather(1, chosen[:, None])
         remaining = remaining - above.squeeze(1)
         found = first + chosen

@@ -1,9 +1,9 @@
-"""The body of ops/vocab_parallel.py for CPUs: PyTorch over blocks of rows that stay in cache, without a buffer of the
-logits' size.
+"""The body of ops/vocab_parallel.py for CPUs: PyTorch over blocks of rows that stay in cache,
+without a buffer of the logits' size.
 
-A block goes through half a dozen elementwise operations. Done row block by row block each but the first finds it in
-cache; done over the whole tensor each would read it from memory. The block's size depends on the shape alone, so that
-two passes over the same logits give the same bits.
+A block goes through half a dozen elementwise operations. Done row block by row block each but the
+first finds it in cache; done over the whole tensor each would read it from memory. The block's size
+depends on the shape alone, so that two passes over the same logits give the same bits.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Elements of a block and of each of its two work buffers: 16 rows of 32k columns. docs/head.md has what others cost. A
-# GPU without Triton has no such cache, but has launches to save.
+# Elements of a block and of each of its two work buffers: 16 rows of 32k columns. docs/head.md has
+# what others cost. A GPU without Triton has no such cache, but has launches to save.
 BLOCK = 1 << 19
 BLOCK_CUDA = 1 << 25
-# Rows of a block at least, for wide vocabularies: threads share out the rows of a sum, of 3 one of two threads has 2
+# Rows of a block at least, for wide vocabularies: threads share out the rows of a sum, of 3 one of
+# two threads has 2
 ROWS = 4
 
 # d below this is taken for it: its exp is 0 even in float64, and -inf * 0 would be nan
 _LOWEST = -1000.0
 
 
-def sums(logits: Tensor, local: Tensor, real: int, temperature: float, second_moment: bool) -> Tensor:
+def sums(
+    logits: Tensor, local: Tensor, real: int, temperature: float, second_moment: bool
+) -> Tensor:
     """Computes the sums by blocks; see vocab_reference.py."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     out = torch.zeros(6 if second_moment else 4, logits.shape[0], dtype=dtype, device=logits.device)
@@ -62,7 +65,8 @@ def gradient(
     out[:, real:] = 0.0
     if real == 0:
         return
-    # the target's entry is made whole from numbers of its own, because out may be rounded to bfloat16 and be the logits
+    # the target's entry is made whole from numbers of its own, because out may be rounded to
+    # bfloat16 and be the logits
     every, target = torch.arange(logits.shape[0], device=logits.device), local.clamp_min(0)
     d_target = ((logits[every, target].to(m.dtype) - m) / temperature).clamp_min(_LOWEST)
     at_slope = a if b is None else a + b * d_target
@@ -76,8 +80,11 @@ def gradient(
     out[every, target] = torch.where(local >= 0, at_target.to(out.dtype), out[every, target])
 
 
-def _blocks(logits: Tensor, real: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Slices of rows, and two work buffers of a block's shape for each, the same ones every time."""
+def _blocks(
+    logits: Tensor, real: int, dtype: torch.dtype
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Slices of rows, and two work buffers of a block's shape for each, the same ones every
+    time."""
     most = BLOCK if logits.device.type == "cpu" else BLOCK_CUDA
     height = max(ROWS, most // real)
     d = torch.empty(min(height, logits.shape[0]), real, dtype=dtype, device=logits.device)

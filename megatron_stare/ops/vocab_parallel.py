@@ -1,19 +1,23 @@
-"""Log-prob of the taken token and entropy of the distribution, over logits whose vocabulary is split over ranks.
+"""Log-prob of the taken token and entropy of the distribution, over logits whose vocabulary is
+split over ranks.
 
-Both come from one pass: temperature applied, padded vocabulary columns masked, float32 accumulation, one collective of
-four numbers a token. With logits z, their row maximum m over all ranks, and d = (z - m) / temperature,
+Both come from one pass: temperature applied, padded vocabulary columns masked, float32
+accumulation, one collective of four numbers a token. With logits z, their row maximum m over all
+ranks, and d = (z - m) / temperature,
 
     s = sum_v exp(d_v)                t = sum_v d_v exp(d_v)
     log p_y = d_y - ln s              H = ln s - t / s
     d log p_y / dd = 1[y] - p         dH / dd = -p (ln p + H)
 
-The entropy sensitivity (algorithms/sensitivity.py) needs two sums more, in the same pass and the same collective:
+The entropy sensitivity (algorithms/sensitivity.py) needs two sums more, in the same pass and the
+same collective:
 
     q = sum_v exp(d_v)^2              u = sum_v d_v exp(d_v)^2
     sum_v p_v^2 = q / s^2             sum_v p_v^2 ln p_v = (u - q ln s) / s^2
 
-What touches the [N, V] logits is a body, one file each: vocab_reference.py in plain PyTorch, vocab_chunked.py in
-PyTorch by blocks that stay in cache, vocab_triton.py in kernels that read every logit once.
+What touches the [N, V] logits is a body, one file each: vocab_reference.py in plain PyTorch,
+vocab_chunked.py in PyTorch by blocks that stay in cache, vocab_triton.py in kernels that read every
+logit once.
 
 Shape legend: N tokens, V vocabulary columns of this rank, R ranks.
 """
@@ -55,16 +59,20 @@ def log_prob_and_entropy(
         vocab_size: real columns; those at or above it are padding and have probability 0.
         temperature: divides the logits, above 0.
         group: tensor-parallel ranks; None: this rank holds every column.
-        entropy_gradient: whether entropy carries gradient; without it entropy costs nothing in backward.
-        second_moment: whether to give the sums of the entropy sensitivity too; they never carry gradient.
-        body: what computes it; auto: Triton's kernels on GPUs that can run them, else the chunked body.
-        overwrite_logits: backward writes the gradient over the logits, which nothing may need by then. Autograd's
-            version counter moves, so that a backward that still wants them raises; whoever just reads them afterwards
-            reads the gradient.
+        entropy_gradient: whether entropy carries gradient; without it entropy costs nothing in
+            backward.
+        second_moment: whether to give the sums of the entropy sensitivity too; they never carry
+            gradient.
+        body: what computes it; auto: Triton's kernels on GPUs that can run them, else the chunked
+            body.
+        overwrite_logits: backward writes the gradient over the logits, which nothing may need by
+            then. Autograd's version counter moves, so that a backward that still wants them raises;
+            whoever just reads them afterwards reads the gradient.
 
     Returns:
-        log_prob [N] and entropy [N] in nats, float32 (float64 for float64 logits), equal on every rank of `group`; with
-        `second_moment` also sum p^2 [N] and sum p^2 ln p [N] over the vocabulary.
+        log_prob [N] and entropy [N] in nats, float32 (float64 for float64 logits), equal on every
+        rank of `group`; with `second_moment` also sum p^2 [N] and sum p^2 ln p [N] over the
+        vocabulary.
 
     Raises:
         ValueError: a leaf would be overwritten, or the body cannot take these logits.
@@ -114,7 +122,8 @@ class Rows:
 
 
 def measure(logits: Tensor, targets: Tensor, problem: Problem) -> tuple[tuple[Tensor, ...], Rows]:
-    """Computes what log_prob_and_entropy returns, outside autograd, and the rows that `write_gradient` needs.
+    """Computes what log_prob_and_entropy returns, outside autograd, and the rows that
+    `write_gradient` needs.
 
     Every rank of the group must call it: it holds the one collective.
     """
@@ -125,7 +134,8 @@ def measure(logits: Tensor, targets: Tensor, problem: Problem) -> tuple[tuple[Te
     sums = body.sums(logits, local, real, problem.temperature, problem.second_moment)
     m, s, t, z_target, *squares = _merge(sums, problem)
     log_s = s.log()
-    log_prob = (z_target - m) / problem.temperature - log_s  # not z - (m + ln s), which loses what is small beside m
+    # not z - (m + ln s), which loses what is small beside m
+    log_prob = (z_target - m) / problem.temperature - log_s
     entropy = log_s - t / s
     moments: tuple[Tensor, ...] = ()
     if problem.second_moment:
@@ -136,12 +146,17 @@ def measure(logits: Tensor, targets: Tensor, problem: Problem) -> tuple[tuple[Te
 
 
 def write_gradient(
-    logits: Tensor, rows: Rows, problem: Problem, grad_log_prob: Tensor, grad_entropy: Tensor | None, out: Tensor
+    logits: Tensor,
+    rows: Rows,
+    problem: Problem,
+    grad_log_prob: Tensor,
+    grad_entropy: Tensor | None,
+    out: Tensor,
 ) -> None:
     """Writes the gradient in the logits [N, V] into `out`, which may be the logits.
 
-    With d as above and e = exp(d) it is e (a + b d) and, at the target, grad_log_prob / temperature more. The numbers
-    of a row, a and b, are made in float64 and rounded once.
+    With d as above and e = exp(d) it is e (a + b d) and, at the target, grad_log_prob / temperature
+    more. The numbers of a row, a and b, are made in float64 and rounded once.
 
     Args:
         grad_log_prob: [N]; grad_entropy: [N], or None where the entropy carries none.
@@ -161,7 +176,9 @@ def write_gradient(
 
 class _LogProbAndEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, problem: Problem, overwrite: bool) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, problem: Problem, overwrite: bool
+    ) -> tuple[Tensor, ...]:
         (log_prob, entropy, *moments), rows = measure(logits, targets, problem)
         ctx.save_for_backward(logits, *rows.tensors())
         ctx.problem, ctx.overwrite = problem, overwrite
@@ -170,8 +187,11 @@ class _LogProbAndEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        logits, *saved = ctx.saved_tensors  # raises where they were written to since, by another backward of this too
+    def backward(
+        ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor, *_: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        # raises where they were written to since, by another backward of this too
+        logits, *saved = ctx.saved_tensors
         logits = logits.detach()  # shares the version counter
         out = logits if ctx.overwrite else torch.empty_like(logits)
         of_entropy = grad_entropy if ctx.problem.entropy_gradient else None
@@ -192,17 +212,24 @@ def _body(name: Body, logits: Tensor) -> ModuleType:
 
 
 def _runs_triton(logits: Tensor) -> bool:
-    """Tells whether the kernels can take these logits: bfloat16, float16 or float32, on sm_80 or newer."""
-    if logits.device.type != "cuda" or logits.dtype == torch.float64 or importlib.util.find_spec("triton") is None:
+    """Tells whether the kernels can take these logits: bfloat16, float16 or float32, on sm_80 or
+    newer."""
+    if (
+        logits.device.type != "cuda"
+        or logits.dtype == torch.float64
+        or importlib.util.find_spec("triton") is None
+    ):
         return False
     return torch.cuda.get_device_capability(logits.device) >= (8, 0)
 
 
 def _merge(sums: Tensor, problem: Problem) -> tuple[Tensor, ...]:
-    """Combines every rank's (m, s, t, z_target), and (q, u) where they are given, [4 or 6, N], after one all-gather:
-    16 or 24 bytes a token and rank. m is finite: 0 where there is no largest finite logit.
+    """Combines every rank's (m, s, t, z_target), and (q, u) where they are given, [4 or 6, N],
+    after one all-gather: 16 or 24 bytes a token and rank. m is finite: 0 where there is no largest
+    finite logit.
 
-    In float64, as is what follows: float32 would round off as much again as the sums did, and these are [N] alone.
+    In float64, as is what follows: float32 would round off as much again as the sums did, and these
+    are [N] alone.
     """
     group = problem.group
     if group is None or group.size() == 1:
@@ -223,6 +250,6 @@ def _merge(sums: Tensor, problem: Problem) -> tuple[Tensor, ...]:
 
 
 def _shifted(t_r: Tensor, s_r: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """[N] sum d w over all ranks, with d from the largest m. s_r = sum w, and t_r = sum d w with d from the rank's own
-    m, are [R, N]."""
+    """[N] sum d w over all ranks, with d from the largest m. s_r = sum w, and t_r = sum d w with d
+    from the rank's own m, are [R, N]."""
     return torch.where(scale > 0, scale * (t_r + shift * s_r), 0.0).sum(0)

@@ -1,4 +1,5 @@
-"""The body of ops/vocab_parallel.py that is easiest to read, in plain PyTorch over whole [N, V] tensors.
+"""The body of ops/vocab_parallel.py that is easiest to read, in plain PyTorch over whole [N, V]
+tensors.
 
 What the other bodies are held against; they have the same two functions.
 """
@@ -9,8 +10,11 @@ import torch
 from torch import Tensor
 
 
-def sums(logits: Tensor, local: Tensor, real: int, temperature: float, second_moment: bool) -> Tensor:
-    """This rank's m, s, t and z_target, and with `second_moment` q and u: [4 or 6, N], at least float32.
+def sums(
+    logits: Tensor, local: Tensor, real: int, temperature: float, second_moment: bool
+) -> Tensor:
+    """This rank's m, s, t and z_target, and with `second_moment` q and u: [4 or 6, N], at least
+    float32.
 
     Args:
         logits: [N, V].
@@ -41,8 +45,8 @@ def gradient(
     hit: Tensor,
     out: Tensor,
 ) -> None:
-    """Writes the gradient into `out`, which may be logits: e (a + b d) with d = (z - m) / temperature and e = exp(d),
-    and `hit` more at the target.
+    """Writes the gradient into `out`, which may be logits: e (a + b d) with d = (z - m) /
+    temperature and e = exp(d), and `hit` more at the target.
 
     Args:
         m: [N] of all ranks.

@@ -1,11 +1,13 @@
-"""The body of ops/vocab_parallel.py for GPUs, sm_80 and newer: forward reads every logit once, backward reads it once
-and writes its gradient once, which may be to the same place. Everything between is float32 in registers.
+"""The body of ops/vocab_parallel.py for GPUs, sm_80 and newer: forward reads every logit once,
+backward reads it once and writes its gradient once, which may be to the same place. Everything
+between is float32 in registers.
 
-Forward keeps a running maximum m of a row and, when a block raises it, brings the sums to the new one:
-with h = (m_old - m_new) / temperature, s becomes exp(h) s and t becomes exp(h) (t + h s), and likewise q and u with
-exp(h)^2. The log-prob pass asks for q and u, the training pass does not, and both get the same kernel: compiled without
-them, the other sums could be rounded otherwise, and the first update's ratios would not be exactly 1. By counting, the
-kernel waits for memory either way. Shape legend: N tokens, V vocabulary columns of this rank.
+Forward keeps a running maximum m of a row and, when a block raises it, brings the sums to the new
+one: with h = (m_old - m_new) / temperature, s becomes exp(h) s and t becomes exp(h) (t + h s), and
+likewise q and u with exp(h)^2. The log-prob pass asks for q and u, the training pass does not, and
+both get the same kernel: compiled without them, the other sums could be rounded otherwise, and the
+first update's ratios would not be exactly 1. By counting, the kernel waits for memory either way.
+Shape legend: N tokens, V vocabulary columns of this rank.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Columns a program holds at a time and the warps that share them. Chosen for sm_90 by counting (16 values a thread, two
-# 16-byte loads of bfloat16, at most 48 registers and no spills as compiled for sm_80 and sm_90), not by measuring: no
-# GPU has run these kernels yet.
+# Columns a program holds at a time and the warps that share them. Chosen for sm_90 by counting (16
+# values a thread, two 16-byte loads of bfloat16, at most 48 registers and no spills as compiled for
+# sm_80 and sm_90), not by measuring: no GPU has run these kernels yet.
 FORWARD = {"BLOCK": 4096, "num_warps": 8}
 BACKWARD = {"BLOCK": 4096, "num_warps": 8}
 
@@ -84,7 +86,9 @@ def _gradient(
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)  # programs that run together write side by side
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    z = tl.load(logits + row * row_stride + column, mask=column < real, other=-float("inf")).to(tl.float32)
+    z = tl.load(logits + row * row_stride + column, mask=column < real, other=-float("inf")).to(
+        tl.float32
+    )
     d = _exponents(z, tl.load(m + row), inverse_temperature)
     slope = tl.load(a + row)
     if ENTROPY:
@@ -95,7 +99,9 @@ def _gradient(
     tl.store(out + row * out_stride + column, grad.to(out.dtype.element_ty), mask=column < width)
 
 
-def sums(logits: Tensor, local: Tensor, real: int, temperature: float, second_moment: bool) -> Tensor:
+def sums(
+    logits: Tensor, local: Tensor, real: int, temperature: float, second_moment: bool
+) -> Tensor:
     """Computes the sums, reading every logit once; see vocab_reference.py.
 
     Raises:
@@ -157,5 +163,7 @@ def gradient(
 def _rows_in_order(logits: Tensor) -> Tensor:
     """The logits with columns side by side; a copy only where they are not."""
     if logits.dtype == torch.float64:
-        raise ValueError("the Triton body works in float32; take the chunked body for float64 logits")
+        raise ValueError(
+            "the Triton body works in float32; take the chunked body for float64 logits"
+        )
     return logits if logits.stride(1) == 1 else logits.contiguous()

@@ -45,9 +45,10 @@ class Seen:
 def solve(runs: Sequence[Seen], least: float) -> tuple[float, float]:
     """(inverse, times) of the least squares of the errors, each as a share of what that run took.
 
-    With one run, or where the runs' parts, other over ideal, are not `APART` from each other, there is no telling the
-    terms apart, and times is 0. Neither is below 0, and beside another term the inverse is not below `least`: alone it
-    may be, and says that the runs were faster than the rate that it is a share of.
+    With one run, or where the runs' parts, other over ideal, are not `APART` from each other, there
+    is no telling the terms apart, and times is 0. Neither is below 0, and beside another term the
+    inverse is not below `least`: alone it may be, and says that the runs were faster than the rate
+    that it is a share of.
     """
     ideal, other = np.array([(run.ideal / run.seconds, run.other / run.seconds) for run in runs]).T
     ones = np.ones(len(runs))
@@ -67,17 +68,23 @@ def _one(column: np.ndarray, target: np.ndarray) -> float:
     return float(column @ target / (column @ column))
 
 
-def calibrate(run_dirs: Sequence[Path], gpu: Gpu, start: Coefficients, prompt: float | None) -> Fitted:
-    """Medians of the runs' steps, put into the model's sums and solved for its coefficients. One run gives every phase
-    its rate; runs of several sizes also what of it does not grow with products.
+def calibrate(
+    run_dirs: Sequence[Path], gpu: Gpu, start: Coefficients, prompt: float | None
+) -> Fitted:
+    """Medians of the runs' steps, put into the model's sums and solved for its coefficients. One
+    run gives every phase its rate; runs of several sizes also what of it does not grow with
+    products.
 
     Args:
-        prompt: mean tokens of a prompt, which metrics do not have; None: as each run's section `plan` has it.
+        prompt: mean tokens of a prompt, which metrics do not have; None: as each run's section
+            `plan` has it.
 
     Raises:
         UserError: one is no run, has too few steps, or took less than the model's least.
     """
-    seen: dict[str, list[Seen]] = {phase: [] for phase in ("log_probs", "update", "sync", "rollout")}
+    seen: dict[str, list[Seen]] = {
+        phase: [] for phase in ("log_probs", "update", "sync", "rollout")
+    }
     beside = []
     for run_dir in run_dirs:
         metrics = medians(run_dir)
@@ -107,7 +114,8 @@ def calibrate(run_dirs: Sequence[Path], gpu: Gpu, start: Coefficients, prompt: f
 def _parts(
     run_dir: Path, metrics: dict[str, float], gpu: Gpu, start: Coefficients, prompt: float | None
 ) -> dict[str, Seen]:
-    """Work and time of the phases that took any. Raises ConfigError where one took less than the links alone would."""
+    """Work and time of the phases that took any. Raises ConfigError where one took less than the
+    links alone would."""
     config = load_recorded(run_dir / CONFIG)
     lengths = Lengths.of(config, prompt, metrics["response/length_mean"])
     run = resolve_run(config)
@@ -125,16 +133,20 @@ def _parts(
             continue
         if seconds <= work.fixed:
             raise ConfigError(
-                f"{phase} took {seconds:.3g} s, and links alone would take {work.fixed:.3g} s of this GPU's node",
+                f"{phase} took {seconds:.3g} s, and links alone would take {work.fixed:.3g} s of"
+                " this GPU's node",
                 where=f"--calibrate {run_dir}",
                 fix="check --gpu",
             )
         found[phase] = Seen(work.ideal, work.moved, seconds - work.fixed)
     seconds = metrics.get("time/rollout_s", 0.0)
-    if seconds and not config.rollout.staleness:  # ahead of training, its time is what training waited for
+    # ahead of training, its time is what training waited for
+    if seconds and not config.rollout.staleness:
         served = fit.served(run)
         at_rates, with_one = (
-            rollout_seconds(config, run.shape, gpu, replace(start, decode_layer_s=each), lengths, served)
+            rollout_seconds(
+                config, run.shape, gpu, replace(start, decode_layer_s=each), lengths, served
+            )
             for each in (0.0, 1.0)
         )
         found["rollout"] = Seen(at_rates, with_one - at_rates, seconds)
@@ -142,18 +154,27 @@ def _parts(
 
 
 def medians(run_dir: Path) -> dict[str, float]:
-    """Medians of each of the run's metrics, without the first steps. Raises DataError where there are too few."""
+    """Medians of each of the run's metrics, without the first steps. Raises DataError where there
+    are too few."""
     path = run_dir / "metrics.jsonl"
     try:
         steps = [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot be read: {error}", where=str(path), fix="name the directory of a run") from error
-    steps = [step for step in steps if "time/step_s" in step and "response/length_mean" in step][WARM_UP:]
+        raise DataError(
+            f"cannot be read: {error}", where=str(path), fix="name the directory of a run"
+        ) from error
+    steps = [step for step in steps if "time/step_s" in step and "response/length_mean" in step][
+        WARM_UP:
+    ]
     if len(steps) < LEAST:
         raise DataError(
             f"{len(steps)} steps after the first {WARM_UP}, and {LEAST} are needed",
             where=str(path),
             fix="calibrate with a longer run",
         )
-    names = {name for step in steps for name in step if name.startswith("time/")} | {"response/length_mean"}
-    return {name: statistics.median([step[name] for step in steps if name in step]) for name in names}
+    names = {name for step in steps for name in step if name.startswith("time/")} | {
+        "response/length_mean"
+    }
+    return {
+        name: statistics.median([step[name] for step in steps if name in step]) for name in names
+    }

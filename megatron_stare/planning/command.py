@@ -1,4 +1,5 @@
-"""`megatron-stare plan`: its arguments, and what it does with them. Torch and Megatron are imported when it runs."""
+"""`megatron-stare plan`: its arguments, and what it does with them. Torch and Megatron are imported
+when it runs."""
 
 from __future__ import annotations
 
@@ -17,10 +18,17 @@ DEFAULT = "h100-80g"
 def add_arguments(plan: argparse.ArgumentParser) -> None:
     """The command's."""
     plan.add_argument("config", help="YAML file; of the model only config.json is read")
-    plan.add_argument("overrides", nargs="*", metavar="key=value", help="dotted settings that replace the file's")
-    plan.add_argument("--gpu", help=f"{', '.join(GPUS)}; default: plan.gpu of the configuration, or {DEFAULT}")
     plan.add_argument(
-        "--nodes", type=int, metavar="N", help="data-parallel replicas are adapted to it; default: as many as it needs"
+        "overrides", nargs="*", metavar="key=value", help="dotted settings that replace the file's"
+    )
+    plan.add_argument(
+        "--gpu", help=f"{', '.join(GPUS)}; default: plan.gpu of the configuration, or {DEFAULT}"
+    )
+    plan.add_argument(
+        "--nodes",
+        type=int,
+        metavar="N",
+        help="data-parallel replicas are adapted to it; default: as many as it needs",
     )
     plan.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="default 8")
     plan.add_argument(
@@ -35,20 +43,28 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
         metavar="N",
         help="mean; default: plan.response_tokens, or half of rollout.max_new_tokens",
     )
-    plan.add_argument("--json", type=Path, metavar="FILE", help="write all of it, in bytes and seconds")
+    plan.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all of it, in bytes and seconds"
+    )
     plan.add_argument(
         "--calibrate",
         type=Path,
         action="append",
         metavar="RUN_DIR",
-        help="first fit the model of time to what a run took on this GPU, and store that in --coefficients; several "
-        "times: to several runs, of other widths and batches for what does not grow with a model's products",
+        help=(
+            "first fit the model of time to what a run took on this GPU, and store that in"
+            " --coefficients; several times: to several runs, of other widths and batches for what"
+            " does not grow with a model's products"
+        ),
     )
     plan.add_argument(
         "--coefficients",
         type=Path,
         metavar="FILE",
-        help="of earlier calibrations, by GPU, read where it exists; default: plan.coefficients of the configuration",
+        help=(
+            "of earlier calibrations, by GPU, read where it exists; default: plan.coefficients of"
+            " the configuration"
+        ),
     )
 
 
@@ -58,11 +74,14 @@ def run_command(args: argparse.Namespace) -> int:
         if (value := getattr(args, name)) is not None and not value >= 1:
             raise ConfigError(f"{value} is below 1", where=f"--{name.replace('_', '-')}")
     if args.json and not args.json.absolute().parent.is_dir():
-        raise ConfigError("there is no such folder", where=f"--json {args.json}", fix="make it first")
+        raise ConfigError(
+            "there is no such folder", where=f"--json {args.json}", fix="make it first"
+        )
     config = load_config(args.config, args.overrides)
     gpu = find_gpu(args.gpu or config.plan.gpu or DEFAULT)
     coefficients = args.coefficients or Path(config.plan.coefficients)
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron's fused functions would be compiled, for nothing here
+    # Megatron's fused functions would be compiled, for nothing here
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # a plan is made without any device
 
     from megatron_stare.planning.calibrate import calibrate
@@ -73,13 +92,19 @@ def run_command(args: argparse.Namespace) -> int:
     quiet_upstreams()
     try:
         if args.calibrate:
-            store(coefficients, gpu.name, calibrate(args.calibrate, gpu, Coefficients(), args.prompt_tokens))
+            store(
+                coefficients,
+                gpu.name,
+                calibrate(args.calibrate, gpu, Coefficients(), args.prompt_tokens),
+            )
         fitted = read_coefficients(coefficients, gpu.name)
         lengths = Lengths.of(config, args.prompt_tokens, args.response_tokens)
         plan = make_plan(config, Site(gpu, args.nodes, args.gpus_per_node), lengths, fitted)
         if args.json:
             args.json.write_text(json.dumps(as_json(plan), indent=2) + "\n")
     except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror}", where=str(error.filename)) from error
+        raise UserError(
+            f"cannot be written: {error.strerror}", where=str(error.filename)
+        ) from error
     print(text(plan))
     return int(bool(plan.faults))

@@ -1,4 +1,5 @@
-"""The forecast of a run's step on its own kind of GPU: which GPU that is, its memory, and the times of a step on it."""
+"""The forecast of a run's step on its own kind of GPU: which GPU that is, its memory, and the times
+of a step on it."""
 
 from __future__ import annotations
 
@@ -26,23 +27,30 @@ def gpu_of(config: Config) -> Gpu:
     if name := name_here():
         return named(name)
     if config.runtime.ray_address:
-        raise ConfigError("this machine has no GPU, and those of the cluster are not known here", fix="set plan.gpu")
+        raise ConfigError(
+            "this machine has no GPU, and those of the cluster are not known here",
+            fix="set plan.gpu",
+        )
     return CPU
 
 
 def named(name: str) -> Gpu:
-    """The GPU that its driver's tool calls so, such as `NVIDIA H100 80GB HBM3`. Raises ConfigError for another."""
+    """The GPU that its driver's tool calls so, such as `NVIDIA H100 80GB HBM3`. Raises ConfigError
+    for another."""
     words = name.replace("-", " ").split()
     for gpu in GPUS.values():
         kind, _, memory = gpu.name.upper().partition("-")
         sizes = [word for word in words if word.endswith("GB")]
         if kind in words and (not sizes or sizes == [f"{memory}B"]):
             return gpu
-    raise ConfigError(f"nothing is known of {name}", fix=f"set plan.gpu to the nearest of {', '.join(GPUS)}")
+    raise ConfigError(
+        f"nothing is known of {name}", fix=f"set plan.gpu to the nearest of {', '.join(GPUS)}"
+    )
 
 
 def name_here() -> str | None:
-    """The first GPU of this machine, as its driver's tool calls it, which leaves CUDA alone; None: there is none."""
+    """The first GPU of this machine, as its driver's tool calls it, which leaves CUDA alone; None:
+    there is none."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
@@ -56,7 +64,9 @@ def capacity_of(config: Config, gpu: Gpu) -> int:
     return round(config.memory.device_gb * 1e9) if config.memory.device_gb else gpu.memory
 
 
-def step_of(run: ResolvedRun, gpu: Gpu, of: Coefficients, lengths: Lengths, fit: PlannedFit) -> Step:
+def step_of(
+    run: ResolvedRun, gpu: Gpu, of: Coefficients, lengths: Lengths, fit: PlannedFit
+) -> Step:
     """Times a step of the run."""
     fullest = max(fit.stages(run), key=lambda each: sum(each.values()))
     return step_time(run, gpu, of, lengths, fullest, fit.served(run))

@@ -1,7 +1,8 @@
-"""Numbers that a plan has of a GPU: its data sheet, each from where its maker gives it, and coefficients.
+"""Numbers that a plan has of a GPU: its data sheet, each from where its maker gives it, and
+coefficients.
 
-Coefficients are the numbers of the time model that no data sheet has: assumed, or fitted to a run and stored in a JSON
-file.
+Coefficients are the numbers of the time model that no data sheet has: assumed, or fitted to a run
+and stored in a JSON file.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class Gpu:
     memory: bytes, as the data sheet counts them; a driver reports a little more.
     flops: of dense bfloat16 products, a second.
     bandwidth: of its memory, bytes a second.
-    link: to the other GPUs of its node, bytes a second in one direction, half of what data sheets give for both.
+    link: to the other GPUs of its node, bytes a second in one direction, half of what data sheets
+    give for both.
     source: of all of these.
     """
 
@@ -40,13 +42,22 @@ GPUS = {
         Gpu("a100-80g", 80 * 10**9, 312e12, 2.039e12, 300e9, f"{_SXM}: A100 80GB"),
         Gpu("h100-80g", 80 * 10**9, 989e12, 3.35e12, 450e9, f"{_SXM}: H100, without sparsity"),
         Gpu("h200-141g", 141 * 10**9, 989e12, 4.8e12, 450e9, f"{_SXM}: H200, without sparsity"),
-        Gpu("b200-180g", 180 * 10**9, 2250e12, 8.0e12, 900e9, "NVIDIA's data sheet, DGX B200: an eighth of it, dense"),
+        Gpu(
+            "b200-180g",
+            180 * 10**9,
+            2250e12,
+            8.0e12,
+            900e9,
+            "NVIDIA's data sheet, DGX B200: an eighth of it, dense",
+        ),
         Gpu("cpu-core", 8 * 10**9, 200e9, 50e9, 50e9, "nominal: only of use with --calibrate"),
     )
 }
 CPU = GPUS["cpu-core"]
-NETWORK = 50e9  # bytes a second of a GPU to other nodes: 400 Gbit/s each, as DGX H100 has; an assumption
-HOST_LINK = 25e9  # bytes a second between a GPU and host memory: PCIe 5.0 x16 at 40 %; an assumption
+# bytes a second of a GPU to other nodes: 400 Gbit/s each, as DGX H100 has; an assumption
+NETWORK = 50e9
+# bytes a second between a GPU and host memory: PCIe 5.0 x16 at 40 %; an assumption
+HOST_LINK = 25e9
 
 
 def find_gpu(name: str, where: str = "--gpu") -> Gpu:
@@ -61,11 +72,13 @@ class Coefficients:
     """Shares of a device's peak that are reached, and seconds that come on top.
 
     log_prob_mfu, update_mfu: share of the peak that a rank reaches in matrix products.
-    log_prob_moves, update_moves: hidden states that a token moves through memory in a layer at its full bandwidth, of
-        all that is not a matrix product; 0: it is within the shares above, whatever the model's width.
+    log_prob_moves, update_moves: hidden states that a token moves through memory in a layer at its
+        full bandwidth, of all that is not a matrix product; 0: it is within the shares above,
+        whatever the model's width.
     prefill_mfu: likewise, of servers that read prompts, and of decoding where arithmetic bounds it.
     decode_efficiency: share of the memory's bandwidth that decoding reaches.
-    decode_layer_s: seconds of a token step and layer, however many responses it is for; 0: within the shares.
+    decode_layer_s: seconds of a token step and layer, however many responses it is for; 0: within
+    the shares.
     link_efficiency: of links' bandwidth that collectives reach.
     sync_bytes_s: of a whole weight sync, gather and load included, bytes a second.
     fixed_s: seconds of a step beside its phases.
@@ -139,7 +152,9 @@ def changed(start: Coefficients, found: dict[str, float]) -> Coefficients:
     for name, value in found.items():
         if name.endswith(("_mfu", "_efficiency")) and value > 1:
             raise ConfigError(
-                f"{name} would be {value:.3g}, more than this GPU can do", where="--calibrate", fix="check --gpu"
+                f"{name} would be {value:.3g}, more than this GPU can do",
+                where="--calibrate",
+                fix="check --gpu",
             )
     return replace(start, **found)
 
@@ -162,4 +177,6 @@ def _entries(path: Path) -> dict[str, Any]:
 
 
 def _unreadable(path: Path, why: str) -> DataError:
-    return DataError(f"not a file of coefficients: {why}", where=str(path), fix="delete it, and calibrate again")
+    return DataError(
+        f"not a file of coefficients: {why}", where=str(path), fix="delete it, and calibrate again"
+    )

@@ -38,7 +38,9 @@ class Candidate:
         return found
 
 
-def search(run: ResolvedRun, ranks: int, nodes: int, node_size: int, fit: PlannedFit) -> tuple[int, list[Candidate]]:
+def search(
+    run: ResolvedRun, ranks: int, nodes: int, node_size: int, fit: PlannedFit
+) -> tuple[int, list[Candidate]]:
     """How many layouts were held against the GPUs, and those that fit, the nearest first."""
     tried, found = 0, []
     for config in candidates(run, ranks):
@@ -52,7 +54,11 @@ def search(run: ResolvedRun, ranks: int, nodes: int, node_size: int, fit: Planne
         other = ResolvedRun(config, run.shape)
         if not fit.faults(other):
             budget = fit.budget(other)
-            found.append(Candidate(other, distance(run.config, config), max(map(budget.total, budget.phases))))
+            found.append(
+                Candidate(
+                    other, distance(run.config, config), max(map(budget.total, budget.phases))
+                )
+            )
     return tried, sorted(found, key=lambda each: (each.distance, each.peak))
 
 
@@ -63,8 +69,8 @@ def check_nodes(config: Config, nodes: int, node_size: int) -> None:
 
 
 def candidates(run: ResolvedRun, ranks: int) -> Iterator[Config]:
-    """Layouts over so many ranks whose sequences fit a micro-batch and whose updates give every replica something; not
-    yet held against the model's rules."""
+    """Layouts over so many ranks whose sequences fit a micro-batch and whose updates give every
+    replica something; not yet held against the model's rules."""
     config, shape = run.config, run.shape
     batch = config.batch
     sequences = (batch.mini_batch_prompts or batch.prompts) * batch.samples_per_prompt
@@ -79,7 +85,9 @@ def candidates(run: ResolvedRun, ranks: int) -> Iterator[Config]:
                 update={
                     "tensor": tensor,
                     "pipeline": pipeline,
-                    "virtual_pipeline": config.parallel.virtual_pipeline if pipeline == config.parallel.pipeline else 1,
+                    "virtual_pipeline": config.parallel.virtual_pipeline
+                    if pipeline == config.parallel.pipeline
+                    else 1,
                     "first_stage_layers": config.parallel.first_stage_layers
                     if pipeline == config.parallel.pipeline
                     else None,
@@ -106,7 +114,9 @@ def candidates(run: ResolvedRun, ranks: int) -> Iterator[Config]:
 
 def distance(base: Config, other: Config) -> float:
     """Factors of two between two layouts; a setting that is another one counts as one."""
-    far = sum(abs(math.log2(getattr(base.parallel, cut) / getattr(other.parallel, cut))) for cut in _CUTS)
+    far = sum(
+        abs(math.log2(getattr(base.parallel, cut) / getattr(other.parallel, cut))) for cut in _CUTS
+    )
     far += abs(math.log2(base.batch.micro_batch_tokens / other.batch.micro_batch_tokens)) / 2
     return (
         far
@@ -125,10 +135,13 @@ def _recomputing(config: Config, recompute: str) -> object:
 
 
 def _micro_batches(config: Config, multiple: int) -> list[int]:
-    """Tokens of a micro-batch: the run's, twice and half as many, and as few as hold the longest sequence."""
+    """Tokens of a micro-batch: the run's, twice and half as many, and as few as hold the longest
+    sequence."""
     longest = longest_sequence(config)
     least, asked = longest + -longest % multiple, config.batch.micro_batch_tokens
-    return [tokens for tokens in dict.fromkeys((asked, asked // 2, 2 * asked, least)) if tokens >= least]
+    return [
+        tokens for tokens in dict.fromkeys((asked, asked // 2, 2 * asked, least)) if tokens >= least
+    ]
 
 
 def _experts(shape: ModelShape, ranks: int) -> list[int]:

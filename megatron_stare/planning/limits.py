@@ -1,7 +1,8 @@
 """Limits of a run held against what `megatron-stare plan` says of it, before anything is started.
 
-A limit below what the plan says is refused with both numbers: the run would lose its requests, or be given up, at its
-planned size. Nothing is held where no kind of GPU is known (`plan.gpu`), as the rates of a CPU are nominal.
+A limit below what the plan says is refused with both numbers: the run would lose its requests, or
+be given up, at its planned size. Nothing is held where no kind of GPU is known (`plan.gpu`), as the
+rates of a CPU are nominal.
 """
 
 from __future__ import annotations
@@ -37,18 +38,23 @@ class Held:
         """Raises ConfigError where the limit is shorter."""
         if self.limit_s < self.planned_s:
             raise ConfigError(
-                f"{self.what} takes {self.planned_s:,.0f} s by the plan, and {self.where} allows {self.limit_s:,.0f}",
+                f"{self.what} takes {self.planned_s:,.0f} s by the plan, and {self.where} allows"
+                f" {self.limit_s:,.0f}",
                 where=self.where,
-                fix=f"at least {math.ceil(self.planned_s):,}, better twice as much; or correct the plan: "
-                "plan.response_tokens, plan.gpu, `megatron-stare plan --calibrate`",
+                fix=(
+                    f"at least {math.ceil(self.planned_s):,}, better twice as much; or correct the"
+                    " plan: plan.response_tokens, plan.gpu, `megatron-stare plan --calibrate`"
+                ),
             )
 
 
 def check_limits(run: ResolvedRun) -> None:
-    """Raises ConfigError for the first limit of `held` that is shorter than what it must leave time for."""
+    """Raises ConfigError for the first limit of `held` that is shorter than what it must leave time
+    for."""
     try:
         found = list(held(run))
-    except Exception:  # a run that cannot be planned can be trained all the same; its own plan says why (own_plan.py)
+    # a run that cannot be planned can be trained all the same; its own plan says why (own_plan.py)
+    except Exception:
         return
     for each in found:
         each.require()
@@ -57,7 +63,9 @@ def check_limits(run: ResolvedRun) -> None:
 def limits_not_checked(config: Config) -> list[str]:
     """Why limits of a run on GPUs are not held against a plan, a line; nothing where they are."""
     if config.plan.enabled and replica_gpus(config) and _gpu(config) is None:
-        return ["not checked: limits against the plan, as the kind of GPU is not known here (plan.gpu)"]
+        return [
+            "not checked: limits against the plan, as the kind of GPU is not known here (plan.gpu)"
+        ]
     return []
 
 
@@ -67,18 +75,28 @@ def held(run: ResolvedRun) -> Iterator[Held]:
     gpu = _gpu(config) if config.plan.enabled else None
     if gpu is None:
         return
-    of, lengths = read_coefficients(Path(config.plan.coefficients), gpu.name).coefficients, Lengths.of(config)
+    of, lengths = (
+        read_coefficients(Path(config.plan.coefficients), gpu.name).coefficients,
+        Lengths.of(config),
+    )
     fit = PlannedFit(capacity_of(config, gpu))
-    step, requests, call_s = step_of(run, gpu, of, lengths, fit), config.faults.requests, config.runtime.timeout_s
+    step, requests, call_s = (
+        step_of(run, gpu, of, lengths, fit),
+        config.faults.requests,
+        config.runtime.timeout_s,
+    )
     request = request_time(config, run.shape, gpu, of, lengths, fit.served(run))
     yield Held(
         "faults.requests.request_s",
         requests.request_limit(call_s),
-        f"a response of {config.rollout.max_new_tokens:,} tokens beside {request.beside:,.0f} others at its server",
+        f"a response of {config.rollout.max_new_tokens:,} tokens beside {request.beside:,.0f}"
+        " others at its server",
         request.longest_s,
     )
     if requests.rollout_s is not None:
-        yield Held("faults.requests.rollout_s", requests.rollout_s, "a rollout", step.phases["rollout"])
+        yield Held(
+            "faults.requests.rollout_s", requests.rollout_s, "a rollout", step.phases["rollout"]
+        )
     calls = {
         "the log-prob pass": step.phases["log_probs"],
         "an update of a mini-batch": step.phases["update"] / config.batch.updates,
@@ -89,7 +107,9 @@ def held(run: ResolvedRun) -> Iterator[Held]:
         yield Held("runtime.timeout_s", call_s, what, seconds)
     if config.faults.hangs.enabled:  # in which a first phase must get on
         first_s = config.faults.hangs.first_s
-        yield Held("faults.hangs.first_s", first_s, "the first response of a rollout", request.first_s)
+        yield Held(
+            "faults.hangs.first_s", first_s, "the first response of a rollout", request.first_s
+        )
         yield Held("faults.hangs.first_s", first_s, "a weight sync", step.phases["sync"])
 
 

@@ -1,13 +1,15 @@
-"""Predicts what a GPU holds in each phase of a step, and refuses a run that does not fit before anything starts.
+"""Predicts what a GPU holds in each phase of a step, and refuses a run that does not fit before
+anything starts.
 
-`activation_memory` counts the bytes that a rank keeps from a micro-batch's forward to its backward, recomputed or not,
-from what is saved in the layers that run without Transformer Engine, on a CPU: our RMSNorm and SwiGLU, and packed
-attention over groups of equal length. Fused kernels keep less, padding within a group more.
-tests/megatron/test_recompute.py holds the figures against the tensors that are saved, within 1 %.
+`activation_memory` counts the bytes that a rank keeps from a micro-batch's forward to its backward,
+recomputed or not, from what is saved in the layers that run without Transformer Engine, on a CPU:
+our RMSNorm and SwiGLU, and packed attention over groups of equal length. Fused kernels keep less,
+padding within a group more. tests/megatron/test_recompute.py holds the figures against the tensors
+that are saved, within 1 %.
 
-`budget` sums what lies on a GPU in each phase (who is there when: docs/colocation.md). `Fit` finds the numbers
-of a run by building its ranks without data; `PlannedFit` puts the ranks of many layouts together from parts that are
-built once.
+`budget` sums what lies on a GPU in each phase (who is there when: docs/colocation.md). `Fit` finds
+the numbers of a run by building its ranks without data; `PlannedFit` puts the ranks of many layouts
+together from parts that are built once.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from megatron_stare.models.shape import ModelShape
 from megatron_stare.planning.phase_times import balanced
 from megatron_stare.rollout.engines.replicas import ServedMemory, served_memory
 
-# CUDA's context, libraries' and NCCL's buffers, and what an allocator cannot give out, of a process. An assumption:
-# nothing here has been measured on a GPU.
+# CUDA's context, libraries' and NCCL's buffers, and what an allocator cannot give out, of a
+# process. An assumption: nothing here has been measured on a GPU.
 PROCESS_BYTES = 1_500_000_000
 
 ITEMS = {
@@ -45,7 +47,8 @@ ITEMS = {
     "cache": "servers' cache",
     "processes": "CUDA, NCCL (assumed)",
 }
-# what a phase needs, by colocated or not; where it is not, a rollout is on a GPU of the servers' own
+# what a phase needs, by colocated or not; where it is not, a rollout is on a GPU of the servers'
+# own
 _PHASES: dict[str, tuple[str, ...]] = {
     "rollout": ("served", "cache"),
     "log_probs": ("parameters", "reference", "forward", "logits"),
@@ -65,8 +68,10 @@ class Needs:
     """Bytes on one GPU.
 
     optimizer: main parameters and moments.
-    reference: 0 where there is none; reference_moves: whether it is on the device in its pass alone.
-    forward: activations of a pass without backward; activations: those kept for backward, and made again.
+    reference: 0 where there is none; reference_moves: whether it is on the device in its pass
+    alone.
+    forward: activations of a pass without backward; activations: those kept for backward, and made
+    again.
     buckets: of the weight sync.
     served: a server rank's weights; cache: its key/value cache.
     """
@@ -103,7 +108,9 @@ class Budget:
     def cache_room(self) -> int:
         """The largest cache with which every phase that has one fits; below 0: none does."""
         with_cache = [phase for phase, items in self.phases.items() if "cache" in items]
-        return min(self.capacity - self.total(phase) + self.phases[phase]["cache"] for phase in with_cache)
+        return min(
+            self.capacity - self.total(phase) + self.phases[phase]["cache"] for phase in with_cache
+        )
 
     def table(self) -> str:
         """A row an item, a column a phase, GB (10^9 bytes)."""
@@ -111,8 +118,13 @@ class Budget:
         for item, name in ITEMS.items():
             found = [items.get(item) for items in self.phases.values()]
             if any(found):
-                rows.append([name] + ["" if nbytes is None else f"{nbytes / 1e9:.1f}" for nbytes in found])
-        rows.append([f"together, of {self.capacity / 1e9:.1f}"] + [f"{self.total(p) / 1e9:.1f}" for p in self.phases])
+                rows.append(
+                    [name] + ["" if nbytes is None else f"{nbytes / 1e9:.1f}" for nbytes in found]
+                )
+        rows.append(
+            [f"together, of {self.capacity / 1e9:.1f}"]
+            + [f"{self.total(p) / 1e9:.1f}" for p in self.phases]
+        )
         lines = (f"{first:26}" + "".join(f"{cell:>11}" for cell in cells) for first, *cells in rows)
         return "\n".join(line.rstrip() for line in lines)
 
@@ -144,8 +156,10 @@ def budget(needs: Needs, capacity: int, *, colocated: bool, offload: str) -> Bud
 class ActivationMemory:
     """Activations of one micro-batch on one rank.
 
-    kept: bytes from forward to backward; a pipeline's stage holds several micro-batches (`micro_batches_held`).
-    again: bytes of the largest part that backward computes again, which live beside `kept` meanwhile.
+    kept: bytes from forward to backward; a pipeline's stage holds several micro-batches
+    (`micro_batches_held`).
+    again: bytes of the largest part that backward computes again, which live beside `kept`
+    meanwhile.
     """
 
     kept: int
@@ -155,7 +169,8 @@ class ActivationMemory:
 def activation_memory(
     config: Config, shape: ModelShape, tokens: int, longest: int, rows: int = 1
 ) -> ActivationMemory | None:
-    """Counts the activations of a micro-batch of so many tokens, on the last stage of the pipeline, without the logits.
+    """Counts the activations of a micro-batch of so many tokens, on the last stage of the pipeline,
+    without the logits.
 
     Args:
         tokens: positions of the micro-batch, padding included.
@@ -181,28 +196,38 @@ def activation_memory(
         kept = layers // number * hidden if uniform else number * hidden + (layers - number) * whole
         again = (number if uniform else 1) * whole
     elif model.recompute == "selective":
-        parts = layer_parts(config, shape, rows, longest, recomputed=frozenset(model.recompute_modules))
+        parts = layer_parts(
+            config, shape, rows, longest, recomputed=frozenset(model.recompute_modules)
+        )
         kept, again = layers * sum(parts.values()), whole - sum(parts.values())
     last_norm = hidden + 1
-    angles = 4 * longest * shape.head_dim if model.recompute == "full" else 0  # float32, an argument of every layer
+    # float32, an argument of every layer
+    angles = 4 * longest * shape.head_dim if model.recompute == "full" else 0
     return ActivationMemory(
-        round((chunks * kept + last_norm) * tokens * size) + angles, max(round(again * tokens * size), 0)
+        round((chunks * kept + last_norm) * tokens * size) + angles,
+        max(round(again * tokens * size), 0),
     )
 
 
 def layer_parts(
-    config: Config, shape: ModelShape, rows: int, longest: int, recomputed: frozenset[str] = frozenset()
+    config: Config,
+    shape: ModelShape,
+    rows: int,
+    longest: int,
+    recomputed: frozenset[str] = frozenset(),
 ) -> dict[str, float]:
     """Counts the numbers a token that each part of a layer keeps on a rank."""
     parallel, packed = config.parallel, config.batch.packed
     tp, cut = parallel.tensor, parallel.tensor if parallel.sequence else 1
     heads, groups = shape.heads / tp, max(shape.kv_heads / tp, 1)
     q, k = heads * shape.head_dim, groups * shape.head_dim
-    product = q + 2 * k  # of hidden states and the weights of all three projections; kept whole where a view of it is
+    # of hidden states and the weights of all three projections; kept whole where a view of it is
+    product = q + 2 * k
     if "core_attn" in recomputed:
         attention = product + q + k + q  # arguments, values being a view, and the output
     elif longest <= WHOLE_UP_TO and config.model.dtype == "float32" and parallel.context == 1:
-        attention = q + 2 * k + heads * longest + q  # arguments laid anew, what became of the scores, the output
+        # arguments laid anew, what became of the scores, the output
+        attention = q + 2 * k + heads * longest + q
     elif packed:  # gathered arguments, output before and after it is scattered, the sum of each row
         attention = q + 2 * k + 2 * q + heads
     else:
@@ -223,8 +248,8 @@ def check_memory(run: ResolvedRun) -> None:
     """Holds the run against a GPU's memory, where that is known.
 
     Raises:
-        ConfigError: a setting of `memory` has nothing to say, or a phase of a step does not fit; with all phases'
-            numbers and what would do.
+        ConfigError: a setting of `memory` has nothing to say, or a phase of a step does not fit;
+            with all phases' numbers and what would do.
     """
     config = run.config
     if config.memory.offload is not None and not config.sglang.colocated:
@@ -239,45 +264,64 @@ def check_memory(run: ResolvedRun) -> None:
 
 
 def device_bytes() -> int | None:
-    """Memory of the smallest GPU of this machine, as its driver's tool says, which leaves CUDA alone; None: no GPU."""
+    """Memory of the smallest GPU of this machine, as its driver's tool says, which leaves CUDA
+    alone; None: no GPU."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
     asked = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     said = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
-    sizes = [int(line) for line in said.stdout.split() if line.isdigit()] if said.returncode == 0 else []
+    sizes = (
+        [int(line) for line in said.stdout.split() if line.isdigit()]
+        if said.returncode == 0
+        else []
+    )
     return min(sizes) * 2**20 if sizes else None
 
 
 class Fit:
-    """Holds runs against GPUs of so many bytes. Ranks that two of them have in common are built once."""
+    """Holds runs against GPUs of so many bytes. Ranks that two of them have in common are built
+    once."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._built: dict[str, list[dict[str, int]]] = {}
 
     def require(self, run: ResolvedRun) -> None:
-        """Raises ConfigError where a phase of the run does not fit, or a cache has no room for a response."""
+        """Raises ConfigError where a phase of the run does not fit, or a cache has no room for a
+        response."""
         if not (wrong := self.faults(run)):
             return
         found = self.budget(run)
         fixes = [name for name, changed in self._changes(run, found) if not self.faults(changed)]
-        experts = "\nactivations of experts are not known before, and not counted" if run.shape.experts else ""
+        experts = (
+            "\nactivations of experts are not known before, and not counted"
+            if run.shape.experts
+            else ""
+        )
         raise ConfigError(
             f"{'; '.join(wrong)}\n{found.table()}{experts}",
             where="memory",
-            fix="; or ".join([*fixes, "more ranks in parallel.tensor, parallel.pipeline or of a server"]),
+            fix="; or ".join(
+                [*fixes, "more ranks in parallel.tensor, parallel.pipeline or of a server"]
+            ),
         )
 
     def faults(self, run: ResolvedRun) -> list[str]:
         """Lists what of a run does not fit, a sentence each."""
         found, wrong = self.budget(run), []
         if found.over:
-            wrong.append(f"a GPU of {self.capacity / 1e9:.1f} GB is too small for the phases {', '.join(found.over)}")
+            wrong.append(
+                f"a GPU of {self.capacity / 1e9:.1f} GB is too small for the phases"
+                f" {', '.join(found.over)}"
+            )
         if served := self.served(run):
             tokens, longest = served.cache // served.token, longest_sequence(run.config)
             if tokens < longest:
-                wrong.append(f"a server's cache holds {tokens} tokens, a prompt with its response has up to {longest}")
+                wrong.append(
+                    f"a server's cache holds {tokens} tokens, a prompt with its response has up to"
+                    f" {longest}"
+                )
         return wrong
 
     def budget(self, run: ResolvedRun) -> Budget:
@@ -287,12 +331,19 @@ class Fit:
     def budgets(self, run: ResolvedRun) -> list[Budget]:
         """The budgets of the first rank of every pipeline stage."""
         offload, colocated = run.config.memory.offload or "all", run.config.sglang.colocated
-        return [budget(each, self.capacity, colocated=colocated, offload=offload) for each in self.needs(run)]
+        return [
+            budget(each, self.capacity, colocated=colocated, offload=offload)
+            for each in self.needs(run)
+        ]
 
     def needs(self, run: ResolvedRun) -> Iterator[Needs]:
-        """Finds what the first rank of each stage of the pipeline needs, and a server's rank beside it."""
+        """Finds what the first rank of each stage of the pipeline needs, and a server's rank beside
+        it."""
         config, shape, stages = run.config, run.shape, run.config.parallel.pipeline
-        tokens, longest = -(-config.batch.micro_batch_tokens // config.parallel.context), longest_sequence(config)
+        tokens, longest = (
+            -(-config.batch.micro_batch_tokens // config.parallel.context),
+            longest_sequence(config),
+        )
         rows = 1 if config.batch.packed else max(config.batch.micro_batch_tokens // longest, 1)
         kept, layer = self.activations(run, tokens, longest, rows)
         served = self.served(run)
@@ -304,7 +355,11 @@ class Fit:
                 reference=nbytes["parameters"] if run.method.needs_reference else 0,
                 reference_moves=config.model.reference_offload,
                 forward=round(layer * tokens * _BYTES[config.model.dtype]),
-                activations=round(kept.kept * micro_batches_held(config.parallel, stage)) + kept.again if kept else 0,
+                activations=(
+                    round(kept.kept * micro_batches_held(config.parallel, stage)) + kept.again
+                    if kept
+                    else 0
+                ),
                 logits=logits_bytes(config, shape) if stage == stages - 1 else 0,
                 buckets=BUCKETS * config.rollout.sync_bucket_mb * 2**20,
                 served=served.weights if served else 0,
@@ -320,24 +375,31 @@ class Fit:
         """
         config, shape = run.config, run.shape
         kept = activation_memory(config, shape, tokens, longest, rows)
-        return kept, 0.0 if shape.experts else sum(layer_parts(config, shape, rows, longest).values())
+        return kept, (
+            0.0 if shape.experts else sum(layer_parts(config, shape, rows, longest).values())
+        )
 
     def served(self, run: ResolvedRun) -> ServedMemory | None:
         """The memory that a server's rank keeps."""
         return served_memory(run.config, run.shape, self.capacity)
 
     def stages(self, run: ResolvedRun) -> list[dict[str, int]]:
-        """Bytes by item of the first rank of each stage, built without data; no other of its stage holds more."""
+        """Bytes by item of the first rank of each stage, built without data; no other of its stage
+        holds more."""
         config, parallel = run.config, run.config.parallel
         key = "".join(each.model_dump_json() for each in (config.model, parallel, config.optimizer))
         if key not in self._built:
             ranks = range(0, parallel.world_size, parallel.world_size // parallel.pipeline)
-            plans = [plan_rank(run.shape, config.model, parallel, config.optimizer, rank) for rank in ranks]
+            plans = [
+                plan_rank(run.shape, config.model, parallel, config.optimizer, rank)
+                for rank in ranks
+            ]
             self._built[key] = [plan.nbytes for plan in plans]
         return self._built[key]
 
     def _changes(self, run: ResolvedRun, found: Budget) -> Iterator[tuple[str, ResolvedRun]]:
-        """Single settings that make less of what does not fit, and the run with each; the nearest first."""
+        """Single settings that make less of what does not fit, and the run with each; the nearest
+        first."""
         config = run.config
         items = {item for phase in found.over for item in found.phases[phase]}
         served = self.served(run)
@@ -358,11 +420,13 @@ class Fit:
 
 
 def micro_batches_held(parallel: ParallelConfig, stage: int) -> float:
-    """Micro-batches whose activations a stage of the pipeline holds at once, from their forwards to their backwards.
+    """Micro-batches whose activations a stage of the pipeline holds at once, from their forwards to
+    their backwards.
 
-    One forward, one backward (D. Narayanan et al., arXiv 2104.04473, section 2.2); where a stage has its layers in
-    chunks, as megatron-core's interleaved schedule warms up: two chunks for each stage that follows, all chunks but
-    the last for as many micro-batches as there are stages, and the one that is begun.
+    One forward, one backward (D. Narayanan et al., arXiv 2104.04473, section 2.2); where a stage
+    has its layers in chunks, as megatron-core's interleaved schedule warms up: two chunks for each
+    stage that follows, all chunks but the last for as many micro-batches as there are stages, and
+    the one that is begun.
     """
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     if chunks == 1:
@@ -371,7 +435,8 @@ def micro_batches_held(parallel: ParallelConfig, stage: int) -> float:
 
 
 def logits_bytes(config: Config, shape: ModelShape) -> int:
-    """Bytes of the logits that the head holds at a time; left to itself it takes chunks where whole ones are large."""
+    """Bytes of the logits that the head holds at a time; left to itself it takes chunks where whole
+    ones are large."""
     whole = largest_logits(config, shape)
     if config.model.head == "materialised":
         return whole
@@ -387,7 +452,9 @@ def _with(run: ResolvedRun, setting: str, value: Any) -> tuple[str, ResolvedRun]
     section, _, name = setting.partition(".")
     part = getattr(run.config, section).model_copy(update={name: value})
     shown = str(value).lower() if isinstance(value, bool) else value
-    return f"{setting}={shown}", ResolvedRun(run.config.model_copy(update={section: part}), run.shape)
+    return f"{setting}={shown}", ResolvedRun(
+        run.config.model_copy(update={section: part}), run.shape
+    )
 
 
 class PlannedFit(Fit):
@@ -406,7 +473,9 @@ class PlannedFit(Fit):
             if cut not in self._parts:
                 self._parts[cut] = build_parts(run.shape, config.model, *cut)
             self._stages[key] = [
-                stage_bytes(self._parts[cut], run.shape, config.model, parallel, config.optimizer, stage)
+                stage_bytes(
+                    self._parts[cut], run.shape, config.model, parallel, config.optimizer, stage
+                )
                 for stage in range(parallel.pipeline)
             ]
         return self._stages[key]
@@ -415,7 +484,13 @@ class PlannedFit(Fit):
         """All that parameters, gradients and optimizer state depend on."""
         parallel = run.config.parallel
         stages = (parallel.pipeline, parallel.virtual_pipeline, parallel.first_stage_layers)
-        return parallel.tensor, parallel.expert, *stages, parallel.replicas, run.config.optimizer.distributed
+        return (
+            parallel.tensor,
+            parallel.expert,
+            *stages,
+            parallel.replicas,
+            run.config.optimizer.distributed,
+        )
 
     def served(self, run: ResolvedRun) -> ServedMemory | None:
         if not self._served:
@@ -425,8 +500,11 @@ class PlannedFit(Fit):
     def activations(
         self, run: ResolvedRun, tokens: int, longest: int, rows: int
     ) -> tuple[ActivationMemory | None, float]:
-        """Experts' as if each got an equal share of the tokens; copies of tokens on their way to them left out."""
-        return super().activations(ResolvedRun(run.config, balanced(run.shape)), tokens, longest, rows)
+        """Experts' as if each got an equal share of the tokens; copies of tokens on their way to
+        them left out."""
+        return super().activations(
+            ResolvedRun(run.config, balanced(run.shape)), tokens, longest, rows
+        )
 
     def build(self, run: ResolvedRun) -> None:
         """Takes a layout's own ranks, built whole, for it from now on."""

@@ -1,7 +1,8 @@
-"""Prediction of `megatron-stare plan` for a run that starts, logged with every step beside what the step took.
+"""Prediction of `megatron-stare plan` for a run that starts, logged with every step beside what the
+step took.
 
-Comes from `driver/held_run.py`, once, before anything is started; goes to the metrics `plan/*`. Whatever keeps a run
-from being predicted is told, and ends nothing.
+Comes from `driver/held_run.py`, once, before anything is started; goes to the metrics `plan/*`.
+Whatever keeps a run from being predicted is told, and ends nothing.
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ METRICS = (
         "plan/response_tokens",
         "tokens",
         "mean response that the plan is made for",
-        "near response/length_mean, or set plan.response_tokens; else its seconds are of other work",
+        "near response/length_mean, or set plan.response_tokens; else its seconds are of other"
+        " work",
     ),
     *(
         Metric(
             f"plan/{phase}_s",
             "seconds",
             f"that `megatron-stare plan` predicts of time/{phase}_s",
-            "within a factor of 1.5; logged where `plan --calibrate` has fitted the phase, of a step all of its phases",
+            "within a factor of 1.5; logged where `plan --calibrate` has fitted the phase, of a"
+            " step all of its phases",
         )
         for phase in PHASES
     ),
@@ -48,9 +51,11 @@ METRICS = (
         Metric(
             f"plan/{phase}_mb",
             "MB",
-            f"10^6 bytes: tensors of the fullest rank that it predicts of the phase {phase}, in full micro-batches",
-            f"at least memory/{phase}_live_mb, on GPUs memory/{phase}_peak_mb, and not over twice that; of batches "
-            "below a micro-batch less; performance.keep_graph keeps more in log_probs",
+            f"10^6 bytes: tensors of the fullest rank that it predicts of the phase {phase}, in"
+            " full micro-batches",
+            f"at least memory/{phase}_live_mb, on GPUs memory/{phase}_peak_mb, and not over twice"
+            " that; of batches below a micro-batch less; performance.keep_graph keeps more in"
+            " log_probs",
         )
         for phase in MEMORY
     ),
@@ -59,14 +64,16 @@ METRICS = (
 
 @dataclass(frozen=True)
 class OwnPlan:
-    """metrics: the prediction, none where there is none. notes: why not, for the person who watches; a line each."""
+    """metrics: the prediction, none where there is none. notes: why not, for the person who
+    watches; a line each."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
 def own_plan(run: ResolvedRun) -> OwnPlan:
-    """Predicts a checked run. Builds a layer of the model on the meta device, so no process group may be there."""
+    """Predicts a checked run. Builds a layer of the model on the meta device, so no process group
+    may be there."""
     if not run.config.plan.enabled:
         return OwnPlan()
     try:
@@ -78,7 +85,8 @@ def own_plan(run: ResolvedRun) -> OwnPlan:
 
 
 def predicted(run: ResolvedRun) -> dict[str, float]:
-    """See METRICS. Raises UserError where the kind of GPU is not known, or coefficients cannot be read."""
+    """See METRICS. Raises UserError where the kind of GPU is not known, or coefficients cannot be
+    read."""
     config = run.config
     gpu, lengths = gpu_of(config), Lengths.of(config)
     fit = PlannedFit(capacity_of(config, gpu))
@@ -89,11 +97,14 @@ def predicted(run: ResolvedRun) -> dict[str, float]:
     known = _calibrated(step, fitted.coefficients)
     found = {"plan/response_tokens": lengths.response}
     found |= {f"plan/{phase}_s": seconds[phase] for phase in PHASES if phase in known}
-    return found | {f"plan/{phase}_mb": max(_tensors(each, phase) for each in budgets) / 1e6 for phase in MEMORY}
+    return found | {
+        f"plan/{phase}_mb": max(_tensors(each, phase) for each in budgets) / 1e6 for phase in MEMORY
+    }
 
 
 def _calibrated(step: Step, of: Coefficients) -> set[str]:
-    """The phases whose seconds rest on a calibration: assumed rates may be off a hundredfold, most of all of CPUs."""
+    """The phases whose seconds rest on a calibration: assumed rates may be off a hundredfold, most
+    of all of CPUs."""
     fitted = {each.name for each in fields(of) if getattr(of, each.name) != each.default}
     found = {phase for phase, rate in RATES.items() if rate in fitted}
     needed = {phase for phase, seconds in step.phases.items() if seconds}

@@ -1,9 +1,11 @@
-"""How partial rollouts flow on average: rounds of a step, responses that are cut and continued, and their tokens.
+"""How partial rollouts flow on average: rounds of a step, responses that are cut and continued, and
+their tokens.
 
-Lengths are taken to be exponential of the mean that the plan is for, cut at the longest: a response is longer than t
-tokens with probability exp(-t / mean), and a group of n is whole after t tokens with (1 - exp(-t / mean))^n. Prompts
-that are begun together are a cohort; cohorts are followed by the expected number of their groups, round for round, by
-the rule of rollout/sources/partial_sampling.py, until a step is like the one before.
+Lengths are taken to be exponential of the mean that the plan is for, cut at the longest: a response
+is longer than t tokens with probability exp(-t / mean), and a group of n is whole after t tokens
+with (1 - exp(-t / mean))^n. Prompts that are begun together are a cohort; cohorts are followed by
+the expected number of their groups, round for round, by the rule of
+rollout/sources/partial_sampling.py, until a step is like the one before.
 """
 
 from __future__ import annotations
@@ -41,8 +43,11 @@ class _Cohort:
 
 
 @cache
-def partial_flow(groups: int, samples: int, under_way: int, tokens: int, mean: float, longest: int) -> PartialFlow:
-    """Flow of runs that take `groups` groups of `samples` responses a step, with `under_way` groups at a time.
+def partial_flow(
+    groups: int, samples: int, under_way: int, tokens: int, mean: float, longest: int
+) -> PartialFlow:
+    """Flow of runs that take `groups` groups of `samples` responses a step, with `under_way` groups
+    at a time.
 
     Args:
         tokens: that a response grows by in a round.
@@ -79,4 +84,6 @@ def partial_flow(groups: int, samples: int, under_way: int, tokens: int, mean: f
             gone = min(room, whole(each))
             each.taken, room = each.taken + gone, room - gone
         cohorts = [each for each in cohorts if each.begun - each.taken > 1e-9]
-    return PartialFlow(rounds / COUNTED, growing / rounds, continued / COUNTED, carried / COUNTED, held / rounds)
+    return PartialFlow(
+        rounds / COUNTED, growing / rounds, continued / COUNTED, carried / COUNTED, held / rounds
+    )

@@ -1,4 +1,5 @@
-"""Seconds of every phase of a step, as sums of work over rates. Each assumption is a sentence of ASSUMPTIONS."""
+"""Seconds of every phase of a step, as sums of work over rates. Each assumption is a sentence of
+ASSUMPTIONS."""
 
 from __future__ import annotations
 
@@ -15,26 +16,50 @@ from megatron_stare.rollout.engines.replicas import ServedMemory, replica_count,
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ASSUMPTIONS = (
-    "operations: 2 a matrix entry and token, attention causal at the mean length, the output layer at response "
-    "positions; an update is three forwards, and with full recomputation the layers once more",
-    "a pipeline of p stages and v chunks idles (p - 1) / (v m) of its time, m micro-batches a replica",
-    "tensor-parallel ranks exchange 4 hidden states a layer and forward, 8 more for a backward, over the node's links",
-    "data-parallel ranks reduce float32 gradients and gather parameters each update, not overlapped",
-    "left out: context-parallel and expert-parallel exchange, point-to-point of stages, imbalance, the optimizer's own "
-    "arithmetic, rewards that are not verified by the time the last response ends",
-    "decoding reads a server's weights once a token step and each response's cache once a token, or is bound by "
-    "arithmetic, whichever is longer; the longest response is max_new_tokens; prompts of a group are read once",
-    "what is not a matrix product is within the shares of the peak, and what a token step takes however few responses "
-    "it is for within that of the bandwidth, until runs of several sizes are calibrated with",
+    (
+        "operations: 2 a matrix entry and token, attention causal at the mean length, the output"
+        " layer at response positions; an update is three forwards, and with full recomputation the"
+        " layers once more"
+    ),
+    (
+        "a pipeline of p stages and v chunks idles (p - 1) / (v m) of its time, m micro-batches a"
+        " replica"
+    ),
+    (
+        "tensor-parallel ranks exchange 4 hidden states a layer and forward, 8 more for a backward,"
+        " over the node's links"
+    ),
+    (
+        "data-parallel ranks reduce float32 gradients and gather parameters each update, not"
+        " overlapped"
+    ),
+    (
+        "left out: context-parallel and expert-parallel exchange, point-to-point of stages,"
+        " imbalance, the optimizer's own arithmetic, rewards that are not verified by the time the"
+        " last response ends"
+    ),
+    (
+        "decoding reads a server's weights once a token step and each response's cache once a"
+        " token, or is bound by arithmetic, whichever is longer; the longest response is"
+        " max_new_tokens; prompts of a group are read once"
+    ),
+    (
+        "what is not a matrix product is within the shares of the peak, and what a token step takes"
+        " however few responses it is for within that of the bandwidth, until runs of several sizes"
+        " are calibrated with"
+    ),
     "dynamic sampling takes one round; evaluations are not counted",
-    "partial rollouts: lengths are exponential, cut at the longest; a round lasts as long as a response that grows by "
-    "all of it; what is carried over is read again once, after the weight sync",
+    (
+        "partial rollouts: lengths are exponential, cut at the longest; a round lasts as long as a"
+        " response that grows by all of it; what is carried over is read again once, after the"
+        " weight sync"
+    ),
 )
 
 
 def balanced(shape: ModelShape) -> ModelShape:
-    """The dense model whose tokens are as much work as those of a mixture of experts whose experts get equal shares;
-    leading dense layers count as the others."""
+    """The dense model whose tokens are as much work as those of a mixture of experts whose experts
+    get equal shares; leading dense layers count as the others."""
     if not shape.experts:
         return shape
     width = shape.experts_per_token * shape.expert_ffn + shape.shared_ffn
@@ -46,12 +71,16 @@ def attention_matrices(shape: ModelShape) -> int:
     if (latent := shape.latent) is None:
         return 2 * shape.hidden * (shape.heads + shape.kv_heads) * shape.head_dim
     queries = latent.query_rank * (shape.hidden + shape.heads * shape.head_dim)
-    into, out = shape.hidden * (latent.rank + latent.rotated), latent.rank * shape.heads * (latent.plain + latent.value)
+    into, out = (
+        shape.hidden * (latent.rank + latent.rotated),
+        latent.rank * shape.heads * (latent.plain + latent.value),
+    )
     return queries + into + out + shape.hidden * shape.heads * latent.value
 
 
 def body_matrices(shape: ModelShape) -> int:
-    """Entries of the matrices of all layers that a token is multiplied with: projections, router, feed-forward."""
+    """Entries of the matrices of all layers that a token is multiplied with: projections, router,
+    feed-forward."""
     attention = attention_matrices(shape)
     layer = attention + 3 * shape.hidden * balanced(shape).ffn + shape.hidden * shape.experts
     dense = attention + 3 * shape.hidden * shape.ffn
@@ -59,8 +88,8 @@ def body_matrices(shape: ModelShape) -> int:
 
 
 def forward_flops(shape: ModelShape, prompt: float, response: float) -> float:
-    """Operations of one sequence: its layers, causal attention over a mean of half of its tokens, and the output layer
-    at the positions of the response alone."""
+    """Operations of one sequence: its layers, causal attention over a mean of half of its tokens,
+    and the output layer at the positions of the response alone."""
     length = prompt + response
     matrices = 2 * body_matrices(shape) * length
     # scores and values, half masked
@@ -81,7 +110,9 @@ class Lengths:
     response: float
 
     @classmethod
-    def of(cls, config: Config, prompt: float | None = None, response: float | None = None) -> Lengths:
+    def of(
+        cls, config: Config, prompt: float | None = None, response: float | None = None
+    ) -> Lengths:
         """Takes those that are asked for, else those that the configuration expects."""
         expected = config.expected_lengths
         return cls(prompt or expected[0], response or expected[1])
@@ -89,8 +120,9 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a phase: `ideal` seconds at the peak, which are divided by the share of it that is reached; `moved`
-    ones for each hidden state that a token moves through memory in a layer; and `fixed` ones beside."""
+    """The work of a phase: `ideal` seconds at the peak, which are divided by the share of it that
+    is reached; `moved` ones for each hidden state that a token moves through memory in a layer; and
+    `fixed` ones beside."""
 
     ideal: float
     fixed: float = 0.0
@@ -141,17 +173,24 @@ def step_time(
     nbytes: Mapping[str, int],
     served: ServedMemory | None,
 ) -> Step:
-    """Args: nbytes: of the fullest rank, by item. served: a server's rank's memory, where there is one."""
+    """Args: nbytes: of the fullest rank, by item. served: a server's rank's memory, where there is
+    one."""
     config, shape = run.config, run.shape
     phases = {"rollout": rollout_seconds(config, shape, gpu, of, lengths, served)}
-    phases["log_probs"] = log_prob_work(run, gpu, of, lengths).seconds(of.log_prob_mfu, of.log_prob_moves)
-    phases["update"] = update_work(config, shape, gpu, of, lengths, nbytes).seconds(of.update_mfu, of.update_moves)
+    phases["log_probs"] = log_prob_work(run, gpu, of, lengths).seconds(
+        of.log_prob_mfu, of.log_prob_moves
+    )
+    phases["update"] = update_work(config, shape, gpu, of, lengths, nbytes).seconds(
+        of.update_mfu, of.update_moves
+    )
     phases["sync"] = sync_work(config, shape, nbytes).seconds(of.sync_bytes_s)
     training = phases["log_probs"] + phases["update"]
     ahead = bool(config.rollout.staleness)
     together = max(phases["rollout"], training) if ahead else phases["rollout"] + training
     sequences = config.batch.prompts * config.batch.samples_per_prompt
-    flops = (forwards(run) + 3 * config.batch.epochs) * sequences * forward_flops(shape, *_of(lengths))
+    flops = (
+        (forwards(run) + 3 * config.batch.epochs) * sequences * forward_flops(shape, *_of(lengths))
+    )
     masters = 0 if config.model.dtype == "float32" else 4
     state = BYTES[config.model.dtype] + masters + (8 if config.optimizer.name == "adam" else 0)
     return Step(
@@ -175,7 +214,9 @@ def parameters(shape: ModelShape) -> int:
 def forwards(run: ResolvedRun) -> int:
     """Passes without backward: log-probs, the reference, surprisals before each update."""
     passes = 0 if run.config.skips_log_prob_pass else 1
-    return passes + int(run.method.needs_reference) + int(run.config.statistics.surprisal == "current")
+    return (
+        passes + int(run.method.needs_reference) + int(run.config.statistics.surprisal == "current")
+    )
 
 
 def log_prob_work(run: ResolvedRun, gpu: Gpu, of: Coefficients, lengths: Lengths) -> Work:
@@ -183,35 +224,53 @@ def log_prob_work(run: ResolvedRun, gpu: Gpu, of: Coefficients, lengths: Lengths
     config, shape = run.config, run.shape
     batch, passes = config.batch, forwards(run)
     sequences = passes * batch.prompts * batch.samples_per_prompt
-    ideal = sequences * forward_flops(shape, *_of(lengths)) / (config.parallel.world_size * gpu.flops)
+    ideal = (
+        sequences * forward_flops(shape, *_of(lengths)) / (config.parallel.world_size * gpu.flops)
+    )
     idle = 1 + _bubble(config, lengths, batch.prompts)
     exchanged = _tensor_seconds(config, shape, gpu, of, sequences, lengths, times=1)
     return Work(ideal * idle, exchanged, _moved(config, shape, gpu, sequences, lengths) * idle)
 
 
 def update_work(
-    config: Config, shape: ModelShape, gpu: Gpu, of: Coefficients, lengths: Lengths, nbytes: Mapping[str, int]
+    config: Config,
+    shape: ModelShape,
+    gpu: Gpu,
+    of: Coefficients,
+    lengths: Lengths,
+    nbytes: Mapping[str, int],
 ) -> Work:
     """The work of all optimizer steps of a rollout batch."""
     batch, parallel = config.batch, config.parallel
     sequences = batch.epochs * batch.prompts * batch.samples_per_prompt
     full = config.model.recompute == "full"
-    flops = 3 * forward_flops(shape, *_of(lengths)) + (body_flops(shape, *_of(lengths)) if full else 0)
+    flops = 3 * forward_flops(shape, *_of(lengths)) + (
+        body_flops(shape, *_of(lengths)) if full else 0
+    )
     idle = 1 + _bubble(config, lengths, batch.mini_batch_prompts or batch.prompts)
     reduced = 0.0
     if parallel.replicas > 1:
-        traffic = nbytes["gradients"] + nbytes["parameters"] * (1 if config.optimizer.distributed else 0)
+        traffic = nbytes["gradients"] + nbytes["parameters"] * (
+            1 if config.optimizer.distributed else 0
+        )
         reduced = batch.updates * traffic / (NETWORK * of.link_efficiency)
     exchanged = _tensor_seconds(config, shape, gpu, of, sequences, lengths, times=4 if full else 3)
     ideal = sequences * flops / (parallel.world_size * gpu.flops)
-    return Work(ideal * idle, exchanged + reduced, _moved(config, shape, gpu, sequences, lengths) * idle)
+    return Work(
+        ideal * idle, exchanged + reduced, _moved(config, shape, gpu, sequences, lengths) * idle
+    )
 
 
 def rollout_seconds(
-    config: Config, shape: ModelShape, gpu: Gpu, of: Coefficients, lengths: Lengths, served: ServedMemory | None
+    config: Config,
+    shape: ModelShape,
+    gpu: Gpu,
+    of: Coefficients,
+    lengths: Lengths,
+    served: ServedMemory | None,
 ) -> float:
-    """Seconds of one engine with its share of the responses: it reads prompts, then decodes as memory or
-    arithmetic allows."""
+    """Seconds of one engine with its share of the responses: it reads prompts, then decodes as
+    memory or arithmetic allows."""
     batch, rollout, flow = config.batch, config.rollout, flow_of(config, lengths)
     engines, gpus = replica_count(config), max(replica_gpus(config), 1)
     size = BYTES[config.sglang.dtype or config.model.dtype]
@@ -225,9 +284,15 @@ def rollout_seconds(
     again = 0.0
     if flow:  # in every round all that grow have their turns, and those of the first are waited for
         growth = responses * lengths.response / (flow.rounds * growing)
-        steps = flow.rounds * ((growing - at_once) * growth / at_once + float(config.partial.tokens or 0))
+        steps = flow.rounds * (
+            (growing - at_once) * growth / at_once + float(config.partial.tokens or 0)
+        )
         if flow.continued:
-            again = flow.continued / engines * body_flops(shape, lengths.prompt + flow.carried / flow.continued, 0)
+            again = (
+                flow.continued
+                / engines
+                * body_flops(shape, lengths.prompt + flow.carried / flow.continued, 0)
+            )
     else:
         longest = max(rollout.max_new_tokens, lengths.response)
         steps = (responses - at_once) * lengths.response / at_once + longest
@@ -236,13 +301,17 @@ def rollout_seconds(
     read = (weights + cache) / (gpus * gpu.bandwidth * of.decode_efficiency)
     prompt = body_flops(shape, lengths.prompt, 0)
     arithmetic = responses * (forward_flops(shape, lengths.prompt, lengths.response) - prompt)
-    computed, prefill = (flops / (gpus * gpu.flops * of.prefill_mfu) for flops in (arithmetic, groups * prompt + again))
+    computed, prefill = (
+        flops / (gpus * gpu.flops * of.prefill_mfu)
+        for flops in (arithmetic, groups * prompt + again)
+    )
     return max(read, computed) + prefill + steps * shape.layers * of.decode_layer_s
 
 
 @dataclass(frozen=True)
 class RequestTime:
-    """Times of requests at a server that has as many as it takes, seconds from when it has room for one.
+    """Times of requests at a server that has as many as it takes, seconds from when it has room for
+    one.
 
     beside: other requests that it has.
     longest_s: of a response of the longest length. first_s: of one of the mean length.
@@ -254,9 +323,15 @@ class RequestTime:
 
 
 def request_time(
-    config: Config, shape: ModelShape, gpu: Gpu, of: Coefficients, lengths: Lengths, served: ServedMemory | None
+    config: Config,
+    shape: ModelShape,
+    gpu: Gpu,
+    of: Coefficients,
+    lengths: Lengths,
+    served: ServedMemory | None,
 ) -> RequestTime:
-    """Times of a request, by the rates of `rollout_seconds`: a token step takes as long for every request."""
+    """Times of a request, by the rates of `rollout_seconds`: a token step takes as long for every
+    request."""
     engines, gpus = replica_count(config), max(replica_gpus(config), 1)
     size = BYTES[config.sglang.dtype or config.model.dtype]
     flow, context = flow_of(config, lengths), lengths.prompt + lengths.response
@@ -264,14 +339,26 @@ def request_time(
     growing = (flow.growing if flow else groups * config.batch.samples_per_prompt) / engines
     at_once = _at_once(config, growing, context, served)
     token = shape.layers * shape.cached * size
-    read = _read_weights(shape, at_once) * size + at_once * (lengths.prompt + lengths.response / 2) * token
+    read = (
+        _read_weights(shape, at_once) * size
+        + at_once * (lengths.prompt + lengths.response / 2) * token
+    )
     prompt = body_flops(shape, lengths.prompt, 0)
-    computed = at_once * (forward_flops(shape, lengths.prompt, lengths.response) - prompt) / lengths.response
-    step = max(read / (gpu.bandwidth * of.decode_efficiency), computed / (gpu.flops * of.prefill_mfu)) / gpus
+    computed = (
+        at_once
+        * (forward_flops(shape, lengths.prompt, lengths.response) - prompt)
+        / lengths.response
+    )
+    step = (
+        max(read / (gpu.bandwidth * of.decode_efficiency), computed / (gpu.flops * of.prefill_mfu))
+        / gpus
+    )
     step += shape.layers * of.decode_layer_s
     prefill = at_once * prompt / (gpus * gpu.flops * of.prefill_mfu)  # of all that begin with it
     longest = max(config.rollout.max_new_tokens, lengths.response)
-    return RequestTime(max(at_once - 1, 0), prefill + longest * step, prefill + lengths.response * step)
+    return RequestTime(
+        max(at_once - 1, 0), prefill + longest * step, prefill + lengths.response * step
+    )
 
 
 def _at_once(config: Config, growing: float, context: float, served: ServedMemory | None) -> float:
@@ -301,8 +388,12 @@ def sync_work(config: Config, shape: ModelShape, nbytes: Mapping[str, int]) -> W
     moved = 0.0
     if config.sglang.colocated and config.memory.offload != "none":
         stays = config.memory.offload == "optimizer"
-        moved = 2 * sum(size for item, size in nbytes.items() if not (stays and item == "parameters"))
-    return Work(parameters(shape) * BYTES[config.sglang.dtype or config.model.dtype], moved / HOST_LINK)
+        moved = 2 * sum(
+            size for item, size in nbytes.items() if not (stays and item == "parameters")
+        )
+    return Work(
+        parameters(shape) * BYTES[config.sglang.dtype or config.model.dtype], moved / HOST_LINK
+    )
 
 
 def _of(lengths: Lengths) -> tuple[float, float]:
@@ -310,7 +401,8 @@ def _of(lengths: Lengths) -> tuple[float, float]:
 
 
 def _read_weights(shape: ModelShape, at_once: float) -> float:
-    """Parameters that a step of decoding reads: of the experts those that some response of the batch goes to."""
+    """Parameters that a step of decoding reads: of the experts those that some response of the
+    batch goes to."""
     if not shape.experts:
         return parameters(shape)
     missed = (1 - shape.experts_per_token / shape.experts) ** at_once
@@ -326,14 +418,24 @@ def _bubble(config: Config, lengths: Lengths, prompts: int) -> float:
     return (parallel.pipeline - 1) / (parallel.virtual_pipeline * micro_batches)
 
 
-def _moved(config: Config, shape: ModelShape, gpu: Gpu, sequences: float, lengths: Lengths) -> float:
-    """Seconds of a hidden state of every token and layer through memory once, cut over all ranks."""
+def _moved(
+    config: Config, shape: ModelShape, gpu: Gpu, sequences: float, lengths: Lengths
+) -> float:
+    """Seconds of a hidden state of every token and layer through memory once, cut over all
+    ranks."""
     states = sequences * (lengths.prompt + lengths.response) * shape.layers * shape.hidden
     return states * BYTES[config.model.dtype] / (config.parallel.world_size * gpu.bandwidth)
 
 
 def _tensor_seconds(
-    config: Config, shape: ModelShape, gpu: Gpu, of: Coefficients, sequences: float, lengths: Lengths, *, times: int
+    config: Config,
+    shape: ModelShape,
+    gpu: Gpu,
+    of: Coefficients,
+    sequences: float,
+    lengths: Lengths,
+    *,
+    times: int,
 ) -> float:
     """Seconds of collectives of hidden states; `times` is the number of passes, in forwards."""
     parallel = config.parallel

@@ -1,9 +1,9 @@
-"""Which node of a cluster every trainer rank and every replica goes to: planned from what the nodes have free, and
-refused where it does not fit. Nothing here knows what starts them.
+"""Which node of a cluster every trainer rank and every replica goes to: planned from what the nodes
+have free, and refused where it does not fit. Nothing here knows what starts them.
 
-Megatron numbers ranks with the tensor-parallel one fastest, then context, data, pipeline; the ranks of a group of
-experts are consecutive as well. So ranks are dealt to nodes in blocks, each a multiple of a whole group that is to lie
-inside a node, and numbered through the nodes in order.
+Megatron numbers ranks with the tensor-parallel one fastest, then context, data, pipeline; the ranks
+of a group of experts are consecutive as well. So ranks are dealt to nodes in blocks, each a
+multiple of a whole group that is to lie inside a node, and numbered through the nodes in order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class PlacementError(UserError):
 
 @dataclass(frozen=True)
 class Awaited:
-    """How a run that was placed before, and lost a node or process, waits for the nodes to be there again.
+    """How a run that was placed before, and lost a node or process, waits for the nodes to be there
+    again.
 
     limit_s: seconds.
     on_gpus: it was placed on GPUs, so a cluster without any lacks them.
@@ -101,15 +102,20 @@ class Demand:
         return self.replicas * self.replica_nodes if self.replica_gpus else 0
 
     def blocks(self) -> list[int]:
-        """Ranks that are kept inside a node, the wish first: whole tensor groups, with the context and expert groups
-        over them if it can be."""
+        """Ranks that are kept inside a node, the wish first: whole tensor groups, with the context
+        and expert groups over them if it can be."""
         tensor_context = self.tensor * self.context
-        sizes = (math.lcm(tensor_context, self.expert), tensor_context, math.lcm(self.tensor, self.expert), self.tensor)
+        sizes = (
+            math.lcm(tensor_context, self.expert),
+            tensor_context,
+            math.lcm(self.tensor, self.expert),
+            self.tensor,
+        )
         return [size for size in dict.fromkeys(sizes) if self.ranks % size == 0]
 
     def hosted(self, ranks: int, free: int) -> int:
-        """Parts of replicas that a node of so many free GPUs can take beside or, shared, on those of so many ranks: one
-        of a replica at most."""
+        """Parts of replicas that a node of so many free GPUs can take beside or, shared, on those
+        of so many ranks: one of a replica at most."""
         if not self.replica_gpus:
             return 0
         room = (ranks if self.shared else free - ranks) // self.part_gpus
@@ -117,11 +123,18 @@ class Demand:
 
     def __str__(self) -> str:
         if not self.ranks:
-            return f"{self.replicas} engine{'s' if self.replicas > 1 else ''} of {self.replica_gpus} GPUs"
-        groups = f"{self.ranks} trainer ranks" + (f" in tensor groups of {self.tensor}" if self.tensor > 1 else "")
+            return (
+                f"{self.replicas} engine{'s' if self.replicas > 1 else ''} of {self.replica_gpus}"
+                " GPUs"
+            )
+        groups = f"{self.ranks} trainer ranks" + (
+            f" in tensor groups of {self.tensor}" if self.tensor > 1 else ""
+        )
         if not self.replicas or not self.replica_gpus:
             return groups
-        engines = f"{self.replicas} engine{'s' if self.replicas > 1 else ''} of {self.replica_gpus} GPUs"
+        engines = (
+            f"{self.replicas} engine{'s' if self.replicas > 1 else ''} of {self.replica_gpus} GPUs"
+        )
         if self.replica_nodes > 1:
             engines += f" over {self.replica_nodes} nodes{' each' if self.replicas > 1 else ''}"
         return f"{groups} and {engines}{' on the same' if self.shared else ''}"
@@ -129,7 +142,8 @@ class Demand:
 
 @dataclass(frozen=True)
 class Plan:
-    """Placement of a run: a node for every rank, in order, and for every part of a replica that takes GPUs.
+    """Placement of a run: a node for every rank, in order, and for every part of a replica that
+    takes GPUs.
 
     parts: the nodes of the first replica, in order, then those of the next.
     block: ranks, from each multiple of which on as many are on one node.
@@ -166,8 +180,12 @@ class Plan:
 
 
 def plan(demand: Demand, nodes: Sequence[Node]) -> Plan:
-    """Raises PlacementError where the free GPUs of the nodes do not do: which have which, and what was needed."""
-    ready = sorted((node for node in nodes if node.alive and node.total), key=lambda node: (-node.free, str(node)))
+    """Raises PlacementError where the free GPUs of the nodes do not do: which have which, and what
+    was needed."""
+    ready = sorted(
+        (node for node in nodes if node.alive and node.total),
+        key=lambda node: (-node.free, str(node)),
+    )
     for block in demand.blocks():
         counts = _dealt(demand, block, [node.free for node in ready])
         if counts is not None:
@@ -176,7 +194,8 @@ def plan(demand: Demand, nodes: Sequence[Node]) -> Plan:
 
 
 def _dealt(demand: Demand, block: int, free: Sequence[int]) -> list[int] | None:
-    """Ranks of every node, multiples of `block`, so that replicas fit, too: as many as can be on the first nodes.
+    """Ranks of every node, multiples of `block`, so that replicas fit, too: as many as can be on
+    the first nodes.
     None: there is no way."""
     wanted = demand.ranks // block
     parts = demand.parts
@@ -188,7 +207,11 @@ def _dealt(demand: Demand, block: int, free: Sequence[int]) -> list[int] | None:
         beyond.append(
             [
                 max(
-                    after[held - here] + demand.hosted(here * block, gpus) if after[held - here] != never else never
+                    (
+                        after[held - here] + demand.hosted(here * block, gpus)
+                        if after[held - here] != never
+                        else never
+                    )
                     for here in range(min(held, gpus // block) + 1)
                 )
                 for held in range(wanted + 1)
@@ -213,8 +236,12 @@ def _filled(demand: Demand, block: int, nodes: Sequence[Node], counts: Sequence[
     room = [demand.hosted(count, node.free) for node, count in zip(nodes, counts, strict=True)]
     parts: list[Node] = []
     while len(parts) < demand.parts:
-        # over several nodes those with the most room: what is left of them can then still take the others
-        found = sorted((n for n in range(len(nodes)) if room[n]), key=lambda n: -room[n] * (demand.replica_nodes > 1))
+        # over several nodes those with the most room: what is left of them can then still take the
+        # others
+        found = sorted(
+            (n for n in range(len(nodes)) if room[n]),
+            key=lambda n: -room[n] * (demand.replica_nodes > 1),
+        )
         for n in sorted(found[: demand.replica_nodes]):
             room[n] -= 1
             parts.append(nodes[n])
@@ -222,25 +249,36 @@ def _filled(demand: Demand, block: int, nodes: Sequence[Node], counts: Sequence[
 
 
 def check_possible(demand: Demand, nodes: Sequence[Node]) -> None:
-    """Raises ConfigError where the nodes would not do if all their GPUs were free: there is no use in waiting."""
+    """Raises ConfigError where the nodes would not do if all their GPUs were free: there is no use
+    in waiting."""
     largest = max((node.total for node in nodes if node.alive), default=0)
     if demand.tensor > largest:
         raise ConfigError(
-            f"a tensor-parallel group of {demand.tensor} GPUs is larger than a node: the largest has {largest}",
+            f"a tensor-parallel group of {demand.tensor} GPUs is larger than a node: the largest"
+            f" has {largest}",
             where="parallel.tensor",
             fix=f"at most {largest}; parallel.pipeline and parallel.context go over nodes",
         )
     if demand.part_gpus > largest:
-        over = f" over {demand.replica_nodes} nodes, {demand.part_gpus} on each," if demand.replica_nodes > 1 else ""
+        over = (
+            f" over {demand.replica_nodes} nodes, {demand.part_gpus} on each,"
+            if demand.replica_nodes > 1
+            else ""
+        )
         enough = _divisor(demand.replica_gpus, largest)
         raise ConfigError(
-            f"a replica of {demand.replica_gpus} GPUs{over} is larger than a node: the largest has {largest}",
+            f"a replica of {demand.replica_gpus} GPUs{over} is larger than a node: the largest has"
+            f" {largest}",
             where="sglang.tensor_parallel",
-            fix=f"at most {largest * demand.replica_nodes}, or lay it over {enough} nodes (sglang.nodes)",
+            fix=(
+                f"at most {largest * demand.replica_nodes}, or lay it over {enough} nodes"
+                " (sglang.nodes)"
+            ),
         )
     if demand.shared and demand.replicas * demand.replica_gpus > demand.ranks:
         raise ConfigError(
-            f"{demand.replicas} engines of {demand.replica_gpus} GPUs do not fit the trainer's {demand.ranks}",
+            f"{demand.replicas} engines of {demand.replica_gpus} GPUs do not fit the trainer's"
+            f" {demand.ranks}",
             where="rollout.engines",
             fix=f"at most {demand.ranks // demand.replica_gpus}, or sglang.colocated=false",
         )
@@ -249,7 +287,8 @@ def check_possible(demand: Demand, nodes: Sequence[Node]) -> None:
     except PlacementError:
         there = [f"{node} has {node.total}" for node in nodes if node.alive and node.total]
         raise ConfigError(
-            f"{_needs(demand)}, more than these nodes could give if all were free: {', '.join(there)}",
+            f"{_needs(demand)}, more than these nodes could give if all were free:"
+            f" {', '.join(there)}",
             where="parallel",
             fix="add nodes, or lower parallel.data or rollout.engines",
         ) from None
@@ -257,7 +296,9 @@ def check_possible(demand: Demand, nodes: Sequence[Node]) -> None:
 
 def _divisor(gpus: int, most: int) -> int:
     """The fewest equal parts of so many GPUs of which none has more than `most`."""
-    return next(parts for parts in range(1, gpus + 1) if gpus % parts == 0 and gpus // parts <= max(most, 1))
+    return next(
+        parts for parts in range(1, gpus + 1) if gpus % parts == 0 and gpus // parts <= max(most, 1)
+    )
 
 
 def _needs(demand: Demand) -> str:
@@ -266,10 +307,15 @@ def _needs(demand: Demand) -> str:
 
 
 def _refusal(demand: Demand, nodes: Sequence[Node]) -> PlacementError:
-    there = [f"{node} has {node.free} of {node.total} free" for node in nodes if node.alive and node.total]
+    there = [
+        f"{node} has {node.free} of {node.total} free"
+        for node in nodes
+        if node.alive and node.total
+    ]
     lost = [f"{node} is lost" for node in nodes if not node.alive][:LOST_SHOWN]
     return PlacementError(
-        f"{_needs(demand)}, which these nodes do not have free: {', '.join(there + lost) or 'none'}",
+        f"{_needs(demand)}, which these nodes do not have free:"
+        f" {', '.join(there + lost) or 'none'}",
         where="parallel",
         fix="free GPUs, add nodes, or lower parallel.data or rollout.engines",
     )
@@ -282,14 +328,16 @@ def lost_node(nodes: Sequence[Node], now: Sequence[Node]) -> PlacementError | No
     if not lost:
         return None
     return PlacementError(
-        f"lost before the run could start on {'it' if len(lost) == 1 else 'them'}: node {', '.join(lost)}",
+        f"lost before the run could start on {'it' if len(lost) == 1 else 'them'}: node"
+        f" {', '.join(lost)}",
         where="runtime.ray_address",
         fix="bring it back, or start again: the nodes that are left are planned with",
     )
 
 
 def still_pending(plan: Plan, now: Sequence[Node], waited_s: float) -> PlacementError:
-    """The error of a cluster that has not set aside what it seemed to have: somebody else was quicker."""
+    """The error of a cluster that has not set aside what it seemed to have: somebody else was
+    quicker."""
     there = {node.id: node for node in now}
     short = [
         f"{node} has {there[node.id].free} free of the {plan.gpus_on(node)} planned with"

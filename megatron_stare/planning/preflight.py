@@ -1,6 +1,8 @@
-"""The checks of a run before a process is started: one list, which `train` and `--dry-run` walk alike.
+"""The checks of a run before a process is started: one list, which `train` and `--dry-run` walk
+alike.
 
-What needs the tokenizer, the data or the run directory is checked where these are read, in driver/opening.py.
+What needs the tokenizer, the data or the run directory is checked where these are read, in
+driver/opening.py.
 """
 
 from __future__ import annotations
@@ -61,20 +63,26 @@ class Asked:
 
     @property
     def served(self) -> Config:
-        """The configuration that engines are asked about: without software that is not on this machine either."""
+        """The configuration that engines are asked about: without software that is not on this
+        machine either."""
         return (without_install(self.config) if self.absent else None) or self.config
 
 
 def _device(asked: Asked) -> None:
-    if not asked.config.runtime.ray_address:  # a cluster to be joined may have other devices; its ranks look themselves
+    # a cluster to be joined may have other devices; its ranks look themselves
+    if not asked.config.runtime.ray_address:
         check_device(asked.config, experts=asked.shape.experts > 0)
         check_device_performance(asked.config.performance)
 
 
 # In this order, and each once. A check raises a UserError for what cannot work.
 CONFIGURATION: dict[str, Callable[[Asked], None]] = {
-    "weights": lambda asked: None if asked.absent else check_weights(asked.config.model.path, asked.shape),
-    "reference": lambda asked: check_reference(asked.config, asked.run.method, asked.shape, published=asked.published),
+    "weights": lambda asked: (
+        None if asked.absent else check_weights(asked.config.model.path, asked.shape)
+    ),
+    "reference": lambda asked: check_reference(
+        asked.config, asked.run.method, asked.shape, published=asked.published
+    ),
     "mini-batches": lambda asked: check_updates(asked.config),
     "dynamic sampling": lambda asked: check_rounds(asked.config),
     "staleness": lambda asked: check_staleness(asked.config, asked.run.method),
@@ -86,10 +94,14 @@ CONFIGURATION: dict[str, Callable[[Asked], None]] = {
     "environment variables": lambda asked: check_environment(asked.config),
     "device": _device,
     "layout": lambda asked: check_layout(asked.config.parallel, asked.shape),
-    "recomputation": lambda asked: check_recompute(asked.config.model, asked.config.parallel, asked.shape),
+    "recomputation": lambda asked: check_recompute(
+        asked.config.model, asked.config.parallel, asked.shape
+    ),
     "experts": lambda asked: check_moe(asked.config, asked.shape),
     "lengths": lambda asked: check_lengths(asked.config, asked.shape),
-    "ports": lambda asked: check_ports(asked.config, replica_count(asked.config), replica_nodes(asked.config)),
+    "ports": lambda asked: check_ports(
+        asked.config, replica_count(asked.config), replica_nodes(asked.config)
+    ),
     "engines": lambda asked: check_engine(asked.served, asked.shape),
     "evaluations": lambda asked: check_tasks(asked.served, asked.shape),
     "evaluation's engines": lambda asked: check_evaluation_engines(asked.served, asked.shape),
@@ -107,7 +119,8 @@ RUN: dict[str, Callable[[Asked], None]] = {
 
 
 def check(config: Config, *, published: bool = False) -> ResolvedRun:
-    """Resolves a configuration, with paths that hold in any folder, and makes the checks of CONFIGURATION.
+    """Resolves a configuration, with paths that hold in any folder, and makes the checks of
+    CONFIGURATION.
 
     Args:
         published: as in resolve_run; nothing else is asked of a model that is not here.
@@ -119,11 +132,14 @@ def check(config: Config, *, published: bool = False) -> ResolvedRun:
 
 
 def check_run(config: Config, *, published: bool = False) -> ResolvedRun:
-    """Does as `check`, with the checks of RUN: all that can be known to be wrong of a run before anything is read."""
+    """Does as `check`, with the checks of RUN: all that can be known to be wrong of a run before
+    anything is read."""
     return _checked(config, RUN, published)
 
 
-def _checked(config: Config, checks: Mapping[str, Callable[[Asked], None]], published: bool) -> ResolvedRun:
+def _checked(
+    config: Config, checks: Mapping[str, Callable[[Asked], None]], published: bool
+) -> ResolvedRun:
     run = resolve_run(with_absolute_paths(config), published=published)
     asked = Asked(run, published)
     for each in checks.values():
@@ -132,7 +148,8 @@ def _checked(config: Config, checks: Mapping[str, Callable[[Asked], None]], publ
 
 
 def check_weights(path: str, shape: ModelShape) -> None:
-    """Raises DataError where a Hugging Face folder or converted checkpoint does not hold the model's weights."""
+    """Raises DataError where a Hugging Face folder or converted checkpoint does not hold the
+    model's weights."""
     if is_checkpoint(Path(path)):
         check_checkpoint(TorchDist(path), shape, cut(shape))
     else:
@@ -150,7 +167,8 @@ def check_checkpoints(config: Config) -> None:
 
 
 def check_best(config: Config) -> None:
-    """Raises ConfigError where the best checkpoints are to be kept by an evaluation that is not made between steps."""
+    """Raises ConfigError where the best checkpoints are to be kept by an evaluation that is not
+    made between steps."""
     metric = config.checkpoint.best_by
     if metric is None or not metric.startswith("eval/"):
         return
@@ -160,11 +178,18 @@ def check_best(config: Config) -> None:
         raise ConfigError(
             f"{metric} is not known between steps, so no checkpoint is better than another",
             where="checkpoint.best_by",
-            fix="set eval.every, and eval.prompts or eval.tasks; or name a metric of every step, such as reward/mean",
+            fix=(
+                "set eval.every, and eval.prompts or eval.tasks; or name a metric of every step,"
+                " such as reward/mean"
+            ),
         )
     if (task[0] if task else None) not in tasks:
         names = ", ".join("eval/..." if name is None else f"eval/{name}/..." for name in tasks)
-        raise ConfigError(f"{metric} is of no task of this run", where="checkpoint.best_by", fix=f"there are {names}")
+        raise ConfigError(
+            f"{metric} is of no task of this run",
+            where="checkpoint.best_by",
+            fix=f"there are {names}",
+        )
 
 
 def check_runner(config: Config) -> None:
@@ -181,12 +206,17 @@ def check_optimizer(config: Config) -> None:
     """Raises ConfigError for what Megatron's DistributedOptimizer does not have."""
     if config.optimizer.distributed and config.optimizer.name != "adam":
         raise ConfigError(
-            f"{config.optimizer.name} has no distributed form", where="optimizer.distributed", fix="set it to false"
+            f"{config.optimizer.name} has no distributed form",
+            where="optimizer.distributed",
+            fix="set it to false",
         )
 
 
-def check_reference(config: Config, method: Method, shape: ModelShape, *, published: bool = False) -> None:
-    """Raises UserError where the method needs a reference policy that is not there or is another kind of model.
+def check_reference(
+    config: Config, method: Method, shape: ModelShape, *, published: bool = False
+) -> None:
+    """Raises UserError where the method needs a reference policy that is not there or is another
+    kind of model.
 
     Args:
         published: as in `check`.
@@ -204,7 +234,8 @@ def check_reference(config: Config, method: Method, shape: ModelShape, *, publis
     ships = published_shape(path) if published else None
     if (ships or read_shape(path)) != shape:
         raise ConfigError(
-            f"{path} is not a model of the same shape as {config.model.path}", where="model.reference_path"
+            f"{path} is not a model of the same shape as {config.model.path}",
+            where="model.reference_path",
         )
     if ships is None:
         check_weights(path, shape)
@@ -225,37 +256,48 @@ def check_updates(config: Config) -> None:
 
 
 def check_rounds(config: Config) -> None:
-    """Raises ConfigError where dynamic sampling cannot give as many prompt groups as a step takes."""
+    """Raises ConfigError where dynamic sampling cannot give as many prompt groups as a step
+    takes."""
     batch = config.batch
     if batch.generate_prompts is None or batch.generate_prompts * batch.max_rounds >= batch.prompts:
         return
     raise ConfigError(
-        f"{batch.max_rounds} rounds of {batch.generate_prompts} prompt groups cannot give the step's {batch.prompts}",
+        f"{batch.max_rounds} rounds of {batch.generate_prompts} prompt groups cannot give the"
+        f" step's {batch.prompts}",
         where="batch.generate_prompts",
-        fix=f"at least {-(-batch.prompts // batch.max_rounds)}; published recipes make three times batch.prompts",
+        fix=(
+            f"at least {-(-batch.prompts // batch.max_rounds)}; published recipes make three times"
+            " batch.prompts"
+        ),
     )
 
 
 def check_statistics(config: Config, method: Method) -> None:
-    """Raises ConfigError where the gate lags although the log-prob pass that it would save is needed."""
+    """Raises ConfigError where the gate lags although the log-prob pass that it would save is
+    needed."""
     if not config.skips_log_prob_pass:
         return
     exact = "set statistics.gate=exact"
     if config.statistics.surprisal != "rollout":
         raise ConfigError(
-            f"surprisal {config.statistics.surprisal} takes a log-prob pass, which gives the exact gate for nothing",
+            f"surprisal {config.statistics.surprisal} takes a log-prob pass, which gives the exact"
+            " gate for nothing",
             where="statistics.gate",
             fix=f"{exact}, or statistics.surprisal=rollout as well",
         )
     if config.batch.updates > 1:
         raise ConfigError(
-            f"{config.batch.updates} optimizer steps a rollout batch need old log-probs, and the pass that gives them "
-            "gives the exact gate for nothing",
+            f"{config.batch.updates} optimizer steps a rollout batch need old log-probs, and the"
+            " pass that gives them gives the exact gate for nothing",
             where="statistics.gate",
             fix=f"{exact}, or batch.mini_batch_prompts=null and batch.epochs=1",
         )
     if method.reads_log_prob_pass is not None:
-        raise ConfigError(f"{method.reads_log_prob_pass}, which this setting skips", where="statistics.gate", fix=exact)
+        raise ConfigError(
+            f"{method.reads_log_prob_pass}, which this setting skips",
+            where="statistics.gate",
+            fix=exact,
+        )
     if config.observability.entropy_forecast:
         raise ConfigError(
             "the entropy forecast is made from the log-prob pass, which this setting skips",
@@ -265,29 +307,33 @@ def check_statistics(config: Config, method: Method) -> None:
 
 
 def check_head(config: Config, method: Method) -> None:
-    """Raises ConfigError where the gradient is to be taken before the loss of a whole response is known."""
+    """Raises ConfigError where the gradient is to be taken before the loss of a whole response is
+    known."""
     if config.model.head == "gradient_in_forward" and method.coupling == "sequence":
         raise ConfigError(
-            f"{config.algorithm.name} couples the tokens of a response, so the slope of its loss in one token's "
-            "log-prob is not known before the others'",
+            f"{config.algorithm.name} couples the tokens of a response, so the slope of its loss in"
+            " one token's log-prob is not known before the others'",
             where="model.head",
             fix="use recompute, which saves as much memory, or auto",
         )
 
 
 def check_aggregation(config: Config, method: Method) -> None:
-    """Raises ConfigError where a rank would divide by the tokens of a micro-batch that it holds but a part of."""
+    """Raises ConfigError where a rank would divide by the tokens of a micro-batch that it holds but
+    a part of."""
     aggregation = method.aggregation if isinstance(method, PolicyGradient) else ""
     if aggregation == "micro_batch_mean" and config.parallel.context > 1:
         raise ConfigError(
-            "micro_batch_mean counts the tokens of a micro-batch, and context-parallel ranks hold a part of them each",
+            "micro_batch_mean counts the tokens of a micro-batch, and context-parallel ranks hold a"
+            " part of them each",
             where="algorithm.aggregation",
             fix="use token_mean, which is the same in every layout, or parallel.context=1",
         )
 
 
 def prompt_files(config: Config) -> list[str]:
-    """Files that prompts are read from, in training and evaluation, each once, as the configuration names them."""
+    """Files that prompts are read from, in training and evaluation, each once, as the configuration
+    names them."""
     tasks = [task.config.data for task in evaluation_tasks(config)]
     trained: list[str | None] = [each.path for each in config.data.mixture] or [config.data.path]
     read = [*trained, *config.data.decontaminate] if reads_files(config.data.source.name) else []
@@ -305,8 +351,10 @@ def not_checked(config: Config) -> list[str]:
     if published_shape(path) is None:
         return []
     found = [
-        f"not checked: {path} is not on this machine, and its published shape stands for it: weights, tokenizer, chat "
-        "template and stop tokens",
+        (
+            f"not checked: {path} is not on this machine, and its published shape stands for it:"
+            " weights, tokenizer, chat template and stop tokens"
+        ),
         "not checked: how long prompts are and what else needs a tokenizer",
     ]
     reference = config.model.reference_path
@@ -314,7 +362,8 @@ def not_checked(config: Config) -> list[str]:
         found.append(f"not checked: the reference {reference}, which is not on this machine")
     if without_install(config) is not None:
         found.append(
-            "not checked: the servers' software, which is not on this machine, and flags that only it can take"
+            "not checked: the servers' software, which is not on this machine, and flags that only"
+            " it can take"
         )
     missing = [each for each in prompt_files(config) if not Path(each).exists()]
     return found + [f"not checked: {each}, which is not on this machine" for each in missing]
@@ -324,8 +373,8 @@ def notices(config: Config) -> list[str]:
     """Warnings of what is allowed, but should be known when a run starts; a line each."""
     if config.statistics.scope == "micro_batch":
         return [
-            "warning: statistics.scope=micro_batch selects tokens by micro-batch and rank, so a run depends on its "
-            "layout; use it only to compare with published code"
+            "warning: statistics.scope=micro_batch selects tokens by micro-batch and rank, so a run"
+            " depends on its layout; use it only to compare with published code"
         ]
     return []
 
@@ -334,13 +383,16 @@ def check_lengths(config: Config, shape: ModelShape) -> None:
     """Raises ConfigError where prompt and response do not fit the model or a micro-batch."""
     check_positions(config, shape)
     rollout = config.rollout
-    longest, multiple = rollout.max_prompt_tokens + rollout.max_new_tokens, config.parallel.sequence_multiple
+    longest, multiple = (
+        rollout.max_prompt_tokens + rollout.max_new_tokens,
+        config.parallel.sequence_multiple,
+    )
     padded = longest + -longest % multiple
     if padded > config.batch.micro_batch_tokens:
         padding = f", padded to a multiple of {multiple}," if padded > longest else ""
         raise ConfigError(
-            f"{rollout.max_prompt_tokens} prompt + {rollout.max_new_tokens} new tokens{padding} exceed a micro-batch "
-            f"of {config.batch.micro_batch_tokens} tokens",
+            f"{rollout.max_prompt_tokens} prompt + {rollout.max_new_tokens} new tokens{padding}"
+            f" exceed a micro-batch of {config.batch.micro_batch_tokens} tokens",
             where="batch.micro_batch_tokens",
             fix=f"at least {padded}",
         )
@@ -353,8 +405,8 @@ def check_tasks(config: Config, shape: ModelShape) -> None:
 
 
 def check_task(task: Task, shape: ModelShape) -> None:
-    """Raises ConfigError where a response of an evaluation fits neither the model nor an engine, or k is above its
-    responses. Nothing is trained on it, so no micro-batch has to hold it."""
+    """Raises ConfigError where a response of an evaluation fits neither the model nor an engine, or
+    k is above its responses. Nothing is trained on it, so no micro-batch has to hold it."""
     with task.blamed():
         check_positions(task.config, shape)
         check_engine(task.config, shape)
@@ -366,18 +418,27 @@ def check_evaluation_engines(config: Config, shape: ModelShape) -> None:
     if (engines := evaluation_engines(config)) is None:
         return
     if config.eval.engines and config.eval.urls:
-        raise ConfigError("engines are to be started, and others attached to", where="eval.engines", fix="set one")
+        raise ConfigError(
+            "engines are to be started, and others attached to", where="eval.engines", fix="set one"
+        )
     if config.eval.engines and replica_nodes(engines) > 1:
         raise ConfigError(
             "engines of the evaluation's own are started on one machine each",
             where="sglang.nodes",
-            fix="start servers yourself and name them in eval.urls, or evaluate with those of training: eval.engines=0",
+            fix=(
+                "start servers yourself and name them in eval.urls, or evaluate with those of"
+                " training: eval.engines=0"
+            ),
         )
     if config.eval.engines and replica_gpus(engines):
         raise ConfigError(
-            "engines of the evaluation's own are started where the command runs, and not placed on GPUs",
+            "engines of the evaluation's own are started where the command runs, and not placed on"
+            " GPUs",
             where="eval.engines",
-            fix="start servers yourself and name them in eval.urls, or evaluate with those of training: eval.engines=0",
+            fix=(
+                "start servers yourself and name them in eval.urls, or evaluate with those of"
+                " training: eval.engines=0"
+            ),
         )
     try:
         check_engine(engines, shape)
@@ -397,8 +458,14 @@ def check_checkpoint_of(path: Path, config: Config) -> ModelShape:
     """
     shape = read_shape(config.model.path)
     if (theirs := _shape_beside(path)) not in (None, shape):
-        differing = [each.name for each in fields(shape) if getattr(theirs, each.name) != getattr(shape, each.name)]
-        said = ", ".join(f"{name} {getattr(theirs, name)}, not {getattr(shape, name)}" for name in differing[:3])
+        differing = [
+            each.name
+            for each in fields(shape)
+            if getattr(theirs, each.name) != getattr(shape, each.name)
+        ]
+        said = ", ".join(
+            f"{name} {getattr(theirs, name)}, not {getattr(shape, name)}" for name in differing[:3]
+        )
         raise ConfigError(
             f"{path} is another model than {config.model.path}: {said}",
             where="--checkpoint",
@@ -409,7 +476,8 @@ def check_checkpoint_of(path: Path, config: Config) -> ModelShape:
 
 
 def _shape_beside(path: Path) -> ModelShape | None:
-    """Shape of the model that weights belong to, by the files beside them; None: they do not tell."""
+    """Shape of the model that weights belong to, by the files beside them; None: they do not
+    tell."""
     try:
         return read_shape(companions_of(path) if is_checkpoint(path) else path)
     except ConfigError:  # of Megatron-LM, say, or of a run whose model is gone
@@ -421,15 +489,15 @@ def check_positions(config: Config, shape: ModelShape) -> None:
     rollout = config.rollout
     if rollout.max_prompt_tokens >= shape.max_positions:
         raise ConfigError(
-            f"prompts of {rollout.max_prompt_tokens} tokens leave no room for a response in the model's "
-            f"{shape.max_positions} positions",
+            f"prompts of {rollout.max_prompt_tokens} tokens leave no room for a response in the"
+            f" model's {shape.max_positions} positions",
             where="rollout.max_prompt_tokens",
             fix=f"at most {shape.max_positions - 1}, less the tokens of a response",
         )
     if rollout.max_prompt_tokens + rollout.max_new_tokens > shape.max_positions:
         raise ConfigError(
-            f"{rollout.max_prompt_tokens} prompt + {rollout.max_new_tokens} new tokens exceed the model's "
-            f"{shape.max_positions} positions",
+            f"{rollout.max_prompt_tokens} prompt + {rollout.max_new_tokens} new tokens exceed the"
+            f" model's {shape.max_positions} positions",
             where="rollout.max_new_tokens",
             fix=f"at most {shape.max_positions - rollout.max_prompt_tokens}",
         )

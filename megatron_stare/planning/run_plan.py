@@ -1,4 +1,5 @@
-"""The plan of a run: whether it fits, what a step takes, what near it would fit; as a terminal shows it, and as JSON.
+"""The plan of a run: whether it fits, what a step takes, what near it would fit; as a terminal
+shows it, and as JSON.
 
 Imports torch and Megatron, which the command's arguments (command.py) must not.
 """
@@ -24,7 +25,14 @@ from megatron_stare.planning.preflight import check_lengths, not_checked
 from megatron_stare.rollout.engines.replicas import ServedMemory, replica_count, replica_gpus
 
 WIDTH = 50  # characters of a GPU's memory
-_SHORT = {"tensor": "TP", "pipeline": "PP", "virtual_pipeline": "VPP", "context": "CP", "expert": "EP", "data": "DP"}
+_SHORT = {
+    "tensor": "TP",
+    "pipeline": "PP",
+    "virtual_pipeline": "VPP",
+    "context": "CP",
+    "expert": "EP",
+    "data": "DP",
+}
 _MARKS = dict(zip(ITEMS, "PGORFALBWKC", strict=True))
 DAY = 86400.0
 SHOWN = 8  # layouts
@@ -32,17 +40,24 @@ SHOWN = 8  # layouts
 
 def text(plan: Plan) -> str:
     """All of it."""
-    return "\n\n".join([_head(plan), _memory(plan), _time(plan), _verdict(plan), _nearest(plan), _assumed(plan)])
+    return "\n\n".join(
+        [_head(plan), _memory(plan), _time(plan), _verdict(plan), _nearest(plan), _assumed(plan)]
+    )
 
 
 def layout(parallel: ParallelConfig) -> str:
     """Its cuts."""
-    cuts = [f"{short} {getattr(parallel, name)}" for name, short in _SHORT.items() if getattr(parallel, name) > 1]
+    cuts = [
+        f"{short} {getattr(parallel, name)}"
+        for name, short in _SHORT.items()
+        if getattr(parallel, name) > 1
+    ]
     return ", ".join(cuts) or "one rank"
 
 
 def bar(budget: Budget, phase: str) -> str:
-    """Draws what a phase holds, a mark an item; over the GPU's memory it goes beyond the bar's end."""
+    """Draws what a phase holds, a mark an item; over the GPU's memory it goes beyond the bar's
+    end."""
     marks, reached = "", 0.0
     for item, nbytes in budget.phases[phase].items():
         reached += nbytes / budget.capacity * WIDTH
@@ -52,28 +67,44 @@ def bar(budget: Budget, phase: str) -> str:
 
 def _head(plan: Plan) -> str:
     config, site = plan.run.config, plan.site
-    servers = "on the same GPUs" if config.sglang.colocated else f"{plan.step.gpus - config.parallel.world_size} GPUs"
+    servers = (
+        "on the same GPUs"
+        if config.sglang.colocated
+        else f"{plan.step.gpus - config.parallel.world_size} GPUs"
+    )
     return (
-        f"{config.model.path} ({plan.run.shape.family}) on {plan.nodes} x {site.node_size} {site.gpu.name}: "
-        f"{layout(config.parallel)}, {config.parallel.world_size} ranks; servers: {servers}"
+        f"{config.model.path} ({plan.run.shape.family}) on {plan.nodes} x {site.node_size}"
+        f" {site.gpu.name}: {layout(config.parallel)}, {config.parallel.world_size} ranks; servers:"
+        f" {servers}"
     )
 
 
 def _memory(plan: Plan) -> str:
     stage, *_ = plan.peak
-    lines = [f"memory of rank {plan.rank(stage)}, the fullest (stage {stage})", plan.budgets[stage].table(), ""]
+    lines = [
+        f"memory of rank {plan.rank(stage)}, the fullest (stage {stage})",
+        plan.budgets[stage].table(),
+        "",
+    ]
     for number, each in enumerate(plan.budgets):
         phase = max(each.phases, key=each.total)
         size = f"{each.total(phase) / 1e9:6.1f} of {each.capacity / 1e9:.1f} GB"
         lines.append(f"stage {number:2} {bar(each, phase)} {size}, {phase}")
-    shown = {item for each in plan.budgets for item in each.phases[max(each.phases, key=each.total)]}
-    lines.append("; ".join(f"{_MARKS[item]} {name}" for item, name in ITEMS.items() if item in shown))
+    shown = {
+        item for each in plan.budgets for item in each.phases[max(each.phases, key=each.total)]
+    }
+    lines.append(
+        "; ".join(f"{_MARKS[item]} {name}" for item, name in ITEMS.items() if item in shown)
+    )
     return "\n".join(lines)
 
 
 def _time(plan: Plan) -> str:
     step, config = plan.step, plan.run.config
-    lines = [f"seconds of a step, of {plan.lengths.prompt:.0f} prompt and {plan.lengths.response:.0f} response tokens"]
+    lines = [
+        f"seconds of a step, of {plan.lengths.prompt:.0f} prompt and {plan.lengths.response:.0f}"
+        " response tokens"
+    ]
     lines += [f"  {phase:13}{seconds:9.4g}" for phase, seconds in step.phases.items()]
     lines.append(f"  {'beside them':13}{plan.fitted.coefficients.fixed_s:9.4g}")
     ahead = ", rollout beside training" if config.rollout.staleness else ""
@@ -81,17 +112,21 @@ def _time(plan: Plan) -> str:
     if flow := step.partial:
         tokens = config.partial.tokens or 0
         lines.append(
-            f"{flow.rounds:.1f} rounds of {tokens:,} tokens a step, in each of which {flow.growing:,.0f} responses "
-            f"grow; {flow.continued:,.0f} with {flow.carried:,.0f} tokens are carried over"
+            f"{flow.rounds:.1f} rounds of {tokens:,} tokens a step, in each of which"
+            f" {flow.growing:,.0f} responses grow; {flow.continued:,.0f} with {flow.carried:,.0f}"
+            " tokens are carried over"
         )
     if plan.growing_cache is not None and plan.served:
-        sizes = f"{plan.growing_cache / 1e9:.1f} GB, and a server's rank has {plan.served.cache / 1e9:.1f}"
+        sizes = (
+            f"{plan.growing_cache / 1e9:.1f} GB, and a server's rank has"
+            f" {plan.served.cache / 1e9:.1f}"
+        )
         lines.append(f"keys and values of those that grow in a round: {sizes}")
     background = " beside training" if config.checkpoint.background else ""
     lines.append(f"  {'a checkpoint':13}{step.checkpoint:9.4g}{background}")
     lines.append(
-        f"{step.tokens_s_gpu:,.0f} tokens/s a GPU; MFU {step.mfu(plan.site.gpu):.1%} of the whole step; "
-        f"{days(plan):.3g} days to {config.run.steps:,} steps"
+        f"{step.tokens_s_gpu:,.0f} tokens/s a GPU; MFU {step.mfu(plan.site.gpu):.1%} of the whole"
+        f" step; {days(plan):.3g} days to {config.run.steps:,} steps"
     )
     return "\n".join(lines)
 
@@ -100,18 +135,24 @@ def _verdict(plan: Plan) -> str:
     stage, phase, size = plan.peak
     verdict = "does not fit" if plan.faults else "fits"
     peak = f"peak {size / 1e9:.1f} GB of {plan.budgets[0].capacity / 1e9:.1f}"
-    return "\n".join([f"{verdict}: {peak}, in {phase} on stage {stage} (rank {plan.rank(stage)})", *plan.faults])
+    return "\n".join(
+        [f"{verdict}: {peak}, in {phase} on stage {stage} (rank {plan.rank(stage)})", *plan.faults]
+    )
 
 
 def _nearest(plan: Plan) -> str:
-    lines = [f"nearest that fit, {plan.fitting} of {plan.searched} layouts held against it ({plan.took:.1f} s)"]
+    lines = [
+        f"nearest that fit, {plan.fitting} of {plan.searched} layouts held against it"
+        f" ({plan.took:.1f} s)"
+    ]
     for each, step in plan.nearest:
         settings = " ".join(
             f"{name}={str(value).lower() if isinstance(value, bool) else value}"
             for name, value in each.settings(plan.run.config).items()
         )
         lines.append(
-            f"  {each.peak / 1e9:6.1f} GB {step.seconds:8.4g} s {step.tokens_s_gpu:8,.0f} tokens/s  {settings}"
+            f"  {each.peak / 1e9:6.1f} GB {step.seconds:8.4g} s {step.tokens_s_gpu:8,.0f} tokens/s "
+            f" {settings}"
         )
     return "\n".join(lines)
 
@@ -120,9 +161,15 @@ def _assumed(plan: Plan) -> str:
     of = asdict(plan.fitted.coefficients)
     lines = [f"assumed: {line}" for line in ASSUMPTIONS]
     if plan.run.shape.experts:
-        lines.append("assumed: experts get equal shares; copies of tokens on their way to them are not counted")
+        lines.append(
+            "assumed: experts get equal shares; copies of tokens on their way to them are not"
+            " counted"
+        )
     if plan.fitted.run:
-        lines.append(f"fitted to {plan.fitted.run}: " + ", ".join(f"{name} {value:.3g}" for name, value in of.items()))
+        lines.append(
+            f"fitted to {plan.fitted.run}: "
+            + ", ".join(f"{name} {value:.3g}" for name, value in of.items())
+        )
     else:
         lines += [f"assumed: {name} {value:.3g} ({SOURCES[name]})" for name, value in of.items()]
     lines += not_checked(plan.run.config)
@@ -166,13 +213,18 @@ class Plan:
     @property
     def peak(self) -> tuple[int, str, int]:
         """Stage, phase and bytes where most is held."""
-        sizes = [(s, phase, found.total(phase)) for s, found in enumerate(self.budgets) for phase in found.phases]
+        sizes = [
+            (s, phase, found.total(phase))
+            for s, found in enumerate(self.budgets)
+            for phase in found.phases
+        ]
         return max(sizes, key=lambda each: each[2])
 
     @property
     def growing_cache(self) -> float | None:
-        """Bytes of keys and values, on a server's rank, of all responses that grow in a round of partial rollouts,
-        with their prompts; more than its cache take turns. None: there are no such rounds, or no such server."""
+        """Bytes of keys and values, on a server's rank, of all responses that grow in a round of
+        partial rollouts, with their prompts; more than its cache take turns. None: there are no
+        such rounds, or no such server."""
         if self.served is None or (flow := self.step.partial) is None:
             return None
         tokens = flow.held + flow.growing * self.lengths.prompt
@@ -185,12 +237,14 @@ class Plan:
 
 
 def make_plan(config: Config, site: Site, lengths: Lengths, fitted: Fitted) -> Plan:
-    """Raises UserError for a model that cannot be read, or a layout that does not run or cannot be placed."""
+    """Raises UserError for a model that cannot be read, or a layout that does not run or cannot be
+    placed."""
     started = time.monotonic()
     run = resolve_run(with_absolute_paths(config), published=True)
     if lengths.prompt + lengths.response > run.shape.max_positions:
         raise ConfigError(
-            f"{lengths.prompt + lengths.response:.0f} tokens are more than the model's {run.shape.max_positions}",
+            f"{lengths.prompt + lengths.response:.0f} tokens are more than the model's"
+            f" {run.shape.max_positions}",
             where="--response-tokens",
         )
     run = ResolvedRun(_over_nodes(run.config, site), run.shape)
@@ -204,7 +258,8 @@ def make_plan(config: Config, site: Site, lengths: Lengths, fitted: Fitted) -> P
     fit.build(run)
     searched, found = search(run, config.parallel.world_size, nodes, site.node_size, fit)
     nearest = [
-        (each, step_of(each.run, site.gpu, fitted.coefficients, lengths, fit)) for each in _different(found)[:SHOWN]
+        (each, step_of(each.run, site.gpu, fitted.coefficients, lengths, fit))
+        for each in _different(found)[:SHOWN]
     ]
     return Plan(
         run=run,
@@ -238,8 +293,17 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "faults": plan.faults,
         "peak": {"stage": stage, "rank": plan.rank(stage), "phase": phase, "bytes": size},
         "capacity": plan.budgets[0].capacity,
-        "stages": [{"rank": plan.rank(number), "phases": each.phases} for number, each in enumerate(plan.budgets)],
-        "step": asdict(plan.step) | {"tokens_s_gpu": plan.step.tokens_s_gpu, "mfu": plan.step.mfu(plan.site.gpu)},
+        "stages": [
+            {"rank": plan.rank(number), "phases": each.phases}
+            for number, each in enumerate(plan.budgets)
+        ],
+        "step": (
+            asdict(plan.step)
+            | {
+                "tokens_s_gpu": plan.step.tokens_s_gpu,
+                "mfu": plan.step.mfu(plan.site.gpu),
+            }
+        ),
         "growing_cache": plan.growing_cache,
         "days": days(plan),
         "steps": plan.run.config.run.steps,
@@ -284,7 +348,8 @@ def _different(found: list[Candidate]) -> list[Candidate]:
 
 
 def _over_nodes(config: Config, site: Site) -> Config:
-    """The run with as many replicas, of trainer and, on its GPUs, of servers, as the nodes have GPUs for."""
+    """The run with as many replicas, of trainer and, on its GPUs, of servers, as the nodes have
+    GPUs for."""
     if site.nodes is None:
         return config
     colocated, engine = config.sglang.colocated, replica_gpus(config)
@@ -294,9 +359,14 @@ def _over_nodes(config: Config, site: Site) -> Config:
         raise ConfigError(
             f"{max(ranks, 0)} GPUs for the trainer cannot be cut into replicas of {one} ranks",
             where="--nodes",
-            fix=f"parallel.tensor x parallel.pipeline x parallel.context has to divide {max(ranks, 1)}",
+            fix=(
+                "parallel.tensor x parallel.pipeline x parallel.context has to divide"
+                f" {max(ranks, 1)}"
+            ),
         )
-    changes: dict[str, Any] = {"parallel": config.parallel.model_copy(update={"data": ranks // one})}
+    changes: dict[str, Any] = {
+        "parallel": config.parallel.model_copy(update={"data": ranks // one})
+    }
     if colocated and engine:
         changes["rollout"] = config.rollout.model_copy(update={"engines": max(ranks // engine, 1)})
     return config.model_copy(update=changes)

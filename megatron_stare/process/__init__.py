@@ -1,1 +1,2 @@
-"""One operating-system process and its surroundings: signals, time limit, addresses, memory, what is installed."""
+"""One operating-system process and its surroundings: signals, time limit, addresses, memory, what
+is installed."""

@@ -1,12 +1,15 @@
-"""Signals as an orderly end: the main thread takes them, the driver's thread ends where it looks for them.
+"""Signals as an orderly end: the main thread takes them, the driver's thread ends where it looks
+for them.
 
-`on_driver_thread` runs a command on a thread of its own. A signal raises nothing by itself: the main thread notes it,
-and the driver's thread raises KeyboardInterrupt at its next `poll`. So no signal is lost in a destructor, in a
-library's lock or in Ray's start, and none cuts short what closes processes down.
+`on_driver_thread` runs a command on a thread of its own. A signal raises nothing by itself: the
+main thread notes it, and the driver's thread raises KeyboardInterrupt at its next `poll`. So no
+signal is lost in a destructor, in a library's lock or in Ray's start, and none cuts short what
+closes processes down.
 
-The first SIGINT or SIGTERM ends a run that makes steps after the update under way, so that its last whole step can be
-saved, or at once while responses are sampled; SIGUSR1 ends it after the step. There is a limit (`makes_steps`), after
-which the run ends wherever it polls. A second Ctrl-C ends the process and what it started at once, without saving.
+The first SIGINT or SIGTERM ends a run that makes steps after the update under way, so that its last
+whole step can be saved, or at once while responses are sampled; SIGUSR1 ends it after the step.
+There is a limit (`makes_steps`), after which the run ends wherever it polls. A second Ctrl-C ends
+the process and what it started at once, without saving.
 """
 
 from __future__ import annotations
@@ -39,12 +42,19 @@ AFTER_STEP = signal.SIGUSR1
 DRIVER = "driver"  # name of the thread that runs the command
 GUARD_S = 0.02  # between two times that handlers are put back while Ray starts
 TICK_S = 0.2  # between two looks for a signal, of what cannot be woken by one
-UNHEARD_S = 20.0  # from when a signal may raise until the driver's thread polls; Slurm kills 30 s after SIGTERM
-SAME_S = 0.5  # a second SIGINT within this time is the first once more: launchers forward what their group has too
+# from when a signal may raise until the driver's thread polls; Slurm kills 30 s after SIGTERM
+UNHEARD_S = 20.0
+# a second SIGINT within this time is the first once more: launchers forward what their group has
+# too
+SAME_S = 0.5
 KILLED_S = 1.0  # for killed processes to go
-TO_BE_CONTINUED = 75  # exit code of a run that was told to end, or was out of time, and is to be resumed; EX_TEMPFAIL
+# exit code of a run that was told to end, or was out of time, and is to be resumed; EX_TEMPFAIL
+TO_BE_CONTINUED = 75
 # modules whose processes end with their starter, and clean up after it
-LEAVE_BY_THEMSELVES = ("megatron_stare.hangs.watcher", "megatron_stare.rollout.engines.sglang.serve")
+LEAVE_BY_THEMSELVES = (
+    "megatron_stare.hangs.watcher",
+    "megatron_stare.rollout.engines.sglang.serve",
+)
 
 
 @dataclass(frozen=True)
@@ -75,8 +85,10 @@ class Interruption:
         self._lock = threading.Lock()
         self._open_to: set[int] = set()  # signals that may raise now, though steps are made
         self._closing = 0  # how many `uninterrupted` are open
-        self._heard_by: float | None = None  # by time.monotonic; the driver's thread has to poll until then
-        self._cancel: Callable[[], None] | None = None  # ends the event loop of the driver's thread; None: it has none
+        # by time.monotonic; the driver's thread has to poll until then
+        self._heard_by: float | None = None
+        # ends the event loop of the driver's thread; None: it has none
+        self._cancel: Callable[[], None] | None = None
         self.stands: Callable[[], Standing | None] = lambda: None  # asked by a sudden end
         self.folders: list[Path] = []  # that a sudden end removes
         self._taken_at = 0.0
@@ -87,7 +99,9 @@ class Interruption:
     @property
     def exit_code(self) -> int:
         """Exit code of a run that this ended."""
-        if self.time_is_up or (self.number == AFTER_STEP and self.standing is not None and not self.gave_up):
+        if self.time_is_up or (
+            self.number == AFTER_STEP and self.standing is not None and not self.gave_up
+        ):
             return TO_BE_CONTINUED
         return 128 + (self.number or signal.SIGINT)
 
@@ -97,7 +111,8 @@ class Interruption:
         """Notes a signal. Returns whether the process is to end at once."""
         name = signal.Signals(number).name
         with self._lock:
-            signal.alarm(0)  # Ray's core, where the signal came to it first, would abort in three seconds
+            # Ray's core, where the signal came to it first, would abort in three seconds
+            signal.alarm(0)
             now, before = time.monotonic(), self.number
             # whoever waits for a step to end may be in a hurry after all
             hurries = before == AFTER_STEP and number != AFTER_STEP and not self.raised
@@ -105,7 +120,10 @@ class Interruption:
                 if number == signal.SIGINT and now > self._taken_at + SAME_S:
                     _say(f"{name}: ending at once, without saving")
                     return True
-                _say(f"{name}: already closing; Ctrl-C, or kill -INT {os.getpid()}, ends at once, without saving")
+                _say(
+                    f"{name}: already closing; Ctrl-C, or kill -INT {os.getpid()}, ends at once,"
+                    " without saving"
+                )
                 return False
             self.number, self._taken_at, self._heard_by = number, now, None
             if self.grace_s is not None and number != AFTER_STEP:
@@ -119,7 +137,8 @@ class Interruption:
             return False
 
     def look(self) -> float | None:
-        """Does what is due now. Returns seconds until this is to be called again; None: when a signal comes.
+        """Does what is due now. Returns seconds until this is to be called again; None: when a
+        signal comes.
 
         Raises:
             TimeoutError: the driver's thread cannot be told to end.
@@ -146,7 +165,9 @@ class Interruption:
             return
         if self._heard_by is None:
             # what is open to it may be deaf for as long as an update would have had
-            self._heard_by = max(time.monotonic(), 0.0 if self.gave_up else self.deadline or 0.0) + UNHEARD_S
+            self._heard_by = (
+                max(time.monotonic(), 0.0 if self.gave_up else self.deadline or 0.0) + UNHEARD_S
+            )
             if self._cancel is not None:
                 self._cancel()
 
@@ -179,7 +200,8 @@ class Interruption:
         raise KeyboardInterrupt
 
     def guard(self, on: bool) -> None:
-        """Has the main thread put its handlers back: again and again from here on, or once more and then no longer."""
+        """Has the main thread put its handlers back: again and again from here on, or once more and
+        then no longer."""
         self._put_back.clear()
         self._guarding = on
         self.wake()
@@ -202,7 +224,9 @@ class Interruption:
             self._closing += by
 
     @contextlib.contextmanager
-    def cancelling(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> Iterator[None]:
+    def cancelling(
+        self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]
+    ) -> Iterator[None]:
         """While open, a signal that may raise cancels the task, and raises when that has ended."""
         told = False
 
@@ -227,15 +251,19 @@ class Interruption:
 _current = Interruption()
 
 
-def on_driver_thread(body: Callable[[Interruption], int], last_words: Callable[[Interruption], str]) -> int:
-    """Runs a command on a thread of its own while the main thread, which calls this, takes SIGINT, SIGTERM and SIGUSR1.
+def on_driver_thread(
+    body: Callable[[Interruption], int], last_words: Callable[[Interruption], str]
+) -> int:
+    """Runs a command on a thread of its own while the main thread, which calls this, takes SIGINT,
+    SIGTERM and SIGUSR1.
 
-    A signal that is ignored (nohup, a shell's `&`) stays ignored. On another thread than the main one the command is
-    run right here, and no signal is taken.
+    A signal that is ignored (nohup, a shell's `&`) stays ignored. On another thread than the main
+    one the command is run right here, and no signal is taken.
 
     Args:
         body: the command; KeyboardInterrupt comes to it where it polls. Returns the exit code.
-        last_words: printed when a second Ctrl-C, or a driver's thread that does not poll, ends the process at once.
+        last_words: printed when a second Ctrl-C, or a driver's thread that does not poll, ends the
+            process at once.
 
     Raises:
         BaseException: what the command raised.
@@ -261,7 +289,9 @@ def on_driver_thread(body: Callable[[Interruption], int], last_words: Callable[[
     thread = threading.Thread(target=run, name=DRIVER)
     _current = interruption = Interruption(thread)
     came: deque[int] = deque()
-    caught = [number for number in SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    caught = [
+        number for number in SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)
+    ]
 
     def note(number: int, frame: FrameType | None) -> None:
         came.append(number)
@@ -304,8 +334,9 @@ def _written(pipe: int) -> None:
 
 @contextlib.contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Keeps the handlers of signals, while open and after. Ray's core puts a handler of SIGTERM in their place as it
-    starts, which prints where every thread is; Ray in a main thread sets one more."""
+    """Keeps the handlers of signals, while open and after. Ray's core puts a handler of SIGTERM in
+    their place as it starts, which prints where every thread is; Ray in a main thread sets one
+    more."""
     if _current.drives:
         _current.guard(True)
         try:
@@ -332,7 +363,8 @@ def _end_at_once(interruption: Interruption, last_words: Callable[[Interruption]
     psutil.wait_procs(started, timeout=KILLED_S)
     for folder in interruption.folders:
         shutil.rmtree(folder, ignore_errors=True)
-    interruption.standing = interruption.last_words()  # asked last: the driver's thread goes on until os._exit
+    # asked last: the driver's thread goes on until os._exit
+    interruption.standing = interruption.last_words()
     if os.isatty(1):
         os.write(1, b"\x1b[?25h\n")  # the cursor, which the live panel hides
     with contextlib.suppress(Exception):
@@ -354,8 +386,8 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 
 
 def poll() -> None:
-    """Raises KeyboardInterrupt where a signal came that may end the command here. Costs next to nothing otherwise; does
-    nothing on another thread than the driver's."""
+    """Raises KeyboardInterrupt where a signal came that may end the command here. Costs next to
+    nothing otherwise; does nothing on another thread than the driver's."""
     _current.poll()
 
 
@@ -387,14 +419,16 @@ def makes_steps(grace_s: float | None) -> None:
     """From here on a signal raises where the state is that of a whole step.
 
     Args:
-        grace_s: from SIGINT or SIGTERM on, seconds until the run ends wherever it polls; None: it does at once again.
+        grace_s: from SIGINT or SIGTERM on, seconds until the run ends wherever it polls; None: it
+            does at once again.
     """
     _current.grace_s = grace_s
 
 
 @contextlib.contextmanager
 def open_to(*numbers: int) -> Iterator[None]:
-    """While open, these signals raise though steps are made; one that came before raises at once."""
+    """While open, these signals raise though steps are made; one that came before raises at
+    once."""
     _current.open_to(numbers)
     try:
         poll()
@@ -419,8 +453,8 @@ def is_asked_to_end() -> bool:
 
 
 def is_to_be_saved() -> bool:
-    """Returns whether the run, which a signal or --stop-after closes, stands where its state is that of a whole
-    step."""
+    """Returns whether the run, which a signal or --stop-after closes, stands where its state is
+    that of a whole step."""
     asked = _current.time_is_up or _current.number is not None
     return asked and _current.grace_s is not None and not _current.gave_up
 
@@ -463,8 +497,8 @@ class ClosingStack(contextlib.ExitStack):
 
 
 def run_whole(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Runs the coroutine that is made to its end, as asyncio.run does. Interrupted as `run_on` is, but leaves nothing
-    under way."""
+    """Runs the coroutine that is made to its end, as asyncio.run does. Interrupted as `run_on` is,
+    but leaves nothing under way."""
     loop = asyncio.new_event_loop()
     try:
         return run_on(loop, make)
@@ -493,13 +527,17 @@ def run_on(loop: asyncio.AbstractEventLoop, make: Callable[[], Coroutine[Any, An
 
 
 def what_now(
-    interruption: Interruption, command: Sequence[str], options: Sequence[str], ended: str | None = None
+    interruption: Interruption,
+    command: Sequence[str],
+    options: Sequence[str],
+    ended: str | None = None,
 ) -> str:
     """Message on where the run stopped and how it goes on; two lines.
 
     Args:
         ended: how, in a word or two; None: by the signal, or by --stop-after.
-        command: that starts the run, up to its overrides, without run.dir where the run had a directory.
+        command: that starts the run, up to its overrides, without run.dir where the run had a
+            directory.
         options: that follow, without --resume where the run had a directory.
     """
     begun = ended or f"interrupted ({signal.Signals(interruption.number or signal.SIGINT).name})"

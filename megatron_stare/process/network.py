@@ -1,4 +1,5 @@
-"""Network of a machine, as a run needs it: the address of an interface, ports that are free, and what listens."""
+"""Network of a machine, as a run needs it: the address of an interface, ports that are free, and
+what listens."""
 
 from __future__ import annotations
 
@@ -43,22 +44,32 @@ def interface_of(address: str) -> str | None:
 
 
 def require_own_address(host: str, where: str) -> None:
-    """Raises ConfigError, of the setting `where`, for an address that this machine does not have."""
+    """Raises ConfigError, of the setting `where`, for an address that this machine does not
+    have."""
     try:
         with socket.socket() as probe:
             probe.bind((host, 0))
     except OSError as error:
-        found = sorted(a.address for each in psutil.net_if_addrs().values() for a in each if a.family == socket.AF_INET)
+        found = sorted(
+            a.address
+            for each in psutil.net_if_addrs().values()
+            for a in each
+            if a.family == socket.AF_INET
+        )
         raise ConfigError(
-            f"{socket.gethostname()} has no address {host} to listen on ({error.strerror or error})",
+            f"{socket.gethostname()} has no address {host} to listen on"
+            f" ({error.strerror or error})",
             where=where,
-            fix=f"addresses there: {', '.join(found)}; left out, each server listens on its own node's "
-            "(runtime.interface, else Ray's)",
+            fix=(
+                f"addresses there: {', '.join(found)}; left out, each server listens on its own"
+                " node's (runtime.interface, else Ray's)"
+            ),
         ) from error
 
 
 def free_port(host: str, ports: Sequence[int]) -> int:
-    """A TCP port of an address of this machine that is free now, one of those given, drawn at random; 0 stands for any.
+    """A TCP port of an address of this machine that is free now, one of those given, drawn at
+    random; 0 stands for any.
 
     Raises:
         ConfigError: none of them can be listened on.
@@ -71,7 +82,10 @@ def free_port(host: str, ports: Sequence[int]) -> int:
     raise ConfigError(
         f"no port of {host} between {ports[0]} and {ports[-1]} can be listened on",
         where="runtime.ports",
-        fix="end programs that listen there, name another range, or an address of this machine (sglang.host)",
+        fix=(
+            "end programs that listen there, name another range, or an address of this machine"
+            " (sglang.host)"
+        ),
     )
 
 
@@ -79,16 +93,21 @@ class Listener:
     """Listener at a host:port, somewhere on the network.
 
     Args:
-        address: without a port, or with one that is no number, nothing is known of it, and it counts as there.
+        address: without a port, or with one that is no number, nothing is known of it, and it
+            counts as there.
         own: another address of this machine, which is tried too where the host is this machine.
     """
 
     def __init__(self, address: str, own: str) -> None:
         self.address = address
-        host, _, port = address.removeprefix("ray://").replace("[", "").replace("]", "").rpartition(":")
+        host, _, port = (
+            address.removeprefix("ray://").replace("[", "").replace("]", "").rpartition(":")
+        )
         known = bool(host) and port.isdigit()
         self._port = int(port) if known else 0
-        self._hosts = [] if not known else [host, own] if host in ("localhost", LOOPBACK) else [host]
+        self._hosts = (
+            [] if not known else [host, own] if host in ("localhost", LOOPBACK) else [host]
+        )
         self._there = time.monotonic()  # when it was, last
 
     def missing(self, timeout_s: float = CONNECT_S) -> Exception | None:

@@ -1,7 +1,8 @@
 """Files that come with the project besides its code: `configs/`, `assets/` and `tools/`.
 
-In a checkout they lie beside the package; a wheel carries them inside it, in `share/` (setup.py copies them there). A
-config that ships names its files relative to where it ships, so that it works from any folder.
+In a checkout they lie beside the package; a wheel carries them inside it, in `share/` (setup.py
+copies them there). A config that ships names its files relative to where it ships, so that it works
+from any folder.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SHARE = _PACKAGE / "share"
-CHECKOUT = None if _SHARE.is_dir() else _PACKAGE.parent  # the repository; None where a wheel was installed
+# the repository; None where a wheel was installed
+CHECKOUT = None if _SHARE.is_dir() else _PACKAGE.parent
 SHIPPED = CHECKOUT or _SHARE
 
 TOOLS = (
@@ -28,8 +30,8 @@ _PATHS = (("model", "path"), ("model", "reference_path"), ("data", "path"), ("da
 
 
 def find_config(path: str | Path, beside: str | Path = ".") -> Path:
-    """`path` where there is such a file, seen from the folder `beside`; else the config that ships under this name,
-    with or without `configs/` before it."""
+    """`path` where there is such a file, seen from the folder `beside`; else the config that ships
+    under this name, with or without `configs/` before it."""
     here = Path(beside) / path
     for folder in (SHIPPED, SHIPPED / "configs"):
         shipped = (folder / path).resolve()
@@ -39,7 +41,8 @@ def find_config(path: str | Path, beside: str | Path = ".") -> Path:
 
 
 def resolve_paths(path: Path, tree: dict[str, Any]) -> None:
-    """Makes what a config that ships names, and what ships with it, absolute; leaves a user's config as it is.
+    """Makes what a config that ships names, and what ships with it, absolute; leaves a user's
+    config as it is.
 
     Args:
         path: the config's file.
@@ -49,7 +52,11 @@ def resolve_paths(path: Path, tree: dict[str, Any]) -> None:
         return
     for section, key in _PATHS:
         values = tree.get(section)
-        if isinstance(values, dict) and isinstance(value := values.get(key), str) and (SHIPPED / value).exists():
+        if (
+            isinstance(values, dict)
+            and isinstance(value := values.get(key), str)
+            and (SHIPPED / value).exists()
+        ):
             values[key] = str(SHIPPED / value)
 
 

@@ -1,4 +1,5 @@
-"""Silences known harmless messages of upstreams, at import and in normal use; here and nowhere else."""
+"""Silences known harmless messages of upstreams, at import and in normal use; here and nowhere
+else."""
 
 from __future__ import annotations
 
@@ -6,33 +7,41 @@ import logging
 import os
 import warnings
 
-# deprecations between megatron-core and torch: by the start of the message, because torch blames whoever called
+# deprecations between megatron-core and torch: by the start of the message, because torch blames
+# whoever called
 DEPRECATIONS = (
     r"`torch\.distributed\.\w+` is deprecated",
     r"`load_state_dict` is deprecated",
     r"Please use DTensor instead and we are deprecating ShardedTensor",
 )
-# what torch says where 0.19 reads what is no tensor of a checkpoint, in each process by itself and through an interface
-# of before
+# what torch says where 0.19 reads what is no tensor of a checkpoint, in each process by itself and
+# through an interface of before
 OF_A_RESUME = (
-    r"torch\.distributed is disabled, unavailable or uninitialized, assuming the intent is to load in a single process",
+    (
+        r"torch\.distributed is disabled, unavailable or uninitialized, assuming the intent is to"
+        r" load in a single process"
+    ),
     r"The argument order of load has been changed",
 )
-# what 0.19 logs of interfaces that are used here on purpose, and torch as 0.19 imports it, by the module that logs:
-# docs/decisions.md says why each is used
+# what 0.19 logs of interfaces that are used here on purpose, and torch as 0.19 imports it, by the
+# module that logs: docs/decisions.md says why each is used
 LOGGED = {
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
-    "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
+    "megatron.core.distributed.distributed_data_parallel": (
+        "DistributedDataParallel: full_param_layout not provided"
+    ),
     "megatron.core.dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
-    "torch.utils.cpp_extension": "No CUDA runtime is found",  # torch with CUDA, on a machine without
+    # torch with CUDA, on a machine without
+    "torch.utils.cpp_extension": "No CUDA runtime is found",
 }
 
 
 def quiet_upstreams() -> None:
-    """Silences upstreams in this process, before it imports them; processes that are forked from it inherit that.
+    """Silences upstreams in this process, before it imports them; processes that are forked from it
+    inherit that.
 
-    megatron-core says at import what it does without CUDA libraries, and later what would be faster with them; README
-    says it once. transformers draws bars over files that take a blink.
+    megatron-core says at import what it does without CUDA libraries, and later what would be faster
+    with them; README says it once. transformers draws bars over files that take a blink.
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")

@@ -1,4 +1,5 @@
-"""`--stop-after`: how long a run may take, and whether one more step, and the save after it, still fit."""
+"""`--stop-after`: how long a run may take, and whether one more step, and the save after it, still
+fit."""
 
 from __future__ import annotations
 
@@ -23,31 +24,39 @@ def seconds_of(text: str) -> float:
         ConfigError: it is none of these, or no time at all.
     """
     found = _DURATION.fullmatch(text)
-    total = sum(int(n) * unit for n, unit in zip(found.groups(), _SECONDS, strict=True) if n) if found else 0
+    total = (
+        sum(int(n) * unit for n, unit in zip(found.groups(), _SECONDS, strict=True) if n)
+        if found
+        else 0
+    )
     if not total:
         raise ConfigError(
-            f"{text!r} is no time that a run could take", where="--stop-after", fix="such as 3h50m, 90m, 2h or 5400"
+            f"{text!r} is no time that a run could take",
+            where="--stop-after",
+            fix="such as 3h50m, 90m, 2h or 5400",
         )
     return float(total)
 
 
 class TimeLimit:
-    """Seconds from `begun` on. Steps are expected to take what the longest of the newest took, a save what the longest
-    took so far; before either is known, nothing is said against the first.
+    """Seconds from `begun` on. Steps are expected to take what the longest of the newest took, a
+    save what the longest took so far; before either is known, nothing is said against the first.
 
     Args:
         limit_s: None: there is no limit.
         begun: by `clock`.
     """
 
-    def __init__(self, limit_s: float | None, begun: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, limit_s: float | None, begun: float = 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._limit_s, self._begun, self._clock = limit_s, begun, clock
         self._steps: deque[float] = deque(maxlen=_NEWEST)
         self._step_begun: float | None = None
 
     def begin_steps(self) -> None:
-        """A session comes to its steps. What was between them and the last step of a session before is no step: that
-        step was lost, and the run was opened again."""
+        """A session comes to its steps. What was between them and the last step of a session before
+        is no step: that step was lost, and the run was opened again."""
         self._step_begun = None
 
     def begin_step(self) -> None:
@@ -58,7 +67,8 @@ class TimeLimit:
         self._step_begun = now
 
     def passed_before_another(self, save_s: float) -> bool:
-        """Tells whether one more step, and the save after it, would pass the limit; to be asked after `begin_step`.
+        """Tells whether one more step, and the save after it, would pass the limit; to be asked
+        after `begin_step`.
 
         Args:
             save_s: the longest that a save took so far.

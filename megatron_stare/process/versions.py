@@ -1,7 +1,9 @@
-"""Says which code this is and what it computes on: releases of packages, commit and digest of our own, the device.
+"""Says which code this is and what it computes on: releases of packages, commit and digest of our
+own, the device.
 
-Equal words of `computes_on` mean equal bits: they name what decides the last bits of a rank's numbers besides its
-layout. Torch is imported there alone, since the doctor runs where it may be missing.
+Equal words of `computes_on` mean equal bits: they name what decides the last bits of a rank's
+numbers besides its layout. Torch is imported there alone, since the doctor runs where it may be
+missing.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from pathlib import Path
 import megatron_stare
 from megatron_stare import __version__
 
-LIBRARIES = ("megatron-core", "transformer-engine", "flash-attn")  # beside torch, where they are installed
+# beside torch, where they are installed
+LIBRARIES = ("megatron-core", "transformer-engine", "flash-attn")
 _TIMEOUT_S = 5.0  # git on a disk that hangs must not keep a run
 
 
@@ -46,18 +49,24 @@ def code_digest() -> str:
 
 
 def computes_on() -> str:
-    """Device, releases of libraries, and a digest of this package's code: an upgrade may make sums in another order."""
+    """Device, releases of libraries, and a digest of this package's code: an upgrade may make sums
+    in another order."""
     import torch
 
     libraries = (f"{name} {release}" for name, release in versions(LIBRARIES).items())
-    return ", ".join([_device(), f"torch {torch.__version__}", *libraries, f"code {code_digest()[:12]}"])
+    return ", ".join(
+        [_device(), f"torch {torch.__version__}", *libraries, f"code {code_digest()[:12]}"]
+    )
 
 
 def _device() -> str:
     import torch
 
     if torch.cuda.is_available():
-        return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+        return (
+            f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, cuDNN"
+            f" {torch.backends.cudnn.version()}"
+        )
     processor = re.search(r"^model name\s*:\s*(.+)$", _cpu_info(), re.MULTILINE)
     name = processor[1] if processor else platform.machine()
     return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
@@ -71,19 +80,31 @@ def _cpu_info() -> str:
 def origin() -> dict[str, str]:
     """Says where the numbers of a run come from.
 
-    `date` (local time with its offset, ISO 8601), `host`, `version`, and `commit` where this package is a checkout
-    under git, with `+changes` where tracked files differ from it.
+    `date` (local time with its offset, ISO 8601), `host`, `version`, and `commit` where this
+    package is a checkout under git, with `+changes` where tracked files differ from it.
     """
-    found = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "host": socket.gethostname(), "version": __version__}
+    found = {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "host": socket.gethostname(),
+        "version": __version__,
+    }
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         top = _git("rev-parse", "--show-toplevel")
-        if Path(top) == Path(__file__).parents[2]:  # and not a repository that an installed package lies in
+        # and not a repository that an installed package lies in
+        if Path(top) == Path(__file__).parents[2]:
             changed = _git("status", "--porcelain", "--untracked-files=no")
-            found["commit"] = _git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
+            found["commit"] = _git("rev-parse", "--short=12", "HEAD") + (
+                "+changes" if changed else ""
+            )
     return found
 
 
 def _git(*arguments: str) -> str:
     return subprocess.run(
-        ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S
+        ["git", *arguments],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=_TIMEOUT_S,
     ).stdout.strip()

@@ -1,5 +1,5 @@
-"""Workers behind one interface, wherever they live. Runners (cluster/) implement it; whoever has work for them -
-the trainer's group, the engines' pool - speaks through it.
+"""Workers behind one interface, wherever they live. Runners (cluster/) implement it; whoever has
+work for them - the trainer's group, the engines' pool - speaks through it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from typing import Any
 
 from megatron_stare.errors import UserError
 
-# A call under way, or its result: ObjectRef with Ray, the value itself inline. May be given to other calls as an
-# argument, and then travels between the workers without passing through the driver.
+# A call under way, or its result: ObjectRef with Ray, the value itself inline. May be given to
+# other calls as an argument, and then travels between the workers without passing through the
+# driver.
 Handle = Any
 
 
@@ -35,10 +36,14 @@ class Workers(ABC):
 
     @abstractmethod
     def wait(
-        self, handles: Sequence[Handle], on_done: Callable[[int], None] | None = None, timeout_s: float | None = None
+        self,
+        handles: Sequence[Handle],
+        on_done: Callable[[int], None] | None = None,
+        timeout_s: float | None = None,
     ) -> list[Any]:
-        """The results, in order. Raises what a worker raised. `on_done` is told each handle's number as it finishes;
-        `timeout_s` is the longest wait for one of them, seconds, where it is not that of every call."""
+        """The results, in order. Raises what a worker raised. `on_done` is told each handle's
+        number as it finishes; `timeout_s` is the longest wait for one of them, seconds, where it is
+        not that of every call."""
 
     @abstractmethod
     async def result(self, handle: Handle) -> Any:
@@ -52,8 +57,9 @@ class Workers(ABC):
         """Puts a value where every worker can take it from, once."""
 
     def replace(self, worker: int) -> None:
-        """Ends one worker, however it stands, and makes it anew where it was. Waits until that is done; may be called
-        from any thread, while nobody else calls this worker. Raises UserError where it cannot be made."""
+        """Ends one worker, however it stands, and makes it anew where it was. Waits until that is
+        done; may be called from any thread, while nobody else calls this worker. Raises UserError
+        where it cannot be made."""
         raise WorkerLostError(f"{type(self).__name__} cannot make a worker anew")
 
     @abstractmethod

@@ -1,7 +1,8 @@
-"""Prompts, what methods see of their answers, and how these are cut into micro-batches. Imports torch only.
+"""Prompts, what methods see of their answers, and how these are cut into micro-batches. Imports
+torch only.
 
-Shape legend: B samples of a rollout batch in canonical order (prompt cursor first, then sample number), N response
-positions of some of them laid end to end.
+Shape legend: B samples of a rollout batch in canonical order (prompt cursor first, then sample
+number), N response positions of some of them laid end to end.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ FinishReason = Literal["stop", "length", "abort"]
 class Prompt:
     """One problem to be answered.
 
-    `cursor` counts the prompts drawn since the run began, so it is unique in a run and orders every batch. Prompts
-    of one `problem` ask the same in other words; empty: only those of the same text and answer do.
+    `cursor` counts the prompts drawn since the run began, so it is unique in a run and orders every
+    batch. Prompts of one `problem` ask the same in other words; empty: only those of the same text
+    and answer do.
     """
 
     cursor: int
@@ -34,7 +36,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How an engine samples. Every field is sent explicitly; `seed` keys the noise (rollout/engines/sampling.py)."""
+    """How an engine samples. Every field is sent explicitly; `seed` keys the noise
+    (rollout/engines/sampling.py)."""
 
     temperature: float
     max_new_tokens: int
@@ -49,7 +52,16 @@ class SamplingParams:
 # fields of TokenBatch that describe the whole batch, not one position each
 _WHOLE_BATCH = frozenset(
     (
-        *("num_sequences", "sequence_lengths", "groups", "rewards", "penalties", "num_groups", "max_length", "step"),
+        *(
+            "num_sequences",
+            "sequence_lengths",
+            "groups",
+            "rewards",
+            "penalties",
+            "num_groups",
+            "max_length",
+            "step",
+        ),
         "over_ranks",
     )
 )
@@ -57,10 +69,12 @@ _WHOLE_BATCH = frozenset(
 
 @dataclass
 class TokenBatch:
-    """Response positions that a method sees, laid end to end ([N]), whatever part of the batch they are.
+    """Response positions that a method sees, laid end to end ([N]), whatever part of the batch they
+    are.
 
-    `log_prob` carries gradient in the training pass; everything else is detached. `index` numbers every response
-    position of the whole batch in canonical order, so that ties are broken alike in every layout.
+    `log_prob` carries gradient in the training pass; everything else is detached. `index` numbers
+    every response position of the whole batch in canonical order, so that ties are broken alike in
+    every layout.
     """
 
     log_prob: Tensor  # [N] under the current policy, nats
@@ -76,11 +90,15 @@ class TokenBatch:
     baseline_mask: Tensor | None = (
         None  # [N] bool, positions of responses that others are judged against; None: `loss_mask`
     )
-    current_entropy: Tensor | None = None  # [N] with gradient, in the training pass of methods that ask for it
-    sequence_lengths: Tensor | None = None  # [B] loss positions of each sample; 0 outside the optimizer step's batch
-    selection_log_prob: Tensor | None = None  # [N] what surprisals and selections read; None: old_log_prob
+    # [N] with gradient, in the training pass of methods that ask for it
+    current_entropy: Tensor | None = None
+    # [B] loss positions of each sample; 0 outside the optimizer step's batch
+    sequence_lengths: Tensor | None = None
+    # [N] what surprisals and selections read; None: old_log_prob
+    selection_log_prob: Tensor | None = None
     selection_entropy: Tensor | None = None  # [N] nats, what selections read; None: entropy
-    reference_log_prob: Tensor | None = None  # [N] under the reference policy, for methods that ask for it
+    # [N] under the reference policy, for methods that ask for it
+    reference_log_prob: Tensor | None = None
     sum_p2: Tensor | None = None  # [N] sum of p^2 over the vocabulary, for the entropy sensitivity
     sum_p2_log_p: Tensor | None = None  # [N] sum of p^2 ln p over the vocabulary
     groups: Tensor | None = None  # [B] int64 prompt group of each sample of the whole batch
@@ -89,31 +107,33 @@ class TokenBatch:
     num_groups: int = 0  # prompt groups of the whole batch
     max_length: int = 0  # positions of the longest response of the whole batch
     step: int = 0  # keys seeded draws
-    # where responses lie over several ranks: the sum of a tensor over these, differentiable, which all of them must ask
-    # for; None: responses stand whole on their rank
+    # where responses lie over several ranks: the sum of a tensor over these, differentiable, which
+    # all of them must ask for; None: responses stand whole on their rank
     over_ranks: Callable[[Tensor], Tensor] | None = None
 
     @property
     def in_baseline(self) -> Tensor:
-        """[N] bool, positions of responses that others are judged against; those without loss (`truncated: mask`) are
-        outside `loss_mask`."""
+        """[N] bool, positions of responses that others are judged against; those without loss
+        (`truncated: mask`) are outside `loss_mask`."""
         return self.loss_mask if self.baseline_mask is None else self.baseline_mask
 
     @property
     def surprisal(self) -> Tensor:
-        """[N] s = max(-ln p, 0) + 0.0 of the sampled token, detached; the sum turns -0.0 into 0.0."""
+        """[N] s = max(-ln p, 0) + 0.0 of the sampled token, detached; the sum turns -0.0 into
+        0.0."""
         return (-self.selected_by).clamp_min(0) + 0.0
 
     @property
     def selected_by(self) -> Tensor:
-        """[N] the log-prob that selections read, detached: the same in the requests and in every micro-batch."""
+        """[N] the log-prob that selections read, detached: the same in the requests and in every
+        micro-batch."""
         chosen = self.old_log_prob if self.selection_log_prob is None else self.selection_log_prob
         return chosen.detach()
 
     @property
     def selecting_entropy(self) -> Tensor:
-        """[N] nats, the entropy that selections read, detached: of the same policy as `selected_by`,
-        but for log-probs of the engine, which gives no entropies."""
+        """[N] nats, the entropy that selections read, detached: of the same policy as
+        `selected_by`, but for log-probs of the engine, which gives no entropies."""
         chosen = self.entropy if self.selection_entropy is None else self.selection_entropy
         return chosen.detach()
 
@@ -129,11 +149,13 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """Which samples every data-parallel rank takes in every micro-batch: `ranks[dp_rank][micro_batch]` = samples.
+    """Which samples every data-parallel rank takes in every micro-batch:
+    `ranks[dp_rank][micro_batch]` = samples.
 
-    One plan serves the log-prob pass and training, so on-policy ratios are 1. Every rank has the same number of
-    micro-batches; an empty one is a dummy that runs with coefficient 0. The micro-batches of one mini-batch, the batch
-    of an optimizer step, stand together: `sizes` says how many each mini-batch has; (): all are one mini-batch.
+    One plan serves the log-prob pass and training, so on-policy ratios are 1. Every rank has the
+    same number of micro-batches; an empty one is a dummy that runs with coefficient 0. The
+    micro-batches of one mini-batch, the batch of an optimizer step, stand together: `sizes` says
+    how many each mini-batch has; (): all are one mini-batch.
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
@@ -152,7 +174,9 @@ class MicroBatchPlan:
     def samples(self, mini_batch: int) -> list[int]:
         """The samples of one mini-batch, in canonical order."""
         where = self.mini_batches[mini_batch]
-        return sorted(sample for rank in self.ranks for micro_batch in rank[where] for sample in micro_batch)
+        return sorted(
+            sample for rank in self.ranks for micro_batch in rank[where] for sample in micro_batch
+        )
 
     def samples_of(self, dp_rank: int) -> list[int]:
         """The samples that a data-parallel rank takes, in canonical order."""

@@ -1,7 +1,8 @@
 """Statistics that a method may ask of the whole batch, and their answers. Imports torch only.
 
-A method names its requests; `ops/statistics_executor.py` answers them over the right process groups, so every method is
-exact over the global batch in every layout. Shape legend: N response positions held by this rank.
+A method names its requests; `ops/statistics_executor.py` answers them over the right process
+groups, so every method is exact over the global batch in every layout. Shape legend: N response
+positions held by this rank.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class TopK:
 class Quantile:
     """The q-quantile of `x`, read as float32, over the masked positions; NaN if there are none.
 
-    It stands at position (n - 1) q of the sorted values; between two of them `interpolation` decides, as in numpy;
-    'nearest' takes the even position where both are as near.
-    Comparing `x` with the answer: both as float32 values, or a token that is the quantile may fall below it.
+    It stands at position (n - 1) q of the sorted values; between two of them `interpolation`
+    decides, as in numpy; 'nearest' takes the even position where both are as near. Comparing `x`
+    with the answer: both as float32 values, or a token that is the quantile may fall below it.
     """
 
     x: Tensor  # [N]
@@ -46,7 +47,8 @@ class Quantile:
 
 @dataclass(frozen=True)
 class SegmentSum:
-    """[number] float64 sums of `x` by segment over the masked positions; 0 for a segment without any."""
+    """[number] float64 sums of `x` by segment over the masked positions; 0 for a segment without
+    any."""
 
     x: Tensor  # [N]
     segment: Tensor  # [N] int64 in [0, number)
@@ -90,7 +92,8 @@ Request = TopK | Quantile | SegmentSum | Mean | Sum | Max | Count
 
 @dataclass(frozen=True)
 class Threshold:
-    """The answer to TopK: everything at or above `key` is selected. All tensors are 0-dim and stay on the device."""
+    """The answer to TopK: everything at or above `key` is selected. All tensors are 0-dim and stay
+    on the device."""
 
     key: Tensor  # int64, the smallest selected ordering key (see ordering_key)
     k: Tensor  # int64, how many are selected
@@ -121,11 +124,13 @@ def tensor(statistics: Statistics, name: str) -> Tensor:
 def ordering_key(x: Tensor, index: Tensor) -> Tensor:
     """[N] int64, ordered as (x ascending, index descending) and unique where index is.
 
-    The high 32 bits are those of float32 `x` made monotone (negative numbers complemented), the low 32 the
-    complement of `index`, so that of two equal values the one with the lower index is the larger.
+    The high 32 bits are those of float32 `x` made monotone (negative numbers complemented), the low
+    32 the complement of `index`, so that of two equal values the one with the lower index is the
+    larger.
     """
     bits = (x.to(torch.float32) + 0.0).view(torch.int32).to(torch.int64)
-    monotone = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # signed order of floats, as int32 values
+    # signed order of floats, as int32 values
+    monotone = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return (monotone << 32) | (0xFFFFFFFF - index)
 
 
@@ -144,7 +149,8 @@ def value_of_key(key: Tensor) -> Tensor:
 
 
 def top_k_count(n: Tensor, share: float) -> Tensor:
-    """k = 0 if n = 0 or share <= 0, else min(n, max(1, int(n share + 0.999999))): a ceiling that ignores float fuzz.
+    """k = 0 if n = 0 or share <= 0, else min(n, max(1, int(n share + 0.999999))): a ceiling that
+    ignores float fuzz.
 
     Source: STARE's released code (arXiv 2606.19236).
     """

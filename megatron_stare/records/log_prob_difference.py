@@ -1,4 +1,5 @@
-"""How far a rollout engine's log-probs lie from the trainer's: what the ranks that hold both tell of them."""
+"""How far a rollout engine's log-probs lie from the trainer's: what the ranks that hold both tell
+of them."""
 
 from __future__ import annotations
 
@@ -38,10 +39,12 @@ class LogProbDifference:
     everywhere: a token that no rank compared counts as not a number.
     lowest: the smallest difference, with its sign; NaN where one is not a number.
     quantiles: of the sizes, by name.
-    from_position: by the position where a range begins, to the next one's; ranges without tokens are left out.
+    from_position: by the position where a range begins, to the next one's; ranges without tokens
+    are left out.
     of_version: by the version of the weights that sampled a token.
     longest: of the longest response, of several the first.
-    likely, unlikely: of the tokens that the trainer finds as likely as sampled ones are, and of those less likely.
+    likely, unlikely: of the tokens that the trainer finds as likely as sampled ones are, and of
+    those less likely.
     """
 
     everywhere: Sizes

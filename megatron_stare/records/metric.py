@@ -1,4 +1,5 @@
-"""Description of a logged metric: in METRICS of the file that logs it, gathered by tools/make_metric_docs.py."""
+"""Description of a logged metric: in METRICS of the file that logs it, gathered by
+tools/make_metric_docs.py."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""The trajectories of one step as one flat batch, and each data-parallel rank's share of it. Imports torch only.
+"""The trajectories of one step as one flat batch, and each data-parallel rank's share of it.
+Imports torch only.
 
-Shape legend: B samples; N response positions of all samples laid end to end; T prompt and response positions of all
-samples laid end to end; R runs of tokens that one version of the weights sampled; L layers and K experts a token of a
-mixture of experts. Samples stand in canonical order:
-prompt cursor first, then sample number. In a share n, t and r are those of its own samples.
+Shape legend: B samples; N response positions of all samples laid end to end; T prompt and response
+positions of all samples laid end to end; R runs of tokens that one version of the weights sampled;
+L layers and K experts a token of a mixture of experts. Samples stand in canonical order: prompt
+cursor first, then sample number. In a share n, t and r are those of its own samples.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from megatron_stare.records.trajectory import Trajectory, covering
 
 
 class _Columns:
-    """Properties that a batch and a rank's share of it have alike. In a share, n and r are those of its own samples."""
+    """Properties that a batch and a rank's share of it have alike. In a share, n and r are those of
+    its own samples."""
 
     prompt_lengths: Tensor
     response_lengths: Tensor
@@ -54,8 +56,10 @@ class RolloutBatch(_Columns):
     tokens: Tensor  # [T] int32, each sample's prompt then response
     loss_mask: Tensor  # [N] bool, the environments' word on which positions carry loss
     rollout_log_probs: Tensor  # [N] float32, nats
-    run_versions: Tensor  # [R] int64 version of the weights that sampled a run; see trajectory.NOT_SAMPLED
-    run_lengths: Tensor  # [R] int64 tokens of it; the runs cover the N positions, none lies in two samples
+    # [R] int64 version of the weights that sampled a run; see trajectory.NOT_SAMPLED
+    run_versions: Tensor
+    # [R] int64 tokens of it; the runs cover the N positions, none lies in two samples
+    run_lengths: Tensor
     runs: Tensor  # [B] int64 runs of each sample
     prompt_lengths: Tensor  # [B] int64
     response_lengths: Tensor  # [B] int64
@@ -67,9 +71,11 @@ class RolloutBatch(_Columns):
     carries_loss: Tensor | None = None  # [B] bool, responses whose positions of the loss mask count
     baseline_mask: Tensor | None = None  # [B] bool, responses that the others are judged against
     penalties: Tensor | None = None  # [B] float64, what shaping added to the rewards
-    experts: Tensor | None = None  # [T, L, K] where the engine sent each token; see `routing_column`
+    # [T, L, K] where the engine sent each token; see `routing_column`
+    experts: Tensor | None = None
     step: int = 0  # keys seeded draws of methods
-    trajectories: Sequence[Trajectory] = ()  # in canonical order; stay on the driver, for what is logged
+    # in canonical order; stay on the driver, for what is logged
+    trajectories: Sequence[Trajectory] = ()
 
     def first(self, samples: int) -> RolloutBatch:
         """The batch of its first `samples` samples."""
@@ -82,7 +88,8 @@ class RolloutBatch(_Columns):
     def share(self, samples: Sequence[int]) -> RankShare:
         """Share of a rank that takes these samples, in ascending order.
 
-        Copies, because a view of a tensor travels with all of the tensor; of all samples the batch's own columns.
+        Copies, because a view of a tensor travels with all of the tensor; of all samples the
+        batch's own columns.
         """
         (share,) = self.shares([samples])
         return share
@@ -111,13 +118,16 @@ class RolloutBatch(_Columns):
     @property
     def loss_lengths(self) -> Tensor:
         """[B] int64 positions of the loss mask in every sample."""
-        up_to = torch.nn.functional.pad(self.loss_mask.cumsum(0), (1, 0))  # [N + 1] before each position
+        # [N + 1] before each position
+        up_to = torch.nn.functional.pad(self.loss_mask.cumsum(0), (1, 0))
         ends = self.response_lengths.cumsum(0)
         return up_to[ends] - up_to[ends - self.response_lengths]
 
     def _flat(self, samples: Sequence[int]) -> dict[str, Tensor]:
         """The columns that are longer than B, of some of the samples."""
-        lengths, responses, runs = (x.tolist() for x in (self.lengths, self.response_lengths, self.runs))
+        lengths, responses, runs = (
+            x.tolist() for x in (self.lengths, self.response_lengths, self.runs)
+        )
         columns = {
             "tokens": _taken(self.tokens, lengths, samples),
             "loss_mask": _taken(self.loss_mask, responses, samples),
@@ -131,34 +141,48 @@ class RolloutBatch(_Columns):
 
     @classmethod
     def from_trajectories(cls, trajectories: Iterable[Trajectory], step: int = 0) -> RolloutBatch:
-        """Sorts into canonical order and lays end to end. Experts, by far the largest column, are the batch's from then
-        on and no longer the trajectories'.
+        """Sorts into canonical order and lays end to end. Experts, by far the largest column, are
+        the batch's from then on and no longer the trajectories'.
 
         Raises:
-            DataError: the columns of a trajectory have different lengths, two prompts have one cursor, or some
-                trajectories name their experts and others do not.
+            DataError: the columns of a trajectory have different lengths, two prompts have one
+                cursor, or some trajectories name their experts and others do not.
         """
         ordered = sorted(trajectories, key=lambda t: (t.prompt.cursor, t.sample_index))
         prompt_ids: dict[int, tuple[int, ...]] = {}
         for each in ordered:
             _check(each)
-            mine, known = each.prompt, prompt_ids.setdefault(each.prompt.cursor, each.prompt.token_ids)
+            mine, known = (
+                each.prompt,
+                prompt_ids.setdefault(each.prompt.cursor, each.prompt.token_ids),
+            )
             if known is not mine.token_ids and known != mine.token_ids:
-                raise DataError("two prompts have one cursor", where=f"prompt {mine.id}, cursor {mine.cursor}")
-        prompts = {cursor: torch.tensor(ids, dtype=torch.int32) for cursor, ids in prompt_ids.items()}
+                raise DataError(
+                    "two prompts have one cursor", where=f"prompt {mine.id}, cursor {mine.cursor}"
+                )
+        prompts = {
+            cursor: torch.tensor(ids, dtype=torch.int32) for cursor, ids in prompt_ids.items()
+        }
         group_of = {cursor: group for group, cursor in enumerate(prompts)}
         runs = [run for t in ordered for run in t.versions]
         return cls(
-            tokens=_joined([part for t in ordered for part in (prompts[t.prompt.cursor], t.tokens)], torch.int32),
+            tokens=_joined(
+                [part for t in ordered for part in (prompts[t.prompt.cursor], t.tokens)],
+                torch.int32,
+            ),
             loss_mask=_joined([t.loss_mask for t in ordered], torch.bool),
             rollout_log_probs=_joined([t.log_probs for t in ordered], torch.float32),
             run_versions=torch.tensor([version for version, _ in runs], dtype=torch.int64),
             run_lengths=torch.tensor([length for _, length in runs], dtype=torch.int64),
             runs=torch.tensor([len(t.versions) for t in ordered], dtype=torch.int64),
-            prompt_lengths=torch.tensor([len(prompts[t.prompt.cursor]) for t in ordered], dtype=torch.int64),
+            prompt_lengths=torch.tensor(
+                [len(prompts[t.prompt.cursor]) for t in ordered], dtype=torch.int64
+            ),
             response_lengths=torch.tensor([len(t) for t in ordered], dtype=torch.int64),
             groups=torch.tensor([group_of[t.prompt.cursor] for t in ordered], dtype=torch.int64),
-            rewards=torch.tensor([t.reward if t.reward is not None else 0.0 for t in ordered], dtype=torch.float64),
+            rewards=torch.tensor(
+                [t.reward if t.reward is not None else 0.0 for t in ordered], dtype=torch.float64
+            ),
             verified=torch.tensor([t.judged for t in ordered], dtype=torch.bool),
             truncated=torch.tensor([t.truncated for t in ordered], dtype=torch.bool),
             experts=_experts(ordered),
@@ -171,8 +195,8 @@ class RolloutBatch(_Columns):
 class RankShare(_Columns):
     """Share of a rollout batch that one data-parallel rank is given.
 
-    Tokens are those of its own samples. Columns with one number a sample are whole, because counts, groups and
-    canonical numbers are those of the whole batch.
+    Tokens are those of its own samples. Columns with one number a sample are whole, because counts,
+    groups and canonical numbers are those of the whole batch.
     """
 
     samples: Tensor  # [b] int64, ascending, which of the B its own are
@@ -194,7 +218,8 @@ class RankShare(_Columns):
     experts: Tensor | None = None  # [t, L, K]
 
     def starts(self, lengths: Tensor) -> Tensor:
-        """[B] int64 where every own sample begins in a column that holds `lengths` [B] entries of each; others: 0."""
+        """[B] int64 where every own sample begins in a column that holds `lengths` [B] entries of
+        each; others: 0."""
         own = lengths[self.samples]
         return torch.zeros_like(lengths).index_copy_(0, self.samples, own.cumsum(0) - own)
 
@@ -209,7 +234,10 @@ def _taken(column: Tensor, lengths: list[int], samples: Sequence[int]) -> Tensor
 
 def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat(
-        [torch.zeros(0, dtype=dtype), *(part if part.dtype == dtype else part.to(dtype) for part in parts)]
+        [
+            torch.zeros(0, dtype=dtype),
+            *(part if part.dtype == dtype else part.to(dtype) for part in parts),
+        ]
     )
 
 
@@ -219,12 +247,19 @@ def _experts(ordered: Sequence[Trajectory]) -> Tensor | None:
         return None
     if missing := [t for t in ordered if t.experts is None and t.reward_status != "given_up"]:
         raise DataError(
-            f"{len(missing)} of {len(ordered)} trajectories do not name the experts of their tokens, others do",
+            f"{len(missing)} of {len(ordered)} trajectories do not name the experts of their"
+            " tokens, others do",
             where=f"prompt {missing[0].prompt.id}, sample {missing[0].sample_index}",
-            fix="an environment that makes its own Trajectory must pass on the last turn's `experts`",
+            fix=(
+                "an environment that makes its own Trajectory must pass on the last turn's"
+                " `experts`"
+            ),
         )
     known = [named[0][:0] if t.experts is None else t.experts for t in ordered]
-    parts = [covering(each, len(t.prompt.token_ids) + len(t)) for each, t in zip(known, ordered, strict=True)]
+    parts = [
+        covering(each, len(t.prompt.token_ids) + len(t))
+        for each, t in zip(known, ordered, strict=True)
+    ]
     for trajectory in ordered:
         trajectory.experts = None
     return _joined(parts, parts[0].dtype)
@@ -235,7 +270,8 @@ def _check(trajectory: Trajectory) -> None:
     sizes = (len(trajectory), trajectory.log_probs.numel(), trajectory.loss_mask.numel(), covered)
     if len(set(sizes)) > 1:
         raise DataError(
-            "a trajectory has {} tokens, {} log-probs, {} entries of its loss mask and versions of {}".format(*sizes),
+            "a trajectory has {} tokens, {} log-probs, {} entries of its loss mask and versions"
+            " of {}".format(*sizes),
             where=f"prompt {trajectory.prompt.id}, sample {trajectory.sample_index}",
             fix="whatever appends tokens must append all four columns",
         )

@@ -1,7 +1,7 @@
 """One response to one prompt, of one turn or of several, as columns. Imports torch only.
 
-Shape legend: n tokens of the response: those an engine sampled, and those an environment put between them;
-L layers and K experts a token of a mixture of experts.
+Shape legend: n tokens of the response: those an engine sampled, and those an environment put
+between them; L layers and K experts a token of a mixture of experts.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from torch import Tensor
 from megatron_stare.records.batch import FinishReason, Prompt
 from megatron_stare.records.token_numbers import TokenNumbers
 
-# (weight version, number of tokens) from the first token on: a response has one or two of them, its tokens thousands
+# (weight version, number of tokens) from the first token on: a response has one or two of them, its
+# tokens thousands
 VersionRuns = tuple[tuple[int, int], ...]
 
-# `given_up`: the response was, before it was whole; it has no reward, as one whose verifier timed out or crashed
+# `given_up`: the response was, before it was whole; it has no reward, as one whose verifier timed
+# out or crashed
 RewardStatus = Literal["pending", "ok", "timeout", "crash", "given_up"]
 
 NOT_SAMPLED = -1  # the version of tokens that no weights sampled: an environment wrote them
@@ -30,26 +32,31 @@ NOT_SAMPLED = -1  # the version of tokens that no weights sampled: an environmen
 class Trajectory:
     """Response that an environment made of a prompt, and the verifier's reward for it.
 
-    loss_mask is the environment's word on which tokens carry loss; everything after it obeys: loss, quantiles, gate,
-    counts and forecast.
+    loss_mask is the environment's word on which tokens carry loss; everything after it obeys: loss,
+    quantiles, gate, counts and forecast.
     """
 
     prompt: Prompt
     sample_index: int
     tokens: Tensor  # [n] int32
-    log_probs: Tensor  # [n] float32, nats, of the temperature-scaled distribution; 0 where nothing was sampled
+    # [n] float32, nats, of the temperature-scaled distribution; 0 where nothing was sampled
+    log_probs: Tensor
     loss_mask: Tensor  # [n] bool, False where nothing was sampled
     versions: VersionRuns  # covers all n tokens
     finish_reason: FinishReason
     text: str = ""  # with what an environment said in between; for people
-    sampled_text: str | None = None  # what the policy said of it, all that a verifier reads; None: all of `text`
+    # what the policy said of it, all that a verifier reads; None: all of `text`
+    sampled_text: str | None = None
     reward: float | None = None
     reward_status: RewardStatus = "pending"
-    experts: Tensor | None = None  # [m, L, K] of the first m tokens of prompt and response; see `routing_column`
-    answer_at: int | None = None  # character of `said` where the answer begins; -1: no answer; None: not known
+    # [m, L, K] of the first m tokens of prompt and response; see `routing_column`
+    experts: Tensor | None = None
+    # character of `said` where the answer begins; -1: no answer; None: not known
+    answer_at: int | None = None
     answer: str | None = None  # in the verifier's normal form; "": no answer; None: not known
     numbers: TokenNumbers | None = None  # of its tokens, on the few that are written out with them
-    pieces: Sequence[str] = ()  # of those few, the text of every token; see rollout.model_folder.token_texts
+    # of those few, the text of every token; see rollout.model_folder.token_texts
+    pieces: Sequence[str] = ()
 
     def __len__(self) -> int:
         return self.tokens.numel()
@@ -64,7 +71,8 @@ class Trajectory:
 
     @property
     def judged(self) -> bool:
-        """Tells whether there is a reward to compare with others'; a verifier that ran out of time gives one, 0."""
+        """Tells whether there is a reward to compare with others'; a verifier that ran out of time
+        gives one, 0."""
         return self.reward is not None and self.reward_status in ("ok", "timeout")
 
     @property
@@ -80,7 +88,8 @@ def sampled_trajectory(
     version: int = 0,
     finish_reason: FinishReason = "stop",
 ) -> Trajectory:
-    """A single-turn trajectory from Python numbers, every token sampled by one version: for tools and tests."""
+    """A single-turn trajectory from Python numbers, every token sampled by one version: for tools
+    and tests."""
     ids = torch.tensor([*tokens], dtype=torch.int32)
     return Trajectory(
         prompt=prompt,
@@ -105,7 +114,9 @@ def routing_column(numbers: np.ndarray, layers: int, each: int, experts: int) ->
         ValueError: they are not those of whole tokens, or an expert is not one of the model's.
     """
     if numbers.size % (layers * each):
-        raise ValueError(f"{numbers.size} experts are not {each} in each of {layers} layers for every token")
+        raise ValueError(
+            f"{numbers.size} experts are not {each} in each of {layers} layers for every token"
+        )
     if numbers.size and not 0 <= numbers.min() <= numbers.max() < experts:
         raise ValueError(f"numbers {numbers.min()} to {numbers.max()} of {experts} experts")
     dtype = np.uint8 if experts <= unknown(torch.uint8) else np.int16
@@ -113,12 +124,16 @@ def routing_column(numbers: np.ndarray, layers: int, each: int, experts: int) ->
 
 
 def unknown(dtype: torch.dtype) -> int:
-    """The number that stands for an expert that nobody named: the trainer's router chooses there. No expert has it."""
+    """The number that stands for an expert that nobody named: the trainer's router chooses there.
+    No expert has it."""
     return torch.iinfo(dtype).max
 
 
 def covering(column: Tensor, tokens: int) -> Tensor:
-    """[tokens, L, K] of a column [m, L, K] of the first m <= tokens of a sequence; the rest unknown. An engine never
-    feeds the last token of a response to its model, and knows nothing of it."""
-    more = torch.full((tokens - len(column), *column.shape[1:]), unknown(column.dtype), dtype=column.dtype)
+    """[tokens, L, K] of a column [m, L, K] of the first m <= tokens of a sequence; the rest
+    unknown. An engine never feeds the last token of a response to its model, and knows nothing of
+    it."""
+    more = torch.full(
+        (tokens - len(column), *column.shape[1:]), unknown(column.dtype), dtype=column.dtype
+    )
     return torch.cat([column, more])

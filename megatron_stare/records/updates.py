@@ -1,4 +1,5 @@
-"""Results of the optimizer steps of one rollout batch, and how their metrics become those of the step."""
+"""Results of the optimizer steps of one rollout batch, and how their metrics become those of the
+step."""
 
 from __future__ import annotations
 
@@ -20,11 +21,15 @@ METRICS = (
     Metric(
         "update/finite",
         "0 or 1",
-        "0: loss or gradient of an update of the step was not finite, and that update was not taken",
+        "0: loss or gradient of an update of the step was not finite, and that update was not"
+        " taken",
         "1; 0 is an alert, faults.guards.not_finite updates in a row stop the run",
     ),
     Metric(
-        "update/empty", "mini-batches", "in which no token had a loss, so that no step was taken", "0; any is an alert"
+        "update/empty",
+        "mini-batches",
+        "in which no token had a loss, so that no step was taken",
+        "0; any is an alert",
     ),
     Metric(
         "update/skipped",
@@ -47,7 +52,8 @@ METRICS = (
 )
 
 
-MAX_SKIPPED = 3  # consecutive updates that were not finite before a run stops that was not told otherwise
+# consecutive updates that were not finite before a run stops that was not told otherwise
+MAX_SKIPPED = 3
 
 # by the last part of a metric's name; every other metric is averaged
 COUNTS = ("tokens", "selected")
@@ -55,7 +61,8 @@ COUNTS = ("tokens", "selected")
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """One optimizer step: its metrics, and the method's state that the next training step starts from."""
+    """One optimizer step: its metrics, and the method's state that the next training step starts
+    from."""
 
     metrics: dict[str, float]
     state: dict[str, float]
@@ -72,7 +79,8 @@ class UpdateResult:
 
     @property
     def skipped(self) -> bool:
-        """Tells whether the loss scale was too large for the gradient, so that no step was taken; float16 alone."""
+        """Tells whether the loss scale was too large for the gradient, so that no step was taken;
+        float16 alone."""
         return bool(self.metrics.get("update/skipped", 0.0))
 
     @property
@@ -88,13 +96,14 @@ class UpdateResult:
 def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
     """The metrics of a training step from those of its updates, in order.
 
-    Largest values stay the largest, counts of tokens are summed over the updates, everything else is averaged over the
-    updates that report it: what belongs to the rollout batch is reported by the first alone. In averages those of empty
-    mini-batches have no say where others report the same, nor have those whose scaled gradient overflowed.
-    `update/count` is the number of optimizer steps taken, `update/finite` 0 if a gradient was not, `update/empty` the
-    number of empty mini-batches, `update/skipped` that of overflows, `update/held` that of norms above the limit. Of
-    several updates, `ratio/first_max_abs_log` is the largest log ratio of the first, which is on policy, and
-    `optimizer/grad_norm_max` the largest norm that is finite.
+    Largest values stay the largest, counts of tokens are summed over the updates, everything else
+    is averaged over the updates that report it: what belongs to the rollout batch is reported by
+    the first alone. In averages those of empty mini-batches have no say where others report the
+    same, nor have those whose scaled gradient overflowed. `update/count` is the number of optimizer
+    steps taken, `update/finite` 0 if a gradient was not, `update/empty` the number of empty
+    mini-batches, `update/skipped` that of overflows, `update/held` that of norms above the limit.
+    Of several updates, `ratio/first_max_abs_log` is the largest log ratio of the first, which is on
+    policy, and `optimizer/grad_norm_max` the largest norm that is finite.
     """
     names = {name: None for update in updates for name in update.metrics}
     rows = [update.metrics for update in updates]
@@ -115,9 +124,12 @@ def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
     return metrics
 
 
-def skipped_after(updates: Sequence[UpdateResult], skipped: int, step: int, most: int = MAX_SKIPPED) -> int:
-    """How many updates in a row were not taken, counted on from `skipped` through those of a training step. Those of
-    empty mini-batches, which have no gradient, are passed over, and so are overflows, which a smaller loss scale mends.
+def skipped_after(
+    updates: Sequence[UpdateResult], skipped: int, step: int, most: int = MAX_SKIPPED
+) -> int:
+    """How many updates in a row were not taken, counted on from `skipped` through those of a
+    training step. Those of empty mini-batches, which have no gradient, are passed over, and so are
+    overflows, which a smaller loss scale mends.
 
     Raises:
         NonFiniteError: loss or gradient of `most` updates in a row was not finite.
@@ -130,13 +142,17 @@ def skipped_after(updates: Sequence[UpdateResult], skipped: int, step: int, most
             raise NonFiniteError(
                 f"loss or gradient was not finite in {most} optimizer steps in a row",
                 where=f"step {step}",
-                fix="lower optimizer.lr, and look at the batches in the run's folder guards/, which say what was the "
-                "first not to be; the weights are unharmed",
+                fix=(
+                    "lower optimizer.lr, and look at the batches in the run's folder guards/, which"
+                    " say what was the first not to be; the weights are unharmed"
+                ),
             )
     return skipped
 
 
-def _combined(name: str, rows: Sequence[Mapping[str, float]], telling: Sequence[Mapping[str, float]]) -> float:
+def _combined(
+    name: str, rows: Sequence[Mapping[str, float]], telling: Sequence[Mapping[str, float]]
+) -> float:
     values = [row[name] for row in rows if name in row]
     words = name.rpartition("/")[2].split("_")
     if "max" in words:

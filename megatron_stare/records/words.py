@@ -1,7 +1,7 @@
 """Counts words in responses: in any case, whole words alone. Pure.
 
-By words the configuration names (`finder`), by the categories of an evaluation (`reflection_counts`), and by those of
-the tokens that a method selects (`tokens_by_category`).
+By words the configuration names (`finder`), by the categories of an evaluation
+(`reflection_counts`), and by those of the tokens that a method selects (`tokens_by_category`).
 """
 
 from __future__ import annotations
@@ -11,50 +11,144 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
-# STARE (arXiv 2606.19236), appendix B.6, names the categories and finds them by words; its lists are not published.
-# These are ours, and the paper's examples are in them: "should be", "but", "instead", "verification".
+# STARE (arXiv 2606.19236), appendix B.6, names the categories and finds them by words; its lists
+# are not published. These are ours, and the paper's examples are in them: "should be", "but",
+# "instead", "verification".
 CATEGORIES: dict[str, tuple[str, ...]] = {
     "self_correction": (
-        *("should be", "actually", "mistake", "mistaken", "correction", "correct that", "wrong", "error", "oops"),
+        *(
+            "should be",
+            "actually",
+            "mistake",
+            "mistaken",
+            "correction",
+            "correct that",
+            "wrong",
+            "error",
+            "oops",
+        ),
         *("incorrect", "no,", "sorry"),
     ),
     "self_questioning": (
-        *("wait", "hmm", "is that right", "is this right", "why", "how come", "what if", "but why", "does that"),
+        *(
+            "wait",
+            "hmm",
+            "is that right",
+            "is this right",
+            "why",
+            "how come",
+            "what if",
+            "but why",
+            "does that",
+        ),
         *("does this", "can we", "could it be"),
     ),
     "verification": (
-        *("verification", "verify", "verifying", "verified", "check", "checks", "checking", "double-check", "confirm"),
+        *(
+            "verification",
+            "verify",
+            "verifying",
+            "verified",
+            "check",
+            "checks",
+            "checking",
+            "double-check",
+            "confirm",
+        ),
         *("double check", "confirms", "make sure", "sanity check", "plug in", "substituting back"),
     ),
     "alternative": (
-        *("instead", "alternatively", "alternative", "another way", "another approach", "another method", "or else"),
+        *(
+            "instead",
+            "alternatively",
+            "alternative",
+            "another way",
+            "another approach",
+            "another method",
+            "or else",
+        ),
         *("a different approach", "a different way", "on the other hand", "otherwise"),
     ),
     "re_evaluation": (
-        *("but", "however", "reconsider", "re-evaluate", "reevaluate", "re-examine", "rethink", "revisit", "again"),
+        *(
+            "but",
+            "however",
+            "reconsider",
+            "re-evaluate",
+            "reevaluate",
+            "re-examine",
+            "rethink",
+            "revisit",
+            "again",
+        ),
         *("let me see", "go back", "start over", "look again"),
     ),
     "uncertainty": (
-        *("maybe", "perhaps", "probably", "possibly", "might", "could be", "not sure", "seems", "unclear", "i think"),
+        *(
+            "maybe",
+            "perhaps",
+            "probably",
+            "possibly",
+            "might",
+            "could be",
+            "not sure",
+            "seems",
+            "unclear",
+            "i think",
+        ),
         *("i guess", "likely"),
     ),
 }
 
-# Words by which a chain of thought looks back at itself; docs/evaluation.md has the lists. The categories are three of
-# the four behaviours of Gandhi et al. (arXiv 2503.01307), as far as single words show them; the words are ours.
-# "double-check" counts once, under verification.
+# Words by which a chain of thought looks back at itself; docs/evaluation.md has the lists. The
+# categories are three of the four behaviours of Gandhi et al. (arXiv 2503.01307), as far as single
+# words show them; the words are ours. "double-check" counts once, under verification.
 BEHAVIOURS: dict[str, tuple[str, ...]] = {
     "verification": (
-        *("check", "checks", "checking", "double-check", "double check", "verify", "verifies", "verifying"),
+        *(
+            "check",
+            "checks",
+            "checking",
+            "double-check",
+            "double check",
+            "verify",
+            "verifies",
+            "verifying",
+        ),
         *("verification", "confirm", "confirms", "confirming", "make sure", "sanity check"),
     ),
     "backtracking": (
-        *("wait", "hmm", "hold on", "actually", "oops", "mistake", "mistaken", "incorrect", "wrong", "error"),
+        *(
+            "wait",
+            "hmm",
+            "hold on",
+            "actually",
+            "oops",
+            "mistake",
+            "mistaken",
+            "incorrect",
+            "wrong",
+            "error",
+        ),
         *("go back", "reconsider", "rethink", "re-examine", "start over"),
     ),
     "alternatives": (
-        *("alternatively", "alternative", "another way", "another approach", "another method", "a different way"),
-        *("a different approach", "instead", "on the other hand", "what if", "let me try", "let's try"),
+        *(
+            "alternatively",
+            "alternative",
+            "another way",
+            "another approach",
+            "another method",
+            "a different way",
+        ),
+        *(
+            "a different approach",
+            "instead",
+            "on the other hand",
+            "what if",
+            "let me try",
+            "let's try",
+        ),
     ),
 }
 
@@ -62,7 +156,8 @@ BEHAVIOURS: dict[str, tuple[str, ...]] = {
 def finder(words: Iterable[str]) -> Callable[[str], list[str]]:
     """Makes a function that finds the words of a text: each occurrence, in lower case, in order.
 
-    Where several words begin at a place it is the longest; an apostrophe is the same as a typographic one.
+    Where several words begin at a place it is the longest; an apostrophe is the same as a
+    typographic one.
 
     Args:
         words: at least one; none is empty.
@@ -72,7 +167,8 @@ def finder(words: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def places(words: Iterable[str]) -> Callable[[str], list[tuple[int, int, str]]]:
-    """Makes a function as `finder` does, that also says where each word begins and ends, characters from the start."""
+    """Makes a function as `finder` does, that also says where each word begins and ends, characters
+    from the start."""
     longest_first = sorted((re.escape(_plain(word)) for word in words), key=len, reverse=True)
     pattern = re.compile(rf"(?<!\w)(?:{'|'.join(longest_first)})(?!\w)", re.IGNORECASE)
     return lambda text: [(*each.span(), each[0].lower()) for each in pattern.finditer(_plain(text))]
@@ -85,7 +181,8 @@ def reflection_counts(text: str) -> dict[str, int]:
 
 
 def tokens_by_category(pieces: Sequence[str]) -> dict[str, set[int]]:
-    """The tokens that stand in a word of each of CATEGORIES: one that any of a word's characters stand in does.
+    """The tokens that stand in a word of each of CATEGORIES: one that any of a word's characters
+    stand in does.
 
     Args:
         pieces: the text of each token of a response.

@@ -1,5 +1,6 @@
-r"""Mathematical answers taken apart: characters beyond ASCII, names and equations, lists, tuples, sets and intervals,
-times of day, and the ways to say that there is no answer. Imports the standard library only.
+r"""Mathematical answers taken apart: characters beyond ASCII, names and equations, lists, tuples,
+sets and intervals, times of day, and the ways to say that there is no answer. Imports the standard
+library only.
 """
 
 from __future__ import annotations
@@ -63,16 +64,39 @@ _REPEATING = re.compile(
 )
 _MILLIONS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _MILLION = re.compile(
-    r"(?<![\w.])(\d+(?:\.\d+)?)\s*(?:\\text\s*\{\s*)?(" + "|".join(_MILLIONS) + r")(?![a-z])\s*(?:\})?"
+    r"(?<![\w.])(\d+(?:\.\d+)?)\s*(?:\\text\s*\{\s*)?("
+    + "|".join(_MILLIONS)
+    + r")(?![a-z])\s*(?:\})?"
 )
 _PERCENT = re.compile(r"\s*(?:\\text\s*\{\s*per ?cent\s*\}|(?<=[\d\s}])per ?cent\b)(?!\s*of)")
 _TRIGONOMETRY = re.compile(r"\\?(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)")
 _NOTHING = {
     "none": {
-        *("emptyset", "varnothing", "empty set", "the empty set", "no solution", "no solutions", "no real solution"),
-        *("no real solutions", "there is no solution", "there are no solutions", "none", "no such number", "{}"),
-        *("no such numbers exist", "no roots", "no real roots", "no integer solutions", "no such integers"),
+        *(
+            "emptyset",
+            "varnothing",
+            "empty set",
+            "the empty set",
+            "no solution",
+            "no solutions",
+            "no real solution",
+        ),
+        *(
+            "no real solutions",
+            "there is no solution",
+            "there are no solutions",
+            "none",
+            "no such number",
+            "{}",
+        ),
+        *(
+            "no such numbers exist",
+            "no roots",
+            "no real roots",
+            "no integer solutions",
+            "no such integers",
+        ),
         "there are no real solutions",
     },
     "undefined": {"undefined", "does not exist", "dne", "not defined", "the limit does not exist"},
@@ -87,12 +111,15 @@ _NAME = re.compile(
     r"(?:\\?[A-Za-z]+|\\angle\s*[A-Z]+|\\triangle\s*[A-Z]+|\[?[A-Z]{2,}\]?|\|[A-Z]{2,}\|)"
     r"(?:_\{?\w+\}?)?'*(?:\^\{?-1\}?)?(?:\([A-Za-z0-9](?:,\s*[A-Za-z0-9])*\))?"
 )
-_FUNCTIONS = re.compile(r"\\?(?:sin|cos|tan|log|ln|exp|sqrt|frac|dfrac|tfrac|pi|infty|max|min|gcd|e|i)$")
+_FUNCTIONS = re.compile(
+    r"\\?(?:sin|cos|tan|log|ln|exp|sqrt|frac|dfrac|tfrac|pi|infty|max|min|gcd|e|i)$"
+)
 
 
 def readable(text: str) -> str:
-    """An answer in ASCII and LaTeX: Unicode's signs, powers, fractions and roots as commands, millions as powers of
-    ten, repeating decimals as fractions, degrees under sine and its like as radians."""
+    """An answer in ASCII and LaTeX: Unicode's signs, powers, fractions and roots as commands,
+    millions as powers of ten, repeating decimals as fractions, degrees under sine and its like as
+    radians."""
     text = _ROOT.sub(_root, text)
     found, raised = [], ""
     for character in text:
@@ -177,20 +204,26 @@ def clock(text: str) -> Clock | None:
 
 
 def sides(text: str) -> list[str]:
-    """The sides of an equation or a chain of them; one where there is no equals sign outside of brackets."""
+    """The sides of an equation or a chain of them; one where there is no equals sign outside of
+    brackets."""
     return [part.strip() for part in split(text, ("=",))]
 
 
 def is_name(text: str) -> bool:
-    """Returns True if a side of an equation names a quantity: a letter, f(x), an angle, V_1:V_2, a tuple of names."""
+    """Returns True if a side of an equation names a quantity: a letter, f(x), an angle, V_1:V_2, a
+    tuple of names."""
     text = re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text).strip()
     if text.startswith("(") and text.endswith(")"):
         return all(is_name(part) for part in split(text[1:-1], (",",)))
     text = re.sub(r"\\(?:text|mathrm|mathbf|overline|mbox)\s*\{([^{}]*)\}", r"\1", text)
     if re.fullmatch(r"[A-Za-z][A-Za-z ]+", text):
         return True
-    parts = [each for part in split(text, (":",)) for each in re.split(r"(?<=[\w})])\s*[-+]\s*", part)]
-    return all(_NAME.fullmatch(part.strip()) and not _FUNCTIONS.fullmatch(part.strip()) for part in parts)
+    parts = [
+        each for part in split(text, (":",)) for each in re.split(r"(?<=[\w})])\s*[-+]\s*", part)
+    ]
+    return all(
+        _NAME.fullmatch(part.strip()) and not _FUNCTIONS.fullmatch(part.strip()) for part in parts
+    )
 
 
 def split(text: str, marks: tuple[str, ...]) -> list[str]:
@@ -202,8 +235,14 @@ def split(text: str, marks: tuple[str, ...]) -> list[str]:
             at += 2
             continue
         depth += (text[at] in "([{") - (text[at] in ")]}")
-        mark = next((mark for mark in marks if text.startswith(mark, at)), None) if depth == 0 else None
-        if mark and not (mark == "=" and (text[at - 1 : at] in ("<", ">", "!") or text[at + 1 : at + 2] == "=")):
+        mark = (
+            next((mark for mark in marks if text.startswith(mark, at)), None)
+            if depth == 0
+            else None
+        )
+        if mark and not (
+            mark == "=" and (text[at - 1 : at] in ("<", ">", "!") or text[at + 1 : at + 2] == "=")
+        ):
             found.append(text[start:at])
             at += len(mark)
             start = at
@@ -212,25 +251,33 @@ def split(text: str, marks: tuple[str, ...]) -> list[str]:
     return [*found, text[start:]]
 
 
-_JOINED = re.compile(r",?\s*\\text\s*\{\s*(?:,\s*)?(?:and|or)\s*\}\s*|,?\s+(?:and|or)\s+", re.IGNORECASE)
+_JOINED = re.compile(
+    r",?\s*\\text\s*\{\s*(?:,\s*)?(?:and|or)\s*\}\s*|,?\s+(?:and|or)\s+", re.IGNORECASE
+)
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
 def items(text: str) -> list[str]:
-    r"""The items of a list that stands in no bracket: between commas, semicolons, 'and' and 'or', and both signs of a
-    \pm at its head. One where it is no list; a number with thousands' commas is one item."""
+    r"""The items of a list that stands in no bracket: between commas, semicolons, 'and' and 'or',
+    and both signs of a \pm at its head. One where it is no list; a number with thousands' commas is
+    one item."""
     text = _JOINED.sub(",", text)
     if _THOUSANDS.fullmatch(text.strip()):
         return [text]
     if len(equation := sides(text)) == 2 and is_name(equation[0]):  # (x, y) = (1, 2)
         names, values = bracketed(equation[0]), bracketed(equation[1])
         if names and values and len(names.parts) == len(values.parts):
-            return [f"{name}={value}" for name, value in zip(names.parts, values.parts, strict=True)]
+            return [
+                f"{name}={value}" for name, value in zip(names.parts, values.parts, strict=True)
+            ]
     found = []
     for part in split(text, (",", ";")):
         signs = re.fullmatch(r"(.*?)\\pm(?![A-Za-z])(.*)", part, re.DOTALL)
         if signs and r"\pm" not in signs[2] and r"\mp" not in signs[2]:
-            found += [f"{signs[1]}+{signs[2]}" if signs[1].strip() else signs[2], f"{signs[1]}-{signs[2]}"]
+            found += [
+                f"{signs[1]}+{signs[2]}" if signs[1].strip() else signs[2],
+                f"{signs[1]}-{signs[2]}",
+            ]
         else:
             found.append(part)
     return [part.strip() for part in found]
@@ -240,8 +287,8 @@ def items(text: str) -> list[str]:
 class Bracketed:
     """Content of a bracket around the whole of an answer.
 
-    opened, closed: '(' and ')' where the end is open or it is a tuple, '[' and ']' where it belongs to an interval,
-        '{' and '}' of a set.
+    opened, closed: '(' and ')' where the end is open or it is a tuple, '[' and ']' where it belongs
+        to an interval, '{' and '}' of a set.
     """
 
     opened: str
@@ -252,7 +299,12 @@ class Bracketed:
 def bracketed(text: str) -> Bracketed | None:
     """The parts of a tuple, an interval or a set; None: the answer is none. ]1,2[ is (1,2)."""
     text = re.sub(r"\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?)(?![A-Za-z])\s*", "", text).strip()
-    text = text.replace(r"\lbrace", r"\{").replace(r"\rbrace", r"\}").replace(r"\langle", "(").replace(r"\rangle", ")")
+    text = (
+        text.replace(r"\lbrace", r"\{")
+        .replace(r"\rbrace", r"\}")
+        .replace(r"\langle", "(")
+        .replace(r"\rangle", ")")
+    )
     if text.startswith(r"\{") and text.endswith(r"\}"):
         opened, inside, closed = "{", text[2:-2], "}"
     elif len(text) > 2 and text[0] in "([]" and text[-1] in ")][":

@@ -1,5 +1,6 @@
-r"""How mathematical answers are written beside what they mean: the parts of an answer's LaTeX that a comparison must
-not see, and those that math-verify does not see and a comparison must. Imports the standard library only.
+r"""How mathematical answers are written beside what they mean: the parts of an answer's LaTeX that
+a comparison must not see, and those that math-verify does not see and a comparison must. Imports
+the standard library only.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from fractions import Fraction
 
 _GROUP = r"\{((?:[^{}]|\{[^{}]*\})*)\}"  # a braced group with at most one group in it
 _WRAPPED = re.compile(
-    r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|mathit|boldsymbol|underline|boxed|fbox)\s*" + _GROUP
+    r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|mathit|boldsymbol|underline|boxed|fbox)\s*"
+    + _GROUP
 )
 _COLOUR = re.compile(r"\\(?:color\s*\{[^{}]*\}|textcolor\s*\{[^{}]*\})\s*(?:" + _GROUP + ")?")
 _NOISE = re.compile(
@@ -27,7 +29,10 @@ _CLOCK = re.compile(r"\d{1,2}:\d{2}")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z ]*")
 _TENS = r"10\s*\^\s*(?:\{\s*([+-]?\d+)\s*\}|(\d))"
 _NUMBER = re.compile(
-    r"([+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?)(?:(?:\\times|\\cdot)" + _TENS + r")?|([+-]?)" + _TENS
+    r"([+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?)(?:(?:\\times|\\cdot)"
+    + _TENS
+    + r")?|([+-]?)"
+    + _TENS
 )
 _QUOTIENT = re.compile(r"([+-]?)(?:\\[dt]?frac\{(\d+)\}\{(\d+)\}|(\d+)\s*/\s*(\d+))")
 _DIGITS = 100  # of a quotient's parts
@@ -36,18 +41,23 @@ _RELATION = r"(\\leq?|\\geq?|<|>|\\lt|\\gt)"
 _ABOVE_OR_BELOW = re.compile(r"([A-Za-z])" + _RELATION + r"(?![A-Za-z])(.+)")
 _BETWEEN = re.compile(r"(.+?)" + _RELATION + r"([A-Za-z])" + _RELATION + r"(?![A-Za-z])(.+)")
 _OR = re.compile(r"\\text\{or\}|\\(?:lor|vee)|\\cup")
-_HEDGE = re.compile(r"\\text\s*\{[^{}]*\b(?:or|and|not|maybe|perhaps|about|roughly|than|least|most)\b[^{}]*\}")
+_HEDGE = re.compile(
+    r"\\text\s*\{[^{}]*\b(?:or|and|not|maybe|perhaps|about|roughly|than|least|most)\b[^{}]*\}"
+)
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
 def bare(text: str) -> str:
-    """An answer without what only dresses it: dollars, spacing, fonts, colours, labels, check marks, a modulus, a
-    choice's letter before its value, a full stop. 1e5 becomes a power of ten."""
+    """An answer without what only dresses it: dollars, spacing, fonts, colours, labels, check
+    marks, a modulus, a choice's letter before its value, a full stop. 1e5 becomes a power of
+    ten."""
     text = text.replace("\\$", "").replace("$", "").replace("\u2212", "-").replace("\0", "").strip()
     text = _COLOUR.sub(lambda found: found[1] or "", text)
     text = _LABEL.sub("", text)
     text = _NOISE.sub(" ", re.sub(r",\\!", "", text)).strip()
-    while (found := _WRAPPED.fullmatch(text)) or (len(text) > 1 and (found := re.fullmatch(_GROUP, text))):
+    while (found := _WRAPPED.fullmatch(text)) or (
+        len(text) > 1 and (found := re.fullmatch(_GROUP, text))
+    ):
         text = found[1].strip()
     rest = _CHOICE.sub("", text, count=1).strip()
     text = rest or text
@@ -70,22 +80,29 @@ def without_fonts(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """An answer as characters to be compared: no fonts, no spaces, no left and right, one way to write a fraction."""
+    """An answer as characters to be compared: no fonts, no spaces, no left and right, one way to
+    write a fraction."""
     text = without_fonts(text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text.replace(r"\left", "").replace(r"\right", ""))
     return re.sub(r"\s+", "", text)
 
 
 def tidy(text: str) -> str:
-    """Reduces an answer as `plain` does but keeps it LaTeX: a space that ends a command's name stays."""
+    """Reduces an answer as `plain` does but keeps it LaTeX: a space that ends a command's name
+    stays."""
     text = re.sub(r"(\\[A-Za-z]+)\s+(?=[A-Za-z])", "\\1\0", without_fonts(text))
     return plain(text).replace("\0", " ")
 
 
 def number(text: str) -> Decimal | None:
-    """The value of a number in digits, thousands' commas, powers of ten and a unit aside; None: something else."""
+    """The value of a number in digits, thousands' commas, powers of ten and a unit aside; None:
+    something else."""
     text = _UNIT.sub("", re.sub(r"\s+|\\left|\\right", "", text))
-    if not any(map(str.isdigit, text)) or len(text) > 60 or not (found := _NUMBER.fullmatch(text.replace("{,}", ","))):
+    if (
+        not any(map(str.isdigit, text))
+        or len(text) > 60
+        or not (found := _NUMBER.fullmatch(text.replace("{,}", ",")))
+    ):
         return None
     power = next((found[n] for n in (2, 3, 5, 6) if found[n]), "0")
     digits = f"{found[4]}1" if found[1] is None else found[1].replace(",", "")
@@ -95,7 +112,8 @@ def number(text: str) -> Decimal | None:
 
 
 def quotient(text: str) -> Fraction | None:
-    """The value of a fraction of whole numbers; None: something else, or nothing that can be divided by."""
+    """The value of a fraction of whole numbers; None: something else, or nothing that can be
+    divided by."""
     if not (found := _QUOTIENT.fullmatch(text)):
         return None
     sign, *parts = (part for part in found.groups() if part is not None)
@@ -105,21 +123,24 @@ def quotient(text: str) -> Fraction | None:
 
 
 def exact_value(text: str) -> Fraction | None:
-    """The value of a number in digits or of a fraction of whole numbers; None: something else, or beyond 10^100."""
+    """The value of a number in digits or of a fraction of whole numbers; None: something else, or
+    beyond 10^100."""
     if (value := number(text)) is not None:
         return Fraction(value) if not value or abs(value.adjusted()) <= _DIGITS else None
     return quotient(text)
 
 
 def same_number(wanted: Decimal, given: Decimal) -> bool:
-    """Compares two numbers: integers exactly, others within 1e-6, of the reference where that is below 1."""
+    """Compares two numbers: integers exactly, others within 1e-6, of the reference where that is
+    below 1."""
     if wanted == wanted.to_integral_value() and given == given.to_integral_value():
         return wanted == given
     return abs(wanted - given) <= Decimal("1e-6") * min(Decimal(1), abs(wanted))
 
 
 def intervals(text: str) -> str | None:
-    """Inequalities joined by or, such as 'x < -2 or x > 1', as a union of intervals; None: it is something else."""
+    """Inequalities joined by or, such as 'x < -2 or x > 1', as a union of intervals; None: it is
+    something else."""
     parts = [_interval(part) for part in _OR.split(re.sub(r"\s+|\\left|\\right", "", text))]
     return r"\cup".join(filter(None, parts)) if len(parts) > 1 and all(parts) else None
 
@@ -144,23 +165,27 @@ def _sign(relation: str) -> str:
 
 
 def word(text: str) -> str | None:
-    """A name, a choice or another answer in words, in small letters and without brackets; None: something else."""
+    """A name, a choice or another answer in words, in small letters and without brackets; None:
+    something else."""
     text = plain(text).strip("().")
     return text.lower() if _WORDS.fullmatch(text) else None
 
 
 def one_value(text: str) -> bool:
-    r"""Returns True if an answer is one value: no list, no union, no \pm, and no words that qualify it."""
+    r"""Returns True if an answer is one value: no list, no union, no \pm, and no words that qualify
+    it."""
     return not (hedges(text) or re.search(r",(?!\d{3})|\\cup|\\pm", text))
 
 
 def hedges(text: str) -> bool:
-    r"""Returns True if words qualify an answer, as in 3\text{ or 4}; math-verify may take them for a unit."""
+    r"""Returns True if words qualify an answer, as in 3\text{ or 4}; math-verify may take them for
+    a unit."""
     return bool(_HEDGE.search(text))
 
 
 def must_be_written_alike(wanted: str, given: str) -> bool:
-    """Returns True if two answers are equal only when written alike: numbers with a base, times of day.
+    """Returns True if two answers are equal only when written alike: numbers with a base, times of
+    day.
 
     math-verify would pass over what tells such answers apart.
     """
@@ -169,18 +194,21 @@ def must_be_written_alike(wanted: str, given: str) -> bool:
 
 
 def alike(wanted: str, given: str) -> bool:
-    """Returns True if two answers are the same characters once `plain`, braces around subscripts aside."""
+    """Returns True if two answers are the same characters once `plain`, braces around subscripts
+    aside."""
     first, second = (re.sub(r"_\{(\w+)\}", r"_\1", plain(text)) for text in (wanted, given))
     return first == second
 
 
 def ends_in_a_name(text: str) -> bool:
-    """Returns True if an answer ends in a letter that stands for a quantity: the t of 'cos 2t' is no tonne."""
+    """Returns True if an answer ends in a letter that stands for a quantity: the t of 'cos 2t' is
+    no tonne."""
     return bool(re.search(r"(?<![A-Za-z\\])[A-Za-z]$", text))
 
 
 def of_another_kind(wanted: str, given: str) -> bool:
-    r"""Returns True if one answer is a set \{...\} and the other an interval or tuple, equal to math-verify."""
+    r"""Returns True if one answer is a set \{...\} and the other an interval or tuple, equal to
+    math-verify."""
     kinds = {_outer_bracket(plain(wanted)), _outer_bracket(plain(given))}
     return "{" in kinds and bool(kinds & {"(", "["})
 

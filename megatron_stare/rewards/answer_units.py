@@ -1,8 +1,10 @@
-r"""Units and words behind a number: which are known, which agree, and which change what the number says.
+r"""Units and words behind a number: which are known, which agree, and which change what the number
+says.
 
-A known unit may stand where the reference has none. A unit that the reference has must agree: it is the same, or
-another of its kind with the number converted. A word that changes the number (7 million, 7 squared) is no unit, nor is
-a letter that stands for a quantity (7t). Imports the standard library only.
+A known unit may stand where the reference has none. A unit that the reference has must agree: it is
+the same, or another of its kind with the number converted. A word that changes the number (7
+million, 7 squared) is no unit, nor is a letter that stands for a quantity (7t). Imports the
+standard library only.
 """
 
 from __future__ import annotations
@@ -100,23 +102,25 @@ _UNITS = _table()
 _LETTERS = frozenset(name for name in _UNITS if len(name) == 1) | {"in", "ev", "pa"}
 _COUNTED = frozenset(
     """
-    apple ball bead bird block book box boy candy car card cat chair child children choice class coin color colour
-    combination cookie cup customer day digit divisor dog edge egg element face factor fish flower function game girl
-    graph group handshake house integer item kid league letter line man marble match member men mice number orange
-    ordering outcome page pair path pen pencil penny people permutation person piece pizza plant player point
-    possibility prime problem product question rectangle region road root route row school seat set sheep side
-    solution sphere square star step stone string student subset sum team term tile toy train tree triangle tuple turn
-    value vertex vertices vote way wheel win winner woman women word worker zero arrangement configuration coloring
-    colouring sequence polynomial tournament ticket
+    apple ball bead bird block book box boy candy car card cat chair child children choice class
+    coin color colour combination cookie cup customer day digit divisor dog edge egg element face
+    factor fish flower function game girl graph group handshake house integer item kid league letter
+    line man marble match member men mice number orange ordering outcome page pair path pen pencil
+    penny people permutation person piece pizza plant player point possibility prime problem product
+    question rectangle region road root route row school seat set sheep side solution sphere square
+    star step stone string student subset sum team term tile toy train tree triangle tuple turn
+    value vertex vertices vote way wheel win winner woman women word worker zero arrangement
+    configuration coloring colouring sequence polynomial tournament ticket
     """.split()  # noqa: SIM905 - words are read more easily than a list of them
 )
 # words that make another number of the one before them
 _CHANGING = frozenset(
     """
-    hundred thousand million billion trillion dozen score gross squared cubed factorial percent percentage half halves
-    third quarter fourth fifth sixth seventh eighth ninth tenth hundredth thousandth pi or and to plus minus over mod
-    modulo per less more about around approximately roughly not maybe perhaps least most between times point base
-    if when for infinity infinite a an is are of in ten tens twenty thirty forty fifty k so exactly only nearly almost
+    hundred thousand million billion trillion dozen score gross squared cubed factorial percent
+    percentage half halves third quarter fourth fifth sixth seventh eighth ninth tenth hundredth
+    thousandth pi or and to plus minus over mod modulo per less more about around approximately
+    roughly not maybe perhaps least most between times point base if when for infinity infinite a an
+    is are of in ten tens twenty thirty forty fifty k so exactly only nearly almost
     """.split()  # noqa: SIM905
 )
 _LETTERS_IN_WORDS = ("in", "a", "A", "C", "F")  # words, names and temperatures before units
@@ -129,12 +133,14 @@ _TRAILING = re.compile(
     re.DOTALL,
 )
 _MONEY = re.compile(r"(?:\\\$|\$|\\text\{\s*\\?\$\s*\}|€|£)\s*(?=[-+\d.\\])")
-_SEVERAL = re.compile(rf"\s*(-?\d+(?:\.\d+)?)\s*(?:{_TEXT}|([A-Za-z]+))\s*,?\s*(?:\\text\{{\s*and\s*\}})?\s*")
+_SEVERAL = re.compile(
+    rf"\s*(-?\d+(?:\.\d+)?)\s*(?:{_TEXT}|([A-Za-z]+))\s*,?\s*(?:\\text\{{\s*and\s*\}})?\s*"
+)
 
 
 def quantity(text: str) -> Quantity | None:
-    """A value and its unit; without a unit where none stands behind it. None: words stand there that are no unit and
-    change what is said."""
+    """A value and its unit; without a unit where none stands behind it. None: words stand there
+    that are no unit and change what is said."""
     if money := _MONEY.match(text):
         kind = {"€": "euro", "£": "pound"}.get(text[money.start()], "money")
         rest = quantity(text[money.end() :])
@@ -170,7 +176,8 @@ def quantity(text: str) -> Quantity | None:
 
 
 def _of_several(text: str) -> Quantity | None:
-    """A value in several units of a kind, such as 7 hours 30 minutes, in the last of them; None: it is not one."""
+    """A value in several units of a kind, such as 7 hours 30 minutes, in the last of them; None: it
+    is not one."""
     parts, at = [], 0
     while at < len(text):
         if not (found := _SEVERAL.match(text, at)) or found.end() == at:
@@ -185,14 +192,20 @@ def _of_several(text: str) -> Quantity | None:
         return None
     size = parts[-1][2]
     total = sum(value * each for value, _, each in parts) / size
-    value = str(total.numerator) if total.denominator == 1 else f"{total.numerator}/{total.denominator}"
+    value = (
+        str(total.numerator) if total.denominator == 1 else f"{total.numerator}/{total.denominator}"
+    )
     return Quantity(value, parts[0][1] + " of several", size)
 
 
 def _unit(words: str, *, set_as_text: bool) -> tuple[str, Fraction] | None:
     """Kind and size of a unit in words or symbols; None: they are no unit."""
     bare = words.strip()
-    if (set_as_text or len(bare) > 1) and bare not in _LETTERS_IN_WORDS and (found := _symbols(bare)) is not None:
+    if (
+        (set_as_text or len(bare) > 1)
+        and bare not in _LETTERS_IN_WORDS
+        and (found := _symbols(bare)) is not None
+    ):
         return found
     text = re.sub(r"[\\,;:!~]|(?<=\w)\.(?!\w)|\.$", " ", words.lower()).strip()
     text = re.sub(r"\^\s*\{?\s*([23])\s*\}?", r"^\1", text)
@@ -214,35 +227,75 @@ def _unit(words: str, *, set_as_text: bool) -> tuple[str, Fraction] | None:
 _SYMBOLS = {
     **dict.fromkeys(("m",), ("length", Fraction(1))),
     **{"g": ("mass", Fraction(1)), "s": ("time", Fraction(1)), "L": ("volume", Fraction(1))},
-    **{"Pa": ("pressure", Fraction(1)), "bar": ("pressure", Fraction(100000)), "J": ("energy", Fraction(1))},
+    **{
+        "Pa": ("pressure", Fraction(1)),
+        "bar": ("pressure", Fraction(100000)),
+        "J": ("energy", Fraction(1)),
+    },
     **{
         "erg": ("energy", Fraction(1, 10**7)),
         "cal": ("energy", Fraction(4184, 1000)),
         "eV": ("electronvolt", Fraction(1)),
     },
     **{"W": ("power", Fraction(1)), "V": ("voltage", Fraction(1)), "A": ("current", Fraction(1))},
-    **{"N": ("force", Fraction(1)), "dyn": ("force", Fraction(1, 10**5)), "Hz": ("frequency", Fraction(1))},
+    **{
+        "N": ("force", Fraction(1)),
+        "dyn": ("force", Fraction(1, 10**5)),
+        "Hz": ("frequency", Fraction(1)),
+    },
     **{"mol": ("amount", Fraction(1)), "M": ("molar", Fraction(1)), "C": ("charge", Fraction(1))},
     **{"K": ("kelvin", Fraction(1)), "T": ("tesla", Fraction(1)), "G": ("gauss", Fraction(1))},
     **{"F": ("farad", Fraction(1)), "H": ("henry", Fraction(1)), "pc": ("parsec", Fraction(1))},
-    **{"AU": ("astronomical unit", Fraction(1)), "ly": ("light year", Fraction(1)), "Ohm": ("ohm", Fraction(1))},
-    **{"min": ("time", Fraction(60)), "h": ("time", Fraction(3600)), "hr": ("time", Fraction(3600))},
-    **{"yr": ("year", Fraction(1)), "day": ("time", Fraction(86400)), "rad": ("radian", Fraction(1))},
+    **{
+        "AU": ("astronomical unit", Fraction(1)),
+        "ly": ("light year", Fraction(1)),
+        "Ohm": ("ohm", Fraction(1)),
+    },
+    **{
+        "min": ("time", Fraction(60)),
+        "h": ("time", Fraction(3600)),
+        "hr": ("time", Fraction(3600)),
+    },
+    **{
+        "yr": ("year", Fraction(1)),
+        "day": ("time", Fraction(86400)),
+        "rad": ("radian", Fraction(1)),
+    },
     **{"lb": ("mass", Fraction(45359237, 100000)), "ft": ("length", Fraction(3048, 10000))},
-    **{"in": ("length", Fraction(254, 10000)), "deg": ("angle", Fraction(1)), "atm": ("pressure", Fraction(101325))},
+    **{
+        "in": ("length", Fraction(254, 10000)),
+        "deg": ("angle", Fraction(1)),
+        "atm": ("pressure", Fraction(101325)),
+    },
     **{
         "mi": ("length", Fraction(1609344, 1000)),
         "AA": ("length", Fraction(1, 10**10)),
         "dB": ("decibel", Fraction(1)),
     },
 }
-_PREFIXES = {"T": 12, "G": 9, "M": 6, "k": 3, "d": -1, "c": -2, "m": -3, "u": -6, "n": -9, "p": -12, "f": -15}
+_PREFIXES = {
+    "T": 12,
+    "G": 9,
+    "M": 6,
+    "k": 3,
+    "d": -1,
+    "c": -2,
+    "m": -3,
+    "u": -6,
+    "n": -9,
+    "p": -12,
+    "f": -15,
+}
 _FACTOR = re.compile(r"([A-Za-z]+)\s*(?:\^?\s*\{?\s*([+-]?\d)\s*\}?)?")
 
 
 def _symbols(text: str) -> tuple[str, Fraction] | None:
     r"""Kind and size of a unit in symbols, such as kg m^2/s or W m^{-2}; None: it is none."""
-    text = re.sub(r"\\(?:cdot|times)(?![A-Za-z])|[~*]|\\[,;:! ]", " ", text).replace("\\mu", "u").replace("$", "")
+    text = (
+        re.sub(r"\\(?:cdot|times)(?![A-Za-z])|[~*]|\\[,;:! ]", " ", text)
+        .replace("\\mu", "u")
+        .replace("$", "")
+    )
     powers: dict[str, int] = {}
     size, sign = Fraction(1), 1
     for number, side in enumerate(text.split("/")):
@@ -265,7 +318,9 @@ def _symbols(text: str) -> tuple[str, Fraction] | None:
     if len(powers) == 2 and sorted(powers.values()) == [-1, 1]:
         above, below = sorted(powers, key=lambda kind: -powers[kind])
         return f"{above} / {below}", size
-    named = [f"{kind}^{power}" if power != 1 else kind for kind, power in sorted(powers.items()) if power]
+    named = [
+        f"{kind}^{power}" if power != 1 else kind for kind, power in sorted(powers.items()) if power
+    ]
     return " ".join(named), size
 
 
@@ -280,7 +335,9 @@ def _symbol(text: str) -> tuple[str, Fraction] | None:
 
 def _simple(text: str, *, set_as_text: bool) -> tuple[str, Fraction] | None:
     power = 1
-    if found := re.fullmatch(r"(?:(sq|square|cubic|cu) )(.+)|(.+?) ?\^([23])|(.+?) (squared|cubed)", text):
+    if found := re.fullmatch(
+        r"(?:(sq|square|cubic|cu) )(.+)|(.+?) ?\^([23])|(.+?) (squared|cubed)", text
+    ):
         before, first, second, digit, third, after = found.groups()
         text = first or second or third
         power = int(digit) if digit else 3 if (before or after) in ("cubic", "cu", "cubed") else 2
@@ -293,12 +350,20 @@ def _simple(text: str, *, set_as_text: bool) -> tuple[str, Fraction] | None:
     if power > 1:
         return None
     words = text.split(" ")
-    if not all(re.fullmatch(r"[a-z][a-z'-]+", word) and word not in _CHANGING for word in words) or len(words) > 4:
+    if (
+        not all(re.fullmatch(r"[a-z][a-z'-]+", word) and word not in _CHANGING for word in words)
+        or len(words) > 4
+    ):
         return None
     last = words[-1]
     singular = last.removesuffix("s"), last.removesuffix("es"), last.removesuffix("ies") + "y"
     known = any(name in _COUNTED for name in (last, *singular))
-    plural = len(last) > 3 and last.endswith("s") and not last.endswith(("ths", "ss", "us")) and _countable(singular)
+    plural = (
+        len(last) > 3
+        and last.endswith("s")
+        and not last.endswith(("ths", "ss", "us"))
+        and _countable(singular)
+    )
     return (COUNT, Fraction(1)) if known or plural else None
 
 
@@ -307,7 +372,8 @@ def _countable(singular: tuple[str, ...]) -> bool:
 
 
 def agree(wanted: Quantity, given: Quantity) -> Fraction | None:
-    """Factor to multiply the given value by before comparing it with the wanted one; None: the units do not agree."""
+    """Factor to multiply the given value by before comparing it with the wanted one; None: the
+    units do not agree."""
     if given.kind is None:
         return Fraction(1)
     several = (wanted.kind or "").endswith(" of several"), given.kind.endswith(" of several")
@@ -316,6 +382,10 @@ def agree(wanted: Quantity, given: Quantity) -> Fraction | None:
     kinds = {each.removesuffix(" of several") for each in (wanted.kind, given.kind)}
     if len(kinds) == 1:
         return given.size / wanted.size
-    if kinds <= {COUNT, "unit"} or kinds in ({"length", "unit"}, {"length^2", "unit^2"}, {"length^3", "unit^3"}):
+    if kinds <= {COUNT, "unit"} or kinds in (
+        {"length", "unit"},
+        {"length^2", "unit^2"},
+        {"length^3", "unit^3"},
+    ):
         return Fraction(1)
     return None

@@ -8,7 +8,8 @@ _LAST_INTEGER = re.compile(r"\s*(-?)0*([0-9]+)\s*")
 
 
 def verify(response: str, answer: str) -> float:
-    """1.0 if the response ends in '=' and the integer `answer`, with nothing after it but whitespace; else 0.0.
+    """1.0 if the response ends in '=' and the integer `answer`, with nothing after it but
+    whitespace; else 0.0.
 
     Raises:
         ValueError: `answer` is not an integer.
@@ -21,7 +22,8 @@ def verify(response: str, answer: str) -> float:
 
 
 def answer_start(response: str) -> int:
-    """Position of the last '=', characters from the start; -1 if no integer ends the response after it."""
+    """Position of the last '=', characters from the start; -1 if no integer ends the response after
+    it."""
     return response.rfind("=") if _answer(response) else -1
 
 

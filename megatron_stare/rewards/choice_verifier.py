@@ -1,4 +1,5 @@
-r"""The verifier of multiple choice: the letters of the final answer. Runs in reward workers; imports nothing heavy."""
+r"""The verifier of multiple choice: the letters of the final answer. Runs in reward workers;
+imports nothing heavy."""
 
 from __future__ import annotations
 

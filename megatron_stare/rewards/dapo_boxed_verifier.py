@@ -1,4 +1,5 @@
-r"""DAPO's comparison (rewards/dapo_verifier.py) of what the last box holds, as in JustRL (arXiv 2512.16649)."""
+r"""DAPO's comparison (rewards/dapo_verifier.py) of what the last box holds, as in JustRL (arXiv
+2512.16649)."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def verify(response: str, answer: str) -> float:
 
 
 def answer_start(response: str) -> int:
-    """Position of the last box, characters from the start; -1 if there is none or it does not close."""
+    """Position of the last box, characters from the start; -1 if there is none or it does not
+    close."""
     box = last_box(response)
     return box.start if box and box.content is not None else -1
 

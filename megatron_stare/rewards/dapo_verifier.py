@@ -1,10 +1,11 @@
-r"""DAPO's rules: what stands behind the last 'Answer:' of a response, as text, against the reference.
+r"""DAPO's rules: what stands behind the last 'Answer:' of a response, as text, against the
+reference.
 
-Both sides are normalised as Minerva does it (Lewkowycz et al., arXiv 2206.14858, appendix D.1), with the lists that
-DAPO (arXiv 2503.14476) published, and are equal if they are the same characters then. Only the last 300 characters of a
-response are looked at. 1 for right and 0 for wrong, where DAPO has 1 and -1: the same advantages, but what is
-added to the reward, such as the overlong punishment, is to be halved (`overlong.factor: 0.5`). Runs in reward
-workers.
+Both sides are normalised as Minerva does it (Lewkowycz et al., arXiv 2206.14858, appendix D.1),
+with the lists that DAPO (arXiv 2503.14476) published, and are equal if they are the same characters
+then. Only the last 300 characters of a response are looked at. 1 for right and 0 for wrong, where
+DAPO has 1 and -1: the same advantages, but what is added to the reward, such as the overlong
+punishment, is to be halved (`overlong.factor: 0.5`). Runs in reward workers.
 """
 
 from __future__ import annotations
@@ -30,9 +31,31 @@ _REPLACED = (
 _REMOVED = (
     *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units"),
     r"\ldots",
-    *("sue", "points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals"),
+    *(
+        "sue",
+        "points",
+        "feet",
+        "minutes",
+        "digits",
+        "cents",
+        "degrees",
+        "cm",
+        "gm",
+        "pounds",
+        "meters",
+        "meals",
+    ),
     *("edges", "students", "childrentickets", "multiples"),
-    *(r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}", r"\text{}", r"\mathrm{th}"),
+    *(
+        r"\text{s}",
+        r"\text{.}",
+        "\\text{\ns}",
+        r"\text{}^2",
+        r"\text{}^3",
+        "\\text{\n}",
+        r"\text{}",
+        r"\mathrm{th}",
+    ),
     *(r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
 )
 
@@ -57,7 +80,8 @@ def verify(response: str, answer: str) -> float:
 
 
 def answer_start(response: str) -> int:
-    """Position of the last 'Answer:', characters from the start; -1 if the last 300 characters have none."""
+    """Position of the last 'Answer:', characters from the start; -1 if the last 300 characters have
+    none."""
     before = max(0, len(response) - _SEEN)
     starts = [found.start() for found in _ANSWER.finditer(response, before)]
     return starts[-1] if starts else -1
@@ -70,7 +94,8 @@ def normal_answer(response: str) -> str:
 
 
 def normalised(text: str) -> str:
-    """An answer without units, articles, fonts and spaces, in one way to write fractions, roots and large integers."""
+    """An answer without units, articles, fonts and spaces, in one way to write fractions, roots and
+    large integers."""
     text = text.rpartition("=")[2]
     for old, new in _REPLACED:
         text = text.replace(old, new)

@@ -1,4 +1,5 @@
-r"""The verifier of answers that are one sequence of characters. Runs in reward workers; imports nothing heavy."""
+r"""The verifier of answers that are one sequence of characters. Runs in reward workers; imports
+nothing heavy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Finds where a response says its answer: in a box, or in <answer>...</answer>. Imports the standard library only."""
+"""Finds where a response says its answer: in a box, or in <answer>...</answer>. Imports the
+standard library only."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ class Box(NamedTuple):
     """A box of a response.
 
     start: characters from the start of the response.
-    content: what stands in it; None where its braces do not close, as in an answer that was cut off.
+    content: what stands in it; None where its braces do not close, as in an answer that was cut
+    off.
     """
 
     start: int
@@ -68,7 +70,8 @@ def final_answer(response: str) -> str | None:
 
 
 def final_answer_start(response: str) -> int:
-    """Finds where the answer begins, characters from the start; -1 if none is closed with something in it."""
+    """Finds where the answer begins, characters from the start; -1 if none is closed with something
+    in it."""
     found = _found(response)
     return found[0] if found and found[1] and found[1].strip() else -1
 

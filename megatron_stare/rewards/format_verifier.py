@@ -22,9 +22,11 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """1.0 if the final answer is closed, has something in it and stands behind the thoughts, else 0.0.
+    """1.0 if the final answer is closed, has something in it and stands behind the thoughts, else
+    0.0.
 
-    A response may begin among its thoughts, because chat templates write the opening tag into the prompt.
+    A response may begin among its thoughts, because chat templates write the opening tag into the
+    prompt.
     """
     opened, closed = response.count(_OPEN), response.count(_CLOSE)
     if closed > 1 or opened > closed or (opened and response.index(_OPEN) > response.index(_CLOSE)):

@@ -1,7 +1,7 @@
 """A verifier behind HTTP: another machine, another language, a model as judge.
 
-The reply to POST {"response": ..., "answer": ...} is a number or {"reward": number}. Runs in reward workers, whose
-wall-clock limit (`reward.timeout_s`) bounds an answer with all its attempts.
+The reply to POST {"response": ..., "answer": ...} is a number or {"reward": number}. Runs in reward
+workers, whose wall-clock limit (`reward.timeout_s`) bounds an answer with all its attempts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class HttpVerifier:
                 failure: Exception = error
             except (OSError, http.client.HTTPException) as error:
                 failure = error
-        raise ConnectionError(f"{self._url} did not answer in {ATTEMPTS} attempts: {failure}") from failure
+        raise ConnectionError(
+            f"{self._url} did not answer in {ATTEMPTS} attempts: {failure}"
+        ) from failure
 
 
 def _reward(reply: bytes) -> float:
@@ -60,7 +62,9 @@ def _reward(reply: bytes) -> float:
         said = json.loads(reply)
         said = said["reward"] if isinstance(said, dict) else said
     except (ValueError, KeyError) as error:
-        raise ValueError(f'expected a number or {{"reward": number}}, got {reply[:80]!r}') from error
+        raise ValueError(
+            f'expected a number or {{"reward": number}}, got {reply[:80]!r}'
+        ) from error
     if isinstance(said, bool) or not isinstance(said, int | float):
         raise ValueError(f"the server's reward is {said!r}, not a number")
     return float(said)

@@ -16,7 +16,8 @@ _SHOWN = 5  # faults that an error names
 
 
 def read_known_answers(path: str | Path) -> list[tuple[str, str, float]]:
-    """Triples (response, answer, reward) of a file of JSON lines {"response": ..., "answer": ..., "reward": ...}.
+    """Triples (response, answer, reward) of a file of JSON lines {"response": ..., "answer": ...,
+    "reward": ...}.
 
     Raises:
         ConfigError: the file cannot be read, has no line, or a broken one (file:line).
@@ -25,14 +26,17 @@ def read_known_answers(path: str | Path) -> list[tuple[str, str, float]]:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError as error:
         raise ConfigError(f"cannot read {str(path)!r} ({error.strerror})", where=_WHERE) from error
-    known = [_known(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    known = [
+        _known(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()
+    ]
     if not known:
         raise ConfigError(f"{str(path)!r} has no answers", where=_WHERE)
     return known
 
 
 def open_pool(verifier: Extension | str, reward: RewardConfig, workers: int) -> VerifierPool:
-    """A pool whose verifier is proven: on its own known answers, and the run's one on those of `reward.known_answers`.
+    """A pool whose verifier is proven: on its own known answers, and the run's one on those of
+    `reward.known_answers`.
 
     Raises:
         ConfigError: as `VerifierPool` and `prove`; no process is left then.
@@ -58,14 +62,19 @@ def prove(pool: VerifierPool, path: str | Path) -> None:
     verdicts = pool.verify([(response, answer) for response, answer, _ in known])
     faults = [
         f"{response[-80:]!r} against {answer[:80]!r} "
-        + (f"earns {verdict.reward}" if verdict.status == "ok" else f"gives {verdict.status} {verdict.detail}".rstrip())
+        + (
+            f"earns {verdict.reward}"
+            if verdict.status == "ok"
+            else f"gives {verdict.status} {verdict.detail}".rstrip()
+        )
         + f", expected {reward}"
         for (response, answer, reward), verdict in zip(known, verdicts, strict=True)
         if verdict.reward != reward
     ]
     if faults:
         raise ConfigError(
-            f"the verifier gets {len(faults)} of {len(known)} known answers wrong: {'; '.join(faults[:_SHOWN])}",
+            f"the verifier gets {len(faults)} of {len(known)} known answers wrong:"
+            f" {'; '.join(faults[:_SHOWN])}",
             where=_WHERE,
             fix="mend the verifier, or the file",
         )
@@ -77,5 +86,6 @@ def _known(line: bytes, where: str) -> tuple[str, str, float]:
         return str(fields["response"]), str(fields["answer"]), float(fields["reward"])
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(
-            'expected {"response": text, "answer": text, "reward": number}', where=f"{_WHERE}, {where}"
+            'expected {"response": text, "answer": text, "reward": number}',
+            where=f"{_WHERE}, {where}",
         ) from error

@@ -1,8 +1,10 @@
-r"""The verifier of mathematical answers: the last box of a response against the reference, by math-verify.
+r"""The verifier of mathematical answers: the last box of a response against the reference, by
+math-verify.
 
-Strict about where the answer stands (an answer outside a box earns nothing, so a policy cannot be paid for listing
-guesses), lenient about how it is written (1/2, 0.5 and \frac{1}{2} are equal). What math-verify reads wrongly is
-settled before it, see `rewards/answer_text.py`. Runs in reward workers; no torch.
+Strict about where the answer stands (an answer outside a box earns nothing, so a policy cannot be
+paid for listing guesses), lenient about how it is written (1/2, 0.5 and \frac{1}{2} are equal).
+What math-verify reads wrongly is settled before it, see `rewards/answer_text.py`. Runs in reward
+workers; no torch.
 """
 
 from __future__ import annotations
@@ -19,19 +21,26 @@ from math_verify import verify as equal_math
 from megatron_stare.rewards import answer_parts, answer_text, answer_units
 from megatron_stare.rewards.final_answer import last_box, last_boxed
 
-# It warns once a process that its own time limit is off. Ours is outside: see rewards/verifier_pool.py.
+# It warns once a process that its own time limit is off. Ours is outside: see
+# rewards/verifier_pool.py.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _DEFAULT = LatexExtractionConfig(boxed_match_priority=0)
 # units are settled before: math-verify would take any text behind a number for one
-_EXTRACTION = (replace(_DEFAULT, normalization_config=replace(_DEFAULT.normalization_config, units=False)),)
+_EXTRACTION = (
+    replace(_DEFAULT, normalization_config=replace(_DEFAULT.normalization_config, units=False)),
+)
 _DEEPEST = 6  # times that an answer is taken apart: a list of named tuples takes four
 _LONGEST_LIST = 60
 _MEMBER = re.compile(r"^\s*[A-Za-z]\s*\\in(?![A-Za-z])\s*")
-_SPACED = re.compile(r"(?<![_^\d])\d+(?:\s+|,\s+)\d")  # not the base of a logarithm and what stands behind it
-_MIXED = re.compile(r"(?<![\w.}^_])(\d+)\s+(\d+/\d+)(?![\d.])|(?<![\w.}^_])(\d+)\s*(\\[dt]?frac\{\d+\}\{\d+\})")
+# not the base of a logarithm and what stands behind it
+_SPACED = re.compile(r"(?<![_^\d])\d+(?:\s+|,\s+)\d")
+_MIXED = re.compile(
+    r"(?<![\w.}^_])(\d+)\s+(\d+/\d+)(?![\d.])|(?<![\w.}^_])(\d+)\s*(\\[dt]?frac\{\d+\}\{\d+\})"
+)
 _WORDS = re.compile(r"\\(?:text|mathrm|textrm|textbf|mbox)\s*\{[^{}]*[A-Za-z]{2}[^{}]*\}")
-_LONGEST = 1_000  # characters that are read as mathematics; the longest reference of MATH-500 has 159
+# characters that are read as mathematics; the longest reference of MATH-500 has 159
+_LONGEST = 1_000
 
 KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
     (r"So the total is \boxed{42}.", "42", 1.0),
@@ -61,15 +70,17 @@ another version, say) into "not equal", which would look like a policy that neve
 def verify(response: str, answer: str) -> float:
     r"""1.0 if the content of the last box of the response equals `answer`, else 0.0.
 
-    There is no time limit in here: math-verify's own uses signal.alarm, which raises outside the main thread and then
-    grades everything as wrong. The reward pool's wall-clock limit bounds the call.
+    There is no time limit in here: math-verify's own uses signal.alarm, which raises outside the
+    main thread and then grades everything as wrong. The reward pool's wall-clock limit bounds the
+    call.
     """
     given, wanted = last_boxed(response), last_boxed(answer) or answer
     return float(given is not None and equal(wanted, given))
 
 
 def equal(wanted: str, given: str) -> bool:
-    """Compares two answers by their meaning; `wanted` is the reference, which says how an answer may be written."""
+    """Compares two answers by their meaning; `wanted` is the reference, which says how an answer
+    may be written."""
     if len(wanted) > _LONGEST or len(given) > _LONGEST:
         return wanted.strip() == given.strip()
     times = answer_parts.clock(wanted), answer_parts.clock(given)
@@ -79,7 +90,8 @@ def equal(wanted: str, given: str) -> bool:
 
 
 def _same(wanted: str, given: str, deeper: int) -> bool:
-    """Compares two answers in LaTeX as `equal` does; `deeper` bounds how often they are taken apart."""
+    """Compares two answers in LaTeX as `equal` does; `deeper` bounds how often they are taken
+    apart."""
     in_words = r"\text" in wanted
     written = wanted, given  # with what `bare` leaves out: the sign of a currency
     wanted, given = answer_text.bare(wanted), answer_text.bare(given)
@@ -95,7 +107,9 @@ def _same(wanted: str, given: str, deeper: int) -> bool:
     if any(nothings):
         return nothings[0] == nothings[1]
     if answer_text.must_be_written_alike(wanted, given):
-        return _of_equations(wanted, given, lambda one, other: _same(one, other, deeper - 1)) is True
+        return (
+            _of_equations(wanted, given, lambda one, other: _same(one, other, deeper - 1)) is True
+        )
     if (named := answer_text.word(wanted)) is not None and len(named) > 1:
         if in_words or named == answer_text.word(given):  # else it may be a product: mgh
             return named == answer_text.word(given)
@@ -107,7 +121,8 @@ def _same(wanted: str, given: str, deeper: int) -> bool:
 
 
 def _in_parts(wanted: str, given: str, deeper: int) -> bool | None:
-    """Compares lists, unions, sets, tuples, intervals and equations part by part; None: neither answer is any."""
+    """Compares lists, unions, sets, tuples, intervals and equations part by part; None: neither
+    answer is any."""
 
     def same(one: str, other: str) -> bool:
         return _same(one, other, deeper - 1)
@@ -124,11 +139,16 @@ def _in_parts(wanted: str, given: str, deeper: int) -> bool | None:
     is_set = [bool(bracket and bracket.opened == "{") for bracket in brackets]
     if any(is_set) and re.search(r"\||\\mid|:", wanted + given):  # by a condition
         return None
-    tuples = [bracket if bracket and not here else None for bracket, here in zip(brackets, is_set, strict=True)]
+    tuples = [
+        bracket if bracket and not here else None
+        for bracket, here in zip(brackets, is_set, strict=True)
+    ]
     lists = [
-        [part for each in bracket.parts for part in answer_parts.items(each)]
-        if bracket and here
-        else answer_parts.items(text)
+        (
+            [part for each in bracket.parts for part in answer_parts.items(each)]
+            if bracket and here
+            else answer_parts.items(text)
+        )
         for text, bracket, here in zip((wanted, given), brackets, is_set, strict=True)
     ]
     if all(tuples):
@@ -141,7 +161,9 @@ def _in_parts(wanted: str, given: str, deeper: int) -> bool | None:
         assert bracket is not None
         if any(is_set) or (bracket.opened, bracket.closed) != ("(", ")"):
             return False
-        one, other = (found.parts if found else items for found, items in zip(tuples, lists, strict=True))
+        one, other = (
+            found.parts if found else items for found, items in zip(tuples, lists, strict=True)
+        )
         return len(one) == len(other) and all(map(same, one, other))
     return _of_equations(wanted, given, same)
 
@@ -157,7 +179,8 @@ def _same_tuples(
 
 
 def _matched(wanted: list[str], given: list[str], same: Callable[[str, str], bool]) -> bool:
-    """Compares two lists regardless of order; an item that stands twice in one must stand twice in the other."""
+    """Compares two lists regardless of order; an item that stands twice in one must stand twice in
+    the other."""
     if len(wanted) != len(given) or len(wanted) > _LONGEST_LIST:
         return False
     left = list(given)
@@ -170,7 +193,8 @@ def _matched(wanted: list[str], given: list[str], same: Callable[[str, str], boo
 
 
 def _of_equations(wanted: str, given: str, same: Callable[[str, str], bool]) -> bool | None:
-    """Compares answers that are equations; None: neither is, or both are and one says nothing of a name."""
+    """Compares answers that are equations; None: neither is, or both are and one says nothing of a
+    name."""
     first, second = answer_parts.sides(wanted), answer_parts.sides(given)
     if len(first) == len(second) == 1:
         return None
@@ -185,7 +209,8 @@ def _of_equations(wanted: str, given: str, same: Callable[[str, str], bool]) -> 
 
 
 def _named(sides: list[str], same: Callable[[str, str], bool]) -> tuple[str, str] | None:
-    """Name and value that an equation gives: x = 5 and 5 = x, and x = 2 + 3 = 5 where the values are equal.
+    """Name and value that an equation gives: x = 5 and 5 = x, and x = 2 + 3 = 5 where the values
+    are equal.
 
     None: it is another kind of equation, or none.
     """
@@ -210,10 +235,16 @@ def _same_value(wanted: str, given: str, *written: str) -> bool:
     if any(percents):
         if _same_value(*bare):
             return True
-        parts = [f"({rest})/100" if here else rest for rest, here in zip(bare, percents, strict=True)]
+        parts = [
+            f"({rest})/100" if here else rest for rest, here in zip(bare, percents, strict=True)
+        ]
         return percents[0] != percents[1] and _by_math_verify(*parts)
     texts = [
-        sign.strip("$ ").strip() if r"\$" in sign or sign.lstrip("$ ").startswith(("€", "£")) else text
+        (
+            sign.strip("$ ").strip()
+            if r"\$" in sign or sign.lstrip("$ ").startswith(("€", "£"))
+            else text
+        )
         for text, sign in zip((wanted, given), written or ("", ""), strict=True)
     ]
     first, second = (answer_units.quantity(_dollar(text)) for text in texts)
@@ -225,7 +256,9 @@ def _same_value(wanted: str, given: str, *written: str) -> bool:
     one, other = _MIXED.sub(_sum, one), _MIXED.sub(_sum, other)
     numbers = answer_text.number(one), answer_text.number(other)
     if numbers[0] is not None and numbers[1] is not None:
-        return answer_text.same_number(numbers[0], numbers[1] * factor.numerator / factor.denominator)
+        return answer_text.same_number(
+            numbers[0], numbers[1] * factor.numerator / factor.denominator
+        )
     if factor != 1:
         other = rf"({other})\cdot\frac{{{factor.numerator}}}{{{factor.denominator}}}"
     return _by_math_verify(one, other)
@@ -243,12 +276,14 @@ def _sum(found: re.Match[str]) -> str:
 
 
 def _apart(text: str) -> bool:
-    """Returns True if a text must not be read as a number: digits apart, as in 3 4, or words that are no unit."""
+    """Returns True if a text must not be read as a number: digits apart, as in 3 4, or words that
+    are no unit."""
     return bool(_WORDS.search(text)) or _spaced(text)
 
 
 def _spaced(text: str) -> bool:
-    """Returns True if a space parts digits from digits, as in 3 4, and sets off neither thousands nor a fraction."""
+    """Returns True if a space parts digits from digits, as in 3 4, and sets off neither thousands
+    nor a fraction."""
     spaced = _SPACED.search(_MIXED.sub(_sum, text))
     return spaced is not None and not re.fullmatch(r"[-+]?\d{1,3}(?:\s\d{3})+(?:\.\d+)?", text)
 
@@ -262,8 +297,9 @@ def _by_math_verify(wanted: str, given: str) -> bool:
 
 
 def normal_answer(response: str) -> str:
-    """The content of the last box: of a number or a fraction of whole numbers its value, of words small letters, of all
-    else what is written, without what only dresses it. "" if there is nothing in it."""
+    """The content of the last box: of a number or a fraction of whole numbers its value, of words
+    small letters, of all else what is written, without what only dresses it. "" if there is nothing
+    in it."""
     given = last_boxed(response)
     if given is None:
         return ""
@@ -277,7 +313,8 @@ def normal_answer(response: str) -> str:
 
 
 def answer_start(response: str) -> int:
-    r"""Position of the last box, characters from the start; -1 if there is none or nothing is in it."""
+    r"""Position of the last box, characters from the start; -1 if there is none or nothing is in
+    it."""
     box = last_box(response)
     if not box or not box.content:
         return -1

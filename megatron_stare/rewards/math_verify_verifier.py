@@ -1,4 +1,5 @@
-"""math-verify as it comes, to compare with: no box is needed, and any number of the response may become the answer."""
+"""math-verify as it comes, to compare with: no box is needed, and any number of the response may
+become the answer."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """1.0 if math-verify with its defaults, its time limits aside, takes the response for equal to the answer."""
+    """1.0 if math-verify with its defaults, its time limits aside, takes the response for equal to
+    the answer."""
     wanted = parse(f"\\boxed{{{answer.removeprefix('$').removesuffix('$')}}}", parsing_timeout=None)
     return float(equal(wanted, parse(response, parsing_timeout=None), timeout_seconds=None))

@@ -1,4 +1,5 @@
-r"""The verifier of answers that are one number, within a tolerance. Runs in reward workers; imports nothing heavy."""
+r"""The verifier of answers that are one number, within a tolerance. Runs in reward workers; imports
+nothing heavy."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """1.0 if the final answer is a number that differs from `answer` by at most `RELATIVE` of it, else 0.0.
+    """1.0 if the final answer is a number that differs from `answer` by at most `RELATIVE` of it,
+    else 0.0.
 
     Raises:
         ValueError: `answer` is not a number.

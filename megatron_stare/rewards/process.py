@@ -1,11 +1,12 @@
 """One verifier process and the parent's end of its socket, and the messages that both ends send.
 
-`rewards/verifier_pool.py` decides what to send it and when to kill it; `rewards/worker.py` is the program it runs. A
-plain subprocess rather than multiprocessing: that would import the parent's __main__ again, which is a console script,
-a Ray worker or pytest.
+`rewards/verifier_pool.py` decides what to send it and when to kill it; `rewards/worker.py` is the
+program it runs. A plain subprocess rather than multiprocessing: that would import the parent's
+__main__ again, which is a console script, a Ray worker or pytest.
 
-Messages are JSON, each behind its length. JSON rather than pickle: a worker runs code that is fed what a model wrote,
-and nothing it sends back may be executed. Imports the standard library only, since the worker imports it too.
+Messages are JSON, each behind its length. JSON rather than pickle: a worker runs code that is fed
+what a model wrote, and nothing it sends back may be executed. Imports the standard library only,
+since the worker imports it too.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _RECEIVE_BYTES = 1 << 16
 
 
 def pack(message: Any) -> bytes:
-    """One message as bytes. ASCII throughout, so that lone surrogates of a broken decode survive."""
+    """One message as bytes. ASCII throughout, so that lone surrogates of a broken decode
+    survive."""
     body = json.dumps(message).encode("ascii")
     return _LENGTH.pack(len(body)) + body
 
@@ -54,7 +56,8 @@ class Unpacker:
 
 
 class WorkerProcess:
-    """A running worker. Nothing here blocks except `kill`, which waits for the kernel to take the process down.
+    """A running worker. Nothing here blocks except `kill`, which waits for the kernel to take the
+    process down.
 
     Args:
         verifier: as in `make_verifier`; the worker finds it along this process's sys.path.
@@ -68,12 +71,23 @@ class WorkerProcess:
         self._fate: str | None = None
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_stare.rewards.worker", str(verifier), str(theirs.fileno())],
+                [
+                    sys.executable,
+                    "-m",
+                    "megatron_stare.rewards.worker",
+                    str(verifier),
+                    str(theirs.fileno()),
+                ],
                 pass_fds=(theirs.fileno(),),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+                },
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what a verifier prints belongs in the log, not among the results of a command
-                start_new_session=True,  # its own process group: killed with all it started, and out of Ctrl-C's reach
+                # what a verifier prints belongs in the log, not among the results of a command
+                stdout=2,
+                # its own process group: killed with all it started, and out of Ctrl-C's reach
+                start_new_session=True,
             )
 
     @property
@@ -84,7 +98,8 @@ class WorkerProcess:
     def alive(self) -> bool:
         if self._fate is not None:
             return False
-        # WNOWAIT leaves an ended process in the table, so that its number is still its own when `kill` uses it.
+        # WNOWAIT leaves an ended process in the table, so that its number is still its own when
+        # `kill` uses it.
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     @property
@@ -109,7 +124,8 @@ class WorkerProcess:
         except BlockingIOError:
             return
         except OSError:
-            self._outgoing.clear()  # the worker is gone, which `receive` reports after the last of its messages
+            # the worker is gone, which `receive` reports after the last of its messages
+            self._outgoing.clear()
 
     def receive(self) -> tuple[list[Any], bool]:
         """The messages that have arrived, and whether the worker has ended."""
@@ -124,11 +140,16 @@ class WorkerProcess:
         return messages, True
 
     def kill(self) -> str:
-        """Ends the worker and whatever it started, if they still run, and says how the worker ended. Repeatable."""
+        """Ends the worker and whatever it started, if they still run, and says how the worker
+        ended. Repeatable."""
         if self._fate is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
             code = self._process.wait()
             self._channel.close()
-            self._fate = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            self._fate = (
+                f"was killed by {signal.Signals(-code).name}"
+                if code < 0
+                else f"exited with code {code}"
+            )
         return self._fate

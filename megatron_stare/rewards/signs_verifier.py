@@ -22,8 +22,9 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 def verify(response: str, answer: str) -> float:
     """1.0 if the steps after the last 'wait' lead from the first number to the total, else 0.0.
 
-    A step is an operand with its sign, and perhaps a number behind it. Every operand must be there once, in the
-    problem's order, and nothing else. The numbers behind are not checked: whoever misreckons is right by luck alone.
+    A step is an operand with its sign, and perhaps a number behind it. Every operand must be there
+    once, in the problem's order, and nothing else. The numbers behind are not checked: whoever
+    misreckons is right by luck alone.
 
     Args:
         answer: the problem, such as '33 8 5 2 = 38'.
@@ -36,13 +37,15 @@ def verify(response: str, answer: str) -> float:
         raise ValueError(f"{answer[:80]!r} is no problem of the form '33 8 5 2 = 38'")
     operands = problem[2].split()
     steps = _last_attempt(response)[1]
-    if [step[1:] for step in steps] != operands:  # as text: a policy can write more digits than int() accepts
+    # as text: a policy can write more digits than int() accepts
+    if [step[1:] for step in steps] != operands:
         return 0.0
     return float(int(problem[1]) + sum(map(int, steps)) == int(problem[3]))
 
 
 def answer_start(response: str) -> int:
-    """Start of the attempt after the last 'wait', characters from the start; -1 if it is not made of steps alone."""
+    """Start of the attempt after the last 'wait', characters from the start; -1 if it is not made
+    of steps alone."""
     start, steps = _last_attempt(response)
     return start if steps else -1
 

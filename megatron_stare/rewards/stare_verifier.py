@@ -1,11 +1,12 @@
 r"""STARE's three-way scorer: right if any of three ways to read the answer says so.
 
-The answer's region is what stands in the last <answer>, else behind the last </thinking> or </think>; of it, what
-stands behind a mark such as 'Final Answer' or 'Conclusion', else the last 300 characters. The three ways are
-math-verify over the region, math-verify over the region's last box, and a comparison of that box, for which the
-released code (hp-luo/STARE, verl/utils/reward_score/math_stare.py, lines 32-82 and 212-230) takes mathruler and this
-module rewards/math_verifier.py. No box is needed: a number that stands alone at the end is an answer.
-Runs in reward workers.
+The answer's region is what stands in the last <answer>, else behind the last </thinking> or
+</think>; of it, what stands behind a mark such as 'Final Answer' or 'Conclusion', else the last 300
+characters. The three ways are math-verify over the region, math-verify over the region's last box,
+and a comparison of that box, for which the released code (hp-luo/STARE,
+verl/utils/reward_score/math_stare.py, lines 32-82 and 212-230) takes mathruler and this module
+rewards/math_verifier.py. No box is needed: a number that stands alone at the end is an answer. Runs
+in reward workers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from megatron_stare.rewards.final_answer import last_boxed
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # as in rewards/math_verifier.py
 
 _SEEN, _PARAGRAPHS = 300, 10  # characters and paragraphs at the end, where no mark stands
-# a mark of the answer, and what is left out of the text behind its last place; the first one that is there counts
+# a mark of the answer, and what is left out of the text behind its last place; the first one that
+# is there counts
 _MARKS = (
     ("最终答案", "："),
     ("**答案**", "："),
@@ -67,7 +69,8 @@ def answer_region(response: str) -> str:
 
 
 def normal_answer(response: str) -> str:
-    """Normal form of the answer in the region, by math_verifier.normal_answer; "" where no box stands in it."""
+    """Normal form of the answer in the region, by math_verifier.normal_answer; "" where no box
+    stands in it."""
     return math_verifier.normal_answer(answer_region(response))
 
 
@@ -78,4 +81,6 @@ def _read(text: str, answer: str) -> bool:
         return False
     if found[1] == answer:
         return True
-    return bool(equal_math(parse(f"\\boxed{{{answer}}}", parsing_timeout=None), found, timeout_seconds=None))
+    return bool(
+        equal_math(parse(f"\\boxed{{{answer}}}", parsing_timeout=None), found, timeout_seconds=None)
+    )

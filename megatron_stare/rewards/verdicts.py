@@ -1,4 +1,5 @@
-"""Answers verified as they come, in the event loop of whoever makes them, by the worker processes of a VerifierPool."""
+"""Answers verified as they come, in the event loop of whoever makes them, by the worker processes
+of a VerifierPool."""
 
 from __future__ import annotations
 
@@ -6,13 +7,21 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 
-from megatron_stare.rewards.verifier_pool import Answers, TooManyFailuresError, Verdict, VerifierPool
+from megatron_stare.rewards.verifier_pool import (
+    Answers,
+    TooManyFailuresError,
+    Verdict,
+    VerifierPool,
+)
 
-EARLY = 32  # answers that wait before their loop comes to hand them out: workers begin while the rest is still made
+# answers that wait before their loop comes to hand them out: workers begin while the rest is still
+# made
+EARLY = 32
 
 
 class _Desk:
-    """Desk of a pool in one event loop: hands out answers and gives back verdicts, for all rollouts under way there.
+    """Desk of a pool in one event loop: hands out answers and gives back verdicts, for all rollouts
+    under way there.
 
     Keeps no answer that has its verdict.
     """
@@ -28,7 +37,8 @@ class _Desk:
         self._served = asyncio.create_task(self._serve())
 
     async def of(self, response: str, answer: str) -> Verdict:
-        """Waits for the answer's verdict; unblocked by it, or by the pool's error, which it raises."""
+        """Waits for the answer's verdict; unblocked by it, or by the pool's error, which it
+        raises."""
         if self._error is not None:
             raise self._error
         future = asyncio.get_running_loop().create_future()
@@ -46,8 +56,8 @@ class _Desk:
     async def _serve(self) -> None:
         """Hands answers out and gives verdicts back, until it is cancelled.
 
-        Waits for an answer to come, a worker's word or the end of a worker's time; unblocked by each. Its error becomes
-        that of everyone who waits, or comes later.
+        Waits for an answer to come, a worker's word or the end of a worker's time; unblocked by
+        each. Its error becomes that of everyone who waits, or comes later.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -57,7 +67,8 @@ class _Desk:
                     self._turn()
                     if self._error is not None:
                         return
-                    # not asyncio.wait_for, which before Python 3.12 may lose a cancellation that comes with the event
+                    # not asyncio.wait_for, which before Python 3.12 may lose a cancellation that
+                    # comes with the event
                     left = self._pool.seconds_left()
                     alarm = loop.call_later(left, self._something.set) if left is not None else None
                     await self._something.wait()
@@ -86,7 +97,8 @@ class _Desk:
 
     @contextlib.contextmanager
     def _heard(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        """While open, workers that speak are something. Raises ValueError where the pool is closed."""
+        """While open, workers that speak are something. Raises ValueError where the pool is
+        closed."""
         number = self._pool.fileno()
         loop.add_reader(number, self._something.set)
         try:
@@ -133,7 +145,8 @@ _DESKS: dict[VerifierPool, _Desk] = {}  # of the pools that have rollouts under 
 
 @contextlib.asynccontextmanager
 async def verdicts(pool: VerifierPool, most_failures: int | None = None) -> AsyncIterator[Verdicts]:
-    """Verdicts that are given while the block runs. Several blocks may run at a time, in one event loop.
+    """Verdicts that are given while the block runs. Several blocks may run at a time, in one event
+    loop.
 
     Raises:
         ValueError: the pool is closed.

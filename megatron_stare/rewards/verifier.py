@@ -1,15 +1,18 @@
-"""Definition and lookup of verifiers, which a configuration names. Runs in reward workers, so torch stays out.
+"""Definition and lookup of verifiers, which a configuration names. Runs in reward workers, so torch
+stays out.
 
-A verifier is any function `(response text, reference answer) -> reward`. It may be slow, hang or raise:
-`rewards/verifier_pool.py` runs it in a process of its own and bounds it.
+A verifier is any function `(response text, reference answer) -> reward`. It may be slow, hang or
+raise: `rewards/verifier_pool.py` runs it in a process of its own and bounds it.
 
-Its module may also have `KNOWN_ANSWERS`, triples (response, answer, reward) that every worker grades before anything
-else, `self_test() -> list of faults`, for what triples cannot say, and `answer_start(response) -> int`: the character
-where the answer begins as the verifier's parser sees it, -1 where no answer stands in the right format. And
-`normal_answer(response) -> str`: the answer in a normal form, which is the same for answers that differ in notation
-alone, and serves as a reference; "" where there is none. Majorities are counted by it (docs/evaluation.md).
+Its module may also have `KNOWN_ANSWERS`, triples (response, answer, reward) that every worker
+grades before anything else, `self_test() -> list of faults`, for what triples cannot say, and
+`answer_start(response) -> int`: the character where the answer begins as the verifier's parser sees
+it, -1 where no answer stands in the right format. And `normal_answer(response) -> str`: the answer
+in a normal form, which is the same for answers that differ in notation alone, and serves as a
+reference; "" where there is none. Majorities are counted by it (docs/evaluation.md).
 
-Keyword-only parameters of the function are its settings: `{name: my_pkg.verify, tolerance: 0.1}` in YAML.
+Keyword-only parameters of the function are its settings: `{name: my_pkg.verify, tolerance: 0.1}` in
+YAML.
 """
 
 from __future__ import annotations
@@ -51,14 +54,17 @@ class WeightedSum:
     """A verifier whose reward is a sum of others' rewards, such as 'math + 0.1 * format'.
 
     Args:
-        terms: weight and verifier; the first that says where an answer begins, or what it is, says it for all.
+        terms: weight and verifier; the first that says where an answer begins, or what it is, says
+            it for all.
     """
 
     def __init__(self, terms: Sequence[tuple[float, Verifier]]) -> None:
         self._terms = terms
         starts = [start for _, verify in terms if (start := answer_start_of(verify)) is not None]
         self.answer_start = starts[0] if starts else None
-        answers = [normal for _, verify in terms if (normal := normal_answer_of(verify)) is not None]
+        answers = [
+            normal for _, verify in terms if (normal := normal_answer_of(verify)) is not None
+        ]
         self.normal_answer = answers[0] if answers else None
 
     def __call__(self, response: str, answer: str) -> float:
@@ -66,22 +72,26 @@ class WeightedSum:
 
 
 def make_verifier(verifier: Extension | str) -> Verifier:
-    """The verifier of a name, with its settings, proven on answers whose verdict is known where its module has any.
+    """The verifier of a name, with its settings, proven on answers whose verdict is known where its
+    module has any.
 
     Args:
-        verifier: one of VERIFIERS, the dotted path of a function, 'file.py:function', the URL of a server (see
-            rewards/http_verifier.py), or a sum 'math + 0.1 * format' of such, with spaces around its signs.
+        verifier: one of VERIFIERS, the dotted path of a function, 'file.py:function', the URL of a
+            server (see rewards/http_verifier.py), or a sum 'math + 0.1 * format' of such, with
+            spaces around its signs.
 
     Raises:
-        ConfigError: unknown name or setting (with a suggestion), a module that does not import, not a function, or a
-            verifier that gets known answers wrong here.
+        ConfigError: unknown name or setting (with a suggestion), a module that does not import, not
+            a function, or a verifier that gets known answers wrong here.
     """
     verifier = Extension.read(verifier)
     name = verifier.name
     parts = [_TERM.fullmatch(part.strip()) for part in re.split(r"\s\+\s", name)]
     if not all(parts):
         raise ConfigError(
-            f"{name!r} is no verifier and no sum of verifiers", where=_WHERE, fix="write it as in 'math + 0.1 * format'"
+            f"{name!r} is no verifier and no sum of verifiers",
+            where=_WHERE,
+            fix="write it as in 'math + 0.1 * format'",
         )
     if verifier.settings and len(parts) > 1:
         raise ConfigError(
@@ -89,17 +99,23 @@ def make_verifier(verifier: Extension | str) -> Verifier:
             where=f"{_WHERE}.{next(iter(verifier.settings))}",
             fix="name a function of your own that adds them up",
         )
-    terms = [(float(part[1] or 1), _proven(Extension(part[2], verifier.settings))) for part in parts if part]
+    terms = [
+        (float(part[1] or 1), _proven(Extension(part[2], verifier.settings)))
+        for part in parts
+        if part
+    ]
     return terms[0][1] if terms == [(1.0, terms[0][1])] else WeightedSum(terms)
 
 
 def answer_start_of(verify: Verifier) -> AnswerStart | None:
-    """Function of the verifier or its module that gives the position where an answer begins; None if neither has it."""
+    """Function of the verifier or its module that gives the position where an answer begins; None
+    if neither has it."""
     return getattr(verify, "answer_start", None) or getattr(_module(verify), "answer_start", None)
 
 
 def normal_answer_of(verify: Verifier) -> NormalAnswer | None:
-    """Function of the verifier or its module that gives an answer's normal form; None if neither has it."""
+    """Function of the verifier or its module that gives an answer's normal form; None if neither
+    has it."""
     return getattr(verify, "normal_answer", None) or getattr(_module(verify), "normal_answer", None)
 
 
@@ -118,28 +134,37 @@ def _proven(verifier: Extension) -> Verifier:
     _check_signature(verify, name)
     module = _module(verify)
     # known answers are those of its defaults, where it has defaults for all settings
-    faults = _faults(function if _callable_with_two(function) else verify, getattr(module, "KNOWN_ANSWERS", ()))
+    faults = _faults(
+        function if _callable_with_two(function) else verify, getattr(module, "KNOWN_ANSWERS", ())
+    )
     if self_test := getattr(module, "self_test", None):
         faults += self_test()
     if faults:
-        raise ConfigError(f"the verifier gets known answers wrong: {'; '.join(faults)}", where=_WHERE)
+        raise ConfigError(
+            f"the verifier gets known answers wrong: {'; '.join(faults)}", where=_WHERE
+        )
     return verify
 
 
 def _check_signature(verify: Verifier, name: str) -> None:
-    """Raises ConfigError for a function that cannot be called with a response and an answer, as rewards of other
-    trainers cannot, which are given lists."""
+    """Raises ConfigError for a function that cannot be called with a response and an answer, as
+    rewards of other trainers cannot, which are given lists."""
     if not _callable_with_two(verify):
         signature = inspect.signature(verify)
         raise ConfigError(
-            f"{name!r} takes {signature}, and a verifier is called with one response and its answer",
+            f"{name!r} takes {signature}, and a verifier is called with one response and its"
+            " answer",
             where=_WHERE,
-            fix="def verify(response: str, answer: str) -> float; other columns of the data are not passed to it",
+            fix=(
+                "def verify(response: str, answer: str) -> float; other columns of the data are not"
+                " passed to it"
+            ),
         )
 
 
 def _callable_with_two(verify: Verifier) -> bool:
-    """Returns True if a function can be called with a response and an answer alone, and takes no `completions`."""
+    """Returns True if a function can be called with a response and an answer alone, and takes no
+    `completions`."""
     try:
         signature = inspect.signature(verify)
     except (TypeError, ValueError):  # of a function that is not Python's

@@ -1,8 +1,9 @@
 """Judges answers in worker processes that may hang, crash or be killed without harm to the run.
 
-Whoever has answers hands them in all at once (`verify`) or as they come (`verdicts.py`) and gets one Verdict each.
-Workers are independent processes (`rewards/process.py`) that answer one by one over a socket; this side keeps a
-deadline for the answer each worker is at. Imports no torch, so it can live in any process.
+Whoever has answers hands them in all at once (`verify`) or as they come (`verdicts.py`) and gets
+one Verdict each. Workers are independent processes (`rewards/process.py`) that answer one by one
+over a socket; this side keeps a deadline for the answer each worker is at. Imports no torch, so it
+can live in any process.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.registry import Extension
 from megatron_stare.rewards.process import WorkerProcess
 
-_CHUNK = 32  # answers handed to a worker at a time: few enough to share out evenly, many enough to hide the round trip
+# answers handed to a worker at a time: few enough to share out evenly, many enough to hide the
+# round trip
+_CHUNK = 32
 _START_LIMIT_S = 60.0  # to start Python and import the verifier
 _STARTS = 3  # of a worker that is killed from outside as it starts
 _WHERE = "reward.verifier"
@@ -32,11 +35,12 @@ _KILLED = f"was killed by {signal.SIGKILL.name}"  # see WorkerProcess.kill
 class Verdict:
     """Outcome for one answer. `reward` is None where there is none, and `detail` says why.
 
-    An answer whose verifier runs out of time is wrong, 0, so that a policy gains nothing by answers that hang. Where
-    the verifier is a server, the server may be what hangs, and there is no reward.
+    An answer whose verifier runs out of time is wrong, 0, so that a policy gains nothing by answers
+    that hang. Where the verifier is a server, the server may be what hangs, and there is no reward.
 
-    `answer_at` is the character where the answer begins, -1 where none stands in the right format, and None where the
-    verifier does not say. `answer` is its normal form (rewards/verifier.py), "" where there is none, None as above.
+    `answer_at` is the character where the answer begins, -1 where none stands in the right format,
+    and None where the verifier does not say. `answer` is its normal form (rewards/verifier.py), ""
+    where there is none, None as above.
     """
 
     reward: float | None
@@ -51,7 +55,8 @@ class _Slot:
     """One worker and what it is at."""
 
     process: WorkerProcess
-    deadline: float  # monotonic seconds: of starting, or of the first of `items`; infinite when idle
+    # monotonic seconds: of starting, or of the first of `items`; infinite when idle
+    deadline: float
     ready: bool = False
     starts: int = 1  # of this worker that came to nothing, and the one that goes on
     items: deque[int] = field(default_factory=deque)  # handed out and not yet answered, in order
@@ -64,8 +69,10 @@ class Answers:
     texts: dict[int, tuple[str, str]] = field(default_factory=dict)
     queue: deque[int] = field(default_factory=deque)
     verdicts: dict[int, Verdict] = field(default_factory=dict)
-    failed: list[Verdict] = field(default_factory=list)  # those of `verdicts` that are not ok, as they came
-    killed: set[int] = field(default_factory=set)  # whose worker was killed once from outside; judged anew
+    # those of `verdicts` that are not ok, as they came
+    failed: list[Verdict] = field(default_factory=list)
+    # whose worker was killed once from outside; judged anew
+    killed: set[int] = field(default_factory=set)
     added: int = 0
 
     def add(self, response: str, answer: str) -> int:
@@ -110,7 +117,8 @@ class VerifierPool:
     Args:
         verifier: as in `make_verifier`.
         workers: number of processes, at least 1.
-        timeout_s: wall-clock limit of one answer, seconds. Starting a worker does not count against it.
+        timeout_s: wall-clock limit of one answer, seconds. Starting a worker does not count against
+            it.
 
     Raises:
         ConfigError: the verifier cannot be loaded, or not within 60 seconds.
@@ -136,19 +144,25 @@ class VerifierPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers as of now; a worker that was killed has a successor with another id."""
+        """Process ids of the workers as of now; a worker that was killed has a successor with
+        another id."""
         return [slot.process.pid for slot in self._slots]
 
-    def verify(self, texts: Sequence[tuple[str, str]], most_failures: int | None = None) -> list[Verdict]:
+    def verify(
+        self, texts: Sequence[tuple[str, str]], most_failures: int | None = None
+    ) -> list[Verdict]:
         """One Verdict for each (response, answer), in order.
 
-        Waits for the workers, at most `timeout_s` for each answer; an answer that hangs or takes its worker down costs
-        itself alone. One whose worker is killed (SIGKILL) is judged once more by another.
+        Waits for the workers, at most `timeout_s` for each answer; an answer that hangs or takes
+        its worker down costs itself alone. One whose worker is killed (SIGKILL) is judged once more
+        by another.
 
-        An exception, Ctrl-C included, closes the pool: workers may be in the middle of answers nobody waits for.
+        An exception, Ctrl-C included, closes the pool: workers may be in the middle of answers
+        nobody waits for.
 
         Args:
-            most_failures: answers without a reward that are borne; with one more the rest is not waited for. None: any.
+            most_failures: answers without a reward that are borne; with one more the rest is not
+                waited for. None: any.
 
         Raises:
             TooManyFailuresError: there were more.
@@ -162,7 +176,9 @@ class VerifierPool:
             self.turn(answers, most_failures)
         return [answers.verdicts[item] for item in range(len(texts))]
 
-    def turn(self, answers: Answers, most_failures: int | None = None, *, wait: bool = True) -> None:
+    def turn(
+        self, answers: Answers, most_failures: int | None = None, *, wait: bool = True
+    ) -> None:
         """Hands answers to idle workers and takes what workers have to say.
 
         Args:
@@ -177,7 +193,8 @@ class VerifierPool:
         try:
             self._hand_out(answers)
             self._advance(answers, wait)
-            self._hand_out(answers)  # to those that are idle now: whoever does not wait may not come back at once
+            # to those that are idle now: whoever does not wait may not come back at once
+            self._hand_out(answers)
             for slot in self._slots:
                 self._watch(slot)
             if most_failures is not None and len(answers.failed) > most_failures:
@@ -187,13 +204,15 @@ class VerifierPool:
             raise
 
     def fileno(self) -> int:
-        """Readable when a `turn` has something to do; for event loops. Raises ValueError where the pool is closed."""
+        """Readable when a `turn` has something to do; for event loops. Raises ValueError where the
+        pool is closed."""
         if self._closed:
             raise ValueError("the reward pool is closed")
         return self._selector.fileno()
 
     def seconds_left(self) -> float | None:
-        """Until a worker is out of time, which a `turn` must then be told of; None: none is at work."""
+        """Until a worker is out of time, which a `turn` must then be told of; None: none is at
+        work."""
         deadline = min((slot.deadline for slot in self._slots), default=math.inf)
         return None if deadline == math.inf else max(0.0, deadline - time.monotonic())
 
@@ -212,7 +231,8 @@ class VerifierPool:
         self.close()
 
     def _hand_out(self, answers: Answers) -> None:
-        """Gives every idle worker a share of what is left; shares shrink towards the end, so that none waits long."""
+        """Gives every idle worker a share of what is left; shares shrink towards the end, so that
+        none waits long."""
         for slot in self._slots:
             if not answers.queue:
                 return
@@ -242,7 +262,8 @@ class VerifierPool:
                 slot.process.flush()
             if mask & selectors.EVENT_READ:
                 self._hear(slot, answers)
-            elif slot.deadline <= now:  # of before the wait: what came in time is heard first, even if we were slow
+            # of before the wait: what came in time is heard first, even if we were slow
+            elif slot.deadline <= now:
                 self._give_up(slot, answers)
 
     def _hear(self, slot: _Slot, answers: Answers) -> None:
@@ -261,21 +282,31 @@ class VerifierPool:
                 if fate == _KILLED and slot.starts < _STARTS:
                     self._replace(slot, slot.starts + 1)
                     return
-                raise ConfigError(f"the worker of {self._verifier!r} {fate} as it started", where=_WHERE)
+                raise ConfigError(
+                    f"the worker of {self._verifier!r} {fate} as it started", where=_WHERE
+                )
             if fate == _KILLED and slot.items and slot.items[0] not in answers.killed:
-                answers.killed.add(slot.items[0])  # by somebody, or for memory that another one took
+                # by somebody, or for memory that another one took
+                answers.killed.add(slot.items[0])
                 self._return(slot, answers)
             else:
                 self._lose(slot, answers, Verdict(None, "crash", f"the worker {fate}"))
 
     def _give_up(self, slot: _Slot, answers: Answers) -> None:
         if not slot.ready:
-            raise ConfigError(f"verifier {self._verifier!r} did not load in {_START_LIMIT_S:g} s", where=_WHERE)
+            raise ConfigError(
+                f"verifier {self._verifier!r} did not load in {_START_LIMIT_S:g} s", where=_WHERE
+            )
         self._stop(slot)
-        self._lose(slot, answers, Verdict(self._out_of_time, "timeout", f"no verdict within {self._timeout_s:g} s"))
+        self._lose(
+            slot,
+            answers,
+            Verdict(self._out_of_time, "timeout", f"no verdict within {self._timeout_s:g} s"),
+        )
 
     def _lose(self, slot: _Slot, answers: Answers, verdict: Verdict) -> None:
-        """Blames the answer the worker was at, returns the others to the front of the queue, starts a new worker."""
+        """Blames the answer the worker was at, returns the others to the front of the queue, starts
+        a new worker."""
         if slot.items:
             answers.know(slot.items.popleft(), verdict)
         self._return(slot, answers)
@@ -310,4 +341,6 @@ class VerifierPool:
 def _verdict(message: dict[str, Any]) -> Verdict:
     if "error" in message:
         return Verdict(None, "crash", message["error"])
-    return Verdict(message["reward"], "ok", answer_at=message["answer_at"], answer=message["answer"])
+    return Verdict(
+        message["reward"], "ok", answer_at=message["answer_at"], answer=message["answer"]
+    )

@@ -1,12 +1,13 @@
-"""The verifier process: `python -m megatron_stare.rewards.worker <verifier> <fd>`, started by `rewards/process.py`.
+"""The verifier process: `python -m megatron_stare.rewards.worker <verifier> <fd>`, started by
+`rewards/process.py`.
 
-It reads lists of [response, answer] from the socket `fd` and writes one message an answer, in order, as soon as it has
-it. Three kinds of message go out: {"ready": true} or {"failed": {...}} once, then {"reward": x, "answer_at": n,
-"answer": text} or {"error": text}.
+It reads lists of [response, answer] from the socket `fd` and writes one message an answer, in
+order, as soon as it has it. Three kinds of message go out: {"ready": true} or {"failed": {...}}
+once, then {"reward": x, "answer_at": n, "answer": text} or {"error": text}.
 
-The verifier runs in the main thread, where signal handlers work. A second thread does nothing but read: it waits for
-the parent to send, and the end of the stream, which comes when the parent is gone, ends this process group even while
-a verifier hangs.
+The verifier runs in the main thread, where signal handlers work. A second thread does nothing but
+read: it waits for the parent to send, and the end of the stream, which comes when the parent is
+gone, ends this process group even while a verifier hangs.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from megatron_stare.rewards.verifier import (
 
 _RECEIVE_BYTES = 1 << 16
 _OURS = str(Path(__file__).parents[1]) + os.sep
-_LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_LIBRARIES = tuple(
+    sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
 LONGEST_ANSWER = 1_000  # characters of an answer that are told
 _DETAIL_CHARACTERS = 500  # of an exception's text; a sympy error can print a whole expression tree
 
@@ -47,14 +50,20 @@ def main(verifier: str, fd: int) -> None:
     """Serves until the parent closes its end of the socket `fd`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     # A send fails once the parent is gone, just before the reading thread would end the process.
-    with socket.socket(fileno=fd) as channel, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        channel.set_inheritable(False)  # a program that a verifier starts must not keep the stream open
+    with (
+        socket.socket(fileno=fd) as channel,
+        contextlib.suppress(BrokenPipeError, ConnectionResetError),
+    ):
+        # a program that a verifier starts must not keep the stream open
+        channel.set_inheritable(False)
         inbox: SimpleQueue[tuple[str, str]] = SimpleQueue()
         threading.Thread(target=_read, args=(channel, inbox), daemon=True).start()
         try:
             verify = make_verifier(Extension.parse(verifier))
         except ConfigError as error:
-            channel.sendall(pack({"failed": {"what": error.what, "where": error.where, "fix": error.fix}}))
+            channel.sendall(
+                pack({"failed": {"what": error.what, "where": error.where, "fix": error.fix}})
+            )
             return
         channel.sendall(pack({"ready": True}))
         answer_start, normal_answer = answer_start_of(verify), normal_answer_of(verify)
@@ -69,8 +78,8 @@ def judge(
     response: str,
     answer: str,
 ) -> dict[str, Any]:
-    """{"reward": a finite float, "answer_at" and "answer": see `verifier_pool.Verdict`}, or {"error": why there is
-    none}."""
+    """{"reward": a finite float, "answer_at" and "answer": see `verifier_pool.Verdict`}, or
+    {"error": why there is none}."""
     try:
         answer_at = None if answer_start is None else int(answer_start(response))
         reward = verify(response, answer)
@@ -89,10 +98,13 @@ def judge(
 def users_line(error: BaseException) -> str:
     """'(file:line, in function)' where the user's code raised; '' where none of it ran.
 
-    That is the innermost frame that is neither ours nor an installed library's: a user looks for the line that handed
-    json nonsense, not for the one in json. Of a verifier that is itself installed it is the outermost that is not ours.
+    That is the innermost frame that is neither ours nor an installed library's: a user looks for
+    the line that handed json nonsense, not for the one in json. Of a verifier that is itself
+    installed it is the outermost that is not ours.
     """
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OURS)]
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OURS)
+    ]
     if not frames:
         return ""
     own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<frozen"))]

@@ -1,4 +1,5 @@
-"""Samples responses: engines, their weights' state, sampling noise, and the way from prompts to batches."""
+"""Samples responses: engines, their weights' state, sampling noise, and the way from prompts to
+batches."""
 
 from megatron_stare.process.vector_maths import settle
 

@@ -1,9 +1,11 @@
-"""Progress of a run, in small files that a stalled disk, a stopped process or a deadlocked thread cannot hold back.
+"""Progress of a run, in small files that a stalled disk, a stopped process or a deadlocked thread
+cannot hold back.
 
-Every process of a run - the driver, and with Ray each rank and engine - writes a Beat of its own into a folder in its
-node's memory, as each phase or call begins and ends. The watcher (hangs/watcher.py), a process of its own, reads
-them, and copies the driver's into the run directory: heartbeat.json, for whoever asks how a run stands, on another
-machine too. Imports neither torch nor Ray.
+Every process of a run - the driver, and with Ray each rank and engine - writes a Beat of its own
+into a folder in its node's memory, as each phase or call begins and ends. The watcher
+(hangs/watcher.py), a process of its own, reads them, and copies the driver's into the run
+directory: heartbeat.json, for whoever asks how a run stands, on another machine too. Imports
+neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -23,10 +25,13 @@ HEARTBEAT_FILE = "heartbeat.json"  # in the run directory
 DRIVER = "driver"
 BETWEEN = "between phases"  # the driver logs, looks after a checkpoint, or has not begun yet
 IDLE = ""  # the phase of a rank or engine that nothing is asked of
-FOLDER_VARIABLE = "MEGATRON_STARE_BEATS"  # the environment variable that tells a process of a run the folder
-REQUESTS = "requests.json"  # in that folder: what the driver has asked of engines; see rollout/fleet/dispatch.py
+# the environment variable that tells a process of a run the folder
+FOLDER_VARIABLE = "MEGATRON_STARE_BEATS"
+# in that folder: what the driver has asked of engines; see rollout/fleet/dispatch.py
+REQUESTS = "requests.json"
 RANK = "trainer rank "  # the role of a rank begins so
-PROGRESS_S = 0.2  # progress is put down this often at most: responses and micro-batches may come by the thousand
+# progress is put down this often at most: responses and micro-batches may come by the thousand
+PROGRESS_S = 0.2
 
 _told: Callable[[], None] | None = None  # of this process's progress
 
@@ -38,7 +43,8 @@ def watch_progress(told: Callable[[], None] | None) -> None:
 
 
 def tell_progress() -> None:
-    """Tells whoever watches this process that the call under way gets on, with a micro-batch for instance."""
+    """Tells whoever watches this process that the call under way gets on, with a micro-batch for
+    instance."""
     if _told is not None:
         _told()
 
@@ -52,17 +58,19 @@ class Beat:
         pid: on `host`.
         phase: of the driver, or the call that a rank or engine is in; IDLE: it is in none.
         since: when that began, seconds since 1970.
-        moved: when it last got on, seconds of the host's CLOCK_MONOTONIC: it began, or a response or a micro-batch was
-            finished in it.
+        moved: when it last got on, seconds of the host's CLOCK_MONOTONIC: it began, or a response
+            or a micro-batch was finished in it.
         limit_s: in which it must get on; None: it has no limit of its own.
         step: that is under way or was the last; 0: none yet.
         steps: that the run has; 0: not known.
         done: responses finished in the phase, of `total`; 0 of 0: none are counted.
-        step_s: seconds of each of the newest steps, oldest first, evaluations and checkpoints left out.
+        step_s: seconds of each of the newest steps, oldest first, evaluations and checkpoints left
+            out.
         tokens_per_s: response tokens a second of the newest step; None: there is none.
         begun: when the process began to work for the run, seconds since 1970.
         written: when the watcher last saw to it, seconds since 1970; 0 in the node's memory.
-        process: how the watcher last found the process: "running", "sleeping", "stopped", "ended" and so on; "" before.
+        process: how the watcher last found the process: "running", "sleeping", "stopped", "ended"
+            and so on; "" before.
         black_box: the folder of the newest bundle (docs/black_box.md); "" where there is none.
     """
 
@@ -91,7 +99,8 @@ def write_beat(file: Path, beat: Beat) -> None:
 
 
 def write_whole(file: Path, value: Any) -> None:
-    """Writes JSON in one go: whoever reads it meanwhile sees what was there before. Raises OSError."""
+    """Writes JSON in one go: whoever reads it meanwhile sees what was there before. Raises
+    OSError."""
     # not Path's own ways, which take three times as long: this is done many times a step
     temporary = f"{file}.{os.getpid()}.tmp"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -114,20 +123,26 @@ def read_beat(file: Path) -> Beat | None:
 
 
 def read_heartbeat(run_dir: Path) -> Beat | None:
-    """The driver's newest beat that the watcher copied into a run directory, every few seconds while the run lives."""
+    """The driver's newest beat that the watcher copied into a run directory, every few seconds
+    while the run lives."""
     return read_beat(run_dir / HEARTBEAT_FILE)
 
 
 def beats_of(folder: Path) -> list[Beat]:
     """Beats of all processes of this node, by role."""
     found = [read_beat(file) for file in folder.glob("beat_*.json")]
-    return sorted((beat for beat in found if beat is not None), key=lambda beat: (len(beat.role), beat.role))
+    return sorted(
+        (beat for beat in found if beat is not None), key=lambda beat: (len(beat.role), beat.role)
+    )
 
 
 def newest_progress(folder: Path) -> float | None:
-    """When a rank of this node last got on with a call that it is in, seconds of CLOCK_MONOTONIC; None: no rank is in
-    one."""
-    return max((b.moved for b in beats_of(folder) if b.role.startswith(RANK) and b.phase != IDLE), default=None)
+    """When a rank of this node last got on with a call that it is in, seconds of CLOCK_MONOTONIC;
+    None: no rank is in one."""
+    return max(
+        (b.moved for b in beats_of(folder) if b.role.startswith(RANK) and b.phase != IDLE),
+        default=None,
+    )
 
 
 def beat_file(folder: Path, role: str) -> Path:
@@ -143,7 +158,9 @@ class CallBeats:
         clock: that the watcher reads too.
     """
 
-    def __init__(self, folder: Path | None, role: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, folder: Path | None, role: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._file, self._clock = None if folder is None else beat_file(folder, role), clock
         now = time.time()
         self._beat = Beat(role, os.getpid(), IDLE, now, clock(), begun=now)
@@ -165,6 +182,7 @@ class CallBeats:
 
     def _put(self, **known: Any) -> None:
         self._beat = dataclasses.replace(self._beat, moved=self._clock(), **known)
-        with contextlib.suppress(OSError):  # the folder is gone: the run is over, and this process will be
+        # the folder is gone: the run is over, and this process will be
+        with contextlib.suppress(OSError):
             if self._file is not None:
                 write_beat(self._file, self._beat)

@@ -1,7 +1,8 @@
-"""JSON Lines files that outlive kill -9: a line is whole or is dropped, and a resumed run can cut the file back.
+"""JSON Lines files that outlive kill -9: a line is whole or is dropped, and a resumed run can cut
+the file back.
 
-Written by `sinks/jsonl_files.py`, read by it and by the report. Knows nothing of what the records mean, except that
-each carries an integer under "step".
+Written by `sinks/jsonl_files.py`, read by it and by the report. Knows nothing of what the records
+mean, except that each carries an integer under "step".
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ Record = dict[str, Any]
 
 
 def to_line(record: Mapping[str, Any]) -> str:
-    """One line of strict JSON, newline included; NaN and infinities become null, which JSON has no number for."""
+    """One line of strict JSON, newline included; NaN and infinities become null, which JSON has no
+    number for."""
     return json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -27,7 +29,8 @@ def read_jsonl(path: Path) -> list[Record]:
     """The records of `path`, oldest first; [] where there is no file. A torn last line is left out.
 
     Raises:
-        DataError: a line before the last is not a JSON object, so the file was damaged by something else than a kill.
+        DataError: a line before the last is not a JSON object, so the file was damaged by something
+            else than a kill.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -42,15 +45,20 @@ def read_jsonl(path: Path) -> list[Record]:
         except ValueError as error:  # bad JSON, or UTF-8 cut in the middle of a character
             if number == len(lines):
                 break
-            raise DataError("this line is not JSON", where=f"{path}:{number}", fix="delete the line") from error
+            raise DataError(
+                "this line is not JSON", where=f"{path}:{number}", fix="delete the line"
+            ) from error
         if not isinstance(record, dict):
-            raise DataError("this line is not a JSON object", where=f"{path}:{number}", fix="delete the line")
+            raise DataError(
+                "this line is not a JSON object", where=f"{path}:{number}", fix="delete the line"
+            )
         records.append(record)
     return records
 
 
 def write_atomically(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Replaces `path` by `records`; whoever reads it meanwhile, or after a crash, sees the old file or the new one."""
+    """Replaces `path` by `records`; whoever reads it meanwhile, or after a crash, sees the old file
+    or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with temporary.open("w", encoding="utf-8") as file:

@@ -1,8 +1,10 @@
-"""Liveness of a run, by its lock, and by the heartbeat that it leaves for whoever looks from elsewhere.
+"""Liveness of a run, by its lock, and by the heartbeat that it leaves for whoever looks from
+elsewhere.
 
-Nothing here changes a run. The lock is held by the driver and freed by the kernel when it ends, however it ends; it is
-the truth on the driver's machine. On another one a lock that is held says the same where the file system passes locks
-on, and one that is free says nothing, so there the heartbeat's age decides.
+Nothing here changes a run. The lock is held by the driver and freed by the kernel when it ends,
+however it ends; it is the truth on the driver's machine. On another one a lock that is held says
+the same where the file system passes locks on, and one that is free says nothing, so there the
+heartbeat's age decides.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ State = Literal["running", "finished", "dead", "silent"]
 class Liveness:
     """How a run stands.
 
-    state: "running", "finished" (all steps are made), "dead": no process holds it, "silent": of a run on another
-        machine nothing was heard for FRESH_S, or ever.
+    state: "running", "finished" (all steps are made), "dead": no process holds it, "silent": of a
+        run on another machine nothing was heard for FRESH_S, or ever.
     host: where it was started last; "" where it did not note that.
-    beat, beat_age_s: the newest heartbeat, and how old it is by this machine's clock; None: there is none.
+    beat, beat_age_s: the newest heartbeat, and how old it is by this machine's clock; None: there
+    is none.
     """
 
     state: State
@@ -64,7 +67,8 @@ def liveness(run: RunRecord, now: float | None = None, here: str | None = None) 
 def lock_held(run_dir: Path) -> bool:
     """Tells whether a process holds the run.
 
-    The lock is asked for, shared, for some microseconds; a driver that takes it meanwhile tries again (run_state.py).
+    The lock is asked for, shared, for some microseconds; a driver that takes it meanwhile tries
+    again (run_state.py).
     """
     try:
         with (run_dir / LOCK_FILE).open("rb") as lock:
@@ -78,8 +82,8 @@ def lock_held(run_dir: Path) -> bool:
 
 
 def how_it_stands(run: RunRecord, now: float | None = None, here: str | None = None) -> str:
-    """A sentence for a page that is drawn of a run that is not finished; "" for one that is, or of which the steps that
-    it was to make are not known."""
+    """A sentence for a page that is drawn of a run that is not finished; "" for one that is, or of
+    which the steps that it was to make are not known."""
     planned = run.setting("run.steps")
     made = int(run.metrics[-1]["step"]) if run.metrics else 0
     if not isinstance(planned, int) or made >= planned:
@@ -92,7 +96,12 @@ def how_it_stands(run: RunRecord, now: float | None = None, here: str | None = N
         return f"Drawn {drawn}, while the run goes on: {steps} is made{phase}."
     if found.state == "silent":
         heard = (
-            f"its last heartbeat is {found.beat_age_s:,.0f} s old" if found.beat_age_s is not None else "no heartbeat"
+            f"its last heartbeat is {found.beat_age_s:,.0f} s old"
+            if found.beat_age_s is not None
+            else "no heartbeat"
         )
-        return f"Drawn {drawn}; {steps} is made, and whether the run on {found.host} goes on cannot be seen ({heard})."
+        return (
+            f"Drawn {drawn}; {steps} is made, and whether the run on {found.host} goes on cannot be"
+            f" seen ({heard})."
+        )
     return f"Drawn {drawn}; the run does not go on, {steps} was the last."

@@ -1,7 +1,8 @@
-"""Sampled responses as files, `rollouts/step_000010.jsonl`: written from trajectories, read back as `SampledResponse`.
+"""Sampled responses as files, `rollouts/step_000010.jsonl`: written from trajectories, read back as
+`SampledResponse`.
 
-docs/rollouts.md is the format. Reading needs neither torch nor a tokenizer, so the report does it. Shape legend: n
-tokens of a response.
+docs/rollouts.md is the format. Reading needs neither torch nor a tokenizer, so the report does it.
+Shape legend: n tokens of a response.
 """
 
 from __future__ import annotations
@@ -32,10 +33,13 @@ class Token:
     text: what it adds to the response; special tokens, as the stop token, included.
     surprisal, entropy: nats, under the policy of the log-prob pass, at the temperature of the run.
     advantage: of its response.
-    weight: what the loss multiplied the advantage by, all of the method's doing included; NaN where the advantage is 0.
-    selected: "+" in L+, the rarest of positive advantage that a method picks, "-" in L-, of negative advantage; "p" in
-        U+, "m" in U-, the common ones; "." in none; " " for a token that an environment wrote.
-    rare: "r" past the critical surprisal of its position, "c" not, "?" where the run had no forecast; " " as above.
+    weight: what the loss multiplied the advantage by, all of the method's doing included; NaN where
+    the advantage is 0.
+    selected: "+" in L+, the rarest of positive advantage that a method picks, "-" in L-, of
+        negative advantage; "p" in U+, "m" in U-, the common ones; "." in none; " " for a token that
+        an environment wrote.
+    rare: "r" past the critical surprisal of its position, "c" not, "?" where the run had no
+    forecast; " " as above.
     """
 
     text: str
@@ -49,7 +53,8 @@ class Token:
 
 @dataclass(frozen=True)
 class SampledResponse:
-    """A response of a rollout file. `tokens` is empty where it was written without the numbers of its tokens.
+    """A response of a rollout file. `tokens` is empty where it was written without the numbers of
+    its tokens.
 
     record: the line as it stands in the file.
     """
@@ -70,20 +75,28 @@ def rollout_file(folder: Path, step: int) -> Path:
 
 def rollout_files(folder: Path) -> list[Path]:
     """Rollout files in a run's `rollouts`, oldest first; [] where there is none."""
-    return sorted(folder.glob("step_*.jsonl"), key=lambda path: int(path.stem.removeprefix("step_")))
+    return sorted(
+        folder.glob("step_*.jsonl"), key=lambda path: int(path.stem.removeprefix("step_"))
+    )
 
 
 def read_rollouts(path: Path) -> list[SampledResponse]:
-    """The responses of one rollout file, in canonical order (prompt, then sample), with the numbers of their tokens.
+    """The responses of one rollout file, in canonical order (prompt, then sample), with the numbers
+    of their tokens.
 
     Raises:
-        DataError: a line is damaged, or its columns are not of one length; [] where there is no file.
+        DataError: a line is damaged, or its columns are not of one length; [] where there is no
+            file.
     """
-    return [_response(record, f"{path}:{number}") for number, record in enumerate(read_jsonl(Path(path)), start=1)]
+    return [
+        _response(record, f"{path}:{number}")
+        for number, record in enumerate(read_jsonl(Path(path)), start=1)
+    ]
 
 
 def rollout_rows(step: int, trajectories: Sequence[Trajectory], limit: int) -> list[dict[str, Any]]:
-    """Up to `limit` of a step's trajectories, in canonical order and spread evenly over the batch, a record each."""
+    """Up to `limit` of a step's trajectories, in canonical order and spread evenly over the batch,
+    a record each."""
     from megatron_stare.records.token_numbers import spread  # torch, which who reads does not need
 
     ordered = sorted(trajectories, key=lambda t: (t.prompt.cursor, t.sample_index))
@@ -134,7 +147,9 @@ def _response(record: Record, where: str) -> SampledResponse:
             record=record,
         )
     except (LookupError, TypeError, ValueError) as error:
-        raise DataError(f"not a sampled response: {error}", where=where, fix="delete the line") from error
+        raise DataError(
+            f"not a sampled response: {error}", where=where, fix="delete the line"
+        ) from error
 
 
 def _tokens(columns: Mapping[str, Any]) -> Iterator[Token]:
@@ -175,4 +190,6 @@ def _runs(values: Iterable[float | None]) -> list[list[float | int | None]]:
 
 
 def _letters(values: Sequence[int], names: Mapping[int, str], trained: Sequence[bool]) -> str:
-    return "".join(names[value] if here else NOT_TRAINED for value, here in zip(values, trained, strict=True))
+    return "".join(
+        names[value] if here else NOT_TRAINED for value, here in zip(values, trained, strict=True)
+    )

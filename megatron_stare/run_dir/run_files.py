@@ -1,8 +1,8 @@
 """The files of a run's record, by name, and a run directory read back.
 
-metrics.jsonl and eval.jsonl are written by `sinks/jsonl_files.py`; read by a resume and by anyone with `jq`, and with
-config.yaml by `figures.py` and `report/`. A run that is still going, was killed, or never evaluated is as welcome as a
-finished one.
+metrics.jsonl and eval.jsonl are written by `sinks/jsonl_files.py`; read by a resume and by anyone
+with `jq`, and with config.yaml by `figures.py` and `report/`. A run that is still going, was
+killed, or never evaluated is as welcome as a finished one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class RunRecord:
     def method(self) -> str | None:
         """The name of its method."""
         algorithm = self.config.get("algorithm")
-        name = algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm  # the short form, written by hand
+        # the short form, written by hand
+        name = algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm
         return None if name is None else str(name)
 
     def setting(self, dotted: str) -> Any:
@@ -57,14 +58,18 @@ class RunRecord:
         return node
 
     def series(self, key: str) -> tuple[list[float], list[float]]:
-        """Steps and values of one metric, NaN where a step lacks it; empty lists where no step has it."""
+        """Steps and values of one metric, NaN where a step lacks it; empty lists where no step has
+        it."""
         if not any(math.isfinite(row.get(key, math.nan)) for row in self.metrics):
             return [], []
-        return [float(row["step"]) for row in self.metrics], [row.get(key, math.nan) for row in self.metrics]
+        return [float(row["step"]) for row in self.metrics], [
+            row.get(key, math.nan) for row in self.metrics
+        ]
 
     @property
     def tasks(self) -> list[str | None]:
-        """Names of the evaluated tasks, as they came; None: the run's own task, which is there where nothing was."""
+        """Names of the evaluated tasks, as they came; None: the run's own task, which is there
+        where nothing was."""
         return list(dict.fromkeys(record.get("task") for record in self.evals)) or [None]
 
     def on_task(self, task: str | None) -> RunRecord:
@@ -83,12 +88,14 @@ class RunRecord:
 
 
 def read_run(directory: Path) -> RunRecord:
-    """Raises DataError where `directory` holds nothing a run writes, or config.yaml is not readable."""
+    """Raises DataError where `directory` holds nothing a run writes, or config.yaml is not
+    readable."""
     directory = Path(directory)
     config_path = directory / CONFIG_FILE
     if not any((directory / name).exists() for name in (CONFIG_FILE, METRICS_FILE, EVAL_FILE)):
         raise DataError(
-            f"not a run directory: it holds none of {CONFIG_FILE}, {METRICS_FILE}, {EVAL_FILE}", where=str(directory)
+            f"not a run directory: it holds none of {CONFIG_FILE}, {METRICS_FILE}, {EVAL_FILE}",
+            where=str(directory),
         )
     text = config_path.read_text(encoding="utf-8") if config_path.exists() else ""
     try:
@@ -110,7 +117,8 @@ def read_run(directory: Path) -> RunRecord:
 
 
 def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
-    """Several runs, named by their methods; runs of one method also by the run's name, and of one name by directory."""
+    """Several runs, named by their methods; runs of one method also by the run's name, and of one
+    name by directory."""
     runs = [read_run(directory) for directory in directories]
     if len(runs) == 1:
         return runs
@@ -129,7 +137,12 @@ def _by_step(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _once(evals: Sequence[Record]) -> list[Record]:
     # A run killed after an evaluation and before a checkpoint repeats it; the later one counts.
-    return list({tuple(record.get(key) for key in ("step", "weights", "task")): record for record in evals}.values())
+    return list(
+        {
+            tuple(record.get(key) for key in ("step", "weights", "task")): record
+            for record in evals
+        }.values()
+    )
 
 
 def result_name(record: Record) -> str:
@@ -139,10 +152,13 @@ def result_name(record: Record) -> str:
 
 
 def evaluation_figures(record: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of an evaluation by name, without intervals; what it does not have is left out."""
+    """The figures of an evaluation by name, without intervals; what it does not have is left
+    out."""
     found: dict[str, Any] = {name: record.get(name) for name in ("pass1", "greedy", *_FIGURES)}
     found |= {name: each["value"] for name, each in record.get("results", {}).items()}
-    found |= {f"reflection/{category}": mean for category, mean in record.get("reflection", {}).items()}
+    found |= {
+        f"reflection/{category}": mean for category, mean in record.get("reflection", {}).items()
+    }
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
@@ -151,17 +167,28 @@ def _last(evals: Sequence[Record], weights: str) -> Record | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a metrics.jsonl, oldest first; [] where there is no file. A torn last line is left out.
+    """The steps of a metrics.jsonl, oldest first; [] where there is no file. A torn last line is
+    left out.
 
-    "step" is an int; every other value a float, NaN where the run logged something that is not finite.
+    "step" is an int; every other value a float, NaN where the run logged something that is not
+    finite.
     """
     return [
         {"step": int(record["step"])}
-        | {key: float("nan") if value is None else float(value) for key, value in record.items() if key != "step"}
+        | {
+            key: float("nan") if value is None else float(value)
+            for key, value in record.items()
+            if key != "step"
+        }
         for record in read_jsonl(Path(path))
     ]
 
 
 def evaluated_steps(run_dir: Path, task: str | None) -> set[int]:
-    """The steps whose weights were evaluated on a task (None: the run's own); empty where there is no eval.jsonl."""
-    return {int(record["step"]) for record in read_jsonl(run_dir / EVAL_FILE) if record.get("task") == task}
+    """The steps whose weights were evaluated on a task (None: the run's own); empty where there is
+    no eval.jsonl."""
+    return {
+        int(record["step"])
+        for record in read_jsonl(run_dir / EVAL_FILE)
+        if record.get("task") == task
+    }

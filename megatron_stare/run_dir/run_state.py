@@ -1,8 +1,8 @@
 """The run directory, and all a run needs to continue: one object, written as one.
 
-A checkpoint is a folder `checkpoints/step_000050` that holds the ranks' distributed checkpoint, run_state.json and the
-checksums of all its files. It is written under another name and renamed when everything in it is on disk, so one that
-has this name is complete.
+A checkpoint is a folder `checkpoints/step_000050` that holds the ranks' distributed checkpoint,
+run_state.json and the checksums of all its files. It is written under another name and renamed when
+everything in it is on disk, so one that has this name is complete.
 """
 
 from __future__ import annotations
@@ -50,10 +50,14 @@ class RunState:
     step: int = 0
     data: dict[str, int] = field(default_factory=dict)  # of the prompt source
     method: dict[str, float] = field(default_factory=dict)  # of the algorithm: gate, controllers
-    skipped: int = 0  # consecutive updates that were not taken, because loss or gradient was not finite
-    rollbacks: list[dict[str, Any]] = field(default_factory=list)  # of the run, oldest first; see RunDir.note_rollback
-    inputs: dict[str, str] = field(default_factory=dict)  # digests of what prompts are made with; {}: not known
-    kept: bytes = b""  # responses under way, of prompts that `data` counts as taken; a file of its own in a checkpoint
+    # consecutive updates that were not taken, because loss or gradient was not finite
+    skipped: int = 0
+    # of the run, oldest first; see RunDir.note_rollback
+    rollbacks: list[dict[str, Any]] = field(default_factory=list)
+    # digests of what prompts are made with; {}: not known
+    inputs: dict[str, str] = field(default_factory=dict)
+    # responses under way, of prompts that `data` counts as taken; a file of its own in a checkpoint
+    kept: bytes = b""
 
     @property
     def left_out(self) -> frozenset[int]:
@@ -63,7 +67,8 @@ class RunState:
     def to_json(self) -> str:
         """All but `kept`."""
         return json.dumps(
-            {KEY: FORMAT, **{name: value for name, value in vars(self).items() if name != "kept"}}, indent=2
+            {KEY: FORMAT, **{name: value for name, value in vars(self).items() if name != "kept"}},
+            indent=2,
         )
 
     @classmethod
@@ -78,17 +83,21 @@ class RunState:
             tree = run_state_up_to_date(json.loads(file.read_text()), file)
             kept = checkpoint / KEPT
             tree["kept"] = kept.read_bytes() if kept.exists() else b""
-            return cls(**{each.name: tree.pop(each.name) for each in dataclasses.fields(cls)}, **tree)
+            return cls(
+                **{each.name: tree.pop(each.name) for each in dataclasses.fields(cls)}, **tree
+            )
         except (OSError, ValueError, TypeError, LookupError) as error:
             raise DataError(
-                f"not the state of a run: {error}", where=str(file), fix="remove this checkpoint to use the one before"
+                f"not the state of a run: {error}",
+                where=str(file),
+                fix="remove this checkpoint to use the one before",
             ) from error
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A checkpoint that is being written: its place, the folder that is written until then, its run state, and what the
-    driver puts beside it, by file name."""
+    """A checkpoint that is being written: its place, the folder that is written until then, its run
+    state, and what the driver puts beside it, by file name."""
 
     final: Path
     folder: Path
@@ -99,8 +108,11 @@ class Staged:
 class RunDir:
     """One run's directory, held by one process at a time."""
 
-    def __init__(self, path: Path, lock: IO[str], made: Sequence[Path], found: Sequence[str]) -> None:
-        """`made` are the folders that were not there before, innermost first; `found` is what was in `path`."""
+    def __init__(
+        self, path: Path, lock: IO[str], made: Sequence[Path], found: Sequence[str]
+    ) -> None:
+        """`made` are the folders that were not there before, innermost first; `found` is what was
+        in `path`."""
         self.path = path
         self._lock = lock
         self._made, self._found = made, frozenset(found)
@@ -124,7 +136,8 @@ class RunDir:
 
     @classmethod
     def reopen(cls, path: Path) -> RunDir:
-        """The directory of a run to be continued. Raises UserError where another process holds it."""
+        """The directory of a run to be continued. Raises UserError where another process holds
+        it."""
         run = cls._hold(path)
         run.forget_unfinished()  # of a run that was killed
         return run
@@ -151,9 +164,11 @@ class RunDir:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def discard(self) -> None:
-        """Removes all that was not there before. For a start that failed: what it left would be taken for a run.
+        """Removes all that was not there before. For a start that failed: what it left would be
+        taken for a run.
 
-        The configuration goes first, as it is what makes a directory a run: whoever is killed meanwhile leaves none.
+        The configuration goes first, as it is what makes a directory a run: whoever is killed
+            meanwhile leaves none.
         """
         if CONFIG not in self._found:
             (self.path / CONFIG).unlink(missing_ok=True)
@@ -163,15 +178,17 @@ class RunDir:
         _remove_empty(self._made)
 
     def record(self, config: Config) -> None:
-        """Writes the resolved configuration; whoever reads it meanwhile, or after a crash, sees the old or the new."""
+        """Writes the resolved configuration; whoever reads it meanwhile, or after a crash, sees the
+        old or the new."""
         temporary = self.path / f".{CONFIG}.tmp"
         temporary.write_text(dump_yaml(config))
         sync_entry(temporary)
         os.replace(temporary, self.path / CONFIG)
 
     def note_rollback(self, before: Sequence[dict[str, Any]], back: RollBack) -> None:
-        """Adds one to those of the run: its step, why, and the cursors of the prompts that are left out from then on.
-        A checkpoint holds those before it; this file holds them until the next one does.
+        """Adds one to those of the run: its step, why, and the cursors of the prompts that are left
+        out from then on. A checkpoint holds those before it; this file holds them until the next
+        one does.
 
         Raises:
             UserError: it cannot be written.
@@ -184,7 +201,8 @@ class RunDir:
             os.replace(temporary, self.path / ROLLBACKS)
         except OSError as error:
             raise UserError(
-                f"a rollback could not be noted ({error.strerror})", where=str(self.path / ROLLBACKS)
+                f"a rollback could not be noted ({error.strerror})",
+                where=str(self.path / ROLLBACKS),
             ) from error
 
     def rollbacks(self) -> list[dict[str, Any]]:
@@ -194,7 +212,9 @@ class RunDir:
             return json.loads(file.read_text()) if file.exists() else []
         except ValueError as error:
             raise DataError(
-                "not the rollbacks of a run", where=str(file), fix="remove it; the newest checkpoint may hold them"
+                "not the rollbacks of a run",
+                where=str(file),
+                fix="remove it; the newest checkpoint may hold them",
             ) from error
 
     def record_placement(self, lines: Sequence[str]) -> None:
@@ -212,7 +232,8 @@ class RunDir:
         return step_of(found[-1]) if found else None
 
     def stage(self, state: RunState, beside: Mapping[str, bytes] = MappingProxyType({})) -> Staged:
-        """A folder for the ranks' part of a checkpoint of this state, which may change as soon as this returns.
+        """A folder for the ranks' part of a checkpoint of this state, which may change as soon as
+        this returns.
 
         Args:
             beside: small files of the driver's that belong to it, by name.
@@ -236,11 +257,14 @@ class RunDir:
             written: length and checksum of every file of the ranks.
 
         Raises:
-            UserError: the disk is full or not writable, or a file is not as it was written; earlier checkpoints are
-                untouched.
+            UserError: the disk is full or not writable, or a file is not as it was written; earlier
+                checkpoints are untouched.
         """
         try:
-            sums = {**written, RUN_STATE: manifest.put(staged.folder / RUN_STATE, staged.state.encode())}
+            sums = {
+                **written,
+                RUN_STATE: manifest.put(staged.folder / RUN_STATE, staged.state.encode()),
+            }
             for name, content in staged.beside.items():
                 sums[name] = manifest.put(staged.folder / name, content)
             manifest.check_lengths(staged.folder, sums)
@@ -255,32 +279,38 @@ class RunDir:
         return staged.final
 
     def forget(self, steps: Collection[int]) -> None:
-        """Removes checkpoints, the oldest first; whoever is killed meanwhile leaves each whole or nameless."""
+        """Removes checkpoints, the oldest first; whoever is killed meanwhile leaves each whole or
+        nameless."""
         for checkpoint in self.checkpoints():
             if step_of(checkpoint) in steps:
                 _forget(checkpoint)
 
     def set_aside(self, after: int) -> list[Path]:
-        """Takes the names of checkpoints from those of later steps, which the run is continued before. Nothing of them
-        is removed; where they are now."""
+        """Takes the names of checkpoints from those of later steps, which the run is continued
+        before. Nothing of them is removed; where they are now."""
         moved = []
         for checkpoint in self.checkpoints():
             if step_of(checkpoint) > after:
-                places = (checkpoint.with_name(f"{checkpoint.name}.aside-{n}") for n in itertools.count(1))
-                moved.append(checkpoint.rename(next(place for place in places if not place.exists())))
+                places = (
+                    checkpoint.with_name(f"{checkpoint.name}.aside-{n}") for n in itertools.count(1)
+                )
+                moved.append(
+                    checkpoint.rename(next(place for place in places if not place.exists()))
+                )
         return moved
 
 
 def _forget(checkpoint: Path) -> None:
-    """Removes it. It loses its name first: whoever is killed meanwhile leaves no part of it that is taken for it."""
+    """Removes it. It loses its name first: whoever is killed meanwhile leaves no part of it that is
+    taken for it."""
     unnamed = _unfinished(checkpoint)
     checkpoint.rename(unnamed)
     shutil.rmtree(unnamed)
 
 
 def _unfinished(final: Path) -> Path:
-    """A name of its own for what is no checkpoint: a writer that outlived another run by a moment must not write into
-    this one."""
+    """A name of its own for what is no checkpoint: a writer that outlived another run by a moment
+    must not write into this one."""
     return final.with_name(f"{final.name}.{secrets.token_hex(4)}.tmp")
 
 
@@ -289,7 +319,8 @@ def _not_written(final: Path, error: OSError) -> UserError:
 
 
 def check_place(config: Config) -> None:
-    """Raises UserError where a new run's directory could not be made, or is not free. Leaves nothing behind."""
+    """Raises UserError where a new run's directory could not be made, or is not free. Leaves
+    nothing behind."""
     path = _place(config)
     refuse_taken(path)
     refuse_busy(path)
@@ -316,8 +347,8 @@ def step_of(checkpoint: Path) -> int:
 
 
 def check_whole(checkpoint: Path) -> None:
-    """Holds names and lengths of a checkpoint's files against what was written, and the bytes of all but those that
-    hold tensors, which the ranks read.
+    """Holds names and lengths of a checkpoint's files against what was written, and the bytes of
+    all but those that hold tensors, which the ranks read.
 
     Raises:
         DataError: naming the first that is not as it was written.
@@ -328,8 +359,11 @@ def check_whole(checkpoint: Path) -> None:
     else:
         manifest.check_lengths(checkpoint, sums)
         tensors = manifest.tensors_of(sums)
-        manifest.check_bytes(checkpoint, {name: each for name, each in sums.items() if name not in tensors})
-    from megatron_stare.weights.files.torch_dist import check_files  # imports torch, which looking at a run needs not
+        manifest.check_bytes(
+            checkpoint, {name: each for name, each in sums.items() if name not in tensors}
+        )
+    # imports torch, which looking at a run needs not
+    from megatron_stare.weights.files.torch_dist import check_files
 
     check_files(checkpoint)
 
@@ -340,9 +374,15 @@ def _refuse_without_sums(checkpoint: Path) -> None:
     A run state that is damaged, or of a newer release, is complained of where it is read.
     """
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        if FIRST_WITH_CHECKSUMS <= int(json.loads((checkpoint / RUN_STATE).read_text()).get(KEY, 1)) <= FORMAT:
+        if (
+            FIRST_WITH_CHECKSUMS
+            <= int(json.loads((checkpoint / RUN_STATE).read_text()).get(KEY, 1))
+            <= FORMAT
+        ):
             raise DataError(
-                "the list of checksums is missing", where=str(checkpoint / manifest.MANIFEST), fix=manifest.FIX
+                "the list of checksums is missing",
+                where=str(checkpoint / manifest.MANIFEST),
+                fix=manifest.FIX,
             )
 
 
@@ -359,7 +399,8 @@ def _place(config: Config) -> Path:
 def _lock(lock: IO[str], path: Path) -> None:
     for left in reversed(range(LOCK_TRIES)):
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by the kernel when the process ends, however
+            # freed by the kernel when the process ends, however
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except OSError as error:
             if not left:
@@ -367,7 +408,10 @@ def _lock(lock: IO[str], path: Path) -> None:
                 raise UserError(
                     f"another process is running in this directory{_holder(path)}",
                     where=str(path),
-                    fix=f"megatron-stare status {path} says how it stands; end it, or give another run.dir",
+                    fix=(
+                        f"megatron-stare status {path} says how it stands; end it, or give another"
+                        " run.dir"
+                    ),
                 ) from error
             time.sleep(LOCK_WAIT_S)  # `megatron-stare status` holds it for microseconds
 
@@ -380,13 +424,18 @@ def _holder(path: Path) -> str:
     except OSError:
         return ""
     fields = (line.replace("-> ", "").split() for line in lines)
-    pids = [each[4] for each in fields if len(each) > 5 and each[5].rpartition(":")[2] == str(inode)]
+    pids = [
+        each[4] for each in fields if len(each) > 5 and each[5].rpartition(":")[2] == str(inode)
+    ]
     return f" (pid {pids[0]})" if pids and pids[0] != "-1" else ""
 
 
 def refuse_busy(path: Path) -> None:
     """Raises UserError where another process is running in this directory. Changes nothing."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), (path / LOCK_FILE).open() as lock:
+    with (
+        contextlib.suppress(FileNotFoundError, NotADirectoryError),
+        (path / LOCK_FILE).open() as lock,
+    ):
         _lock(lock, path)
 
 
@@ -397,7 +446,11 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:
-    return UserError(f"the run directory cannot be written ({error.strerror})", where=str(path), fix="set run.dir")
+    return UserError(
+        f"the run directory cannot be written ({error.strerror})",
+        where=str(path),
+        fix="set run.dir",
+    )
 
 
 def _sync(folder: Path) -> None:

@@ -1,1 +1,2 @@
-"""Tasks that the policy is trained and evaluated on: prompts, template, environment and verifier under one name."""
+"""Tasks that the policy is trained and evaluated on: prompts, template, environment and verifier
+under one name."""

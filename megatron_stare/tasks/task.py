@@ -1,7 +1,8 @@
 """From the configuration to tasks: the one a run trains on, and those it is evaluated on.
 
-A task names its parts, each found where its kind is registered: the prompt source (data/prompt_source.py), the verifier
-(rewards/verifier.py), the environment (environments/environment.py).
+A task names its parts, each found where its kind is registered: the prompt source
+(data/prompt_source.py), the verifier (rewards/verifier.py), the environment
+(environments/environment.py).
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ class Task:
     """Data, prompt template, verifier and environment, and how responses are sampled.
 
     name: None of a run's own task.
-    config: the run's, in which the settings of OWN are this task's. So whatever is made of a configuration, a source
-        or an environment of the user's own too, is made for any task and need not know of tasks.
+    config: the run's, in which the settings of OWN are this task's. So whatever is made of a
+        configuration, a source or an environment of the user's own too, is made for any task and
+        need not know of tasks.
     own: the task's settings by the run's that they take the place of.
     """
 
@@ -85,12 +87,16 @@ class Task:
             return make_environment(self.config.rollout.environment, self.config, tokenizer)
 
     def problems(self, tokenizer: Any) -> list[Prompt]:
-        """Problems of every evaluation. Raises UserError where they are missing, malformed or fewer than asked for."""
-        wanted = self.config.eval.prompts or None  # no task of `eval.tasks` is asked for 0: it would be left out
+        """Problems of every evaluation. Raises UserError where they are missing, malformed or fewer
+        than asked for."""
+        # no task of `eval.tasks` is asked for 0: it would be left out
+        wanted = self.config.eval.prompts or None
         with self.blamed():
             return held_out(self.config, tokenizer, wanted)
 
-    def sampling(self, step: int, seed: int, stop_token_ids: Collection[int], greedy: bool = False) -> SamplingParams:
+    def sampling(
+        self, step: int, seed: int, stop_token_ids: Collection[int], greedy: bool = False
+    ) -> SamplingParams:
         """How an engine samples the responses."""
         return SamplingParams(
             temperature=self.config.rollout.temperature,
@@ -144,7 +150,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A task, made and checked: the problems that every evaluation asks, and what makes responses of them."""
+    """A task, made and checked: the problems that every evaluation asks, and what makes responses
+    of them."""
 
     task: Task
     prompts: list[Prompt]
@@ -157,14 +164,17 @@ def training_task(config: Config) -> Task:
 
 
 def evaluation_tasks(config: Config, offline: bool = False) -> list[Task]:
-    """Tasks of `eval.tasks`; where there are none and `eval.prompts` is above 0, the run's own task.
+    """Tasks of `eval.tasks`; where there are none and `eval.prompts` is above 0, the run's own
+    task.
 
     Args:
         offline: those too that training leaves out.
     """
     if not config.eval.tasks:
         return [Task(config)] if config.eval.prompts else []
-    return [_task(config, section) for section in config.eval.tasks if offline or not section.offline]
+    return [
+        _task(config, section) for section in config.eval.tasks if offline or not section.offline
+    ]
 
 
 def _task(config: Config, section: EvalTask) -> Task:
@@ -174,7 +184,10 @@ def _task(config: Config, section: EvalTask) -> Task:
     for key, value in given.items():
         room, _, setting = OWN[key].partition(".")
         changed.setdefault(room, {})[setting] = value
-    laid = {room: getattr(config, room).model_copy(update=settings) for room, settings in changed.items()}
+    laid = {
+        room: getattr(config, room).model_copy(update=settings)
+        for room, settings in changed.items()
+    }
     return Task(
         config=config.model_copy(update=laid),
         name=section.name,

@@ -1,1 +1,2 @@
-"""Weights in files and on their way: folders, checkpoints, the stream. Process groups come as arguments."""
+"""Weights in files and on their way: folders, checkpoints, the stream. Process groups come as
+arguments."""

@@ -1,4 +1,5 @@
-"""A user's own method, complete: improbable tokens are trained on less. Explained in docs/algorithms/own_method.md.
+"""A user's own method, complete: improbable tokens are trained on less. Explained in
+docs/algorithms/own_method.md.
 
     w = 1 / (1 + s / S)        J = (1 / N) sum_{i,t} w min(rho A, clip(rho) A)
 
@@ -31,4 +32,7 @@ class MyMethod(Grpo):
         return replace(base, loss=base.loss / (1 + self.strength * batch.surprisal / largest))
 
     def metrics(self, statistics: Statistics, state: State) -> dict[str, Tensor | float]:
-        return {**super().metrics(statistics, state), "my_method/largest": scalar(statistics, "largest")}
+        return {
+            **super().metrics(statistics, state),
+            "my_method/largest": scalar(statistics, "largest"),
+        }

@@ -31,7 +31,9 @@ def test_every_method_has_a_configuration_and_a_page() -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_the_configuration_is_accepted_and_names_its_source(path: Path) -> None:
     config = validate({"model": {"path": "some/model"}, **read_yaml(path)}, str(path))
-    assert type(config.algorithm.method).__module__.endswith({"skywork_or1": "grpo"}.get(path.stem, path.stem))
+    assert type(config.algorithm.method).__module__.endswith(
+        {"skywork_or1": "grpo"}.get(path.stem, path.stem)
+    )
     assert re.search(r"arXiv \d{4}\.\d{5}|Ours", path.read_text().split("algorithm:")[0])
 
 
@@ -58,7 +60,9 @@ PROMISED = {
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
-def test_the_configuration_passes_preflight_and_trains_as_it_promises(path: Path, tmp_path: Path) -> None:
+def test_the_configuration_passes_preflight_and_trains_as_it_promises(
+    path: Path, tmp_path: Path
+) -> None:
     """On a model with the positions of those it was published with."""
     folder = shutil.copytree(ROOT / "assets/tiny-adder", tmp_path / "model")
     shape = json.loads((folder / "config.json").read_text())

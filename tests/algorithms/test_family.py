@@ -1,4 +1,5 @@
-"""Every method is exact over micro-batches, detached where it must be, and well-behaved at the edges."""
+"""Every method is exact over micro-batches, detached where it must be, and well-behaved at the
+edges."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def built(name: str, **more: Any) -> PolicyGradient:
 def with_everything(name: str, **more: Any) -> PolicyGradient:
     return replace(
         built(name, **more),
-        correction=Correction(level="sequence", mode="mask", low=0.2, high=5.0, veto=0.5, normalise=True)
+        correction=Correction(
+            level="sequence", mode="mask", low=0.2, high=5.0, veto=0.5, normalise=True
+        )
         if name != "dr_grpo"
         else Correction(mode="icepop"),
         reference_kl=ReferenceKl(coef=0.1),
@@ -60,7 +63,8 @@ def test_the_loss_does_not_depend_on_micro_batches(name: str, make: Any) -> None
 @pytest.mark.parametrize("make", [built, with_everything])
 @pytest.mark.parametrize("name", METHODS)
 def test_the_host_never_waits_for_a_value(name: str, make: Any) -> None:
-    # fake tensors have no values: .item(), `if` on a tensor, or a shape that depends on values raises
+    # fake tensors have no values: .item(), `if` on a tensor, or a shape that depends on values
+    # raises
     method = make(name)
     batch = token_batch(MIXED, method=method)
     with FakeTensorMode() as mode:
@@ -96,7 +100,9 @@ def test_only_the_log_prob_carries_gradient(name: str) -> None:
 @pytest.mark.parametrize("reward", [0.0, 1.0, 1 / 3])
 def test_equal_rewards_teach_nothing(name: str, reward: float) -> None:
     method = built(name)
-    loss, gradient = loss_and_gradient(method, token_batch([reward] * 8, method=method, off_policy=0.0))
+    loss, gradient = loss_and_gradient(
+        method, token_batch([reward] * 8, method=method, off_policy=0.0)
+    )
     assert loss == 0
     assert gradient.abs().max() == 0
 
@@ -104,7 +110,9 @@ def test_equal_rewards_teach_nothing(name: str, reward: float) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_one_token_a_response(name: str) -> None:
     method = built(name)
-    loss, gradient = loss_and_gradient(method, token_batch([1.0, 0.0], method=method, group_size=2, lengths=[1, 1]))
+    loss, gradient = loss_and_gradient(
+        method, token_batch([1.0, 0.0], method=method, group_size=2, lengths=[1, 1])
+    )
     assert loss.isfinite() and gradient.isfinite().all()
 
 
@@ -156,7 +164,10 @@ def test_equal_surprisals_and_minus_zero(name: str) -> None:
         ({"name": "stapo", "aggregation": "dr_grpo", "length_norm": 9}, "denominator"),
         ({"name": "gspo", "aggregation": "token_mean"}, "sequence_mean"),
         ({"name": "gspo", "correction": {"level": "token"}}, "sequence or geometric"),
-        ({"name": "grpo_s", "correction": {"level": "sequence", "reject": [0.5, 2]}}, "reject null"),
+        (
+            {"name": "grpo_s", "correction": {"level": "sequence", "reject": [0.5, 2]}},
+            "reject null",
+        ),
         ({"name": "cispo", "dual_clip": 10}, "unknown name 'dual_clip'"),
         ({"name": "kl_cov", "clip_low": 0.2}, "unknown name 'clip_low'"),
         ({"name": "dapo", "length_penalty": {}}, "both punish length"),
@@ -168,7 +179,10 @@ def test_equal_surprisals_and_minus_zero(name: str) -> None:
         ({"name": "gtpo", "entropy_clamp": [0.3, 0.2]}, "entropy_clamp"),
         ({"name": "stare", "rare_below": 1.0}, "rare_below must lie in"),
         ({"name": "stare", "rare_below": 0.1, "common": "bottom"}, "common must be complement"),
-        ({"name": "stare", "gate": "token", "entropy_target": None}, "gate token needs an entropy_target"),
+        (
+            {"name": "stare", "gate": "token", "entropy_target": None},
+            "gate token needs an entropy_target",
+        ),
         ({"name": "twenty_entropy", "share": 0}, "share"),
         ({"name": "clip_cov", "cov_low": 5}, "cov_low"),
     ],

@@ -1,4 +1,5 @@
-"""The norm of the gradient in the logits against autograd, STAPO's bounds around it, and the proxy's precision."""
+"""The norm of the gradient in the logits against autograd, STAPO's bounds around it, and the
+proxy's precision."""
 
 from __future__ import annotations
 
@@ -42,10 +43,14 @@ def test_worked_numbers() -> None:
     """p = (1/2, 1/4, 1/4): H = 1.5 ln 2, sum of squares 3/8, C_3 = 2 / (3 ln^2 3)."""
     p = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
     entropy = torch.full((3,), 1.5 * math.log(2), dtype=torch.float64)
-    assert squared_norm(p.log(), (p * p).sum().expand(3)).tolist() == pytest.approx([0.375, 0.875, 0.875])
+    assert squared_norm(p.log(), (p * p).sum().expand(3)).tolist() == pytest.approx(
+        [0.375, 0.875, 0.875]
+    )
     low, bend = math.exp(-1.5 * math.log(2)), 2 / (3 * math.log(3) ** 2) * (1.5 * math.log(2)) ** 2
     assert lower_bound(p.log(), entropy).tolist() == pytest.approx([low, 0.5 + low, 0.5 + low])
-    assert upper_bound(p.log(), entropy, 3).tolist() == pytest.approx([1 - bend, 1.5 - bend, 1.5 - bend])
+    assert upper_bound(p.log(), entropy, 3).tolist() == pytest.approx(
+        [1 - bend, 1.5 - bend, 1.5 - bend]
+    )
 
 
 @pytest.mark.parametrize("vocabulary", [2, 7, 300])
@@ -73,26 +78,45 @@ def test_the_norm_is_that_of_autograd() -> None:
     statistics = answer(norm_requests(batch, push, 11), None)
     found = norm_metrics(statistics, T)
     assert float(found["gradient/logit_norm"]) == pytest.approx(float(slope.norm()), rel=1e-12)
-    assert found["gradient/logit_norm_low"] < found["gradient/logit_norm"] < found["gradient/logit_norm_high"]
+    assert (
+        found["gradient/logit_norm_low"]
+        < found["gradient/logit_norm"]
+        < found["gradient/logit_norm_high"]
+    )
     entropy, own = batch.entropy, own.detach()
-    for name, bound in (("low", lower_bound(own, entropy)), ("high", upper_bound(own, entropy, 11))):
+    for name, bound in (
+        ("low", lower_bound(own, entropy)),
+        ("high", upper_bound(own, entropy, 11)),
+    ):
         want = float((push**2 * bound).sum().sqrt()) / T
         assert float(found[f"gradient/logit_norm_{name}"]) == pytest.approx(want, rel=1e-12)
 
 
 def test_the_share_of_improbable_tokens() -> None:
-    """Improbable tokens are counted in right answers alone, before any weight or mask; STAPO silences some of them."""
+    """Improbable tokens are counted in right answers alone, before any weight or mask; STAPO
+    silences some of them."""
     p = torch.tensor([0.001, 0.001, 0.0021, 0.5], dtype=torch.float64)
     logits = torch.stack([p.log(), (1 - p).log()], dim=1)
-    batch = batch_of(logits, torch.zeros(4, dtype=torch.int64), torch.tensor([2.0, -1.0, 1.0, 1.0]).double())
+    batch = batch_of(
+        logits, torch.zeros(4, dtype=torch.int64), torch.tensor([2.0, -1.0, 1.0, 1.0]).double()
+    )
     found = norm_metrics(answer(norm_requests(batch, torch.zeros(4), 2), None), 1.0)
     square = 2 * (1 - p) ** 2  # of one_hot - p, where there are two entries
     weighted = square * torch.tensor([4.0, 1.0, 1.0, 1.0])
     assert float(found["gradient/improbable_tokens"]) == 0.25
-    assert float(found["gradient/improbable_square"]) == pytest.approx(float(weighted[0] / weighted.sum()))
+    assert float(found["gradient/improbable_square"]) == pytest.approx(
+        float(weighted[0] / weighted.sum())
+    )
     assert float(found["gradient/logit_norm"]) == 0.0
     batch.loss_mask[:] = False
-    assert float(norm_metrics(answer(norm_requests(batch, p, 2), None), 1.0)["gradient/improbable_square"]) == 0.0
+    assert (
+        float(
+            norm_metrics(answer(norm_requests(batch, p, 2), None), 1.0)[
+                "gradient/improbable_square"
+            ]
+        )
+        == 0.0
+    )
 
 
 @pytest.mark.parametrize("variant", ["C1", "C2", "C3", "C4"])
@@ -113,11 +137,15 @@ def test_precision_and_a_phi_of_what_is_selected(variant: str) -> None:
     weights = method.weights(batch, statistics, state_of(method))
     assert len(found) == 4
     for each in sets:
-        members = batch.loss_mask & ((weights - (1.1 if each.weight == "amplify" else 0.9)).abs() < 1e-6)
+        members = batch.loss_mask & (
+            (weights - (1.1 if each.weight == "amplify" else 0.9)).abs() < 1e-6
+        )
         members &= each.sign * advantage > 0
         right = (-own[members] > critical[members]) == each.rare
         assert 0 < int(right.sum()) <= len(right)
-        assert float(found[f"forecast/precision_{each.name}"]) == pytest.approx(float(right.double().mean()))
+        assert float(found[f"forecast/precision_{each.name}"]) == pytest.approx(
+            float(right.double().mean())
+        )
         a_phi = float((advantage * phi)[members].sum()) / T**2
         assert float(found[f"forecast/a_phi_{each.name}"]) == pytest.approx(a_phi, rel=1e-9)
     if variant == "C2":
@@ -129,7 +157,9 @@ def test_a_set_without_tokens_has_no_precision() -> None:
     batch = batch_of(logits, taken, -advantage.abs())
     method = Stare()
     selected = method.selected(batch, ask(method, batch))
-    found = proxy_metrics(answer(proxy_requests(batch, method.selects, selected), None), method.selects, 1.0)
+    found = proxy_metrics(
+        answer(proxy_requests(batch, method.selects, selected), None), method.selects, 1.0
+    )
     assert found["forecast/precision_plus"].isnan() and float(found["forecast/a_phi_plus"]) == 0.0
 
 
@@ -145,7 +175,8 @@ def test_the_sums_over_the_vocabulary_are_asked_for() -> None:
 
 
 def test_the_norm_of_a_token_by_its_probability_and_entropy() -> None:
-    """Against one_hot - p itself, cell by cell, over every cell that a mixture of sharp and flat rows reaches."""
+    """Against one_hot - p itself, cell by cell, over every cell that a mixture of sharp and flat
+    rows reaches."""
     flat, taken, _ = drawn(900, 40, 1.0)
     logits = torch.cat([flat[:300], 4 * flat[300:600], 9 * flat[600:]])
     taken[::3] = logits.argmax(1)[::3]
@@ -165,7 +196,11 @@ def test_the_norm_of_a_token_by_its_probability_and_entropy() -> None:
             n, share = 4 * i + j, float(here.sum()) / 720
             assert float(found[f"gradient/token_share_{n}"]) == pytest.approx(share)
             mean = found[f"gradient/token_norm_{n}"]
-            assert float(mean) == 0 if share == 0 else float(mean) == pytest.approx(float(norm[here].mean()), rel=1e-5)
+            assert (
+                float(mean) == 0
+                if share == 0
+                else float(mean) == pytest.approx(float(norm[here].mean()), rel=1e-5)
+            )
             if share:
                 filled += 1
                 assert float(mean) <= math.sqrt(2 - 2 * lows[i]) + 1e-9

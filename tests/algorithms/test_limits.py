@@ -10,7 +10,18 @@ from megatron_stare.algorithms.shaping import LengthPenalty
 from megatron_stare.config.load import build_method
 from megatron_stare.errors import ConfigError
 
-CLIPPED = ("grpo", "dapo", "gtpo", "grpo_s", "gspo", "stare", "stapo", "twenty_entropy", "clip_cov", "cispo")
+CLIPPED = (
+    "grpo",
+    "dapo",
+    "gtpo",
+    "grpo_s",
+    "gspo",
+    "stare",
+    "stapo",
+    "twenty_entropy",
+    "clip_cov",
+    "cispo",
+)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +85,12 @@ def test_what_lies_just_outside_is_refused(settings: dict[str, Any], said: str) 
 @pytest.mark.parametrize("name", CLIPPED)
 def test_every_method_with_a_clip_keeps_its_limits(name: str) -> None:
     """And those of what all methods have, whose aggregation wants its constant."""
-    for wrong in ({"clip_low": 0.0}, {"clip_low": 1.001}, {"clip_high": 0.0}, {"aggregation": "dr_grpo"}):
+    for wrong in (
+        {"clip_low": 0.0},
+        {"clip_low": 1.001},
+        {"clip_high": 0.0},
+        {"aggregation": "dr_grpo"},
+    ):
         with pytest.raises(ConfigError, match=r"clip_low must lie in|needs length_norm"):
             build_method({"name": name, **wrong})
     build_method({"name": name, "clip_low": 1.0, "clip_high": 0.001})

@@ -1,4 +1,5 @@
-"""Methods meet the edges: failed verifiers, single responses, gates, clipping, settings out of range."""
+"""Methods meet the edges: failed verifiers, single responses, gates, clipping, settings out of
+range."""
 
 from __future__ import annotations
 
@@ -37,7 +38,12 @@ def test_equal_rewards_give_exactly_none_whatever_their_mean_rounds_to() -> None
     rewards = torch.full((3,), 0.1, dtype=torch.float64)
     assert float(rewards.sum() / 3) != 0.1
     for spread in ("sample", "population", "none"):
-        assert group_advantages(rewards, torch.zeros(3, dtype=torch.int64), YES[:3], spread=spread).abs().max() == 0
+        assert (
+            group_advantages(rewards, torch.zeros(3, dtype=torch.int64), YES[:3], spread=spread)
+            .abs()
+            .max()
+            == 0
+        )
 
 
 def test_a_single_response_keeps_its_reward() -> None:
@@ -58,7 +64,9 @@ def test_groups_do_not_mix() -> None:
 )
 def test_where_the_clip_takes_the_gradient(advantage: float, ratio: float, gradient: float) -> None:
     log_prob = torch.tensor([ratio]).log().requires_grad_()
-    out = clipped_surrogate(log_prob, torch.zeros(1), torch.tensor([advantage]), low=0.2, high=0.28, dual=10.0)
+    out = clipped_surrogate(
+        log_prob, torch.zeros(1), torch.tensor([advantage]), low=0.2, high=0.28, dual=10.0
+    )
     out.loss.sum().backward()
     assert bool(out.clipped) == (gradient == 0.0)
     assert (log_prob.grad.abs() > 0).item() == (gradient == 1.0)
@@ -94,7 +102,9 @@ def test_a_method_needs_nothing_that_it_does_not_say() -> None:
 
 def test_the_gate_closes_above_the_target_and_keeps_its_state_without_a_number() -> None:
     method = build_method({"name": "stare", "entropy_target": 0.3})
-    state = {name: torch.tensor(x, dtype=torch.float64) for name, x in method.initial_state().items()}
+    state = {
+        name: torch.tensor(x, dtype=torch.float64) for name, x in method.initial_state().items()
+    }
     closed = method.control(state, {"entropy": torch.tensor(0.4, dtype=torch.float64)})
     assert float(closed["gate"]) == 0
     kept = method.control(closed, {"entropy": torch.tensor(float("nan"), dtype=torch.float64)})

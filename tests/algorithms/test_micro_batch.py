@@ -1,4 +1,5 @@
-"""Statistics by micro-batch: what each selects is its own, what the loss divides by is everyone's."""
+"""Statistics by micro-batch: what each selects is its own, what the loss divides by is
+everyone's."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ REWARDS = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
 def test_selections_are_those_of_the_micro_batch_alone(settings: dict[str, Any]) -> None:
     method: Method = build_method(settings)
     batch = token_batch(REWARDS, method=method)
-    cut = [batch.select(rows) for rows in (*by_sequence(batch), torch.arange(0))]  # the last is a dummy
+    # the last is a dummy
+    cut = [batch.select(rows) for rows in (*by_sequence(batch), torch.arange(0))]
     parts = gather_by_micro_batch([partial(method.requests, each) for each in cut], None)
     alone = [ask(method, each) for each in cut]
     for part, own in zip(parts, alone, strict=True):
@@ -52,7 +54,9 @@ def test_micro_batch_mean_by_hand(rewards: list[float], n: int) -> None:
     method = build_method({"name": "grpo", "aggregation": "micro_batch_mean"})
     batch = token_batch(rewards, lengths=[n] * len(rewards))
     first = batch.select(torch.arange(n))
-    assert method.coefficients(first, ask(method, batch)).tolist() == pytest.approx([1 / len(rewards) / n] * n)
+    assert method.coefficients(first, ask(method, batch)).tolist() == pytest.approx(
+        [1 / len(rewards) / n] * n
+    )
 
 
 def test_the_log_counts_what_micro_batches_selected() -> None:
@@ -77,7 +81,9 @@ def test_the_log_counts_the_complement_of_what_micro_batches_selected() -> None:
     cut = [batch.select(rows) for rows in by_sequence(batch)]
     parts = gather_by_micro_batch([partial(method.requests, each) for each in cut], None)
     whole = ask(method, batch)
-    logged = method.metrics(summary(method.requests(batch, whole), whole, parts, None), state_of(method))
+    logged = method.metrics(
+        summary(method.requests(batch, whole), whole, parts, None), state_of(method)
+    )
     chosen = [method.selected(each, part) for each, part in zip(cut, parts, strict=True)]
     for name, code in (("common_plus", 2), ("common_minus", -2)):
         number = sum(int((each == code).sum()) for each in chosen)

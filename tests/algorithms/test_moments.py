@@ -1,5 +1,5 @@
-"""GTPO and GRPO-S where responses are dropped by a filter or truncated, against sums by hand in float64, on one rank
-and on four."""
+"""GTPO and GRPO-S where responses are dropped by a filter or truncated, against sums by hand in
+float64, on one rank and on four."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ METHODS: dict[str, Gtpo | GrpoS] = {
     "gtpo": Gtpo(correction=VETO, alpha2=0.4),
     "grpo_s": GrpoS(correction=VETO, beta2=0.4),
 }
-# four groups of four: of the first the only right answer is dropped; of the second one of two; of the third a wrong one
-# is dropped and a right one truncated; of the last the only wrong one is truncated
+# four groups of four: of the first the only right answer is dropped; of the second one of two; of
+# the third a wrong one is dropped and a right one truncated; of the last the only wrong one is
+# truncated
 REWARDS = [1.0, 0, 0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1, 1, 0]
 DROPPED, TRUNCATED = [0, 4, 10], [8, 15]
-OWNER = torch.tensor([2, 0, 1, 1, 0, 2, 1, 0, 2, 2, 0, 1, 1, 1, 0, 2])  # of each response; the last rank holds none
+# of each response; the last rank holds none
+OWNER = torch.tensor([2, 0, 1, 1, 0, 2, 1, 0, 2, 2, 0, 1, 1, 1, 0, 2])
 
 
 def case() -> TokenBatch:
@@ -76,20 +78,32 @@ def by_hand(method: Gtpo | GrpoS, batch: TokenBatch) -> list[float]:
             rewards = []
             for j in tokens:
                 right = REWARDS[sequence[j]] == 1
-                peers = [k for k in tokens if position[k] == position[j] and REWARDS[sequence[k]] == right]
+                peers = [
+                    k
+                    for k in tokens
+                    if position[k] == position[j] and REWARDS[sequence[k]] == right
+                ]
                 share = [entropy[k] if right else 1 / entropy[k] for k in peers]
                 own = entropy[j] if right else 1 / entropy[j]
-                rewards.append((1 if right else -1) * (method.alpha1 + method.alpha2 * len(peers) * own / sum(share)))
+                rewards.append(
+                    (1 if right else -1)
+                    * (method.alpha1 + method.alpha2 * len(peers) * own / sum(share))
+                )
             found = dict(zip(tokens, standard(rewards, method.eps), strict=True))
         else:
-            mean = {i: plain.fmean(entropy[j] for j in tokens if sequence[j] == i) for i in responses}
+            mean = {
+                i: plain.fmean(entropy[j] for j in tokens if sequence[j] == i) for i in responses
+            }
             by_response = []
             for i in responses:
                 right = REWARDS[i] == 1
                 peers = [k for k in responses if REWARDS[k] == REWARDS[i]]
                 share = [mean[k] if right else 1 / mean[k] for k in peers]
                 own = mean[i] if right else 1 / mean[i]
-                by_response.append((1 if right else -1) * (method.beta1 + method.beta2 * len(peers) * own / sum(share)))
+                by_response.append(
+                    (1 if right else -1)
+                    * (method.beta1 + method.beta2 * len(peers) * own / sum(share))
+                )
             of = dict(zip(responses, standard(by_response, method.eps), strict=True))
             found = {j: of[sequence[j]] for j in tokens}
         for j, advantage in found.items():
@@ -99,11 +113,16 @@ def by_hand(method: Gtpo | GrpoS, batch: TokenBatch) -> list[float]:
 
 
 def gradient_by_hand(method: Gtpo | GrpoS, batch: TokenBatch) -> torch.Tensor:
-    """[N] of the loss in the log-probs, on policy: -A / N, or -A / (B n_i); weights of the correction are 1."""
+    """[N] of the loss in the log-probs, on policy: -A / N, or -A / (B n_i); weights of the
+    correction are 1."""
     kept = batch.loss_mask & ~torch.isin(batch.sequence, torch.tensor(DROPPED))
     lengths = torch.bincount(batch.sequence[kept], minlength=len(REWARDS))
-    number = kept.sum() if isinstance(method, Gtpo) else (lengths > 0).sum() * lengths[batch.sequence]
-    return torch.where(kept, -torch.tensor(by_hand(method, batch), dtype=torch.float64) / number, 0.0)
+    number = (
+        kept.sum() if isinstance(method, Gtpo) else (lengths > 0).sum() * lengths[batch.sequence]
+    )
+    return torch.where(
+        kept, -torch.tensor(by_hand(method, batch), dtype=torch.float64) / number, 0.0
+    )
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -132,7 +151,8 @@ def test_a_dropped_truncated_response_is_no_measure_for_others(name: str) -> Non
     batch, method = case(), METHODS[name]
     batch.rollout_log_prob[(batch.sequence == 15).nonzero()[0]] += 1.0
     _, gradient = loss_and_gradient(method, batch)
-    assert (gradient[batch.sequence >= 12] == 0).all()  # three right answers are left of the last group
+    # three right answers are left of the last group
+    assert (gradient[batch.sequence >= 12] == 0).all()
 
 
 def part(rank: int, init: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -148,7 +168,9 @@ def part(rank: int, init: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
             return method.requests(mine, known)
 
         statistics = gather_statistics(requests, dist.group.WORLD)
-        loss = (method.coefficients(mine, statistics) * method.token_loss(mine, statistics, {}).loss).sum()
+        loss = (
+            method.coefficients(mine, statistics) * method.token_loss(mine, statistics, {}).loss
+        ).sum()
         found[name] = (here.index, torch.autograd.grad(loss, leaf)[0])
     dist.destroy_process_group()
     return found
@@ -162,11 +184,16 @@ def test_four_ranks_judge_alike(ranks: Any) -> None:
         for found in parts:
             index, gradient = found[name]
             got[index] = gradient
-        torch.testing.assert_close(got.double(), gradient_by_hand(method, batch), atol=1e-7, rtol=1e-5)
+        torch.testing.assert_close(
+            got.double(), gradient_by_hand(method, batch), atol=1e-7, rtol=1e-5
+        )
 
 
-def masks(rank: int, init: str, config: Config, batch: RolloutBatch) -> list[tuple[torch.Tensor, ...]]:
-    """Canonical numbers, mask and in_baseline of this rank's tokens, for the rollout batch and for each update."""
+def masks(
+    rank: int, init: str, config: Config, batch: RolloutBatch
+) -> list[tuple[torch.Tensor, ...]]:
+    """Canonical numbers, mask and in_baseline of this rank's tokens, for the rollout batch and for
+    each update."""
     trainer = Trainer(resolve_run(config), rank, init)
     log_prob_pass(trainer, trainer.method.judge(batch))
     trainer.measure({})
@@ -190,7 +217,12 @@ def test_the_trainer_says_who_is_judged_against(ranks: Any, tmp_path: Path, trun
     tree = {
         "model": {"path": str(tmp_path)},
         "parallel": {"data": 2},
-        "batch": {"prompts": 4, "samples_per_prompt": 2, "mini_batch_prompts": 2, "micro_batch_tokens": 24},
+        "batch": {
+            "prompts": 4,
+            "samples_per_prompt": 2,
+            "mini_batch_prompts": 2,
+            "micro_batch_tokens": 24,
+        },
         "algorithm": {"name": "gtpo", "truncated": truncated},
     }
     parts = ranks.run(masks, 2, Config.model_validate(tree), batch)

@@ -1,8 +1,9 @@
-"""Every method where old, current, rollout and reference log-probs all differ, as from a batch's second update on.
+"""Every method where old, current, rollout and reference log-probs all differ, as from a batch's
+second update on.
 
-Statistics are asked, as training does, before the policy has moved; the loss is taken after. Both are held against
-losses_by_hand.py, on mini-batches with answers that could not be verified, tool observations, truncated responses and
-groups of unequal size.
+Statistics are asked, as training does, before the policy has moved; the loss is taken after. Both
+are held against losses_by_hand.py, on mini-batches with answers that could not be verified, tool
+observations, truncated responses and groups of unequal size.
 """
 
 from __future__ import annotations
@@ -42,16 +43,31 @@ CASES: dict[str, dict[str, Any]] = {
     "grpo": {"name": "grpo", "dual_clip": 3.0},
     "grpo token_mean": {"name": "grpo", "aggregation": "token_mean", "truncated": "mask"},
     "grpo sequence_sum": {"name": "grpo", "aggregation": "sequence_sum", "truncated": "drop"},
-    "grpo dr_grpo": {"name": "grpo", "aggregation": "dr_grpo", "length_norm": 9, "advantage_spread": "population"},
+    "grpo dr_grpo": {
+        "name": "grpo",
+        "aggregation": "dr_grpo",
+        "length_norm": 9,
+        "advantage_spread": "population",
+    },
     "grpo dr_grpo_verl": {"name": "grpo", "aggregation": "dr_grpo_verl", "length_norm": 9},
     "grpo micro_batch_mean": {"name": "grpo", "aggregation": "micro_batch_mean"},
     "truncate": {"name": "grpo", "correction": {"high": 1.1}},
-    "clip by response": {"name": "grpo", "correction": {"mode": "clip", "level": "sequence", "low": 0.8, "high": 1.2}},
-    "icepop": {"name": "grpo", "correction": {"mode": "icepop", "level": "geometric", "low": 0.8, "high": 1.1}},
+    "clip by response": {
+        "name": "grpo",
+        "correction": {"mode": "clip", "level": "sequence", "low": 0.8, "high": 1.2},
+    },
+    "icepop": {
+        "name": "grpo",
+        "correction": {"mode": "icepop", "level": "geometric", "low": 0.8, "high": 1.1},
+    },
     "mask": {"name": "grpo", "correction": MASKED},
     "mask by response": {"name": "grpo", "correction": {**BY_RESPONSE, "normalise": True}},
     "mask, sums": {"name": "grpo", "aggregation": "sequence_sum", "correction": BY_RESPONSE},
-    "reject": {"name": "grpo", "aggregation": "token_mean", "correction": {"reject": (0.9, 1.15), "normalise": True}},
+    "reject": {
+        "name": "grpo",
+        "aggregation": "token_mean",
+        "correction": {"reject": (0.9, 1.15), "normalise": True},
+    },
     "veto": {"name": "grpo", "correction": {"veto": 0.2, "high": 1.2}},
     "k1": {"name": "grpo", "reference_kl": {"coef": 0.3, "estimator": "k1"}},
     "k2": {"name": "grpo", "reference_kl": {"coef": 0.3, "estimator": "k2"}, "correction": MASKED},
@@ -63,17 +79,37 @@ CASES: dict[str, dict[str, Any]] = {
     "dr_grpo": {"name": "dr_grpo", "length_norm": 9},
     "justrl": {"name": "justrl"},
     "cispo": {"name": "cispo", "clip_high": 0.3},
-    "cispo both bounds": {"name": "cispo", "clip_low": 0.2, "clip_high": 0.3, "correction": {"high": 1.1}},
+    "cispo both bounds": {
+        "name": "cispo",
+        "clip_low": 0.2,
+        "clip_high": 0.3,
+        "correction": {"high": 1.1},
+    },
     "gspo": {"name": "gspo", "clip_low": 0.05, "clip_high": 0.05},
     "gspo as published": {"name": "gspo", "correction": {**BY_RESPONSE, "low": 0.1}},
-    "gspo by token": {"name": "gspo", "clip_low": 0.05, "clip_high": 0.05, "form": "token", "truncated": "mask"},
-    "grpo_s": {"name": "grpo_s", "clip_low": 0.05, "clip_high": 0.05, "overlong": {"max_length": 12, "cache": 6}},
+    "gspo by token": {
+        "name": "gspo",
+        "clip_low": 0.05,
+        "clip_high": 0.05,
+        "form": "token",
+        "truncated": "mask",
+    },
+    "grpo_s": {
+        "name": "grpo_s",
+        "clip_low": 0.05,
+        "clip_high": 0.05,
+        "overlong": {"max_length": 12, "cache": 6},
+    },
     "grpo_s geometric": {"name": "grpo_s", "ratio": "geometric", "beta2": 0.7, "truncated": "drop"},
     "grpo_s corrected": {"name": "grpo_s", "correction": {"level": "geometric", "high": 1.02}},
     "gtpo": {"name": "gtpo", "alpha2": 0.6},
     "gtpo separate": {"name": "gtpo", "normalise": "separate", "truncated": "drop"},
     "gtpo over the batch": {"name": "gtpo", "scope": "batch", "correction": {"high": 1.1}},
-    "gtpo clamped": {"name": "gtpo", "entropy_clamp": (0.2, 1.2), "overlong": {"max_length": 12, "cache": 6}},
+    "gtpo clamped": {
+        "name": "gtpo",
+        "entropy_clamp": (0.2, 1.2),
+        "overlong": {"max_length": 12, "cache": 6},
+    },
     "stapo": {"name": "stapo", "tau_p": 0.3},
     "stapo v1": {
         "name": "stapo",
@@ -84,21 +120,94 @@ CASES: dict[str, dict[str, Any]] = {
         "entropy_bonus": {"coef": 0.07},
         "reference_kl": {"coef": 0.3},
     },
-    "stapo lower": {"name": "stapo", "tau_p": 0.5, "interpolation": "lower", "aggregation": "sequence_mean"},
-    "stapo after a mask": {"name": "stapo", "tau_p": 0.5, "correction": {**MASKED, "normalise": True}},
-    "stapo_stare": {"name": "stapo_stare", "variant": "C2", "spurious": {"tau_p": 0.3}, "share": 0.3},
-    "stapo_stare after a mask": {"name": "stapo_stare", "spurious": {"tau_p": 0.5}, "share": 0.3, "correction": MASKED},
+    "stapo lower": {
+        "name": "stapo",
+        "tau_p": 0.5,
+        "interpolation": "lower",
+        "aggregation": "sequence_mean",
+    },
+    "stapo after a mask": {
+        "name": "stapo",
+        "tau_p": 0.5,
+        "correction": {**MASKED, "normalise": True},
+    },
+    "stapo_stare": {
+        "name": "stapo_stare",
+        "variant": "C2",
+        "spurious": {"tau_p": 0.3},
+        "share": 0.3,
+    },
+    "stapo_stare after a mask": {
+        "name": "stapo_stare",
+        "spurious": {"tau_p": 0.5},
+        "share": 0.3,
+        "correction": MASKED,
+    },
     "stare": {"name": "stare", "share": 0.2, "amplify": 1.7},
-    "stare O4": {"name": "stare", "variant": "O4", "share": 0.2, "attenuate": 0.3, "correction": MASKED},
-    "stare C2": {"name": "stare", "variant": "C2", "share": 0.3, "amplify": 1.7, "aggregation": "sequence_mean"},
+    "stare O4": {
+        "name": "stare",
+        "variant": "O4",
+        "share": 0.2,
+        "attenuate": 0.3,
+        "correction": MASKED,
+    },
+    "stare C2": {
+        "name": "stare",
+        "variant": "C2",
+        "share": 0.3,
+        "amplify": 1.7,
+        "aggregation": "sequence_mean",
+    },
     "stare O2": {"name": "stare", "variant": "O2", "share": 0.2, "attenuate": 0.4},
-    "stare O3 at the bottom": {"name": "stare", "variant": "O3", "common": "bottom", "share": 0.2, "amplify": 1.9},
-    "stare C1": {"name": "stare", "variant": "C1", "share": 0.3, "amplify": 1.7, "correction": MASKED},
-    "stare C3": {"name": "stare", "variant": "C3", "amplify": 1.7, "attenuate": 0.4, "aggregation": "sequence_mean"},
-    "stare C4 at the bottom": {"name": "stare", "variant": "C4", "common": "bottom", "share": 0.2, "attenuate": 0.4},
-    "stare below a bound": {"name": "stare", "variant": "C2", "rare_below": 0.2, "amplify": 1.7, "attenuate": 0.4},
-    "stare above a bound": {"name": "stare", "variant": "C3", "rare_below": 0.4, "amplify": 1.7, "truncated": "mask"},
-    "stare, gate by sample": {"name": "stare", **BOTH, "gate": "sample", "entropy_target": 1.0, "correction": MASKED},
+    "stare O3 at the bottom": {
+        "name": "stare",
+        "variant": "O3",
+        "common": "bottom",
+        "share": 0.2,
+        "amplify": 1.9,
+    },
+    "stare C1": {
+        "name": "stare",
+        "variant": "C1",
+        "share": 0.3,
+        "amplify": 1.7,
+        "correction": MASKED,
+    },
+    "stare C3": {
+        "name": "stare",
+        "variant": "C3",
+        "amplify": 1.7,
+        "attenuate": 0.4,
+        "aggregation": "sequence_mean",
+    },
+    "stare C4 at the bottom": {
+        "name": "stare",
+        "variant": "C4",
+        "common": "bottom",
+        "share": 0.2,
+        "attenuate": 0.4,
+    },
+    "stare below a bound": {
+        "name": "stare",
+        "variant": "C2",
+        "rare_below": 0.2,
+        "amplify": 1.7,
+        "attenuate": 0.4,
+    },
+    "stare above a bound": {
+        "name": "stare",
+        "variant": "C3",
+        "rare_below": 0.4,
+        "amplify": 1.7,
+        "truncated": "mask",
+    },
+    "stare, gate by sample": {
+        "name": "stare",
+        **BOTH,
+        "gate": "sample",
+        "entropy_target": 1.0,
+        "correction": MASKED,
+    },
     "stare, gate by the sample's kept": {
         "name": "stare",
         **BOTH,
@@ -118,20 +227,38 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "twenty_entropy": {"name": "twenty_entropy"},
     "twenty_entropy of all": {"name": "twenty_entropy", "candidates": "all", "share": 0.3},
-    "twenty_entropy of all, quantile": {"name": "twenty_entropy", "candidates": "all", "rule": "quantile"},
+    "twenty_entropy of all, quantile": {
+        "name": "twenty_entropy",
+        "candidates": "all",
+        "rule": "quantile",
+    },
     "twenty_entropy after a mask": {"name": "twenty_entropy", "share": 0.4, "correction": MASKED},
-    "twenty_entropy all": {"name": "twenty_entropy", "denominator": "all", "aggregation": "sequence_mean"},
-    "twenty_entropy quantile": {"name": "twenty_entropy", "rule": "quantile", "share": 0.4, "correction": MASKED},
+    "twenty_entropy all": {
+        "name": "twenty_entropy",
+        "denominator": "all",
+        "aggregation": "sequence_mean",
+    },
+    "twenty_entropy quantile": {
+        "name": "twenty_entropy",
+        "rule": "quantile",
+        "share": 0.4,
+        "correction": MASKED,
+    },
     "clip_cov": {"name": "clip_cov", "share": 0.1, "cov_low": 0.2, "cov_high": 3.0, "seed": 3},
-    "clip_cov after a mask": {"name": "clip_cov", "share": 0.1, "cov_low": 0.2, "correction": MASKED},
+    "clip_cov after a mask": {
+        "name": "clip_cov",
+        "share": 0.1,
+        "cov_low": 0.2,
+        "correction": MASKED,
+    },
     "kl_cov": {"name": "kl_cov", "share": 0.1, "coef": 0.5},
     "kl_cov after a mask": {"name": "kl_cov", "share": 0.2, "correction": MASKED},
 }
 
 
 def rollout_batch() -> RolloutBatch:
-    """Rewards as above. Every response has a tool observation within it; failed answers stand with a reward that would
-    count if it were read."""
+    """Rewards as above. Every response has a tool observation within it; failed answers stand with
+    a reward that would count if it were read."""
     generator = torch.Generator().manual_seed(5)
     samples: list[Trajectory] = []
     for cursor, rewards in enumerate(REWARDS):
@@ -143,7 +270,8 @@ def rollout_batch() -> RolloutBatch:
             finish = "length" if len(samples) in TRUNCATED else "stop"
             sample = sampled_trajectory(prompt, number, [2] * n, [0.0] * n, finish_reason=finish)  # type: ignore[arg-type]
             sample.loss_mask = torch.tensor(mask)
-            # of a prompt that is always solved the failed answer reads as wrong, of one that never is as right
+            # of a prompt that is always solved the failed answer reads as wrong, of one that never
+            # is as right
             others = {x for x in rewards if x is not None}
             sample.reward = reward if reward is not None else 1.0 - min(others)
             sample.reward_status = "ok" if reward is not None else "crash"
@@ -174,15 +302,20 @@ def scores_of(number: int, read: str) -> Scores:
     return Scores(**{name: x.float().double() for name, x in found.items()})
 
 
-def tokens_of(method: Method, batch: RolloutBatch, scores: Scores, samples: list[int], read: str) -> TokenBatch:
-    """The mini-batch as a trainer holds it before its update: the current log-prob is still the old one."""
+def tokens_of(
+    method: Method, batch: RolloutBatch, scores: Scores, samples: list[int], read: str
+) -> TokenBatch:
+    """The mini-batch as a trainer holds it before its update: the current log-prob is still the old
+    one."""
     advantages = method.judge(batch).advantages
     here = torch.zeros(batch.size, dtype=torch.bool)
     here[samples] = True
     carries = method.carries_loss(batch) & here
     sequence = torch.repeat_interleave(torch.arange(batch.size), batch.response_lengths)
     counted = batch.loss_mask & carries[sequence]
-    lengths = torch.zeros(batch.size, dtype=torch.int64).index_add_(0, sequence, counted.to(torch.int64))
+    lengths = torch.zeros(batch.size, dtype=torch.int64).index_add_(
+        0, sequence, counted.to(torch.int64)
+    )
     starts = batch.response_lengths.cumsum(0) - batch.response_lengths
     index = (batch.loss_mask & here[sequence]).nonzero().squeeze(1)
 
@@ -213,9 +346,14 @@ def tokens_of(method: Method, batch: RolloutBatch, scores: Scores, samples: list
 
 
 def trained(
-    method: Method, tokens: TokenBatch, scores: Scores, micro_batches: list[list[int]], state: dict[str, float]
+    method: Method,
+    tokens: TokenBatch,
+    scores: Scores,
+    micro_batches: list[list[int]],
+    state: dict[str, float],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss and its gradients [M] in current log-probs and entropies, micro-batch by micro-batch."""
+    """The loss and its gradients [M] in current log-probs and entropies, micro-batch by
+    micro-batch."""
     statistics = gather_statistics(lambda known: method.requests(tokens, known), None)
     held = {name: torch.tensor(x, dtype=torch.float64) for name, x in state.items()}
     now, entropy = (x.detach().float().requires_grad_() for x in (scores.now, scores.now_entropy))
@@ -225,7 +363,12 @@ def trained(
         micro = tokens.select(rows)
         micro = replace(micro, log_prob=now[micro.index], current_entropy=entropy[micro.index])
         scale = method.coefficients(micro, statistics)
-        total = total + torch.where(scale > 0, scale * method.token_loss(micro, statistics, held).loss, 0.0).sum()
+        total = (
+            total
+            + torch.where(
+                scale > 0, scale * method.token_loss(micro, statistics, held).loss, 0.0
+            ).sum()
+        )
     slopes = torch.autograd.grad(total, (now, entropy), allow_unused=True, materialize_grads=True)
     return total.detach(), *slopes
 
@@ -239,7 +382,8 @@ def test_every_method_has_a_case() -> None:
 def test_equal_to_the_papers_formulas(case: str, read: str) -> None:
     settings, batch = CASES[case], rollout_batch()
     method, scores = build_method(settings), scores_of(int(batch.response_lengths.sum()), read)
-    bonus = 0.02 if "entropy_bonus" in settings else 0.0  # what a step uses and what its coefficient is may differ
+    # what a step uses and what its coefficient is may differ
+    bonus = 0.02 if "entropy_bonus" in settings else 0.0
     for prompts in MINI_BATCHES:
         samples = torch.isin(batch.groups, torch.tensor(prompts)).nonzero().squeeze(1).tolist()
         cut = [samples[-1:], samples[3:-1], samples[:3]]
@@ -249,7 +393,9 @@ def test_equal_to_the_papers_formulas(case: str, read: str) -> None:
             loss, *slopes = trained(method, tokens, scores, cut, state)
             leaves = [x.clone().requires_grad_() for x in (scores.now, scores.now_entropy)]
             by_hand = replace(scores, now=leaves[0], now_entropy=leaves[1])
-            want = training_loss(settings, batch, by_hand, samples, gate=gate, bonus=bonus, micro_batches=cut)
+            want = training_loss(
+                settings, batch, by_hand, samples, gate=gate, bonus=bonus, micro_batches=cut
+            )
             wanted = torch.autograd.grad(want, leaves, allow_unused=True, materialize_grads=True)
             largest = float(wanted[0].abs().max())
             assert largest > 1e-3

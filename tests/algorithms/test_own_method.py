@@ -1,4 +1,5 @@
-"""The example of docs/algorithms/own_method.md: a method in a file of its own, named by its dotted path."""
+"""The example of docs/algorithms/own_method.md: a method in a file of its own, named by its dotted
+path."""
 
 from __future__ import annotations
 
@@ -44,8 +45,11 @@ def test_it_weighs_by_surprisal_and_is_exact_over_micro_batches() -> None:
     torch.testing.assert_close(loss_and_gradient(method, batch, by_sequence(batch))[0], loss)
 
 
-def _step(rank: int, init: str, config: Config) -> tuple[dict[str, float] | None, dict[str, Tensor]]:
-    """One training step on this rank: the step's metrics, and this rank's part of the new weights."""
+def _step(
+    rank: int, init: str, config: Config
+) -> tuple[dict[str, float] | None, dict[str, Tensor]]:
+    """One training step on this rank: the step's metrics, and this rank's part of the new
+    weights."""
     trainer = Trainer(resolve_run(config), rank, init)
     log_prob_pass(trainer, trainer.method.judge(random_batch(seed=3, size=10)))
     trainer.measure(trainer.method.initial_state())
@@ -59,7 +63,11 @@ def _step(rank: int, init: str, config: Config) -> tuple[dict[str, float] | None
 def test_it_trains_over_tensor_and_data_ranks_as_on_one(ranks, tmp_path: Path) -> None:
     save_model(tmp_path, "qwen2_tied")
     steps = []
-    for name, parallel, budget in ((NAME, {}, 1000), (NAME, {"tensor": 2, "data": 2}, 40), ("grpo", {}, 1000)):
+    for name, parallel, budget in (
+        (NAME, {}, 1000),
+        (NAME, {"tensor": 2, "data": 2}, 40),
+        ("grpo", {}, 1000),
+    ):
         config = check(
             Config.model_validate(
                 {
@@ -74,12 +82,17 @@ def test_it_trains_over_tensor_and_data_ranks_as_on_one(ranks, tmp_path: Path) -
         ).config
         parts = ranks.run(_step, config.parallel.world_size, config)
         (metrics,) = [reported for reported, _ in parts if reported is not None]
-        steps.append((metrics, {name: tensor for _, weights in parts for name, tensor in weights.items()}))
+        steps.append(
+            (metrics, {name: tensor for _, weights in parts for name, tensor in weights.items()})
+        )
     (metrics, weights), (cut_metrics, cut_weights), (_, plain_weights) = steps
     for key in ("my_method/largest", "loss/policy", "optimizer/grad_norm"):
         assert cut_metrics[key] == pytest.approx(metrics[key], rel=1e-5, abs=1e-6), key
     torch.testing.assert_close(cut_weights, weights, rtol=1e-5, atol=1e-6)
-    assert any(not torch.allclose(plain_weights[name], weight, atol=1e-3) for name, weight in weights.items())
+    assert any(
+        not torch.allclose(plain_weights[name], weight, atol=1e-3)
+        for name, weight in weights.items()
+    )
 
 
 def test_the_page_shows_the_file() -> None:

@@ -21,7 +21,9 @@ from megatron_stare.records.batch_statistics import threshold
 MIXED = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize(("variant", "plus", "minus"), [("O1", True, False), ("O4", False, True), ("C2", True, True)])
+@pytest.mark.parametrize(
+    ("variant", "plus", "minus"), [("O1", True, False), ("O4", False, True), ("C2", True, True)]
+)
 def test_stare_variants(variant: str, plus: bool, minus: bool) -> None:
     method = Stare(variant=variant, entropy_target=None, amplify=1.5, attenuate=0.5)  # type: ignore[arg-type]
     batch = token_batch(MIXED, method=method)
@@ -30,9 +32,9 @@ def test_stare_variants(variant: str, plus: bool, minus: bool) -> None:
     assert bool((weights[batch.advantage > 0] == 1.5).any()) == plus
     assert bool((weights[batch.advantage < 0] == 0.5).any()) == minus
     assert set(weights.tolist()) <= {1.0, 1.5, 0.5}
-    assert {name for name in method.metrics(statistics, state_of(method)) if "selected" in name} == {
-        f"stare/selected_{side}" for side, on in (("plus", plus), ("minus", minus)) if on
-    }
+    assert {
+        name for name in method.metrics(statistics, state_of(method)) if "selected" in name
+    } == {f"stare/selected_{side}" for side, on in (("plus", plus), ("minus", minus)) if on}
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.0, "none"), (1.0, "all")])
@@ -80,8 +82,12 @@ def test_stapo_then_stare_selects_among_the_kept() -> None:
     batch = token_batch(MIXED, method=method, off_policy=0.0)
     statistics = ask(method, batch)
     kept = method.narrowed(batch, statistics).kept
-    rare = threshold(statistics, "plus").select(batch.surprisal, batch.index, kept.loss_mask & (batch.advantage > 0))
-    assert int(threshold(statistics, "plus").n) == int((kept.loss_mask & (batch.advantage > 0)).sum())
+    rare = threshold(statistics, "plus").select(
+        batch.surprisal, batch.index, kept.loss_mask & (batch.advantage > 0)
+    )
+    assert int(threshold(statistics, "plus").n) == int(
+        (kept.loss_mask & (batch.advantage > 0)).sum()
+    )
     # with STARE alone the silenced tokens, being the least probable, would have been chosen
     alone = Stare(entropy_target=None, amplify=2.0, share=0.2)
     other = ask(alone, batch)
@@ -161,5 +167,7 @@ def test_kl_cov_is_inert_on_policy_and_holds_off_policy() -> None:
     for off_policy, inert in ((0.0, True), (0.3, False)):
         held = KlCov(share=0.2, coef=1.0)
         batch = token_batch(MIXED, method=held, off_policy=off_policy)
-        same = torch.equal(loss_and_gradient(held, batch)[1], loss_and_gradient(replace(held, coef=0.0), batch)[1])
+        same = torch.equal(
+            loss_and_gradient(held, batch)[1], loss_and_gradient(replace(held, coef=0.0), batch)[1]
+        )
         assert same == inert

@@ -1,4 +1,5 @@
-"""Advantages by entropy, ratios by response, importance correction, KL, entropy bonus, and what truncation means."""
+"""Advantages by entropy, ratios by response, importance correction, KL, entropy bonus, and what
+truncation means."""
 
 from __future__ import annotations
 
@@ -71,8 +72,13 @@ def test_separate_gtpo_does_not_divide_by_rounding(seed: int, noise: float) -> N
     method = Gtpo(normalise="separate")
     advantage = method.token_advantages(batch, ask(method, batch))
     correct = torch.tensor(rewards)[batch.sequence] > 0
-    entropies = [[Fraction(float(x)) for x in batch.entropy[batch.sequence == i]] for i in (0, 3) if rewards[i]]
-    assert float(exact_spread(entropies, Fraction(1, 10))) < 1e-16  # of a standard deviation of 1e-8
+    entropies = [
+        [Fraction(float(x)) for x in batch.entropy[batch.sequence == i]]
+        for i in (0, 3)
+        if rewards[i]
+    ]
+    # of a standard deviation of 1e-8
+    assert float(exact_spread(entropies, Fraction(1, 10))) < 1e-16
     assert advantage[correct].tolist() == [0.0] * int(correct.sum())
     assert (advantage[~correct] != 0).any()  # the other side has a spread, and keeps it
 
@@ -88,7 +94,8 @@ def test_separate_gtpo_keeps_a_spread_that_is_small_but_real() -> None:
 
 
 def test_joint_gtpo_turns_tokens_round_where_the_other_side_is_small() -> None:
-    """Seven right answers of eight tokens and a wrong one of one: the mean is nearly that of the right tokens."""
+    """Seven right answers of eight tokens and a wrong one of one: the mean is nearly that of the
+    right tokens."""
     batch = token_batch([1.0] * 7 + [0.0], group_size=8, lengths=[8] * 7 + [1])
     advantage, correct = Gtpo().token_advantages(batch, ask(Gtpo(), batch)), batch.sequence < 7
     assert (advantage[correct] < 0).any() and (advantage[correct] > 0).any()
@@ -131,19 +138,29 @@ def test_the_token_form_of_gspo_is_bounded_by_ten_nats() -> None:
 
 
 @pytest.mark.parametrize(
-    "correction", [Correction(mode="truncate", reject=(1.0, 2.0)), Correction(mode="mask", low=1.0, high=2.0)]
+    "correction",
+    [Correction(mode="truncate", reject=(1.0, 2.0)), Correction(mode="mask", low=1.0, high=2.0)],
 )
 def test_tokens_at_the_bounds_are_kept(correction: Correction) -> None:
     method = Grpo(aggregation="token_mean", correction=correction)
     batch = token_batch([1.0, 0.0], group_size=2, lengths=[2, 2], method=method)
     two = torch.tensor(2.0).log()
-    batch.old_log_prob = batch.rollout_log_prob + torch.stack([torch.zeros(()), two, -0.01 * two, 1.01 * two])
-    assert method.narrowed(batch, ask(method, batch)).kept.loss_mask.tolist() == [True, True, False, False]
+    batch.old_log_prob = batch.rollout_log_prob + torch.stack(
+        [torch.zeros(()), two, -0.01 * two, 1.01 * two]
+    )
+    assert method.narrowed(batch, ask(method, batch)).kept.loss_mask.tolist() == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_both_forms_of_gspo_have_one_gradient() -> None:
     batch = token_batch(MIXED, method=Gspo(), off_policy=1e-4)
-    torch.testing.assert_close(loss_and_gradient(Gspo(), batch), loss_and_gradient(Gspo(form="token"), batch))
+    torch.testing.assert_close(
+        loss_and_gradient(Gspo(), batch), loss_and_gradient(Gspo(form="token"), batch)
+    )
 
 
 def test_cispo_keeps_the_gradient_that_the_clip_would_take() -> None:
@@ -197,7 +214,9 @@ def test_normalised_weights_have_mean_1_over_the_kept() -> None:
     statistics = ask(method, batch)
     kept = method.narrowed(batch, statistics).kept.loss_mask
     assert method.correction is not None
-    assert float(method.correction.weights(batch, statistics)[kept].mean()) == pytest.approx(1, abs=1e-6)
+    assert float(method.correction.weights(batch, statistics)[kept].mean()) == pytest.approx(
+        1, abs=1e-6
+    )
 
 
 NOWHERE = {"low": 1e3, "high": 1e4}  # bounds that no ratio of these batches meets
@@ -236,7 +255,9 @@ def test_one_token_that_is_kept_makes_a_batch() -> None:
         assert method.correction is not None
         # divided by the mean over the tokens in the denominator: itself, or under icepop all
         number = 1 if mode == "mask" else len(batch.loss_mask)
-        assert float(method.correction.weights(batch, statistics)[5]) == pytest.approx(number, rel=1e-6)
+        assert float(method.correction.weights(batch, statistics)[5]) == pytest.approx(
+            number, rel=1e-6
+        )
         _, gradient = loss_and_gradient(method, batch)
         assert gradient.nonzero().tolist() == [[5]]
 
@@ -263,7 +284,8 @@ def test_plain_methods_are_empty_without_tokens_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "slope"), [("k1", lambda d: 1.0), ("k2", lambda d: -d), ("k3", lambda d: 1 - d.exp())]
+    ("estimator", "slope"),
+    [("k1", lambda d: 1.0), ("k2", lambda d: -d), ("k3", lambda d: 1 - d.exp())],
 )
 def test_kl_estimators(estimator: Any, slope: Any) -> None:
     log_prob = torch.tensor([-1.0, -2.0, -0.1], dtype=torch.float64, requires_grad=True)
@@ -277,7 +299,10 @@ def test_kl_estimators(estimator: Any, slope: Any) -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_estimators_have_the_mean_they_estimate(estimator: Any) -> None:
-    p, q = (torch.randn(6, generator=torch.Generator().manual_seed(i), dtype=torch.float64) * 0.1 for i in (0, 1))
+    p, q = (
+        torch.randn(6, generator=torch.Generator().manual_seed(i), dtype=torch.float64) * 0.1
+        for i in (0, 1)
+    )
     p, q = p.log_softmax(0), q.log_softmax(0)
     exact = float((p.exp() * (p - q)).sum())
     got = float((p.exp() * kl_estimate(p, q, estimator)).sum())
@@ -312,8 +337,12 @@ def test_a_fixed_entropy_bonus() -> None:
 
 def test_a_steered_bonus_keeps_its_state_without_a_number() -> None:
     bonus = EntropyBonus(coef=0.001, target=0.2)
-    state = {name: torch.tensor(x, dtype=torch.float64) for name, x in bonus.initial_state().items()}
-    lost = bonus.control(state, {"entropy_bonus/measure": torch.tensor(float("nan"), dtype=torch.float64)})
+    state = {
+        name: torch.tensor(x, dtype=torch.float64) for name, x in bonus.initial_state().items()
+    }
+    lost = bonus.control(
+        state, {"entropy_bonus/measure": torch.tensor(float("nan"), dtype=torch.float64)}
+    )
     assert lost == state
 
 
@@ -321,7 +350,9 @@ def rollout(lengths: list[int], rewards: list[float], truncated: list[bool]) -> 
     prompt = Prompt(cursor=0, id="p", text="", answer="", token_ids=(1,))
     made = []
     for i, (n, reward, cut) in enumerate(zip(lengths, rewards, truncated, strict=True)):
-        one = sampled_trajectory(prompt, i, [2] * n, [0.0] * n, finish_reason="length" if cut else "stop")
+        one = sampled_trajectory(
+            prompt, i, [2] * n, [0.0] * n, finish_reason="length" if cut else "stop"
+        )
         one.reward, one.reward_status = reward, "ok"
         made.append(one)
     return RolloutBatch.from_trajectories(made)
@@ -338,7 +369,9 @@ CUT = rollout([10, 20, 20, 5], [1.0, 0.0, 1.0, 0.0], [False, True, True, False])
         ("drop", [True, False, False, True], [True, False, False, True]),
     ],
 )
-def test_what_a_truncated_response_counts_for(setting: Any, loss: list[bool], moments: list[bool]) -> None:
+def test_what_a_truncated_response_counts_for(
+    setting: Any, loss: list[bool], moments: list[bool]
+) -> None:
     method = Grpo(truncated=setting)
     assert method.carries_loss(CUT).tolist() == loss
     assert method.baseline_mask(CUT).tolist() == moments
@@ -361,7 +394,9 @@ def test_grop_punishes_long_correct_answers_of_easy_prompts() -> None:
     batch = rollout([100, 200, 900, 400], [1.0, 1.0, 1.0, 0.0], [False] * 4)
     method = Grpo(length_penalty=LengthPenalty(easy_from=0.75))
     # L = max((100 + 900) / 2, 400) = 500
-    assert method.shaped_rewards(batch).tolist() == pytest.approx([1.0, 1.0, 1.0 - 0.5 * 400 / 500, 0.0])
+    assert method.shaped_rewards(batch).tolist() == pytest.approx(
+        [1.0, 1.0, 1.0 - 0.5 * 400 / 500, 0.0]
+    )
 
 
 def test_grop_says_nothing_of_medium_prompts_with_as_many_wrong_answers() -> None:
@@ -375,7 +410,9 @@ def test_grop_says_nothing_of_medium_prompts_with_as_many_wrong_answers() -> Non
 def test_responses_that_were_not_scored_leave_groups_unharmed() -> None:
     penalty = LengthPenalty(easy_from=0.75)
     groups, counted = torch.tensor([0, 0, 1, 1]), torch.tensor([True, True, False, False])
-    got: Tensor = penalty.penalty(torch.tensor([1, 10, 5, 5]), torch.ones(4, dtype=torch.bool), groups, counted)
+    got: Tensor = penalty.penalty(
+        torch.tensor([1, 10, 5, 5]), torch.ones(4, dtype=torch.bool), groups, counted
+    )
     assert got.isfinite().all()
     assert got[2:].abs().max() == 0
 

@@ -66,7 +66,16 @@ def batch_of() -> TokenBatch:
 
 
 def method_of(variant: str, **settings: Any) -> Stare:
-    found = build_method({"name": "stare", "variant": variant, "share": 0.4, "amplify": W, "attenuate": M, **settings})
+    found = build_method(
+        {
+            "name": "stare",
+            "variant": variant,
+            "share": 0.4,
+            "amplify": W,
+            "attenuate": M,
+            **settings,
+        }
+    )
     assert isinstance(found, Stare)
     return found
 
@@ -99,9 +108,12 @@ def test_the_bound_itself_is_common() -> None:
     assert chosen.tolist() == [0, 1, 0, 0, 1] + [0] * 7
 
 
-@pytest.mark.parametrize(("variant", "signs"), [("C1", {1, -2}), ("C2", {1, -1}), ("C3", {2, -2}), ("C4", {2, -1})])
+@pytest.mark.parametrize(
+    ("variant", "signs"), [("C1", {1, -2}), ("C2", {1, -1}), ("C3", {2, -2}), ("C4", {2, -1})]
+)
 def test_what_is_selected_is_told_apart(variant: str, signs: set[int]) -> None:
-    method, batch = method_of(variant, entropy_target=1e-9), batch_of()  # the gate is closed: weights are 1
+    # the gate is closed: weights are 1
+    method, batch = method_of(variant, entropy_target=1e-9), batch_of()
     statistics = ask(method, batch)
     state = state_of(method, statistics)
     assert set(method.weights(batch, statistics, state).tolist()) == {1.0}
@@ -110,16 +122,25 @@ def test_what_is_selected_is_told_apart(variant: str, signs: set[int]) -> None:
     logged = method.metrics(statistics, state)
     for each in token_sets(variant):  # type: ignore[arg-type]
         members = batch.surprisal[chosen == each.code]
-        others = batch.surprisal[batch.loss_mask & (batch.advantage == each.sign) & (chosen != each.code)]
+        others = batch.surprisal[
+            batch.loss_mask & (batch.advantage == each.sign) & (chosen != each.code)
+        ]
         assert len(members) == int(logged[f"stare/selected_{each.name}"])
         bound = float(logged[f"stare/threshold_{each.name}"])
-        assert min(members) == bound > max(others) if each.rare else max(members) < bound == min(others)
+        assert (
+            min(members) == bound > max(others)
+            if each.rare
+            else max(members) < bound == min(others)
+        )
     assert len([name for name in logged if "selected" in name]) == 2
 
 
 def test_what_is_logged_of_the_bottom_and_of_a_fixed_bound() -> None:
     batch = batch_of()
-    for settings, number, bound in (({"common": "bottom"}, 2, 0.1), ({"rare_below": 0.1}, 4, math.log(10))):
+    for settings, number, bound in (
+        ({"common": "bottom"}, 2, 0.1),
+        ({"rare_below": 0.1}, 4, math.log(10)),
+    ):
         method = method_of("O2", **settings)
         logged = method.metrics(ask(method, batch), state_of(method))
         assert int(logged["stare/selected_common_plus"]) == number
@@ -127,7 +148,8 @@ def test_what_is_logged_of_the_bottom_and_of_a_fixed_bound() -> None:
 
 
 def test_equal_surprisals_are_parted_once() -> None:
-    """Rare and common by complement never overlap and leave none out; the bottom takes the first of equals."""
+    """Rare and common by complement never overlap and leave none out; the bottom takes the first of
+    equals."""
     batch, everyone = batch_of(), torch.ones(12)
     batch.old_log_prob = torch.zeros(12)
     for variant, common in (("O1", "complement"), ("O2", "complement"), ("O2", "bottom")):
@@ -163,7 +185,8 @@ def test_only_the_gate_of_a_batch_moves_with_it() -> None:
         method = method_of("C2", gate=gate, entropy_target=0.2, adaptive=True)
         after = state_of(method, ask(method, batch_of()))
         assert float(after["gate"]) == state
-        assert (float(after["amplify"]), float(after["attenuate"])) == (W - 0.01, M + 0.01)  # by the mean, 0.26
+        # by the mean, 0.26
+        assert (float(after["amplify"]), float(after["attenuate"])) == (W - 0.01, M + 0.01)
 
 
 @pytest.mark.parametrize("gate", ["batch", "sample", "token"])
@@ -179,5 +202,7 @@ def test_a_gate_that_reads_entropies_needs_the_pass_that_gives_them(gate: str) -
     if gate == "batch":
         check_statistics(config, config.algorithm.method)
         return
-    with pytest.raises(ConfigError, match=f"the gate of every {gate} reads the entropies of the log-prob pass"):
+    with pytest.raises(
+        ConfigError, match=f"the gate of every {gate} reads the entropies of the log-prob pass"
+    ):
         check_statistics(config, config.algorithm.method)

@@ -1,5 +1,5 @@
-"""Placement on real Ray clusters whose GPUs are simulated: actors are where the plan has them, a node that is lost is
-named, and so is one whose GPUs are in use. Nothing computes on a GPU here."""
+"""Placement on real Ray clusters whose GPUs are simulated: actors are where the plan has them, a
+node that is lost is named, and so is one whose GPUs are in use. Nothing computes on a GPU here."""
 
 from __future__ import annotations
 
@@ -56,11 +56,12 @@ def config(**runtime: object) -> Config:
 
 @pytest.mark.wide
 @pytest.mark.parametrize(
-    "shared", [pytest.param(False, id="apart", marks=pytest.mark.slow), pytest.param(True, id="shared")]
+    "shared",
+    [pytest.param(False, id="apart", marks=pytest.mark.slow), pytest.param(True, id="shared")],
 )
 def test_actors_are_where_the_plan_has_them(two_nodes: Nodes, shared: bool) -> None:
-    """Two ranks on one node, and an engine of two GPUs beside them or on theirs; Ray counts and shows GPUs as if there
-    were some."""
+    """Two ranks on one node, and an engine of two GPUs beside them or on theirs; Ray counts and
+    shows GPUs as if there were some."""
     resource = "GPU"
     here = [node for node in cluster_nodes(resource) if node.total]
     assert [(node.free, node.total, node.alive) for node in here] == [(2, 2, True)] * 2
@@ -68,13 +69,19 @@ def test_actors_are_where_the_plan_has_them(two_nodes: Nodes, shared: bool) -> N
     reserved = Reservation(found, resource, WAIT_S)
     started = []
     try:
-        started.append(ranks := start_actors([reserved.rank(number) for number in range(2)], 1, "rank", WAIT_S))
+        started.append(
+            ranks := start_actors([reserved.rank(number) for number in range(2)], 1, "rank", WAIT_S)
+        )
         spots = reserved.spots(ranks, WAIT_S)
         order = rank_order(found, spots)
         spots = [spots[number] for number in order]
         check_ranks(found, spots)
         assert [spot.gpus for spot in spots] == [("0",), ("1",)]
-        started.append(engine := start_actors([reserved.part(0)], 1, "engine", WAIT_S, {}, [shown(found, spots, 0)]))
+        started.append(
+            engine := start_actors(
+                [reserved.part(0)], 1, "engine", WAIT_S, {}, [shown(found, spots, 0)]
+            )
+        )
         (seen,) = reserved.spots(engine, WAIT_S)
         check_replicas(found, spots, [seen])
         assert (seen.node == spots[0].node) is shared
@@ -89,13 +96,18 @@ def test_actors_are_where_the_plan_has_them(two_nodes: Nodes, shared: bool) -> N
 
 
 def test_the_parts_of_an_engine_are_on_several_nodes(two_nodes: Nodes) -> None:
-    """An engine of four GPUs on nodes of two, on those of the ranks. Its worker reaches that of the other node, with
-    no help of the driver's, and hears of its end."""
-    found = plan(Demand(4, tensor=2, replicas=1, replica_gpus=4, replica_nodes=2, shared=True), cluster_nodes(FAKE))
+    """An engine of four GPUs on nodes of two, on those of the ranks. Its worker reaches that of the
+    other node, with no help of the driver's, and hears of its end."""
+    found = plan(
+        Demand(4, tensor=2, replicas=1, replica_gpus=4, replica_nodes=2, shared=True),
+        cluster_nodes(FAKE),
+    )
     reserved = Reservation(found, FAKE, WAIT_S)
     started = []
     try:
-        started += [start_actors([reserved.part(number)], 1, "engine", WAIT_S) for number in range(2)]
+        started += [
+            start_actors([reserved.part(number)], 1, "engine", WAIT_S) for number in range(2)
+        ]
         seen = [spot for workers in started for spot in reserved.spots(workers, WAIT_S)]
         check_replicas(found, [Spot(node.id) for node in found.ranks], seen)
         first, part = started
@@ -136,10 +148,11 @@ def test_gpus_in_use_are_waited_for_and_then_named(two_nodes: Nodes) -> None:
 
 
 def test_a_run_that_lost_a_node_waits_for_it_and_no_other_does(two_nodes: Nodes) -> None:
-    """Three tensor groups of two need a node more than there is, which comes when the run says so. A run that
-    never had it is refused at once, and so is one whose time is over."""
+    """Three tensor groups of two need a node more than there is, which comes when the run says so.
+    A run that never had it is refused at once, and so is one whose time is over."""
     asked = load_config(
-        str(ROOT / "configs/quickstart.yaml"), ["parallel.data=3", f"runtime.gpu_resource={FAKE}", "eval.prompts=0"]
+        str(ROOT / "configs/quickstart.yaml"),
+        ["parallel.data=3", f"runtime.gpu_resource={FAKE}", "eval.prompts=0"],
     )
     said: list[str] = []
     for awaited in (None, Awaited(0, True, said.append)):
@@ -156,9 +169,12 @@ def test_a_run_that_lost_a_node_waits_for_it_and_no_other_does(two_nodes: Nodes)
     reserved = reserve(asked, Awaited(WAIT_S, True, tell))
     assert reserved is not None
     try:
-        assert more[0] in {node.id for node in reserved.plan.ranks} and len(reserved.plan.nodes) == 3
+        assert (
+            more[0] in {node.id for node in reserved.plan.ranks} and len(reserved.plan.nodes) == 3
+        )
         assert said[0].startswith(
-            "waiting up to 60 s (faults.run.nodes_s) for the GPUs that this run had: 6 trainer ranks"
+            "waiting up to 60 s (faults.run.nodes_s) for the GPUs that this run had: 6 trainer"
+            " ranks"
         )
     finally:
         reserved.release()
@@ -166,10 +182,14 @@ def test_a_run_that_lost_a_node_waits_for_it_and_no_other_does(two_nodes: Nodes)
         until_free(FAKE, 4)
 
 
-def test_a_run_that_was_on_gpus_is_not_put_on_nodes_without_any(two_nodes: Nodes, monkeypatch) -> None:
+def test_a_run_that_was_on_gpus_is_not_put_on_nodes_without_any(
+    two_nodes: Nodes, monkeypatch
+) -> None:
     """All of its nodes may be lost at once, and the one that the driver is on has none."""
     monkeypatch.setattr(
-        ray_runner, "cluster_nodes", lambda _: [each for each in cluster_nodes("GPU") if not each.total]
+        ray_runner,
+        "cluster_nodes",
+        lambda _: [each for each in cluster_nodes("GPU") if not each.total],
     )
     said: list[str] = []
     assert reserve(config()) is None and reserve(config(), Awaited(0, False, said.append)) is None
@@ -203,13 +223,15 @@ def test_a_node_that_is_lost_once_more_is_a_loss_once_more(monkeypatch) -> None:
 
 @pytest.mark.slow
 def test_an_engine_whose_process_is_killed_is_brought_back_where_it_was(two_nodes: Nodes) -> None:
-    """On its node and GPU, though the other node has one that is free; beside a rollout that the other one makes, and
-    with all weights proved before it is asked for tokens."""
+    """On its node and GPU, though the other node has one that is free; beside a rollout that the
+    other one makes, and with all weights proved before it is asked for tokens."""
     adder, resource = ROOT / "assets" / "tiny-adder", "GPU"
     nodes = [node for node in cluster_nodes(resource) if node.total]
     reserved = Reservation(plan(Demand(1, replicas=2, replica_gpus=1), nodes), resource, WAIT_S)
     asked = Config.model_validate({"model": {"path": str(adder)}, "rollout": {"max_new_tokens": 4}})
-    engines = start_actors([reserved.part(number) for number in range(2)], 1, "rollout engine", WAIT_S)
+    engines = start_actors(
+        [reserved.part(number) for number in range(2)], 1, "rollout engine", WAIT_S
+    )
     try:
         before = reserved.spots(engines, WAIT_S)
         engines.build(EngineWorker, [(asked, number) for number in range(2)])
@@ -229,9 +251,13 @@ def test_an_engine_whose_process_is_killed_is_brought_back_where_it_was(two_node
         assert [info.weight_version for info in pool.infos()] == [2]
         pool._fleet._coming[0].result(WAIT_S)
         pool.update_weights(3, weights)
-        assert [(info.state, info.weight_version) for info in pool.infos()] == [(EngineState.HEALTHY, 3)] * 2
+        assert [(info.state, info.weight_version) for info in pool.infos()] == [
+            (EngineState.HEALTHY, 3)
+        ] * 2
         assert reserved.spots(engines, WAIT_S) == before
-        assert [t.tokens.tolist() for t in rollouts.make(prompts, 2, params)] == [t.tokens.tolist() for t in whole]
+        assert [t.tokens.tolist() for t in rollouts.make(prompts, 2, params)] == [
+            t.tokens.tolist() for t in whole
+        ]
         assert [line.split()[3] for line in pool.news()] == ["dead", "starting", "dirty", "healthy"]
     finally:
         engines.close()
@@ -262,7 +288,9 @@ def test_what_somebody_else_took_meanwhile_is_not_waited_for_forever(two_nodes: 
     stale = plan(Demand(4, tensor=2), cluster_nodes(FAKE))
     quicker = Reservation(plan(Demand(1), cluster_nodes(FAKE)), FAKE, WAIT_S)
     try:
-        with pytest.raises(PlacementError, match=r"did not set aside 4 GPUs within 0 s.* has 1 free of the 2"):
+        with pytest.raises(
+            PlacementError, match=r"did not set aside 4 GPUs within 0 s.* has 1 free of the 2"
+        ):
             Reservation(stale, FAKE, 0)
     finally:
         quicker.release()
@@ -286,33 +314,42 @@ def test_a_resource_that_no_node_has_is_refused(two_nodes: Nodes) -> None:
 
 
 def test_a_node_lost_before_the_start_is_named(two_nodes: Nodes) -> None:
-    """While the plan is made, and while its actors start. The last test here: the cluster is one node less."""
+    """While the plan is made, and while its actors start. The last test here: the cluster is one
+    node less."""
     found = plan(Demand(4, tensor=2), cluster_nodes(FAKE))
     reserved = Reservation(found, FAKE, WAIT_S)
     victim, other = found.nodes
     two_nodes.kill(victim.id)
     try:
         workers = start_actors([reserved.rank(number) for number in range(4)], 1, "rank", WAIT_S)
-        with pytest.raises(PlacementError, match=f"lost before the run could start.*{victim.id[:8]}") as lost:
+        with pytest.raises(
+            PlacementError, match=f"lost before the run could start.*{victim.id[:8]}"
+        ) as lost:
             reserved.spots(workers, WAIT_S)
         assert other.id[:8] not in str(lost.value)
     finally:
         reserved.release()
     with pytest.raises(PlacementError, match=f"lost before the run could start.*{victim.id[:8]}"):
         Reservation(found, FAKE, WAIT_S)
-    with pytest.raises(PlacementError, match=rf"{other.id[:8]}\) has . of 2 free.*{victim.id[:8]}\) is lost"):
+    with pytest.raises(
+        PlacementError, match=rf"{other.id[:8]}\) has . of 2 free.*{victim.id[:8]}\) is lost"
+    ):
         plan(Demand(4, tensor=2), cluster_nodes(FAKE))
 
 
 @pytest.mark.slow
 def test_a_run_on_six_nodes_of_which_one_gpu_is_taken(tmp_path: Path) -> None:
-    """Three steps of the quickstart over two nodes; a layout for which the taken GPU is missing names its node; and a
-    run that joins no cluster starts one of its own beside it."""
+    """Three steps of the quickstart over two nodes; a layout for which the taken GPU is missing
+    names its node; and a run that joins no cluster starts one of its own beside it."""
     with simulated(6, 2) as nodes, joined(nodes):
         taken = ray.util.placement_group([{FAKE: 1}])
         assert taken.wait(WAIT_S)
         (busy,) = (node for node in cluster_nodes(FAKE) if node.free == 1)
-        runtime = (f"runtime.ray_address={nodes.address}", f"runtime.gpu_resource={FAKE}", "runtime.interface=lo")
+        runtime = (
+            f"runtime.ray_address={nodes.address}",
+            f"runtime.gpu_resource={FAKE}",
+            "runtime.interface=lo",
+        )
         ports = "runtime.ports=[21000, 21099]"
         done = train(
             model(),
@@ -342,26 +379,46 @@ def test_a_run_on_six_nodes_of_which_one_gpu_is_taken(tmp_path: Path) -> None:
         assert f"# {lines[0]}" in rehearsed.stdout
         too_large = train(*asked, "--dry-run", cwd=tmp_path, **{"parallel.tensor": 4})
         assert too_large.returncode == 2
-        assert "a tensor-parallel group of 4 GPUs is larger than a node: the largest has 2" in too_large.stderr
-        own = train(model(), f"run.dir={tmp_path / 'own'}", cwd=tmp_path, **{"run.steps": 1, "eval.prompts": 0})
+        assert (
+            "a tensor-parallel group of 4 GPUs is larger than a node: the largest has 2"
+            in too_large.stderr
+        )
+        own = train(
+            model(),
+            f"run.dir={tmp_path / 'own'}",
+            cwd=tmp_path,
+            **{"run.steps": 1, "eval.prompts": 0},
+        )
         assert own.returncode == 0, own.stderr
 
 
 @pytest.mark.slow
 def test_an_engine_of_eight_gpus_on_nodes_of_four() -> None:
-    """Beside a trainer of four; with one GPU taken it is refused, and every node named with what it has. It leaves the
-    two nodes, so it stands after all tests on them."""
-    layout = ("parallel.tensor=4", "rollout.engine=sglang", "sglang.tensor_parallel=8", "sglang.device=cuda")
+    """Beside a trainer of four; with one GPU taken it is refused, and every node named with what it
+    has. It leaves the two nodes, so it stands after all tests on them."""
+    layout = (
+        "parallel.tensor=4",
+        "rollout.engine=sglang",
+        "sglang.tensor_parallel=8",
+        "sglang.device=cuda",
+    )
     asked = load_config(
-        str(ROOT / "configs/quickstart.yaml"), [*layout, "sglang.nodes=2", f"runtime.gpu_resource={FAKE}"]
+        str(ROOT / "configs/quickstart.yaml"),
+        [*layout, "sglang.nodes=2", f"runtime.gpu_resource={FAKE}"],
     )
     with simulated(3, 4) as nodes, joined(nodes):
         found = planned(asked, 0)
-        assert found is not None and len(set(found.parts)) == 2 and set(found.ranks).isdisjoint(found.parts)
+        assert (
+            found is not None
+            and len(set(found.parts)) == 2
+            and set(found.ranks).isdisjoint(found.parts)
+        )
         reserved = Reservation(found, FAKE, WAIT_S)
         try:
             workers = start_actors([reserved.part(part) for part in range(2)], 1, "engine", WAIT_S)
-            check_replicas(found, [Spot(node.id) for node in found.ranks], reserved.spots(workers, WAIT_S))
+            check_replicas(
+                found, [Spot(node.id) for node in found.ranks], reserved.spots(workers, WAIT_S)
+            )
             workers.close()
         finally:
             reserved.release()
@@ -373,4 +430,9 @@ def test_an_engine_of_eight_gpus_on_nodes_of_four() -> None:
             planned(asked, 0)
         assert f"{busy} has 3 of 4 free" in str(refused.value)
         with pytest.raises(ConfigError, match=r"lay it over 2 nodes \(sglang.nodes\)"):
-            planned(load_config(str(ROOT / "configs/quickstart.yaml"), [*layout, f"runtime.gpu_resource={FAKE}"]), 0)
+            planned(
+                load_config(
+                    str(ROOT / "configs/quickstart.yaml"), [*layout, f"runtime.gpu_resource={FAKE}"]
+                ),
+                0,
+            )

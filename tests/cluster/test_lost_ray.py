@@ -85,10 +85,14 @@ def broken(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["raylet", "gcs_server"])
 def test_a_ray_of_ours_that_is_broken_is_noticed_ended_whole_and_started_again(kind: str) -> None:
-    """In a driver of its own: Ray now and then ends the driver itself for a raylet that died, with exit code 1 and
-    without a word of Python, which only `train --supervise` outlives (docs/recovery.md)."""
+    """In a driver of its own: Ray now and then ends the driver itself for a raylet that died, with
+    exit code 1 and without a word of Python, which only `train --supervise` outlives
+    (docs/recovery.md)."""
     command = [sys.executable, "-c", f"import test_lost_ray; test_lost_ray.broken({kind!r})"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "tests", Path(__file__).parent]))}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "tests", Path(__file__).parent])),
+    }
     for _ in range(TRIES):
         run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
         if run.returncode != 1 or "Traceback" in run.stderr or kind != "raylet":
@@ -100,7 +104,8 @@ def test_a_ray_of_ours_that_is_broken_is_noticed_ended_whole_and_started_again(k
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["raylet", "gcs_server"])
 def test_a_ray_that_breaks_while_it_starts_is_a_loss_and_nothing_of_it_stays(kind: str) -> None:
-    """Ray waits for half a minute, speaks of a node that is late, and leaves the others where they are."""
+    """Ray waits for half a minute, speaks of a node that is late, and leaves the others where they
+    are."""
     config = validate({"model": {"path": "m"}, "runtime": {"object_store_mb": 100}}, "a.yaml")
     before = psutil.Process().children(recursive=True)  # of tests that this process ran earlier
     started: list[int] = []
@@ -108,7 +113,9 @@ def test_a_ray_that_breaks_while_it_starts_is_a_loss_and_nothing_of_it_stays(kin
     def kill() -> None:
         while not (found := [each for each in psutil.Process().children() if each.name() == kind]):
             pass
-        started.extend(each.pid for each in psutil.Process().children(recursive=True) if each not in before)
+        started.extend(
+            each.pid for each in psutil.Process().children(recursive=True) if each not in before
+        )
         found[0].kill()
 
     killer = threading.Thread(target=kill)
@@ -127,19 +134,24 @@ def test_a_ray_that_breaks_while_it_starts_is_a_loss_and_nothing_of_it_stays(kin
 
 @pytest.mark.slow
 def test_a_cluster_whose_control_store_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before Ray ends the driver for it, which takes a minute; and it is left in a fraction of that."""
+    """Before Ray ends the driver for it, which takes a minute; and it is left in a fraction of
+    that."""
     from ray.cluster_utils import Cluster
 
     monkeypatch.setattr(on_ray, "HEAD_S", 2.0)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "_system_config": QUICK})
     try:
         address = cluster.address
-        on_ray.start_ray(validate({"model": {"path": "m"}, "runtime": {"ray_address": address}}, "a.yaml"))
+        on_ray.start_ray(
+            validate({"model": {"path": "m"}, "runtime": {"ray_address": address}}, "a.yaml")
+        )
         ranks = workers()
         waiting = ranks.start("wait")
         cluster.head_node.kill_gcs_server(check_alive=False)
         begun = time.monotonic()
-        with pytest.raises(UserError, match=rf"the control store \(GCS\) of {address} is gone") as gone:
+        with pytest.raises(
+            UserError, match=rf"the control store \(GCS\) of {address} is gone"
+        ) as gone:
             ranks.wait(waiting)
         assert not isinstance(gone.value, WorkerLostError)  # the run is not opened again
         ranks.close()
@@ -153,7 +165,9 @@ def test_a_cluster_whose_control_store_is_gone_is_named(monkeypatch: pytest.Monk
 @pytest.mark.slow
 def test_an_error_of_a_rank_whose_peer_died_is_the_death(monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo tells a rank that its peer is gone before Ray tells the driver."""
-    on_ray.start_ray(validate({"model": {"path": "m"}, "runtime": {"object_store_mb": 100}}, "a.yaml"))
+    on_ray.start_ray(
+        validate({"model": {"path": "m"}, "runtime": {"object_store_mb": 100}}, "a.yaml")
+    )
     try:
         ranks = workers()
         with pytest.raises(ray.exceptions.RayTaskError) as failed:
@@ -188,7 +202,12 @@ def later(times: int, number: int) -> Callable[[], int | None]:
     ("error", "node", "died", "said"),
     [
         (RuntimeError("gloo"), None, later(3, 2), "rank 2 died"),
-        (RuntimeError("gloo"), Node("log_monitor", "raylet"), later(0, 2), r"agent \(raylet\) on this machine"),
+        (
+            RuntimeError("gloo"),
+            Node("log_monitor", "raylet"),
+            later(0, 2),
+            r"agent \(raylet\) on this machine",
+        ),
         (UserError("the checkpoint could not be written"), None, later(0, 1), "rank 1 died"),
         (UserError("the disk is full"), None, later(1, 1), None),  # the user does not wait
         (UserError("the disk is full"), Node("log_monitor"), lambda: None, None),
@@ -203,9 +222,13 @@ def test_what_is_behind_an_error(error: Exception, node: Any, died: Any, said: s
             raise found
 
 
-@pytest.mark.parametrize("begun", [preview, lambda config: RayRunner(resolve_run(config))], ids=["preview", "run"])
+@pytest.mark.parametrize(
+    "begun", [preview, lambda config: RayRunner(resolve_run(config))], ids=["preview", "run"]
+)
 def test_a_cluster_is_joined_before_anything_is_placed(begun: Callable[[Config], object]) -> None:
     address = f"{LOOPBACK}:{free_port(LOOPBACK, [0])}"
-    config = load_config(str(ROOT / "configs/quickstart.yaml"), [model(), f"runtime.ray_address={address}"])
+    config = load_config(
+        str(ROOT / "configs/quickstart.yaml"), [model(), f"runtime.ray_address={address}"]
+    )
     with pytest.raises(UserError, match=f"no Ray cluster can be reached at {address}"):
         begun(config)

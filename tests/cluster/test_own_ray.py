@@ -21,7 +21,9 @@ SECONDS = 60.0
 
 def seconds_until_calls_are_kept(at_most: float) -> float | None:
     """Starts a Ray and measures the seconds until it keeps calls; None where it keeps none."""
-    on_ray.start_ray(validate({"model": {"path": "m"}, "runtime": {"object_store_mb": 100}}, "a.yaml"))
+    on_ray.start_ray(
+        validate({"model": {"path": "m"}, "runtime": {"object_store_mb": 100}}, "a.yaml")
+    )
     try:
         workers = on_ray.start_actors([{}], 1, "rank", SECONDS)
         workers.build(WaitingWorker, [()])
@@ -58,5 +60,7 @@ on_ray.leave_ray()
 
 def test_its_object_store_is_as_large_as_it_is_told_to_be() -> None:
     """In a process of its own: other tests of this one may hold a Ray."""
-    done = subprocess.run([sys.executable, "-c", STORE], env=environment(), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", STORE], env=environment(), capture_output=True, text=True, check=True
+    )
     assert float(done.stdout) == 100 * 2**20

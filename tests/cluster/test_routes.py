@@ -1,4 +1,5 @@
-"""The ways of weights from ranks to servers, tried before anything is made: who reaches whom, counted and named."""
+"""The ways of weights from ranks to servers, tried before anything is made: who reaches whom,
+counted and named."""
 
 from __future__ import annotations
 
@@ -32,11 +33,14 @@ def test_the_loopback_of_another_node_is_not_tried() -> None:
 def test_servers_that_ranks_do_not_reach_are_counted_and_the_first_is_named() -> None:
     doors = [Door(f"node{n}", str(n), f"10.0.0.{n}:30000") for n in range(3)]
     assert unreachable(doors, [Tried("node0", {}), Tried("node1", {})]) is None
-    error = unreachable(doors, [Tried("node0", {}), Tried("node1", {2: "Connection refused", 0: "No route"})])
+    error = unreachable(
+        doors, [Tried("node0", {}), Tried("node1", {2: "Connection refused", 0: "No route"})]
+    )
     assert error is not None and error.where == "sglang.host"
-    assert error.what == (
-        "2 of 3 servers cannot be reached by ranks that send to them: rank 1 on node1 does not reach server 2 on node2 "
-        "at 10.0.0.2:30000 (Connection refused)"
+    assert (
+        error.what
+        == "2 of 3 servers cannot be reached by ranks that send to them: rank 1 on node1 does not"
+        " reach server 2 on node2 at 10.0.0.2:30000 (Connection refused)"
     )
     assert "runtime.interface" in (error.fix or "")
 
@@ -51,7 +55,9 @@ class Hosts:
         self.asked.append(name)
         answers = {
             "open_door": lambda node: Door(node, node, "127.0.0.1:9"),
-            "try_doors": lambda node: Tried(node, {n: w for n, d in enumerate(*args) if (w := d.missing(node))}),
+            "try_doors": lambda node: Tried(
+                node, {n: w for n, d in enumerate(*args) if (w := d.missing(node))}
+            ),
             "leave_in": lambda node: str(Path(*args) / "left"),
             "sees": lambda node: (node, self.shared or node == "node0"),
         }
@@ -63,7 +69,9 @@ class Hosts:
 
 def test_doors_are_closed_whatever_was_found() -> None:
     ranks, there = Hosts(["node0", "node0"]), Hosts(["node0", "node1"])
-    with pytest.raises(ConfigError, match=r"2 of 2 servers .* rank 0 on node0 does not reach server 0 on node0"):
+    with pytest.raises(
+        ConfigError, match=r"2 of 2 servers .* rank 0 on node0 does not reach server 0 on node0"
+    ):
         require_reach(ranks, there, None, None)
     assert there.asked == ["open_door", "close_door"]
 
@@ -71,7 +79,9 @@ def test_doors_are_closed_whatever_was_found() -> None:
 def test_a_folder_that_a_node_does_not_see_is_refused_with_its_name() -> None:
     ranks = Hosts(["node0", "node0"])
     require_folder("/shared", ranks, [Hosts(["node0", "node1"])])
-    with pytest.raises(ConfigError, match=r"1 of 2 servers do not see .* /tmp/own, as server 1 on node1") as error:
+    with pytest.raises(
+        ConfigError, match=r"1 of 2 servers do not see .* /tmp/own, as server 1 on node1"
+    ) as error:
         require_folder("/tmp/own", ranks, [Hosts(["node0", "node1"], shared=False), Hosts([])])
     assert error.value.where == "sglang.sync_folder" and "run.dir" in (error.value.fix or "")
     assert ranks.asked[-1] == "take_away"
@@ -79,7 +89,11 @@ def test_a_folder_that_a_node_does_not_see_is_refused_with_its_name() -> None:
 
 def test_what_is_tried_is_what_servers_are_asked_for() -> None:
     found = replica_route(servers.config(sync="disk", sync_folder="/shared", host="0.0.0.0"))
-    assert found is not None and (found.listens, found.host, found.folder) == (True, "0.0.0.0", "/shared")
+    assert found is not None and (found.listens, found.host, found.folder) == (
+        True,
+        "0.0.0.0",
+        "/shared",
+    )
     found = replica_route(servers.config(sync="distributed", sync_folder="/shared"))
     assert found is not None and found.folder is None
     assert replica_route(servers.config(urls=["http://localhost:1"])) is None

@@ -1,4 +1,5 @@
-"""The `algorithm` section: typed as the others are, with their errors and suggestions, a user's own method included."""
+"""The `algorithm` section: typed as the others are, with their errors and suggestions, a user's own
+method included."""
 
 from __future__ import annotations
 
@@ -78,7 +79,11 @@ def refused(tmp_path: Path, section: str, *overrides: str) -> str:
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_as_of_any_section(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, overrides: tuple[str, ...], error: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    section: str,
+    overrides: tuple[str, ...],
+    error: str,
 ) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "code/own.py").write_text(OWN)
@@ -93,7 +98,10 @@ def test_a_misspelt_key_comes_before_a_wrong_value_of_another_section(tmp_path: 
 
 
 def test_a_section_alone_is_refused_as_a_file_is() -> None:
-    with pytest.raises(ConfigError, match=r"algorithm: amplfy: unknown name 'amplfy'\n  fix: did you mean 'amplify'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"algorithm: amplfy: unknown name 'amplfy'\n  fix: did you mean 'amplify'",
+    ):
         build_method({"name": "stare", "amplfy": 2})
 
 
@@ -108,7 +116,10 @@ def test_every_setting_is_spelled_out_and_typed_once() -> None:
 
 def test_a_config_of_an_earlier_release_goes_on() -> None:
     old = load_config(OLD)
-    written, read = yaml.safe_load(OLD.read_text())["algorithm"], yaml.safe_load(dump_yaml(old))["algorithm"]
+    written, read = (
+        yaml.safe_load(OLD.read_text())["algorithm"],
+        yaml.safe_load(dump_yaml(old))["algorithm"],
+    )
     # settings that came later, as they were
     since = {"rare_below": None, "common": "complement", "gate": "batch", "equal_groups": "keep"}
     assert {name: read.pop(name) for name in since} == since
@@ -116,7 +127,9 @@ def test_a_config_of_an_earlier_release_goes_on() -> None:
     shipped = ROOT / "configs/quickstart.yaml"
     path, kl = f"model.path={old.model.path}", "algorithm.reference_kl={coef: 0.01}"
     refuse_changes(old, load_config(shipped, [path, kl]))
-    with pytest.raises(ConfigError, match=r"algorithm\.amplify: the run was started with 2\.0, now it is 3\.0"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.amplify: the run was started with 2\.0, now it is 3\.0"
+    ):
         refuse_changes(old, load_config(shipped, [path, kl, "algorithm.amplify=3"]))
     with pytest.raises(ConfigError, match=r"algorithm\.reference_kl"):
         refuse_changes(old, load_config(shipped, [path]))

@@ -1,4 +1,5 @@
-"""Untrainable configurations are refused by name: experts before anything starts, devices where they are known."""
+"""Untrainable configurations are refused by name: experts before anything starts, devices where
+they are known."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ CUDA_CANNOT = [
         "optimizer.distributed=false",
         "model.path: on CUDA mixture-of-experts models need Transformer Engine",
     ),
-    ("qwen2", "parallel.context=2", "parallel.context: on CUDA context parallelism needs Transformer Engine's"),
+    (
+        "qwen2",
+        "parallel.context=2",
+        "parallel.context: on CUDA context parallelism needs Transformer Engine's",
+    ),
 ]
 
 
@@ -43,16 +48,38 @@ def config(path: Path, **sections: Any) -> Config:
 @pytest.mark.parametrize(
     ("family", "sections", "where", "message"),
     [
-        ("qwen3", {"moe": {"router_dtype": "float64"}}, "moe.router_dtype", "the model has no experts"),
+        (
+            "qwen3",
+            {"moe": {"router_dtype": "float64"}},
+            "moe.router_dtype",
+            "the model has no experts",
+        ),
         ("qwen3", {"moe": {"balance": "aux_loss"}}, "moe.balance", "the model has no experts"),
-        ("qwen3", {"moe": {"routing_replay": True}}, "moe.routing_replay", "the model has no experts"),
+        (
+            "qwen3",
+            {"moe": {"routing_replay": True}},
+            "moe.routing_replay",
+            "the model has no experts",
+        ),
         ("qwen3_moe", {"moe": {"balance": "aux_loss"}}, "moe.balance", "in a micro-batch"),
-        ("qwen3_moe", {"moe": {"balance": "seq_aux_loss"}}, "moe.balance", "a row of the micro-batch"),
-        ("qwen3_moe", {"moe": {"balance": "global_aux_loss"}}, "moe.balance", "micro-batches so far"),
+        (
+            "qwen3_moe",
+            {"moe": {"balance": "seq_aux_loss"}},
+            "moe.balance",
+            "a row of the micro-batch",
+        ),
+        (
+            "qwen3_moe",
+            {"moe": {"balance": "global_aux_loss"}},
+            "moe.balance",
+            "micro-batches so far",
+        ),
         ("qwen3_moe", {"moe": {"balance": "expert_bias"}}, "moe.balance", "stays as it was loaded"),
     ],
 )
-def test_refused(tmp_path: Path, family: str, sections: dict[str, Any], where: str, message: str) -> None:
+def test_refused(
+    tmp_path: Path, family: str, sections: dict[str, Any], where: str, message: str
+) -> None:
     save_model(tmp_path, family)
     with pytest.raises(ConfigError, match=message) as error:
         check_moe(config(tmp_path, **sections), read_shape(tmp_path))
@@ -90,11 +117,26 @@ def test_what_is_wrong_on_cuda_is_refused_there_alone(
     check_device(config, experts=read_shape(str(tmp_path)).experts > 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     capsys.readouterr()
-    assert main(["train", QUICKSTART, f"model.path={tmp_path}", "parallel.tensor=1", override, "--dry-run"]) == 2
+    assert (
+        main(
+            [
+                "train",
+                QUICKSTART,
+                f"model.path={tmp_path}",
+                "parallel.tensor=1",
+                override,
+                "--dry-run",
+            ]
+        )
+        == 2
+    )
     assert f"error: {message}" in capsys.readouterr().err
-    # of a cluster to be joined nothing is known here: the rank that finds CUDA says so, before it meets the others
+    # of a cluster to be joined nothing is known here: the rank that finds CUDA says so, before it
+    # meets the others
     elsewhere = ("runtime.runner=ray", "runtime.ray_address=far:6379")
-    joining = load_config(QUICKSTART, [f"model.path={tmp_path}", "parallel.tensor=1", override, *elsewhere])
+    joining = load_config(
+        QUICKSTART, [f"model.path={tmp_path}", "parallel.tensor=1", override, *elsewhere]
+    )
     check(joining)
     with pytest.raises(ConfigError, match=message.partition(": ")[2]):
         Trainer(resolve_run(joining), 0, f"file://{tmp_path}/ranks")
@@ -102,7 +144,9 @@ def test_what_is_wrong_on_cuda_is_refused_there_alone(
 
 
 @on_a_cpu
-def test_the_distributed_optimizer_trains_on_cuda_whatever_adam_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_distributed_optimizer_trains_on_cuda_whatever_adam_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = load_config(QUICKSTART, ["optimizer.distributed=true"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     check_device(config, experts=False)
@@ -110,12 +154,20 @@ def test_the_distributed_optimizer_trains_on_cuda_whatever_adam_there_is(monkeyp
 
 @on_a_cpu
 @pytest.mark.parametrize("name", ["transformer_engine", "apex"])
-def test_experts_run_on_cuda_with_transformer_engine_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_experts_run_on_cuda_with_transformer_engine_alone(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     config = load_config(QUICKSTART, ["optimizer.distributed=true"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda asked: found("torch" if asked == name else asked))
-    refused = pytest.raises(ConfigError, match="need Transformer Engine") if name == "apex" else nullcontext()
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda asked: found("torch" if asked == name else asked)
+    )
+    refused = (
+        pytest.raises(ConfigError, match="need Transformer Engine")
+        if name == "apex"
+        else nullcontext()
+    )
     with refused:
         check_device(config, experts=True)
 
@@ -124,7 +176,8 @@ def test_experts_run_on_cuda_with_transformer_engine_alone(monkeypatch: pytest.M
 def test_a_rank_without_cuda_says_what_it_cannot(tmp_path: Path) -> None:
     elsewhere = ("runtime.runner=ray", "runtime.ray_address=far:6379")
     config = load_config(
-        QUICKSTART, [f"model.path={ROOT / 'assets/tiny-adder'}", *elsewhere, "performance.batched_p2p=true"]
+        QUICKSTART,
+        [f"model.path={ROOT / 'assets/tiny-adder'}", *elsewhere, "performance.batched_p2p=true"],
     )
     with pytest.raises(ConfigError, match="CUDA"):
         Trainer(resolve_run(config), 0, f"file://{tmp_path}/ranks")

@@ -20,14 +20,22 @@ SERVED = {"python": sys.executable, "colocated": True, "seeds": True, "cache_tok
 
 def config(**sections: Any) -> Config:
     lengths = {"max_prompt_tokens": 16, "max_new_tokens": 32}
-    tree = {"model": {"path": str(ROOT / "assets/tiny-adder")}, "data": {"source": "arithmetic"}, **sections}
+    tree = {
+        "model": {"path": str(ROOT / "assets/tiny-adder")},
+        "data": {"source": "arithmetic"},
+        **sections,
+    }
     return validate(tree | {"rollout": lengths | sections.get("rollout", {})}, "test.yaml")
 
 
 def test_engines_without_a_trainer_share_nothing_with_one() -> None:
     run = config(rollout={"engine": "sglang"}, sglang=SERVED, moe={"routing_replay": True})
     alone = engines_alone(run, "/elsewhere")
-    assert (alone.sglang.colocated, alone.moe.routing_replay, alone.model.path) == (False, False, "/elsewhere")
+    assert (alone.sglang.colocated, alone.moe.routing_replay, alone.model.path) == (
+        False,
+        False,
+        "/elsewhere",
+    )
     assert engines_alone(run).model.path == run.model.path
     restored = {"sglang": run.sglang, "moe": run.moe, "model": run.model}
     assert alone.model_copy(update=restored) == run
@@ -41,8 +49,16 @@ def test_evaluations_have_the_engines_that_they_name() -> None:
     attached = evaluation_engines(config(**served, eval={"prompts": 4, "urls": [OURS]}))
     assert attached is not None
     # not how training's are started, which is refused beside servers that run already
-    assert (attached.sglang.urls, attached.sglang.python, attached.sglang.cache_tokens) == ([OURS], None, None)
-    assert (attached.sglang.seeds, attached.sglang.colocated, attached.rollout.engines) == (True, False, 1)
+    assert (attached.sglang.urls, attached.sglang.python, attached.sglang.cache_tokens) == (
+        [OURS],
+        None,
+        None,
+    )
+    assert (attached.sglang.seeds, attached.sglang.colocated, attached.rollout.engines) == (
+        True,
+        False,
+        1,
+    )
     check(config(**served, eval={"prompts": 4, "urls": [OURS]}))
 
 
@@ -51,12 +67,23 @@ def test_evaluations_have_the_engines_that_they_name() -> None:
     [
         ({"eval": {"urls": [OURS]}}, "eval.urls names servers, and the engine 'local' has none"),
         (
-            {"rollout": {"engine": "sglang"}, "sglang": SERVED, "eval": {"urls": [OURS], "engines": 1}},
+            {
+                "rollout": {"engine": "sglang"},
+                "sglang": SERVED,
+                "eval": {"urls": [OURS], "engines": 1},
+            },
             "eval.engines: engines are to be started, and others attached to",
         ),
         (
-            {"rollout": {"engine": "sglang"}, "sglang": SERVED | {"device": "cuda"}, "eval": {"engines": 1}},
-            "eval.engines: engines of the evaluation's own are started where the command runs, and not placed on GPUs",
+            {
+                "rollout": {"engine": "sglang"},
+                "sglang": SERVED | {"device": "cuda"},
+                "eval": {"engines": 1},
+            },
+            (
+                "eval.engines: engines of the evaluation's own are started where the command runs,"
+                " and not placed on GPUs"
+            ),
         ),
         (
             {"rollout": {"engine": "sglang"}, "sglang": SERVED, "eval": {"urls": ["http://far:1"]}},

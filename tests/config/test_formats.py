@@ -12,7 +12,14 @@ from support.runs import ROOT
 
 from megatron_stare.cli import main
 from megatron_stare.config import formats
-from megatron_stare.config.formats import FORMAT, RENAMED, SERVICES, Upgrade, config_up_to_date, run_state_up_to_date
+from megatron_stare.config.formats import (
+    FORMAT,
+    RENAMED,
+    SERVICES,
+    Upgrade,
+    config_up_to_date,
+    run_state_up_to_date,
+)
 from megatron_stare.config.load import dump_yaml, former_names, load_config, load_recorded
 from megatron_stare.config.recipes import recipes
 from megatron_stare.errors import ConfigError, DataError
@@ -41,7 +48,11 @@ def test_what_is_written_today_says_so(tmp_path: Path, checkpoint: Path) -> None
     config = load_config(write(tmp_path / "mine.yaml", {"model": {"path": "m"}}))
     tree = yaml.safe_load(dump_yaml(config))
     assert tree["format"] == FORMAT == len(formats.UPGRADES) + 1
-    assert load_config(write(tmp_path / "config.yaml", tree)) == load_recorded(tmp_path / "config.yaml") == config
+    assert (
+        load_config(write(tmp_path / "config.yaml", tree))
+        == load_recorded(tmp_path / "config.yaml")
+        == config
+    )
     state = RunState(**STATE)
     (checkpoint / "run_state.json").write_text(state.to_json())
     assert json.loads(state.to_json()) == {"format": FORMAT, **STATE, "rollbacks": []}
@@ -67,7 +78,12 @@ def test_a_cache_that_nobody_chose_is_the_devices(tmp_path: Path) -> None:
     """The second format wrote a CPU's default down whatever the device."""
 
     def read(tokens: int, engine: str = "sglang") -> object:
-        tree = {"format": 2, "model": {"path": "m"}, "rollout": {"engine": engine}, "sglang": {"cache_tokens": tokens}}
+        tree = {
+            "format": 2,
+            "model": {"path": "m"},
+            "rollout": {"engine": engine},
+            "sglang": {"cache_tokens": tokens},
+        }
         return load_recorded(write(tmp_path / "config.yaml", tree)).sglang.cache_tokens
 
     assert (read(20_000), read(9_000), read(20_000, "local")) == (None, 9_000, None)
@@ -82,26 +98,39 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("there", [[], *([name] for name in OWN), ["recovery", "guards"], [*OWN]], ids=str)
+@pytest.mark.parametrize(
+    "there", [[], *([name] for name in OWN), ["recovery", "guards"], [*OWN]], ids=str
+)
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
-def test_what_is_done_about_faults_was_five_sections(tmp_path: Path, there: list[str], number: int) -> None:
+def test_what_is_done_about_faults_was_five_sections(
+    tmp_path: Path, there: list[str], number: int
+) -> None:
     sections = {name: OWN[name] for name in there}
     tree = {"format": number, "model": {"path": "m"}, **sections}
     groups = {RENAMED[name].partition(".")[2]: values for name, values in sections.items()}
-    written_today = write(tmp_path / "today.yaml", {"model": {"path": "m"}, **({"faults": groups} if groups else {})})
+    written_today = write(
+        tmp_path / "today.yaml", {"model": {"path": "m"}, **({"faults": groups} if groups else {})}
+    )
     config = load_config(written_today)
     former = write(tmp_path / "config.yaml", tree)
     assert load_recorded(former) == load_config(former) == config
-    assert tree == {"format": number, "model": {"path": "m"}, **sections}  # what is read is not changed
+    # what is read is not changed
+    assert tree == {"format": number, "model": {"path": "m"}, **sections}
     names = ", ".join(f"{name} is {RENAMED[name]} now" for name in RENAMED if name in there)
     assert former_names(former) == ([f"{former} is of an earlier format: {names}"] if there else [])
     assert former_names(written_today) == []
 
 
 def test_settings_of_services_were_a_section(tmp_path: Path) -> None:
-    """The section is read as a run wrote it, with every default, and as a person may have, with some."""
+    """The section is read as a run wrote it, with every default, and as a person may have, with
+    some."""
     whole = {former: default for former, (_, _, default) in SERVICES.items()}
-    own = {"wandb_project": "mine", "wandb_mode": "offline", "webhook_attempts": 5, "prometheus_port": 9000}
+    own = {
+        "wandb_project": "mine",
+        "wandb_mode": "offline",
+        "webhook_attempts": 5,
+        "prometheus_port": 9000,
+    }
     listed = ["jsonl", "wandb", "my.Sink", "mlflow", "webhook"]
     now = [
         "jsonl",
@@ -120,14 +149,19 @@ def test_settings_of_services_were_a_section(tmp_path: Path) -> None:
     for number in range(1, 6):
         assert read(number, {**whole, **own}) == read(number, own) == now
         assert read(number, whole) == listed
-        assert read(number, own, None) == ["jsonl", "tensorboard", "console", "report"]  # which read none of them
-    assert former_names(tmp_path / "config.yaml")[0].endswith(": services is settings of observability.sinks now")
+        # which read none of them
+        assert read(number, own, None) == ["jsonl", "tensorboard", "console", "report"]
+    assert former_names(tmp_path / "config.yaml")[0].endswith(
+        ": services is settings of observability.sinks now"
+    )
     made = {name: SINKS[name] for name, _, _ in SERVICES.values()}
     for former, (sink, setting, default) in SERVICES.items():
         parameter = inspect.signature(resolve(made[sink], {}, "")).parameters[setting]
         assert (parameter.kind, parameter.default) == (parameter.KEYWORD_ONLY, default), former
     with pytest.raises(ConfigError) as caught:
-        load_config(write(tmp_path / "mine.yaml", {"model": {"path": "m"}}), ["services.wandb_project=mine"])
+        load_config(
+            write(tmp_path / "mine.yaml", {"model": {"path": "m"}}), ["services.wandb_project=mine"]
+        )
     assert caught.value.fix == "here it is observability.sinks: [{name: wandb, project: ...}]"
 
 
@@ -148,7 +182,8 @@ def test_what_ships_is_the_same_as_an_earlier_release_wrote_it(tmp_path: Path, n
     run.mkdir()
     former = write(run / "config.yaml", {**tree, "format": 5})
     assert load_recorded(former) == config
-    assert read_run(run).config["faults"] == config.model_dump(mode="json")["faults"]  # so a report compares them
+    # so a report compares them
+    assert read_run(run).config["faults"] == config.model_dump(mode="json")["faults"]
 
 
 @pytest.mark.parametrize(
@@ -161,16 +196,23 @@ def test_what_ships_is_the_same_as_an_earlier_release_wrote_it(tmp_path: Path, n
         ("black_box=", "faults.hangs"),
     ],
 )
-def test_a_person_who_writes_a_former_name_is_told_the_new_one(tmp_path: Path, override: str, fix: str) -> None:
+def test_a_person_who_writes_a_former_name_is_told_the_new_one(
+    tmp_path: Path, override: str, fix: str
+) -> None:
     file = write(tmp_path / "mine.yaml", {"model": {"path": "m"}})
     section = override.partition("=")[0].partition(".")[0]
     with pytest.raises(ConfigError) as caught:
         load_config(file, [override])
-    assert str(caught.value) == f"{override}: {section}: unknown name {section!r}\n  fix: here it is {fix}"
+    assert (
+        str(caught.value)
+        == f"{override}: {section}: unknown name {section!r}\n  fix: here it is {fix}"
+    )
     write(file, {"model": {"path": "m"}, section: OWN[section]})
     with pytest.raises(ConfigError, match=rf"mine\.yaml: {section}: unknown name") as caught:
         load_config(file)
-    assert caught.value.fix is not None and caught.value.fix.startswith(f"here it is {RENAMED[section]}.")
+    assert caught.value.fix is not None and caught.value.fix.startswith(
+        f"here it is {RENAMED[section]}."
+    )
     write(file, {"format": FORMAT, "model": {"path": "m"}, section: OWN[section]})
     with pytest.raises(ConfigError, match="unknown name"):
         load_recorded(file)  # nothing of today's format has it
@@ -182,10 +224,15 @@ def test_the_names_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert f"format {FORMAT}" in said and all(
         f"  {former:27} which is {now} now\n" in said for former, now in RENAMED.items()
     )
-    assert f"  {'services.webhook_env':27} which is observability.sinks: [{{name: webhook, env: ...}}] now\n" in said
+    assert (
+        f"  {'services.webhook_env':27} which is observability.sinks: [{{name: webhook, env: ...}}]"
+        " now\n" in said
+    )
     file = write(tmp_path / "mine.yaml", {"guards": {}, "run": {}})
     assert main(["format", str(file)]) == 0
-    assert capsys.readouterr().out == f"{file} is of an earlier format: guards is faults.guards now\n"
+    assert (
+        capsys.readouterr().out == f"{file} is of an earlier format: guards is faults.guards now\n"
+    )
     assert main(["format", str(write(file, {"run": {}}))]) == 0
     assert capsys.readouterr().out == f"{file}: all names are of today\n"
     with pytest.raises(SystemExit):
@@ -212,7 +259,8 @@ def test_upgrades_are_made_one_format_at_a_time(monkeypatch: pytest.MonkeyPatch)
 def test_a_newer_format_is_refused_with_what_to_do(tmp_path: Path, checkpoint: Path) -> None:
     newer = write(tmp_path / "config.yaml", {"format": FORMAT + 1, "of_that_time": {}})
     what = (
-        f"{{}}: written in format {FORMAT + 1} by a newer release; this one reads formats 1 to {FORMAT}\n  fix: resume"
+        f"{{}}: written in format {FORMAT + 1} by a newer release; this one reads formats 1 to"
+        f" {FORMAT}\n  fix: resume"
     )
     for read in (load_config, load_recorded):
         with pytest.raises(DataError) as caught:

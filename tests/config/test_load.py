@@ -22,24 +22,38 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_a_config_that_ships_works_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_that_ships_works_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert load_config("configs/quickstart.yaml").model.path == str(ROOT / "assets/tiny-adder")
-    assert load_config(ROOT / "configs/quickstart.yaml").model.path == str(ROOT / "assets/tiny-adder")
+    assert load_config(ROOT / "configs/quickstart.yaml").model.path == str(
+        ROOT / "assets/tiny-adder"
+    )
     # of the user: a path given beside it, and a file that only looks as if it shipped
-    assert load_config("configs/quickstart.yaml", ["model.path=assets/tiny-adder"]).model.path == "assets/tiny-adder"
-    assert load_config(write(tmp_path, "model: {path: assets/tiny-adder}\n")).model.path == "assets/tiny-adder"
+    assert (
+        load_config("configs/quickstart.yaml", ["model.path=assets/tiny-adder"]).model.path
+        == "assets/tiny-adder"
+    )
+    assert (
+        load_config(write(tmp_path, "model: {path: assets/tiny-adder}\n")).model.path
+        == "assets/tiny-adder"
+    )
     with pytest.raises(ConfigError, match="cannot read the configuration"):
         load_config("pyproject.toml")  # lies beside configs/, and is none
     (tmp_path / "configs").mkdir()
-    (tmp_path / "configs/quickstart.yaml").write_text("model: {path: assets/tiny-adder}\nrun: {name: mine}\n")
+    (tmp_path / "configs/quickstart.yaml").write_text(
+        "model: {path: assets/tiny-adder}\nrun: {name: mine}\n"
+    )
     mine = load_config("configs/quickstart.yaml")
     assert (mine.run.name, mine.model.path) == ("mine", "assets/tiny-adder")
 
 
 def test_overrides_win_and_keep_their_types(tmp_path: Path) -> None:
     path = write(tmp_path, "model: {path: here}\noptimizer: {lr: 1.0e-3}\n")
-    config = load_config(path, ["optimizer.lr=1e-6", "run.seed=3", "optimizer.distributed=true", "run.dir=a=b"])
+    config = load_config(
+        path, ["optimizer.lr=1e-6", "run.seed=3", "optimizer.distributed=true", "run.dir=a=b"]
+    )
     assert config.optimizer.lr == 1e-6
     assert (config.run.seed, config.optimizer.distributed, config.run.dir) == (3, True, "a=b")
 
@@ -53,7 +67,9 @@ def test_naming_another_method_drops_the_settings_of_the_first(tmp_path: Path) -
     assert method(path) == Stare(amplify=2.0)
     assert method(path, "algorithm=grpo") == method(path, "algorithm.name=grpo") == Grpo()
     assert method(path, "algorithm={name: grpo}") == Grpo()
-    assert method(path, "algorithm.amplify=3") == method(path, "algorithm.name=stare", "algorithm.amplify=3")
+    assert method(path, "algorithm.amplify=3") == method(
+        path, "algorithm.name=stare", "algorithm.amplify=3"
+    )
     assert method(path, "algorithm.amplify=3") == Stare(amplify=3.0)
     short = write(tmp_path, "model: {path: here}\nalgorithm: stare\n")
     assert method(short, "algorithm.share=0.2") == Stare(share=0.2)
@@ -66,7 +82,9 @@ def test_the_resolved_configuration_reads_back_the_same(tmp_path: Path) -> None:
 
 def test_the_first_error_names_file_and_key(tmp_path: Path) -> None:
     path = write(tmp_path, "model: {path: here}\nrollout: {temperatur: 1}\n")
-    with pytest.raises(ConfigError, match=r"config\.yaml: rollout\.temperatur.*\n.*did you mean 'temperature'"):
+    with pytest.raises(
+        ConfigError, match=r"config\.yaml: rollout\.temperatur.*\n.*did you mean 'temperature'"
+    ):
         load_config(path)
 
 

@@ -1,5 +1,5 @@
-"""Every recipe is what was published of it, passes preflight on a model of its size, and fits the GPUs it names. A
-variant is its recipe but for what it names."""
+"""Every recipe is what was published of it, passes preflight on a model of its size, and fits the
+GPUs it names. A variant is its recipe but for what it names."""
 
 from __future__ import annotations
 
@@ -56,7 +56,12 @@ ARCHITECTURE = {
     "Qwen3-1.7B-Base": "qwen3-1.7b-base",
     "Qwen3-14B-Base": "qwen3-14b-base",
 }
-STARE = ("short_cot_qwen2.5_math_7b", "short_cot_qwen2.5_14b", "short_cot_qwen2.5_32b", "long_cot_r1_distill_1.5b")
+STARE = (
+    "short_cot_qwen2.5_math_7b",
+    "short_cot_qwen2.5_14b",
+    "short_cot_qwen2.5_32b",
+    "long_cot_r1_distill_1.5b",
+)
 STARE += ("long_cot_qwen3_8b",)
 STAPO = ("stapo_qwen3_1.7b", "stapo_qwen3_8b", "stapo_qwen3_14b")
 GTPO = ("gtpo_qwen2.5_7b", "gtpo_qwen2.5_32b")
@@ -64,7 +69,10 @@ SIX = {"aime24": 32, "aime25": 32, "amc23": 32, "math500": 4, "minerva": 4, "oly
 W = (1.01, 1.05, 1.1, 1.2, 1.5, 2.0, 3.0, 4.0)
 # STARE's ablations: what differs from the recipe of Qwen2.5-Math-7B
 ABLATED: dict[str, dict[str, Any]] = {
-    **{f"operator_{name.lower()}": {"variant": name} for name in ("O1", "O2", "O3", "O4", "C1", "C2", "C3", "C4")},
+    **{
+        f"operator_{name.lower()}": {"variant": name}
+        for name in ("O1", "O2", "O3", "O4", "C1", "C2", "C3", "C4")
+    },
     "gate_sample": {"gate": "sample"},
     "gate_token": {"gate": "token"},
     "fixed_threshold": {"rare_below": 0.1},
@@ -92,7 +100,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def on(models: Path, config: Config) -> list[str]:
     """A recipe's model in this folder, and a Python for its servers, which are not started."""
-    return [f"model.path={models / Path(config.model.path).name}", f"sglang.python={sys.executable}"]
+    return [
+        f"model.path={models / Path(config.model.path).name}",
+        f"sglang.python={sys.executable}",
+    ]
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -116,9 +127,13 @@ def test_a_recipe_is_what_was_published(name: str) -> None:
 
 
 def test_every_mark_in_a_layer_has_its_row() -> None:
-    """A value that says where it was published stands in the table under that layer, or under one that it goes with."""
+    """A value that says where it was published stands in the table under that layer, or under one
+    that it goes with."""
     tables = yaml.safe_load((FOLDER / "published.yaml").read_text())["layers"]
-    shared = {"methods/training", *(f"regimes/{path.stem}" for path in (FOLDER / "regimes").glob("*.yaml"))}
+    shared = {
+        "methods/training",
+        *(f"regimes/{path.stem}" for path in (FOLDER / "regimes").glob("*.yaml")),
+    }
     mark, missing = re.compile(r"\[[RPTJ8]\]"), []
     for path in sorted((FOLDER / "methods").glob("*.yaml")):
         layer = f"methods/{path.stem}"
@@ -129,19 +144,42 @@ def test_every_mark_in_a_layer_has_its_row() -> None:
         for line in path.read_text().splitlines():
             if found := re.match(r"(\w+):$", line):
                 section = found[1]
-            elif (found := re.match(r"  (\w+): *[^#\s]", line)) and mark.search(line) and "silent" not in line:
+            elif (
+                (found := re.match(r"  (\w+): *[^#\s]", line))
+                and mark.search(line)
+                and "silent" not in line
+            ):
                 name = f"{section}.{found[1]}"
-                missing += [f"{layer}: {name}"] if not any(each.startswith(name) for each in rows) else []
+                missing += (
+                    [f"{layer}: {name}"] if not any(each.startswith(name) for each in rows) else []
+                )
     assert missing == []
 
 
 def test_the_rows_that_the_papers_list() -> None:
     wanted = {
-        *(f"{name}{suffix}" for name in STARE for suffix in ("", "_grpo", "_c2", "_mix", "_dapo", "_twenty_entropy")),
+        *(
+            f"{name}{suffix}"
+            for name in STARE
+            for suffix in ("", "_grpo", "_c2", "_mix", "_dapo", "_twenty_entropy")
+        ),
         *(f"{name}{suffix}" for name in STARE for suffix in ("_justrl", "_clip_cov", "_kl_cov")),
-        *(f"{name}{suffix}" for name in STAPO for suffix in ("", "_v1", "_grpo", "_twenty_entropy", "_justrl")),
-        *(f"{name}{suffix}" for name in GTPO for suffix in ("", "_eq6", "_grpo_s", "_grpo", "_dapo", "_dapo_forks")),
-        *("justrl_r1_distill_1.5b", "dapo_qwen2.5_32b", "twenty_entropy_qwen3_14b", "kl_cov_qwen2.5_7b"),
+        *(
+            f"{name}{suffix}"
+            for name in STAPO
+            for suffix in ("", "_v1", "_grpo", "_twenty_entropy", "_justrl")
+        ),
+        *(
+            f"{name}{suffix}"
+            for name in GTPO
+            for suffix in ("", "_eq6", "_grpo_s", "_grpo", "_dapo", "_dapo_forks")
+        ),
+        *(
+            "justrl_r1_distill_1.5b",
+            "dapo_qwen2.5_32b",
+            "twenty_entropy_qwen3_14b",
+            "kl_cov_qwen2.5_7b",
+        ),
         *(f"ablation_{name}" for name in (*ABLATED, "operator_none")),
     }
     assert set(RECIPES) == wanted
@@ -162,7 +200,8 @@ def test_a_recipe_has_a_plan(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     """On the H100s that it names, without its model; a run that does not fit exits with 1."""
     monkeypatch.chdir(tmp_path)
     for variable in ("CUDA_VISIBLE_DEVICES", "TORCHDYNAMO_DISABLE"):
-        monkeypatch.setenv(variable, os.environ.get(variable, ""))  # a plan sets them for its process
+        # a plan sets them for its process
+        monkeypatch.setenv(variable, os.environ.get(variable, ""))
     assert main(["plan", f"recipes/{name}", "--json", "plan.json"]) == 0
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["gpu"]["name"] == "h100-80g" and found["not_checked"]
@@ -193,9 +232,14 @@ def group_advantages_of(rewards: list[float]) -> list[float]:
     return [(r - mean) / spread for r in rewards]
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if "overlong" in str(loaded(name).algorithm.settings())])
-def test_the_overlong_punishment_weighs_what_it_does_with_rewards_of_minus_and_plus_one(name: str) -> None:
-    """Right and wrong, each with and without the full penalty: 1.162, .387, -.387, -1.162 as in DAPO."""
+@pytest.mark.parametrize(
+    "name", [name for name in RECIPES if "overlong" in str(loaded(name).algorithm.settings())]
+)
+def test_the_overlong_punishment_weighs_what_it_does_with_rewards_of_minus_and_plus_one(
+    name: str,
+) -> None:
+    """Right and wrong, each with and without the full penalty: 1.162, .387, -.387, -1.162 as in
+    DAPO."""
     config = loaded(name)
     overlong = config.algorithm.method.overlong  # type: ignore[attr-defined]
     if overlong is None:
@@ -224,10 +268,12 @@ def test_verifiers_and_prompts_are_those_of_the_papers() -> None:
         assert {task.verifier for task in config.eval.tasks} == {None}, name  # the run's own
         assert (config.data.template == box) == (verifier != "dapo"), name
     prompt = loaded("dapo_qwen2.5_32b").data.template.format(prompt="What is 2 + 2?")  # type: ignore[union-attr]
-    assert prompt == (
-        "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
-        "$Answer (without quotes) where $Answer is the answer to the problem.\n\nWhat is 2 + 2?\n\nRemember to put "
-        'your answer on its own line after "Answer:".'
+    assert (
+        prompt
+        == "Solve the following math problem step by step. The last line of your response should be"
+        " of the form Answer: $Answer (without quotes) where $Answer is the answer to the"
+        " problem.\n\nWhat is 2 + 2?\n\nRemember to put your answer on its own line after"
+        ' "Answer:".'
     )
 
 
@@ -236,12 +282,13 @@ def test_verifiers_and_prompts_are_those_of_the_papers() -> None:
 
 @pytest.mark.parametrize("name", STARE)
 def test_the_final_evaluation_of_stare(name: str) -> None:
-    """avg@32 of the small sets and avg@4 of the large ones; training asks two alone, every ten steps."""
+    """avg@32 of the small sets and avg@4 of the large ones; training asks two alone, every ten
+    steps."""
     tasks = evaluation_tasks(loaded(name), offline=True)
     assert {task.name: task.samples for task in tasks} == SIX
-    assert {(task.config.rollout.temperature, task.top_p, task.config.eval.greedy) for task in tasks} == {
-        (1, 0.7, False)
-    }
+    assert {
+        (task.config.rollout.temperature, task.top_p, task.config.eval.greedy) for task in tasks
+    } == {(1, 0.7, False)}
     assert loaded(name).eval.every == 10
     assert [task.name for task in evaluation_tasks(loaded(name))] == ["aime24", "aime25"]
 
@@ -250,7 +297,12 @@ def test_the_final_evaluation_of_stare(name: str) -> None:
 def test_stapo_is_judged_by_six_sets_at_both_temperatures(name: str) -> None:
     tasks = evaluation_tasks(loaded(name), offline=True)
     asked = {
-        task.name: (task.samples, task.config.rollout.temperature, task.top_p, task.config.rollout.max_new_tokens)
+        task.name: (
+            task.samples,
+            task.config.rollout.temperature,
+            task.top_p,
+            task.config.rollout.max_new_tokens,
+        )
         for task in tasks
     }
     assert asked == {
@@ -263,11 +315,17 @@ def test_stapo_is_judged_by_six_sets_at_both_temperatures(name: str) -> None:
 def test_gtpo_is_judged_by_math500_too_and_all_are_kept_from_training() -> None:
     for name in GTPO:
         tasks = evaluation_tasks(loaded(name), offline=True)
-        assert {task.name: task.samples for task in tasks} == {"aime24": 32, "aime25": 32, "math500": 32}
+        assert {task.name: task.samples for task in tasks} == {
+            "aime24": 32,
+            "aime25": 32,
+            "math500": 32,
+        }
     files = {f"data/{name}.jsonl" for name in SIX}
     for name in RECIPES:
         config = loaded(name)
-        assert set(config.data.decontaminate) == files >= {task.path for task in config.eval.tasks}, name
+        assert (
+            set(config.data.decontaminate) == files >= {task.path for task in config.eval.tasks}
+        ), name
 
 
 # variants differ in what they name alone
@@ -282,18 +340,30 @@ def test_the_baseline_differs_in_weights_and_gate_alone(name: str) -> None:
     assert one.pop("algorithm")["name"] == "stare" and other.pop("algorithm")["name"] == "grpo"
     assert other["run"].pop("name") == one["run"].pop("name") + "-grpo"
     assert one == other
-    for setting in ("aggregation", "clip_low", "clip_high", "dual_clip", "reference_kl", "entropy_bonus"):
+    for setting in (
+        "aggregation",
+        "clip_low",
+        "clip_high",
+        "dual_clip",
+        "reference_kl",
+        "entropy_bonus",
+    ):
         assert getattr(method, setting) == getattr(grpo.algorithm.method, setting), setting
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if recipes()[name].over and name not in ABLATIONS])
+@pytest.mark.parametrize(
+    "name", [name for name in RECIPES if recipes()[name].over and name not in ABLATIONS]
+)
 def test_a_variant_keeps_what_is_not_its_methods(name: str) -> None:
-    """Model, layout, lengths, scoring, evaluation and optimizer are those of the recipe that it is compared with."""
+    """Model, layout, lengths, scoring, evaluation and optimizer are those of the recipe that it is
+    compared with."""
     over = recipes()[name].over
     assert over is not None
     one, other = (loaded(each).model_dump(mode="json") for each in (name, over))
     free = (
-        {"algorithm", "statistics", "batch", "data"} if name.endswith("_mix") else {"algorithm", "statistics", "batch"}
+        {"algorithm", "statistics", "batch", "data"}
+        if name.endswith("_mix")
+        else {"algorithm", "statistics", "batch"}
     )
     for section in one.keys() - free:
         if section == "run":
@@ -305,7 +375,9 @@ def test_a_variant_keeps_what_is_not_its_methods(name: str) -> None:
 
 @pytest.mark.parametrize("name", ABLATED)
 def test_an_ablation_differs_in_what_it_ablates_alone(name: str) -> None:
-    each, recipe = (loaded(n).model_dump(mode="json") for n in (f"ablation_{name}", "short_cot_qwen2.5_math_7b"))
+    each, recipe = (
+        loaded(n).model_dump(mode="json") for n in (f"ablation_{name}", "short_cot_qwen2.5_math_7b")
+    )
     assert each["run"].pop("name") == f"ablation-{name}".replace("_", "-")
     recipe["run"].pop("name")
     recipe["run"]["steps"] = 4000
@@ -326,7 +398,12 @@ def test_methods_that_select_by_the_policy_of_the_update_do() -> None:
 
 def test_the_mixed_data_are_four_sets_without_repeats() -> None:
     data = loaded("short_cot_qwen2.5_14b_mix").data
-    assert [Path(file.path).stem for file in data.mixture] == ["deepscaler", "skywork_or1", "polaris", "dapo_math_17k"]
+    assert [Path(file.path).stem for file in data.mixture] == [
+        "deepscaler",
+        "skywork_or1",
+        "polaris",
+        "dapo_math_17k",
+    ]
     assert data.path is None and data.deduplicate
 
 
@@ -337,19 +414,25 @@ def test_the_command_lists_every_recipe(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1 : 1 + len(RECIPES)]] == RECIPES
-    assert all(any(line.startswith(name) for line in lines[-len(refused()) :]) for name in refused())
+    assert all(
+        any(line.startswith(name) for line in lines[-len(refused()) :]) for name in refused()
+    )
     assert main(["recipes", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["name"] for row in found["recipes"]] == RECIPES and found["refused"] == refused()
 
 
-def test_the_command_holds_a_recipe_against_what_was_published(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_holds_a_recipe_against_what_was_published(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["recipes", "dapo_qwen2.5_32b"]) == 0
     lines = capsys.readouterr().out.splitlines()
     (factor,) = (line for line in lines if "algorithm.overlong.factor  " in line)
     assert factor.split() == ["*", "algorithm.overlong.factor", "1.0", "0.5", "D:21"]
     assert any("overlong.factor: verifiers here give 0 and 1" in line for line in lines)
-    assert any(line.startswith("  D: Shenzhi-Wang/Beyond-the-80-20-Rule-RLVR at 6f5dda6") for line in lines)
+    assert any(
+        line.startswith("  D: Shenzhi-Wang/Beyond-the-80-20-Rule-RLVR at 6f5dda6") for line in lines
+    )
     assert main(["recipes", "--json", "recipes/gtpo_qwen2.5_7b_dapo"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["layers"] == [*recipes()["gtpo_qwen2.5_7b"].layers, "methods/on_gtpo_dapo"]
@@ -365,7 +448,9 @@ def test_the_command_holds_a_recipe_against_what_was_published(capsys: pytest.Ca
         ("stapo_v1_qwen3_8b", "it is called stapo_qwen3_8b_v1 now"),
     ],
 )
-def test_what_is_not_published_is_refused(name: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_published_is_refused(
+    name: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     for command in (
         ["recipes", name],
         ["train", f"recipes/{name}", "--dry-run"],
@@ -410,7 +495,9 @@ def test_every_value_has_its_source_or_is_said_to_be_ours(path: Path) -> None:
         value = re.match(r"\s+(?!-|#)([\w.]+): *[^#\s]", line)
         free = path.stem == "index" and value and (value[1] in words or value[1] in RECIPES)
         free = free or (value is not None and value[1] == "name")
-        assert value is None or free or mark.search(line) or mark.search(above) or "greedy" in line, line
+        assert (
+            value is None or free or mark.search(line) or mark.search(above) or "greedy" in line
+        ), line
         above = line if line.strip().startswith("#") else ""
 
 
@@ -418,7 +505,9 @@ def test_a_recipe_is_layers_of_a_method_a_regime_a_model_and_a_cluster() -> None
     for recipe in recipes().values():
         kinds = [layer.partition("/")[0] for layer in recipe.layers]
         assert kinds in (
-            (["methods"], ["data"], []) if recipe.over else (["methods", "regimes", "models", "clusters"],)
+            (["methods"], ["data"], [])
+            if recipe.over
+            else (["methods", "regimes", "models", "clusters"],)
         )
     named = {layer for recipe in recipes().values() for layer in recipe.layers}
     files = {f"{path.parent.name}/{path.stem}" for path in FOLDER.glob("*/*.yaml")}

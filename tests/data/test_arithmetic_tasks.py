@@ -1,4 +1,5 @@
-"""The arithmetic task: pure functions of (seed, split, index), disjoint splits, and demonstrations that add up."""
+"""The arithmetic task: pure functions of (seed, split, index), disjoint splits, and demonstrations
+that add up."""
 
 from __future__ import annotations
 
@@ -37,14 +38,31 @@ def test_counter_hash_is_splitmix64():
 
 
 def test_problems_are_fixed_for_all_time():
-    # Written down, so that a change of the stream is noticed: it would change what every saved cursor means.
-    assert [draw_problem(1, "train", i).text for i in range(3)] == ["85+75+74=", "81+46+91=", "77+21+54="]
-    assert [draw_problem(1, "eval", i).text for i in range(3)] == ["41+37+94=", "58+18+62=", "22+52+77="]
+    # Written down, so that a change of the stream is noticed: it would change what every saved
+    # cursor means.
+    assert [draw_problem(1, "train", i).text for i in range(3)] == [
+        "85+75+74=",
+        "81+46+91=",
+        "77+21+54=",
+    ]
+    assert [draw_problem(1, "eval", i).text for i in range(3)] == [
+        "41+37+94=",
+        "58+18+62=",
+        "22+52+77=",
+    ]
 
 
 def test_splits_are_disjoint_whatever_the_seed_and_the_order():
-    train = {tuple(sorted(draw_problem(seed, "train", i).operands)) for seed in (1, 2) for i in range(3000)}
-    held_out = {tuple(sorted(draw_problem(seed, "eval", i).operands)) for seed in (1, 3) for i in range(3000)}
+    train = {
+        tuple(sorted(draw_problem(seed, "train", i).operands))
+        for seed in (1, 2)
+        for i in range(3000)
+    }
+    held_out = {
+        tuple(sorted(draw_problem(seed, "eval", i).operands))
+        for seed in (1, 3)
+        for i in range(3000)
+    }
     assert not train & held_out
     assert len(train) > 5000
     assert len(held_out) > 3000
@@ -53,7 +71,9 @@ def test_splits_are_disjoint_whatever_the_seed_and_the_order():
 
 
 def test_a_tenth_is_held_out_and_operands_are_uniform():
-    every = [(a, b, c) for a in range(10, 100, 3) for b in range(10, 100, 3) for c in range(10, 100, 3)]
+    every = [
+        (a, b, c) for a in range(10, 100, 3) for b in range(10, 100, 3) for c in range(10, 100, 3)
+    ]
     share = sum(split_of(Problem(operands)) == "eval" for operands in every) / len(every)
     assert share == pytest.approx(0.1, abs=0.01)
     drawn = Counter(x for i in range(3000) for x in draw_problem(7, "train", i).operands)
@@ -67,7 +87,8 @@ def test_text_and_answer():
 
 
 def check_lines(problem: Problem, text: str) -> int:
-    """How many lines are off by something small; everything else about the derivation must be right."""
+    """How many lines are off by something small; everything else about the derivation must be
+    right."""
     first, second = text.split(";")
     terms, partial = first.split("=")
     pair = [int(x) for x in terms.split("+")]
@@ -87,7 +108,9 @@ def test_right_demonstrations_use_all_twelve_derivations_alike():
     assert len(seen) == 12
     assert {"14+27=41;41+58=99", "14+27=41;58+41=99"} <= set(seen)
     assert min(seen.values()) > 60
-    assert all(check_lines(problem, text) == 0 and verify(text, problem.answer) == 1 for text in seen)
+    assert all(
+        check_lines(problem, text) == 0 and verify(text, problem.answer) == 1 for text in seen
+    )
     assert set("".join(seen) + problem.text) <= set(ALPHABET)
 
 
@@ -95,9 +118,13 @@ def test_wrong_demonstrations_have_one_slip_and_a_wrong_answer():
     problems = [draw_problem(1, "train", i) for i in range(1000)]
     texts = [demonstration(problem, 5, 1.0) for problem in problems]
     assert all(
-        check_lines(p, text) == 1 and verify(text, p.answer) == 0 for p, text in zip(problems, texts, strict=True)
+        check_lines(p, text) == 1 and verify(text, p.answer) == 0
+        for p, text in zip(problems, texts, strict=True)
     )
-    slips_first = sum(sum(map(int, t.split("=")[0].split("+"))) != int(t.split("=")[1].split(";")[0]) for t in texts)
+    slips_first = sum(
+        sum(map(int, t.split("=")[0].split("+"))) != int(t.split("=")[1].split(";")[0])
+        for t in texts
+    )
     assert 400 < slips_first < 600
 
 
@@ -125,7 +152,10 @@ def test_source_counts_on_and_resumes_exactly():
 
 def test_seed_orders_training_and_leaves_evaluation_alone():
     def texts(seed, split):
-        return [p.text for p in ArithmeticPrompts(config(run={"seed": seed}), char_tokenizer(), split).take(8)]
+        return [
+            p.text
+            for p in ArithmeticPrompts(config(run={"seed": seed}), char_tokenizer(), split).take(8)
+        ]
 
     assert texts(1, "train") != texts(2, "train")
     assert texts(1, "eval") == texts(2, "eval")
@@ -164,14 +194,17 @@ def test_the_task_needs_no_torch():
 
 
 def test_how_many_problems_there_are():
-    splits = Counter(split_of(Problem(sums)) for sums in combinations_with_replacement(range(10, 100), 3))
+    splits = Counter(
+        split_of(Problem(sums)) for sums in combinations_with_replacement(range(10, 100), 3)
+    )
     assert splits == PROBLEMS
     for split in ("train", "eval"):
         assert ArithmeticPrompts(config(), char_tokenizer(), split).problems == PROBLEMS[split]
 
 
 def test_reorderings_are_one_problem():
-    """964 of the 1,000 problems of the quickstart's evaluation are distinct: 4 come twice, 32 in another order."""
+    """964 of the 1,000 problems of the quickstart's evaluation are distinct: 4 come twice, 32 in
+    another order."""
     prompts = make_source(config(), char_tokenizer(), "eval").take(1000)
     assert len({p.text for p in prompts}) == 996
     assert len({p.problem for p in prompts}) == 964

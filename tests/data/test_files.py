@@ -32,7 +32,9 @@ VERL = {
 
 def configuration(data, limit=16, truncate="error", seed=1):
     rollout = {"max_prompt_tokens": limit, "truncate_prompt": truncate}
-    return validate({"model": {"path": "."}, "run": {"seed": seed}, "rollout": rollout, "data": data}, "test")
+    return validate(
+        {"model": {"path": "."}, "run": {"seed": seed}, "rollout": rollout, "data": data}, "test"
+    )
 
 
 def source(tokenizer=TOKENIZER, split="train", seed=1, limit=16, truncate="error", **data):
@@ -53,15 +55,21 @@ def test_the_three_shapes_are_told_apart_by_their_keys(tmp_path):
         VERL,
     )
     records, _ = read_records(path)
-    assert [(r.id, r.prompt, r.answer) for r in records] == [(n, "1+1=", "2") for n in ("own", "2", "3", "9a0b")]
+    assert [(r.id, r.prompt, r.answer) for r in records] == [
+        (n, "1+1=", "2") for n in ("own", "2", "3", "9a0b")
+    ]
     assert [prompt.token_ids for prompt in source(path=path).take(4)] == [ids("1+1=")] * 4
 
 
 def test_columns_of_other_names(tmp_path):
-    path = lines(tmp_path / "p.jsonl", {"problem": {"text": "1+1="}, "answer": "no", "solution": "2"})
+    path = lines(
+        tmp_path / "p.jsonl", {"problem": {"text": "1+1="}, "answer": "no", "solution": "2"}
+    )
     (prompt,) = source(path=path, prompt_key="problem.text", answer_key="solution").take(1)
     assert (prompt.text, prompt.answer) == ("1+1=", "2")
-    with pytest.raises(DataError, match=r"no 'prompt'; the keys here are 'problem', 'answer', 'solution'"):
+    with pytest.raises(
+        DataError, match=r"no 'prompt'; the keys here are 'problem', 'answer', 'solution'"
+    ):
         source(path=path)
 
 
@@ -70,7 +78,9 @@ def test_a_conversation_goes_through_the_chat_template(tmp_path):
     messages = [{"role": role, "content": content} for role, content in turns]
     path = lines(tmp_path / "p.jsonl", {"prompt": messages, "label": 4})
     roles = CHAT_TEMPLATE.replace("u {{", "{{ m['role'][0] }} {{")
-    (prompt,) = source(char_tokenizer(roles), path=path, chat_template=True, limit=40, template="+{prompt}").take(1)
+    (prompt,) = source(
+        char_tokenizer(roles), path=path, chat_template=True, limit=40, template="+{prompt}"
+    ).take(1)
     assert (prompt.text, prompt.answer) == ("2+2=", "4")
     assert prompt.token_ids == ids("u 1+1=;a 2;u +2+2=;a ")
     with pytest.raises(DataError, match="several messages") as error:
@@ -101,7 +111,9 @@ def test_parquet_gives_what_json_lines_give(tmp_path):
     expected, _ = read_records(lines(tmp_path / "p.jsonl", *rows))
     assert [r._replace(where="") for r in found] == [r._replace(where="") for r in expected]
     assert found[1_500].where.endswith("p.parquet, row 1501")
-    columns, text = (source(path=str(tmp_path / f"p.{kind}")).take(5) for kind in ("parquet", "jsonl"))
+    columns, text = (
+        source(path=str(tmp_path / f"p.{kind}")).take(5) for kind in ("parquet", "jsonl")
+    )
     assert columns == text
     whole = (tmp_path / "p.parquet").read_bytes()
     (tmp_path / "cut.parquet").write_bytes(whole[:-40])
@@ -109,7 +121,9 @@ def test_parquet_gives_what_json_lines_give(tmp_path):
         read_records(tmp_path / "cut.parquet")
 
 
-@pytest.mark.parametrize(("module", "name"), [("pyarrow", "p.parquet"), ("datasets", "hf:owner/name")])
+@pytest.mark.parametrize(
+    ("module", "name"), [("pyarrow", "p.parquet"), ("datasets", "hf:owner/name")]
+)
 def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch, module, name):
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.chdir(tmp_path)
@@ -141,7 +155,12 @@ def test_a_dataset_is_named_with_its_configuration_and_its_split(monkeypatch, na
 def test_mixed_by_weight_and_each_file_walked_through(tmp_path):
     files = {"a": 3, "b": 10, "c": 5}
     mixture = [
-        {"path": lines(tmp_path / f"{name}.jsonl", *({"prompt": f"{i}=", "answer": i} for i in range(n))), "weight": w}
+        {
+            "path": lines(
+                tmp_path / f"{name}.jsonl", *({"prompt": f"{i}=", "answer": i} for i in range(n))
+            ),
+            "weight": w,
+        }
         for (name, n), w in zip(files.items(), (1, 2, 5), strict=True)
     ]
     prompts = source(mixture=mixture).take(80)
@@ -149,7 +168,9 @@ def test_mixed_by_weight_and_each_file_walked_through(tmp_path):
     assert Counter(p.id.partition("/")[0] for p in prompts) == {"a": 10, "b": 20, "c": 50}
     for end in range(1, 80):  # nowhere is a file more than one prompt off its share
         taken = Counter(p.id.partition("/")[0] for p in prompts[:end])
-        assert all(abs(taken[name] - end * w / 8) <= 1 for name, w in zip("abc", (1, 2, 5), strict=True))
+        assert all(
+            abs(taken[name] - end * w / 8) <= 1 for name, w in zip("abc", (1, 2, 5), strict=True)
+        )
     of_b = [p.text for p in prompts if p.id.startswith("b")]
     assert len(set(of_b[:10])) == len(set(of_b[10:])) == 10 and of_b[:10] != of_b[10:]
     of_c = [p.text for p in prompts if p.id.startswith("c")]
@@ -203,14 +224,21 @@ def test_shares_of_any_weights_are_kept(weights):
     total = sum(weights)
     for cursor in range(2 * total):
         mixed._part(cursor).taken += 1
-        assert all(abs(part.taken * total - part.weight * (cursor + 1)) < total for part in mixed._parts)
+        assert all(
+            abs(part.taken * total - part.weight * (cursor + 1)) < total for part in mixed._parts
+        )
 
 
 def test_a_mixture_that_an_earlier_release_began_goes_on_in_its_order(tmp_path):
     """Its state does not say how files are mixed: the file furthest behind comes next."""
     weights = (3, 1, 2)
     mixture = [
-        {"path": lines(tmp_path / f"{at}.jsonl", *({"prompt": f"{i}=", "answer": i} for i in range(9))), "weight": w}
+        {
+            "path": lines(
+                tmp_path / f"{at}.jsonl", *({"prompt": f"{i}=", "answer": i} for i in range(9))
+            ),
+            "weight": w,
+        }
         for at, w in enumerate(weights)
     ]
     taken, order = [0, 0, 0], []
@@ -231,7 +259,9 @@ def test_a_mixture_that_an_earlier_release_began_goes_on_in_its_order(tmp_path):
 def test_a_mixture_resumes_exactly_however_it_is_taken(tmp_path, taken):
     mixture = [
         {
-            "path": lines(tmp_path / f"{n}.jsonl", *({"prompt": f"{i}=", "answer": i} for i in range(n))),
+            "path": lines(
+                tmp_path / f"{n}.jsonl", *({"prompt": f"{i}=", "answer": i} for i in range(n))
+            ),
             "weight": n % 3 + 1,
         }
         for n in (3, 7, 2)
@@ -256,7 +286,10 @@ def test_a_mixture_resumes_exactly_however_it_is_taken(tmp_path, taken):
 def test_a_mixture_that_cannot_be():
     for data, complaint in (
         ({"path": "a.jsonl", "mixture": [{"path": "b.jsonl"}]}, "set one of them"),
-        ({"mixture": [{"path": "x/a.jsonl"}, {"path": "y/a.jsonl"}]}, "called 'a': give one a `name`"),
+        (
+            {"mixture": [{"path": "x/a.jsonl"}, {"path": "y/a.jsonl"}]},
+            "called 'a': give one a `name`",
+        ),
         ({"mixture": [{"path": "a.jsonl", "weight": 0}]}, "must be above 0"),
     ):
         with pytest.raises(ConfigError, match=complaint):
@@ -264,7 +297,9 @@ def test_a_mixture_that_cannot_be():
 
 
 def test_repeats_are_dropped_across_files_and_counted(tmp_path):
-    a = lines(tmp_path / "a.jsonl", {"prompt": "1 + 1 =", "answer": 2}, {"prompt": "2+2=", "answer": 4})
+    a = lines(
+        tmp_path / "a.jsonl", {"prompt": "1 + 1 =", "answer": 2}, {"prompt": "2+2=", "answer": 4}
+    )
     b = lines(
         tmp_path / "b.jsonl",
         {"prompt": "$1+1=$", "answer": "2"},
@@ -279,10 +314,17 @@ def test_repeats_are_dropped_across_files_and_counted(tmp_path):
 
 
 def test_problems_of_the_evaluation_are_not_trained_on(tmp_path):
-    held = lines(tmp_path / "held.jsonl", {"prompt": "1 2 3 4 5 6", "answer": 1}, {"prompt": "7 8", "answer": 1})
+    held = lines(
+        tmp_path / "held.jsonl",
+        {"prompt": "1 2 3 4 5 6", "answer": 1},
+        {"prompt": "7 8", "answer": 1},
+    )
     train = lines(
         tmp_path / "t.jsonl",
-        *({"prompt": text, "answer": 1} for text in ("0 2,3,4,5 0", "2 3 4 0 5 6", "7, 8", "7 8 9", "0 7 8")),
+        *(
+            {"prompt": text, "answer": 1}
+            for text in ("0 2,3,4,5 0", "2 3 4 0 5 6", "7, 8", "7 8 9", "0 7 8")
+        ),
     )
     prompts = source(path=train, decontaminate=[held], ngram=4)
     assert {p.text for p in prompts.take(3)} == {"2 3 4 0 5 6", "7 8 9", "0 7 8"}
@@ -299,14 +341,23 @@ def test_words_in_a_row():
     text = "Let ABC be a triangle with AB = 13, BC = 14 and CA = 15. Find the area."
     seen = Contamination([text])
     assert seen.has("let $ABC$ be a triangle with $AB=13$, $BC=14$ and $CA=15$. Find the area")
-    assert seen.has("Hard! Let ABC be a triangle with AB = 13, BC = 14 and CA = 15. Find its radius.")
-    assert not seen.has("Hard! Let ABC be a triangle with AB = 13, BC = 14 and CA = 19. Find its radius.")  # 12 words
-    assert not seen.has("Let ABC be a triangle with AB = 12, BC = 14 and CA = 15. Find the circumradius.")
+    assert seen.has(
+        "Hard! Let ABC be a triangle with AB = 13, BC = 14 and CA = 15. Find its radius."
+    )
+    # 12 words
+    assert not seen.has(
+        "Hard! Let ABC be a triangle with AB = 13, BC = 14 and CA = 19. Find its radius."
+    )
+    assert not seen.has(
+        "Let ABC be a triangle with AB = 12, BC = 14 and CA = 15. Find the circumradius."
+    )
     assert not seen.has("") and not Contamination([]).has("a b c")
 
 
 def test_of_contradicting_repeats_none_stays():
-    found = without_repeats([("a", "1"), ("b", "1"), ("A.", "2"), ("b!", "1 "), ("+", "1"), ("-", "2")])
+    found = without_repeats(
+        [("a", "1"), ("b", "1"), ("A.", "2"), ("b!", "1 "), ("+", "1"), ("-", "2")]
+    )
     assert found == ([1, 4, 5], [3], [0, 2])
 
 
@@ -335,7 +386,9 @@ def test_of_contradicting_repeats_none_stays():
 )
 def test_problems_that_differ_in_an_operator_are_two(one, other):
     for prefix in ("", "Let a, b, c, d, e, f, g, h, i, j, k and l be whole numbers. "):
-        assert without_repeats([(prefix + one, "1"), (prefix + other, "2")]) == ([0, 1], [], []), prefix
+        assert without_repeats([(prefix + one, "1"), (prefix + other, "2")]) == ([0, 1], [], []), (
+            prefix
+        )
     assert not Contamination([one]).has(other)
 
 
@@ -363,20 +416,30 @@ def test_words_in_a_row_are_shared_with_the_operators_between_them():
     seen = Contamination([f"{words} 3+4 nine ten eleven twelve"])
     assert seen.has(f"Hard: {words} 3 + 4 nine ten eleven twelve!")  # 13 words
     assert not seen.has(f"Hard: {words} 3-4 nine ten eleven twelve!")
-    assert not seen.has(f"Hard: {words} 3 + 4 nine ten eleven")  # 12 words and an operator are not 13 words
+    # 12 words and an operator are not 13 words
+    assert not seen.has(f"Hard: {words} 3 + 4 nine ten eleven")
 
 
 def test_too_long_prompts_are_counted(tmp_path):
-    path = lines(tmp_path / "p.jsonl", *({"prompt": text, "answer": 1} for text in ("12345", "678", "90123")))
-    assert source(path=path, limit=3, truncate="drop").dropped == {"longer than rollout.max_prompt_tokens": 2}
+    path = lines(
+        tmp_path / "p.jsonl", *({"prompt": text, "answer": 1} for text in ("12345", "678", "90123"))
+    )
+    assert source(path=path, limit=3, truncate="drop").dropped == {
+        "longer than rollout.max_prompt_tokens": 2
+    }
 
 
 def test_a_tasks_own_prompt_length(tmp_path):
     from megatron_stare.tasks.task import evaluation_tasks
 
-    path = lines(tmp_path / "p.jsonl", {"prompt": "12345", "answer": 1}, {"prompt": "678", "answer": 1})
+    path = lines(
+        tmp_path / "p.jsonl", {"prompt": "12345", "answer": 1}, {"prompt": "678", "answer": 1}
+    )
     tree = {"name": "mine", "path": path}
-    for settings, problems in ((tree | {"max_prompt_tokens": 5}, 2), (tree | {"truncate_prompt": "drop"}, 1)):
+    for settings, problems in (
+        (tree | {"max_prompt_tokens": 5}, 2),
+        (tree | {"truncate_prompt": "drop"}, 1),
+    ):
         config = configuration({}, limit=3).model_copy()
         config = validate(config.model_dump(mode="json") | {"eval": {"tasks": [settings]}}, "test")
         assert len(evaluation_tasks(config)[0].problems(TOKENIZER)) == problems
@@ -384,20 +447,26 @@ def test_a_tasks_own_prompt_length(tmp_path):
     with pytest.raises(DataError) as error:
         evaluation_tasks(config)[0].problems(TOKENIZER)
     assert (
-        error.value.fix.startswith("set eval.tasks[mine].max_prompt_tokens") or "max_prompt_tokens" in error.value.fix
+        error.value.fix.startswith("set eval.tasks[mine].max_prompt_tokens")
+        or "max_prompt_tokens" in error.value.fix
     )
 
 
 def test_files_are_named_from_the_root_and_datasets_are_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = configuration({"mixture": [{"path": "a.jsonl"}, {"path": "hf:o/n"}], "decontaminate": ["e.jsonl"]})
+    config = configuration(
+        {"mixture": [{"path": "a.jsonl"}, {"path": "hf:o/n"}], "decontaminate": ["e.jsonl"]}
+    )
     data = with_absolute_paths(config).data
     assert [file.path for file in data.mixture] == [str(tmp_path / "a.jsonl"), "hf:o/n"]
     assert data.decontaminate == [str(tmp_path / "e.jsonl")]
 
 
 def test_prompts_that_stay_and_come_twice_are_remarked_on(tmp_path):
-    rows = ({"prompt": text, "answer": answer} for text, answer in (("1=", 1), ("2=", 2), ("1=", 1), ("2=", 3)))
+    rows = (
+        {"prompt": text, "answer": answer}
+        for text, answer in (("1=", 1), ("2=", 2), ("1=", 1), ("2=", 3))
+    )
     twice = source(path=lines(tmp_path / "p.jsonl", *rows, {"prompt": "4=", "answer": 4}))
     (remark,) = twice.remarks
     assert remark.startswith("2 prompts come more than once, 1 of them with different answers; ")

@@ -28,13 +28,17 @@ def source(path, *, seed=1, split="train", limit=16, tokenizer=TOKENIZER, trunca
 @pytest.fixture
 def seven(tmp_path):
     path = tmp_path / "seven.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{i}+{i}=", "answer": 2 * i}) + "\n" for i in range(7)))
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{i}+{i}=", "answer": 2 * i}) + "\n" for i in range(7))
+    )
     return path
 
 
 def test_long_prompts_are_dropped_or_cut_where_asked(tmp_path):
     path = tmp_path / "p.jsonl"
-    path.write_text("".join(json.dumps({"prompt": text, "answer": 1}) + "\n" for text in ("12345", "678")))
+    path.write_text(
+        "".join(json.dumps({"prompt": text, "answer": 1}) + "\n" for text in ("12345", "678"))
+    )
     assert [p.token_ids for p in source(path, limit=3, truncate="drop").take(2)] == [ids("678")] * 2
     cut = sorted(p.token_ids for p in source(path, limit=3, truncate="left").take(2))
     assert cut == sorted([ids("345"), ids("678")])
@@ -68,13 +72,19 @@ def test_fields_are_read(tmp_path):
         (b'["a", "b"]', "expected an object .* got a list"),
         (b'{"prompt": 3, "answer": "a"}', "'prompt' must be a string, got a number"),
         (b'{"prompt": "a", "answer": null}', "'answer' must be a string or a number, got null"),
-        (b'{"prompt": "a", "answer": true}', "'answer' must be a string or a number, got a boolean"),
+        (
+            b'{"prompt": "a", "answer": true}',
+            "'answer' must be a string or a number, got a boolean",
+        ),
         (b'{"prompt": "a", "answer": NaN}', "not a finite number"),
         (b'{"prompt": "a", "answer": "b", "id": 1.5}', "'id' must be a string or an integer"),
         (b'{"prompt": "\xff", "answer": "b"}', "not UTF-8 at byte 12"),
         (b'{"prompt": "a", "answer": ' + b"1" * 5000 + b"}", "not readable JSON"),
         (b'{"prompt": "", "answer": "b"}', "no tokens"),
-        (b'{"prompt": "12345678901234567", "answer": "b"}', "17 tokens, the limit rollout.max_prompt_tokens is 16"),
+        (
+            b'{"prompt": "12345678901234567", "answer": "b"}',
+            "17 tokens, the limit rollout.max_prompt_tokens is 16",
+        ),
     ],
 )
 def test_a_broken_line_is_named(tmp_path, line, complaint):
@@ -132,7 +142,9 @@ def test_another_file_cannot_be_resumed(seven):
 
 def test_seed_orders_training_and_leaves_evaluation_alone(seven):
     assert source(seven, seed=1).take(14) != source(seven, seed=2).take(14)
-    assert source(seven, seed=1, split="eval").take(14) == source(seven, seed=2, split="eval").take(14)
+    assert source(seven, seed=1, split="eval").take(14) == source(seven, seed=2, split="eval").take(
+        14
+    )
 
 
 def test_chat_template_wraps_the_prompt_and_counts_against_the_limit(seven):
@@ -151,22 +163,29 @@ def test_evaluation_asks_nothing_twice(tmp_path):
     assert (held_out.problems, train.problems) == (3, 5)
     asked = {(p.id, p.text, p.answer) for p in held_out.take(3)}
     assert asked == {("1", "1+1=", "2"), ("2", "2+2=", "4"), ("4", "1+1=", "3")}
-    assert sorted(p.id for p in train.take(5)) == list("12345")  # what trains twice is the user's to say
+    # what trains twice is the user's to say
+    assert sorted(p.id for p in train.take(5)) == list("12345")
     # cut to their ends, the prompts are the same to the policy
     assert source(path, split="eval", limit=3, truncate="left").problems == 3
     assert source(path, split="eval", limit=1, truncate="left").problems == 3
-    path.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": 2}) + "\n" for i in range(5)))
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{i}+1=", "answer": 2}) + "\n" for i in range(5))
+    )
     assert source(path, split="eval", limit=3, truncate="left").problems == 1
 
 
 def test_no_more_problems_than_there_are(seven):
     def asked(prompts):
         data = {"source": "jsonl", "path": str(seven), "eval_path": str(seven)}
-        return held_out(validate({"model": {"path": "."}, "data": data}, "test"), TOKENIZER, prompts)
+        return held_out(
+            validate({"model": {"path": "."}, "data": data}, "test"), TOKENIZER, prompts
+        )
 
     assert len({p.text for p in asked(7)}) == 7
     assert asked(None) == asked(7)  # all of them
-    with pytest.raises(ConfigError, match="8 problems would ask some twice: the source has 7 different ones") as error:
+    with pytest.raises(
+        ConfigError, match="8 problems would ask some twice: the source has 7 different ones"
+    ) as error:
         asked(8)
     assert (error.value.where, error.value.fix) == ("eval.prompts", "at most 7")
 
@@ -188,7 +207,9 @@ class Endless(Silent):
 def test_a_source_of_the_users_own_says_how_many_problems_it_has():
     def asked(name, prompts=9):
         data = {"source": f"{__name__}.{name}"}
-        return held_out(validate({"model": {"path": "."}, "data": data}, "test"), TOKENIZER, prompts)
+        return held_out(
+            validate({"model": {"path": "."}, "data": data}, "test"), TOKENIZER, prompts
+        )
 
     with pytest.raises(ConfigError, match="does not say how many different problems it has"):
         asked("Silent")
@@ -201,4 +222,6 @@ def test_a_source_of_the_users_own_need_not_say_what_it_left_out(tmp_path):
     assert dropped(Endless(None, None, "train")) == {}
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+1+1+1+1=", "answer": "5"}\n')
-    assert dropped(source(path, limit=4, truncate="drop")) == {"longer than rollout.max_prompt_tokens": 1}
+    assert dropped(source(path, limit=4, truncate="drop")) == {
+        "longer than rollout.max_prompt_tokens": 1
+    }

@@ -1,4 +1,5 @@
-"""The task of signs: pure functions of (seed, split, index), disjoint splits, and demonstrations that reckon right."""
+"""The task of signs: pure functions of (seed, split, index), disjoint splits, and demonstrations
+that reckon right."""
 
 from __future__ import annotations
 
@@ -30,9 +31,16 @@ def attempts_of(text: str) -> list[list[str]]:
 
 
 def test_problems_are_fixed_for_all_time():
-    # Written down, so that a change of the stream is noticed: it would change what every saved cursor means.
-    assert [draw_problem(1, "train", i).text for i in range(2)] == ["39 8 3 6 = 34 :", "27 3 7 4 = 27 :"]
-    assert [draw_problem(1, "eval", i).answer for i in range(2)] == ["43 6 3 5 = 39", "32 4 7 8 = 27"]
+    # Written down, so that a change of the stream is noticed: it would change what every saved
+    # cursor means.
+    assert [draw_problem(1, "train", i).text for i in range(2)] == [
+        "39 8 3 6 = 34 :",
+        "27 3 7 4 = 27 :",
+    ]
+    assert [draw_problem(1, "eval", i).answer for i in range(2)] == [
+        "43 6 3 5 = 39",
+        "32 4 7 8 = 27",
+    ]
 
 
 def test_text_answer_and_name():
@@ -78,7 +86,8 @@ def test_how_many_problems_there_are():
 def test_a_guess_has_all_signs_alike():
     assert demonstration(EXAMPLE, 1, 1.0, 0.5) == "+8 +5 +2"
     assert demonstration(Problem(33, (8, 5, 2), 28), 1, 1.0, 0.5) == "-8 -5 -2"
-    assert demonstration(Problem(33, (7, 5, 2), 33), 1, 1.0, 0.5) == "-7 -5 -2"  # of a total that is the start itself
+    # of a total that is the start itself
+    assert demonstration(Problem(33, (7, 5, 2), 33), 1, 1.0, 0.5) == "-7 -5 -2"
 
 
 def test_a_search_reckons_right_and_ends_at_the_first_attempt_that_hits():
@@ -88,14 +97,19 @@ def test_a_search_reckons_right_and_ends_at_the_first_attempt_that_hits():
         text = demonstration(problem, i, 0.0, 0.0)
         attempts = attempts_of(text)
         assert verify(text, problem.answer) == 1
-        assert [attempt[-1] == str(problem.total) for attempt in attempts].index(True) == len(attempts) - 1
+        assert [attempt[-1] == str(problem.total) for attempt in attempts].index(True) == len(
+            attempts
+        ) - 1
         tried = []
         for attempt in attempts:
             signs = tuple(1 if step[0] == "+" else -1 for step in attempt[::2])
             tried.append(SIGNS.index(signs))
-            assert [int(step) for step in attempt[::2]] == [s * x for s, x in zip(signs, problem.operands, strict=True)]
+            assert [int(step) for step in attempt[::2]] == [
+                s * x for s, x in zip(signs, problem.operands, strict=True)
+            ]
             assert attempt[1::2] == [str(total) for total in problem.totals(signs)]
-        assert tried == [(tried[0] + k) % len(SIGNS) for k in range(len(tried))]  # so never one twice
+        # so never one twice
+        assert tried == [(tried[0] + k) % len(SIGNS) for k in range(len(tried))]
         first[tried[0]] += 1
         assert set(text.split()) <= set(VOCABULARY)
     assert len(first) == len(SIGNS) and min(first.values()) > 60  # it begins anywhere
@@ -106,7 +120,9 @@ def test_rates_are_rates_and_demonstrations_repeat():
     texts = [demonstration(p, 5, 0.4, 0.25) for p in problems]
     assert texts == [demonstration(p, 5, 0.4, 0.25) for p in problems]
     searches = [
-        (p, text) for p, text in zip(problems, texts, strict=True) if any(word[0].isdigit() for word in text.split())
+        (p, text)
+        for p, text in zip(problems, texts, strict=True)
+        if any(word[0].isdigit() for word in text.split())
     ]
     assert 1 - len(searches) / 3000 == pytest.approx(0.4, abs=0.03)
     misses = sum(len(attempts_of(text)) - int(verify(text, p.answer)) for p, text in searches)

@@ -1,4 +1,5 @@
-"""Every block of the how-to pages, run as it stands in an empty folder: files written, commands and programs run."""
+"""Every block of the how-to pages, run as it stands in an empty folder: files written, commands and
+programs run."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ TIMEOUT_S = 280
 def parts(page: Path) -> list[Block]:
     found = [block for block in blocks(page) if block.not_run is None]
     for block in found:
-        assert block.file or block.language in ("bash", "python"), f"{page}:{block.line}: run it, or say why not"
+        assert block.file or block.language in ("bash", "python"), (
+            f"{page}:{block.line}: run it, or say why not"
+        )
     return found
 
 
@@ -33,8 +36,11 @@ def write_files(page: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("page", HOWTO, ids=lambda page: page.stem)
-def test_blocks_are_well_formed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without running them: Python and bash parse, configurations are read, and few blocks are left out."""
+def test_blocks_are_well_formed(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without running them: Python and bash parse, configurations are read, and few blocks are left
+    out."""
     assert sum(block.not_run is not None for block in blocks(page)) <= 1
     write_files(page, tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -50,7 +56,8 @@ def test_blocks_are_well_formed(page: Path, tmp_path: Path, monkeypatch: pytest.
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Environment of a shell in which this checkout is installed; pip installs into a folder of the test."""
+    """Environment of a shell in which this checkout is installed; pip installs into a folder of the
+    test."""
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, call in {"python": "", "megatron-stare": "-m megatron_stare.cli"}.items():
@@ -70,8 +77,12 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in HOWTO if parts(page)], ids=lambda page: page.stem)
-def test_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path, environment: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "page", [page for page in HOWTO if parts(page)], ids=lambda page: page.stem
+)
+def test_a_page_runs_from_top_to_bottom(
+    page: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
     folder = tmp_path / "work"
     folder.mkdir()
     for name in ("scripts", "configs"):  # pages that launch by script are read in a checkout
@@ -81,7 +92,9 @@ def test_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path, environment:
     for block in parts(page):
         script.append(f"echo '--- {page.name}:{block.line}'")
         if block.file is None:
-            script.append(block.text if block.language == "bash" else f"python - <<'BLOCK'\n{block.text}BLOCK")
+            script.append(
+                block.text if block.language == "bash" else f"python - <<'BLOCK'\n{block.text}BLOCK"
+            )
     done = subprocess.run(
         ["bash", "-c", "\n".join(script)],
         cwd=folder,

@@ -1,4 +1,5 @@
-"""Links, anchors, commands, settings, scripts and messages on the pages exist, and mkdocs knows every page."""
+"""Links, anchors, commands, settings, scripts and messages on the pages exist, and mkdocs knows
+every page."""
 
 from __future__ import annotations
 
@@ -43,7 +44,10 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 def test_a_link_that_leads_nowhere_is_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# A `b` c\n\n[x](gone.md#there) and [y](#a-b-c)\n\n```bash\n[no](link.md)\n```\n`[no](b.md)`\n")
+    page.write_text(
+        "# A `b` c\n\n[x](gone.md#there) and"
+        " [y](#a-b-c)\n\n```bash\n[no](link.md)\n```\n`[no](b.md)`\n"
+    )
     assert links(page) == ["gone.md#there", "#a-b-c"]
     assert anchors(page) == {"GitHub": {"a-b-c"}, "mkdocs": {"a-b-c"}}
 
@@ -60,7 +64,9 @@ def settings(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 @pytest.fixture(scope="module")
 def known() -> set[str]:
     of_methods = {
-        f"algorithm.{field}" for path in METHODS.values() for field in resolve(path, {}, "").__dataclass_fields__
+        f"algorithm.{field}"
+        for path in METHODS.values()
+        for field in resolve(path, {}, "").__dataclass_fields__
     }
     return {*settings(Config), *of_methods, "algorithm.name"}
 
@@ -74,20 +80,24 @@ def unknown_settings(text: str, known: set[str]) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_every_setting_that_is_named_exists(page: Path, known: set[str]) -> None:
     text = prose(page)
-    if page.stem.startswith("from_"):  # of a table's rows, what comes after the other project's names
+    # of a table's rows, what comes after the other project's names
+    if page.stem.startswith("from_"):
         text = re.sub(r"^\| [^|]* \|", "|", text, flags=re.MULTILINE)
     assert unknown_settings(text, known) == []
 
 
 def fault_of(line: str, known: set[str]) -> str | None:
-    """Fault of a command on a page, or None where there is none or the command is not ours. Faults are a missing script
-    or configuration, and an option or setting that does not exist."""
+    """Fault of a command on a page, or None where there is none or the command is not ours. Faults
+    are a missing script or configuration, and an option or setting that does not exist."""
     if not re.search(r"(^|[/ ])(megatron-stare|scripts/\S+\.sh) ", f"{line} "):
         return None
     words = [word for word in shlex.split(line) if not re.match(r"[A-Z_]+=", word)]
-    if missing := [w for w in words if re.fullmatch(r"scripts/[\w./-]+\.sh", w) and not (ROOT / w).is_file()]:
+    if missing := [
+        w for w in words if re.fullmatch(r"scripts/[\w./-]+\.sh", w) and not (ROOT / w).is_file()
+    ]:
         return f"no script {missing[0]}"
-    own = {key for key in re.findall(r"(algorithm\.\w+)=", line) if "my_" in line}  # of a method of the page's own
+    # of a method of the page's own
+    own = {key for key in re.findall(r"(algorithm\.\w+)=", line) if "my_" in line}
     settings = {key for word in words for key in re.findall(r"^([a-z_]+\.[a-z_.]+)=", word)}
     if unknown := settings - own - known:
         return f"no setting {sorted(unknown)[0]}"
@@ -124,12 +134,17 @@ def test_every_command_is_one(page: Path, known: set[str]) -> None:
         ("echo scripts are files", None),
     ],
 )
-def test_what_is_wrong_with_a_command_is_seen(line: str, fault: str | None, known: set[str]) -> None:
+def test_what_is_wrong_with_a_command_is_seen(
+    line: str, fault: str | None, known: set[str]
+) -> None:
     assert fault_of(line, known) == fault
 
 
 def test_a_setting_that_does_not_exist_is_seen(known: set[str]) -> None:
-    text = "`run.steps`, `run.stepz`, `algorithm.entropy_target: 0.3`, `rollout.tokens=3`, `eval.jsonl`, run.nothing"
+    text = (
+        "`run.steps`, `run.stepz`, `algorithm.entropy_target: 0.3`, `rollout.tokens=3`,"
+        " `eval.jsonl`, run.nothing"
+    )
     assert unknown_settings(text, known) == ["run.stepz", "rollout.tokens"]
 
 
@@ -147,7 +162,8 @@ def test_mkdocs_has_every_page_in_its_contents() -> None:
 
 
 def unquoted(text: str) -> str:
-    """Source code as the text that it prints, as far as parts of one message go: joined strings, numbers as {}."""
+    """Source code as the text that it prints, as far as parts of one message go: joined strings,
+    numbers as {}."""
     joined = re.sub(r'"\s*\n\s*f?"', "", text)
     return re.sub(r"\{[^{}]*\}", "{}", joined)
 
@@ -156,7 +172,10 @@ def unquoted(text: str) -> str:
 def source() -> str:
     folders = ("megatron_stare", "scripts", "tools")
     return "\n".join(
-        unquoted(f.read_text()) for d in folders for f in (ROOT / d).rglob("*") if f.suffix in (".py", ".sh")
+        unquoted(f.read_text())
+        for d in folders
+        for f in (ROOT / d).rglob("*")
+        if f.suffix in (".py", ".sh")
     )
 
 
@@ -179,23 +198,35 @@ def test_a_symptom_is_what_the_code_prints(symptom: str, source: str) -> None:
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("from_*.md")), ids=lambda page: page.stem)
 def test_settings_tables_name_settings(page: Path, known: set[str]) -> None:
-    """The last column of every row is about settings of ours that exist, or says that there is none."""
+    """The last column of every row is about settings of ours that exist, or says that there is
+    none."""
     rows = [row for row in page.read_text().splitlines() if row.startswith("| `")]
     assert len(rows) >= 20
     for row in rows:
         ours = row.split(" | ")[1]
-        assert ours.startswith("none") or any(name in known for name in re.findall(r"`([a-z_.0-9]+)", ours)), row
+        assert ours.startswith("none") or any(
+            name in known for name in re.findall(r"`([a-z_.0-9]+)", ours)
+        ), row
 
 
 def test_yaml_blocks_are_configurations() -> None:
-    """Sections and keys of every block of YAML exist; a method's settings are looked at when it is read."""
+    """Sections and keys of every block of YAML exist; a method's settings are looked at when it is
+    read."""
     for page in PAGES:
         for block in blocks(page):
             if block.language != "yaml":
                 continue
             tree = yaml.safe_load(block.text)
             for section, values in tree.items():
-                assert section == "defaults" or section in Config.model_fields, f"{page}:{block.line}"
+                assert section == "defaults" or section in Config.model_fields, (
+                    f"{page}:{block.line}"
+                )
                 model = Config.model_fields[section].annotation if section != "defaults" else None
-                if isinstance(values, dict) and isinstance(model, type) and issubclass(model, BaseModel):
-                    assert section == "algorithm" or values.keys() <= model.model_fields.keys(), f"{page}:{block.line}"
+                if (
+                    isinstance(values, dict)
+                    and isinstance(model, type)
+                    and issubclass(model, BaseModel)
+                ):
+                    assert section == "algorithm" or values.keys() <= model.model_fields.keys(), (
+                        f"{page}:{block.line}"
+                    )

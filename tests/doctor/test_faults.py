@@ -1,5 +1,5 @@
-"""The doctor finds what is planted: faults of the environment, of folders, ports and files for real; versions, clocks
-and devices as facts of a machine that this one is not."""
+"""The doctor finds what is planted: faults of the environment, of folders, ports and files for
+real; versions, clocks and devices as facts of a machine that this one is not."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ from megatron_stare.config.load import load_config
 from megatron_stare.config.schema import Config
 from megatron_stare.rollout.engines.replicas import server_release
 
-# `nvidia-smi topo -m` of a machine whose second pair of GPUs is on the other socket; its header is underlined
+# `nvidia-smi topo -m` of a machine whose second pair of GPUs is on the other socket; its header is
+# underlined
 TOPOLOGY = (
-    "\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
-    "GPU0\t X \tNV18\tSYS\tSYS\tPIX\t0-55\t0\t\tN/A\n"
-    "GPU1\tNV18\t X \tSYS\tSYS\tPXB\t0-55\t0\t\tN/A\n"
-    "GPU2\tSYS\tSYS\t X \tNV18\tSYS\t56-111\t1\t\tN/A\n"
-    "GPU3\tSYS\tSYS\tNV18\t X \tSYS\t56-111\t1\t\tN/A\n"
-    "NIC0\tPIX\tPXB\tSYS\tSYS\t X \t\t\t\t\n\n"
-    "Legend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe as well as the SMP interconnect\n"
+    "\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\nGPU0\t"
+    " X \tNV18\tSYS\tSYS\tPIX\t0-55\t0\t\tN/A\nGPU1\tNV18\t X"
+    " \tSYS\tSYS\tPXB\t0-55\t0\t\tN/A\nGPU2\tSYS\tSYS\t X"
+    " \tNV18\tSYS\t56-111\t1\t\tN/A\nGPU3\tSYS\tSYS\tNV18\t X"
+    " \tSYS\t56-111\t1\t\tN/A\nNIC0\tPIX\tPXB\tSYS\tSYS\t X \t\t\t\t\n\nLegend:\n\n  X    = Self\n "
+    " SYS  = Connection traversing PCIe as well as the SMP interconnect\n"
 )
 WELL = Facts(
     host="node1",
@@ -81,7 +81,9 @@ COLOCATED = ("rollout.engine=sglang", "sglang.colocated=true", "sglang.device=cu
 
 
 def run(*overrides: str) -> Config:
-    return load_config(str(ROOT / "configs/quickstart.yaml"), ["parallel.sequence=true", *overrides])
+    return load_config(
+        str(ROOT / "configs/quickstart.yaml"), ["parallel.sequence=true", *overrides]
+    )
 
 
 def wrong(found: list[Finding]) -> dict[str, Finding]:
@@ -92,20 +94,36 @@ def wrong(found: list[Finding]) -> dict[str, Finding]:
 
 def test_a_machine_that_is_well_has_nothing() -> None:
     """So that what follows is found because it was planted."""
-    for config in (None, run(), run(*COLOCATED), run("rollout.engine=sglang", "sglang.sync=distributed")):
+    for config in (
+        None,
+        run(),
+        run(*COLOCATED),
+        run("rollout.engine=sglang", "sglang.sync=distributed"),
+    ):
         assert wrong(of_machine(WELL, config, ["10.0.0.1", "10.0.0.2"] if config else ())) == {}
 
 
-# facts of a machine: the fault's subject, its level, what is other than on a machine that is well, and the run
+# facts of a machine: the fault's subject, its level, what is other than on a machine that is well,
+# and the run
 FACTS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
     "a Python too new": ("python", "fault", {"versions": {"python": "3.14.0"}}, ()),
     "another PyTorch": ("torch", "fault", {"versions": {"torch": "2.14.1"}}, ()),
-    "another megatron-core": ("megatron-core", "fault", {"versions": {"megatron-core": "0.17.0"}}, ()),
+    "another megatron-core": (
+        "megatron-core",
+        "fault",
+        {"versions": {"megatron-core": "0.17.0"}},
+        (),
+    ),
     "no Ray": ("ray", "fault", {"versions": {"ray": None}}, ()),
     "PyTorch without CUDA": ("cuda", "fault", {"versions": {"cuda": None}}, ()),
     "PyTorch without NCCL": ("cuda", "fault", {"versions": {"nccl": None}}, ()),
     "an old driver": ("cuda", "fault", {"versions": {"driver": "570.12"}}, ()),
-    "no Transformer Engine": ("transformer engine", "warning", {"versions": {"transformer-engine": None}}, ()),
+    "no Transformer Engine": (
+        "transformer engine",
+        "warning",
+        {"versions": {"transformer-engine": None}},
+        (),
+    ),
     "no attention for context parallelism": (
         "transformer engine",
         "fault",
@@ -116,7 +134,12 @@ FACTS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
     "the index's apex": ("apex", "fault", {"versions": {"apex": "0.9.10.dev0"}}, ()),
     "few open files": ("open files", "fault", {"limits": {"open files": 1024}}, ()),
     "few processes": ("processes", "fault", {"limits": {"processes": 1024}}, ()),
-    "memory that cannot be locked": ("locked memory", "fault", {"limits": {"locked memory": 65536}}, ()),
+    "memory that cannot be locked": (
+        "locked memory",
+        "fault",
+        {"limits": {"locked memory": 65536}},
+        (),
+    ),
     "Docker's /dev/shm": ("/dev/shm", "fault", {"shared_memory": (64 * 10**6, 64 * 2**20)}, ()),
     "tensor groups over sockets": ("GPU topology", "warning", {}, ("parallel.tensor=4",)),
     "no such interface": ("runtime.interface", "fault", {}, ("runtime.interface=eth9",)),
@@ -125,16 +148,20 @@ FACTS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
 
 def planted(changes: dict[str, Any]) -> Facts:
     merged = {
-        name: {k: v for k, v in {**getattr(WELL, name), **value}.items() if v is not None}
-        if isinstance(value, dict)
-        else value
+        name: (
+            {k: v for k, v in {**getattr(WELL, name), **value}.items() if v is not None}
+            if isinstance(value, dict)
+            else value
+        )
         for name, value in changes.items()
     }
     return dataclasses.replace(WELL, **merged)
 
 
 @pytest.mark.parametrize(("subject", "level", "changes", "overrides"), FACTS.values(), ids=FACTS)
-def test_a_fault_of_a_machine(subject: str, level: str, changes: dict, overrides: tuple[str, ...]) -> None:
+def test_a_fault_of_a_machine(
+    subject: str, level: str, changes: dict, overrides: tuple[str, ...]
+) -> None:
     found = wrong(of_machine(planted(changes), run(*overrides)))
     assert found[subject].level == level
     assert set(found) - {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} == {subject}
@@ -169,8 +196,18 @@ SHELL: dict[str, tuple[str, str, dict[str, str], tuple[str, ...]]] = {
     ),
     "no such adapter": ("NCCL_IB_HCA", "fault", {"NCCL_IB_HCA": "=mlx5_9:1"}, ()),
     "no such interface, NCCL": ("NCCL_SOCKET_IFNAME", "fault", {"NCCL_SOCKET_IFNAME": "bond"}, ()),
-    "a beginning of a name, gloo": ("GLOO_SOCKET_IFNAME", "fault", {"GLOO_SOCKET_IFNAME": "eth"}, ()),
-    "an interface without address": ("GLOO_SOCKET_IFNAME", "fault", {"GLOO_SOCKET_IFNAME": "ib0"}, ()),
+    "a beginning of a name, gloo": (
+        "GLOO_SOCKET_IFNAME",
+        "fault",
+        {"GLOO_SOCKET_IFNAME": "eth"},
+        (),
+    ),
+    "an interface without address": (
+        "GLOO_SOCKET_IFNAME",
+        "fault",
+        {"GLOO_SOCKET_IFNAME": "ib0"},
+        (),
+    ),
     "loopback between nodes": ("NCCL_SOCKET_IFNAME", "fault", {"NCCL_SOCKET_IFNAME": "lo"}, ()),
     "all GPUs shown to each": (
         "Ray's device visibility",
@@ -184,14 +221,28 @@ SHELL: dict[str, tuple[str, str, dict[str, str], tuple[str, ...]]] = {
         {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"},
         COLOCATED,
     ),
-    "a proxy between nodes": ("no_proxy", "fault", {"http_proxy": "http://p:3128", "no_proxy": "localhost"}, ()),
-    "a cache that cannot be written": ("Hugging Face cache", "warning", {"HF_HOME": "/proc/1/cache"}, ()),
+    "a proxy between nodes": (
+        "no_proxy",
+        "fault",
+        {"http_proxy": "http://p:3128", "no_proxy": "localhost"},
+        (),
+    ),
+    "a cache that cannot be written": (
+        "Hugging Face cache",
+        "warning",
+        {"HF_HOME": "/proc/1/cache"},
+        (),
+    ),
 }
 
 
 @pytest.mark.parametrize(("subject", "level", "variables", "overrides"), SHELL.values(), ids=SHELL)
 def test_a_fault_of_the_shell(
-    subject: str, level: str, variables: dict[str, str], overrides: tuple[str, ...], clean: pytest.MonkeyPatch
+    subject: str,
+    level: str,
+    variables: dict[str, str],
+    overrides: tuple[str, ...],
+    clean: pytest.MonkeyPatch,
 ) -> None:
     """Set for real and read by the probe; the devices are another machine's."""
     clean.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -200,7 +251,10 @@ def test_a_fault_of_the_shell(
     seen = dataclasses.replace(WELL, environment=local_facts().environment)
     found = wrong(of_machine(seen, run(*overrides), ["10.0.0.1", "10.0.0.2"]))
     assert {name: each.level for name, each in found.items()} == {subject: level}
-    assert next(iter(variables.values())) in found[subject].seen or subject in ("no_proxy", "Hugging Face cache")
+    assert next(iter(variables.values())) in found[subject].seen or subject in (
+        "no_proxy",
+        "Hugging Face cache",
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,7 +265,11 @@ def test_a_fault_of_the_shell(
         {"NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1"},
         {"NCCL_SOCKET_IFNAME": "^docker,lo"},
         {"NCCL_SOCKET_IFNAME": "eth"},
-        {"https_proxy": "http://p:3128", "no_proxy": "localhost,127.0.0.1", "NO_PROXY": "10.0.0.1,10.0.0.2"},
+        {
+            "https_proxy": "http://p:3128",
+            "no_proxy": "localhost,127.0.0.1",
+            "NO_PROXY": "10.0.0.1,10.0.0.2",
+        },
         {"https_proxy": "http://p:3128", "no_proxy": "*"},
         {"NCCL_CUMEM_ENABLE": "1"},
     ],
@@ -219,7 +277,8 @@ def test_a_fault_of_the_shell(
 )
 def test_what_is_no_fault_of_the_shell(variables: dict[str, str]) -> None:
     seen = dataclasses.replace(WELL, environment={**WELL.environment, **variables})
-    config = run("rollout.engine=sglang", "sglang.sync=distributed")  # whose servers get what the ranks get
+    # whose servers get what the ranks get
+    config = run("rollout.engine=sglang", "sglang.sync=distributed")
     assert wrong(of_machine(seen, config, ["10.0.0.1", "10.0.0.2"])) == {}
 
 
@@ -232,18 +291,31 @@ def test_a_collective_whose_limit_hides_a_hang() -> None:
     ):
         assert wrong([check_timeouts(run(*well))]) == {}
     found = wrong([check_timeouts(run("faults.requests.collective_s=1201"))])["NCCL timeout"]
-    assert (found.level, found.seen) == ("warning", "1201 s until a collective that lacks a rank fails")
+    assert (found.level, found.seen) == (
+        "warning",
+        "1201 s until a collective that lacks a rank fails",
+    )
     assert "faults.requests.collective_s" in found.mend
 
 
 def test_a_server_of_another_release_and_none(tmp_path: Path) -> None:
     """Asked of a Python for real; this environment's has no server."""
-    version, supported = server_release(run("rollout.engine=sglang", f"sglang.python={sys.executable}")) or ("", ())
+    version, supported = server_release(
+        run("rollout.engine=sglang", f"sglang.python={sys.executable}")
+    ) or ("", ())
     assert version is None
-    assert wrong([check_server_version(version, supported)])["server environment"].seen == "it has no server"
-    assert server_release(run("rollout.engine=sglang", f"sglang.python={tmp_path}/none")) == (None, supported)
+    assert (
+        wrong([check_server_version(version, supported)])["server environment"].seen
+        == "it has no server"
+    )
+    assert server_release(run("rollout.engine=sglang", f"sglang.python={tmp_path}/none")) == (
+        None,
+        supported,
+    )
     assert server_release(run()) is None  # no servers are started
-    assert wrong([check_server_version("0.4.1", supported)])["server environment"].seen.startswith("0.4.1, not one of")
+    assert wrong([check_server_version("0.4.1", supported)])["server environment"].seen.startswith(
+        "0.4.1, not one of"
+    )
     assert wrong([check_server_version(supported[-1], supported)]) == {}
 
 
@@ -255,12 +327,21 @@ def test_nodes_of_which_one_has_another_release() -> None:
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
-@pytest.mark.parametrize(("number", "version"), [(22809, "2.28.9"), (21805, "2.18.5"), (2708, "2.7.8")])
-def test_the_nccl_that_is_loaded_counts(tmp_path: Path, monkeypatch, number: int, version: str) -> None:
-    """Not the one that PyTorch was built with: a library that stands in for it is asked, by NCCL's own function."""
-    (tmp_path / "nccl.c").write_text(f"int ncclGetVersion(int *version) {{ *version = {number}; return 0; }}")
+@pytest.mark.parametrize(
+    ("number", "version"), [(22809, "2.28.9"), (21805, "2.18.5"), (2708, "2.7.8")]
+)
+def test_the_nccl_that_is_loaded_counts(
+    tmp_path: Path, monkeypatch, number: int, version: str
+) -> None:
+    """Not the one that PyTorch was built with: a library that stands in for it is asked, by NCCL's
+    own function."""
+    (tmp_path / "nccl.c").write_text(
+        f"int ncclGetVersion(int *version) {{ *version = {number}; return 0; }}"
+    )
     library = tmp_path / "libnccl.so.2"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(tmp_path / "nccl.c")], check=True)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", str(library), str(tmp_path / "nccl.c")], check=True
+    )
     monkeypatch.setattr(facts_of, "NCCL", str(library))
     assert loaded_nccl() == version
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -271,7 +352,8 @@ def test_the_nccl_that_is_loaded_counts(tmp_path: Path, monkeypatch, number: int
 
 
 @pytest.mark.parametrize(
-    ("told", "skew"), [(100.0, None), (100.9, None), (102.6, None), (103.7, "+1.2"), (95.0, "-5.0"), (99.2, None)]
+    ("told", "skew"),
+    [(100.0, None), (100.9, None), (102.6, None), (103.7, "+1.2"), (95.0, "-5.0"), (99.2, None)],
 )
 def test_a_clock(told: float, skew: str | None) -> None:
     """Asked at 100, answered at 102.5: what lies between, and a second beside it, is no fault."""
@@ -293,7 +375,10 @@ def test_a_port_that_is_taken() -> None:
         holder.listen()
         port = holder.getsockname()[1]
         # the first that is in use is named: from this one on, so that nobody else's comes before it
-        assert f"of 3 are in use, {port} among them" in wrong([check_ports([port, port + 2])])["ports"].seen
+        assert (
+            f"of 3 are in use, {port} among them"
+            in wrong([check_ports([port, port + 2])])["ports"].seen
+        )
         assert " of 2 are in use" in wrong([check_ports([port - 1, port])])["ports"].seen
     assert NodeProbe().ports([]).level == "ok"
 
@@ -310,16 +395,24 @@ def test_a_folder_that_cannot_be_written() -> None:
     assert found.level == "fault" and "cannot be written" in found.seen
 
 
-def test_a_folder_whose_locks_are_given_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mount with nolock tells the first taker that it has the lock, and so it tells the second."""
+def test_a_folder_whose_locks_are_given_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount with nolock tells the first taker that it has the lock, and so it tells the
+    second."""
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     seen = facts.look_at_folder(tmp_path)
     assert not seen.locks and seen.renames
     slow = dataclasses.replace(seen, mb_s=12.0)
-    assert {each.level for each in wrong(check_folder(dataclasses.replace(slow, locks=True))).values()} == {"warning"}
+    assert {
+        each.level for each in wrong(check_folder(dataclasses.replace(slow, locks=True))).values()
+    } == {"warning"}
     (found,) = (each for each in check_folder(seen) if each.level == "fault")
     assert "lock" in found.seen and "flock" in found.mend
-    assert check_folder(dataclasses.replace(seen, locks=True, renames=False, mb_s=1e4))[0].level == "fault"
+    assert (
+        check_folder(dataclasses.replace(seen, locks=True, renames=False, mb_s=1e4))[0].level
+        == "fault"
+    )
 
 
 def test_a_folder_that_another_node_does_not_see(tmp_path: Path) -> None:
@@ -334,7 +427,8 @@ def test_a_folder_that_another_node_does_not_see(tmp_path: Path) -> None:
 def test_the_command_says_it_and_ends_with_1(
     tmp_path: Path, clean: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Faults of this machine, planted for real: a limit of a process, a variable, a port; in one run of the command."""
+    """Faults of this machine, planted for real: a limit of a process, a variable, a port; in one
+    run of the command."""
     clean.setenv("NCCL_SOCKET_IFNAME", "eth99")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as holder:
@@ -342,7 +436,13 @@ def test_the_command_says_it_and_ends_with_1(
         holder.listen()
         first = min(holder.getsockname()[1], 65000)
         ports = f"runtime.ports=[{first}, {max(holder.getsockname()[1], first + 9)}]"
-        command = ["doctor", str(ROOT / "configs/quickstart.yaml"), "--json", f"run.dir={tmp_path}/runs/a", ports]
+        command = [
+            "doctor",
+            str(ROOT / "configs/quickstart.yaml"),
+            "--json",
+            f"run.dir={tmp_path}/runs/a",
+            ports,
+        ]
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
         try:
             code = main(command)
@@ -371,7 +471,9 @@ def test_the_text_ends_with_what_is_wrong() -> None:
 def test_pins_are_those_of_the_project() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {f"{name}=={version}" for name, version in PINNED.items()}
-    assert pinned | {f"megatron-core=={version}; {marker}" for marker, version in MEGATRON.items()} <= set(lines)
+    assert pinned | {
+        f"megatron-core=={version}; {marker}" for marker, version in MEGATRON.items()
+    } <= set(lines)
     assert set(LEAST_DRIVER) == {12, 13}
 
 
@@ -385,11 +487,16 @@ def test_pins_are_those_of_the_project() -> None:
         ("3.13.0", "0.19.2", "ok"),
     ],
 )
-def test_each_python_has_its_release_of_megatron_core(python: str, megatron: str, level: str) -> None:
-    facts = dataclasses.replace(WELL, versions={**WELL.versions, "python": python, "megatron-core": megatron})
+def test_each_python_has_its_release_of_megatron_core(
+    python: str, megatron: str, level: str
+) -> None:
+    facts = dataclasses.replace(
+        WELL, versions={**WELL.versions, "python": python, "megatron-core": megatron}
+    )
     (found,) = (each for each in check_versions(facts, None) if each.subject == "megatron-core")
     assert found.level == level
-    assert ("not run with it" in found.seen) is (python >= "3.12" and level == "ok")  # what is untested is said
+    # what is untested is said
+    assert ("not run with it" in found.seen) is (python >= "3.12" and level == "ok")
 
 
 def test_at_least_20_faults_are_planted() -> None:

@@ -1,4 +1,5 @@
-"""The doctor on a real Ray cluster of two nodes of this machine: every node is looked at, and all of them together."""
+"""The doctor on a real Ray cluster of two nodes of this machine: every node is looked at, and all
+of them together."""
 
 from __future__ import annotations
 
@@ -15,10 +16,17 @@ from megatron_stare.config.load import load_config
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_every_node_is_looked_at(tmp_path: Path) -> None:
-    """The head and two nodes, which are one machine: versions are alike, clocks agree, the folder is seen by all."""
+    """The head and two nodes, which are one machine: versions are alike, clocks agree, the folder
+    is seen by all."""
     with simulated(2, 1) as nodes:
-        runtime = [f"runtime.ray_address={nodes.address}", f"runtime.gpu_resource={FAKE}", "runtime.interface=eth99"]
-        config = load_config(str(ROOT / "configs/quickstart.yaml"), [*runtime, f"run.dir={tmp_path}/run"])
+        runtime = [
+            f"runtime.ray_address={nodes.address}",
+            f"runtime.gpu_resource={FAKE}",
+            "runtime.interface=eth99",
+        ]
+        config = load_config(
+            str(ROOT / "configs/quickstart.yaml"), [*runtime, f"run.dir={tmp_path}/run"]
+        )
         found = {each.subject: each for each in examine(config, bandwidth=True)}
     of_nodes = {name.partition(": ")[0] for name in found if ": " in name}
     assert len(of_nodes) == 3

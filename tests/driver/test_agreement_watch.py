@@ -20,7 +20,9 @@ MODEL = Path(__file__).parents[2] / "assets" / "tiny-adder"
 def found(mean: float, p99: float = 0.05, largest: float = 3.0) -> LogProbDifference:
     sizes = Sizes(1000, 0, largest, mean)
     quantiles = {"p50": 0.0, "p90": mean, "p99": p99, "p999": 0.3}
-    return LogProbDifference(sizes, -3.0, quantiles, {0: sizes}, {0: sizes}, sizes, sizes, Sizes(0, 0, 0.0, 0.0))
+    return LogProbDifference(
+        sizes, -3.0, quantiles, {0: sizes}, {0: sizes}, sizes, sizes, Sizes(0, 0, 0.0, 0.0)
+    )
 
 
 class Trainers:
@@ -34,7 +36,9 @@ class Trainers:
         return self.told
 
 
-def watch(trainers: Trainers, dtype: str = "bfloat16", staleness: int | None = None) -> AgreementWatch:
+def watch(
+    trainers: Trainers, dtype: str = "bfloat16", staleness: int | None = None
+) -> AgreementWatch:
     config = Config.model_validate(
         {
             "model": {"path": str(MODEL), "dtype": dtype},
@@ -53,11 +57,17 @@ def test_an_engine_in_process_is_watched_in_16_bits_and_only_held_to_its_limit_i
     assert watch(trainers, "float32").after_log_probs(1) == {} and trainers.asked == 1
     assert watch(trainers, "float32", staleness=1).after_log_probs(1) == {}
     trainers.told = found(1e-6, largest=2e-3)
-    with pytest.raises(AgreementError, match=r"step 3: log-probs of sampled tokens differ by up to 0\.002 nats"):
+    with pytest.raises(
+        AgreementError, match=r"step 3: log-probs of sampled tokens differ by up to 0\.002 nats"
+    ):
         watch(trainers, "float32").after_log_probs(3)
     trainers = Trainers()
     metrics = watch(trainers).after_log_probs(1)
-    assert (metrics["agreement/mean"], metrics["agreement/max"], metrics["agreement/p999"]) == (0.006, 3.0, 0.3)
+    assert (metrics["agreement/mean"], metrics["agreement/max"], metrics["agreement/p999"]) == (
+        0.006,
+        3.0,
+        0.3,
+    )
     assert "agreement/unlikely_mean" not in metrics  # there were none
     assert not any("canary" in name for name in metrics)
 
@@ -66,14 +76,19 @@ def test_a_step_past_a_limit_stops_the_run_and_is_named() -> None:
     trainers = Trainers()
     here = watch(trainers)
     trainers.told = found(0.006, p99=0.21)
-    with pytest.raises(AgreementError, match=r"step 4: log-probs of sampled tokens differ by 0\.21 nats in their 99 %"):
+    with pytest.raises(
+        AgreementError,
+        match=r"step 4: log-probs of sampled tokens differ by 0\.21 nats in their 99 %",
+    ):
         here.after_log_probs(4)
 
 
 def test_a_run_that_is_continued_remembers_what_it_began_with() -> None:
     trainers = Trainers()
     here = watch(trainers)
-    here.restore([{"agreement/mean": 0.002}, {}, {"agreement/mean": 0.002}, {"agreement/mean": 0.002}])
+    here.restore(
+        [{"agreement/mean": 0.002}, {}, {"agreement/mean": 0.002}, {"agreement/mean": 0.002}]
+    )
     told = [here.after_log_probs(step).get("agreement/trend") for step in (5, 6, 7)]
     assert told[:2] == [None, None] and told[2] == pytest.approx(3.0)
     trainers.told = found(0.0061)
@@ -85,7 +100,8 @@ def test_a_run_that_is_continued_remembers_what_it_began_with() -> None:
 
 
 def test_what_older_weights_sampled_is_shown_and_not_judged() -> None:
-    """Its log-probs differ from the trainer's as the policies do. What the newest sampled is judged."""
+    """Its log-probs differ from the trainer's as the policies do. What the newest sampled is
+    judged."""
     trainers = Trainers()
     here = watch(trainers, staleness=2)
     trainers.told = found(5.0)  # of version 0
@@ -97,9 +113,13 @@ def test_what_older_weights_sampled_is_shown_and_not_judged() -> None:
 def test_the_canary_names_an_engine_by_its_number_while_another_is_lost() -> None:
     trainers: Any = Trainers()
     quiet = Sizes(1000, 0, 0.0, 0.0)
-    agreeing = LogProbDifference(quiet, 0.0, {}, {0: quiet}, {0: quiet}, quiet, quiet, Sizes(0, 0, 0.0, 0.0))
+    agreeing = LogProbDifference(
+        quiet, 0.0, {}, {0: quiet}, {0: quiet}, quiet, quiet, Sizes(0, 0, 0.0, 0.0)
+    )
     trainers.compare_with = lambda batch, engines, temperature: [agreeing, found(0.5, p99=2.0)]
-    config = Config.model_validate({"model": {"path": str(MODEL)}, "rollout": {"engine": "sglang", "engines": 3}})
+    config = Config.model_validate(
+        {"model": {"path": str(MODEL)}, "rollout": {"engine": "sglang", "engines": 3}}
+    )
 
     def prompt_log_probs(sequences: list[list[int]]) -> dict[int, list[list[float]]]:
         return {number: [[0.0] * (len(s) - 1) for s in sequences] for number in (0, 2)}

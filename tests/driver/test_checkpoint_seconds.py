@@ -1,4 +1,5 @@
-"""Seconds of the metric perf/save_s, by a clock that only calls move, each by a power of two; and what is said."""
+"""Seconds of the metric perf/save_s, by a clock that only calls move, each by a power of two; and
+what is said."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def of(
 ) -> tuple[checkpoints.Checkpoints, Ranks, Any]:
     clock = SimpleNamespace(now=0)
     monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    config = Config.model_validate({"model": {"path": "x"}, "algorithm": "grpo", "checkpoint": settings})
+    config = Config.model_validate(
+        {"model": {"path": "x"}, "algorithm": "grpo", "checkpoint": settings}
+    )
     ranks: Any = Ranks(clock)
     folder: Any = Folder(clock)
     return checkpoints.Checkpoints(config, ranks, folder, note), ranks, clock
@@ -76,7 +79,8 @@ def waited(saves: checkpoints.Checkpoints) -> float:
 
 
 def test_a_save_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted are its beginning, each look and its completion; not the steps in between, and nothing twice."""
+    """Counted are its beginning, each look and its completion; not the steps in between, and
+    nothing twice."""
     saves, ranks, clock = of(monkeypatch)
     saves.look()
     assert waited(saves) == 0
@@ -118,7 +122,11 @@ def test_a_save_in_the_foreground(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["by nothing", "by what is logged", "by what is not"],
 )
 def test_who_keeps_the_best_by_what_nothing_logs_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: dict[str, Any], logged: dict[str, float], told: bool
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    settings: dict[str, Any],
+    logged: dict[str, float],
+    told: bool,
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, **logged}) + "\n")
     monkeypatch.setattr(Folder, "path", tmp_path)
@@ -126,5 +134,8 @@ def test_who_keeps_the_best_by_what_nothing_logs_is_told_once(
     saves, _, _ = of(monkeypatch, notes.append, background=False, **settings)
     for step in (1, 2):
         saves.save(RunState(step=step))
-    wanted = "checkpoint.best_by: nothing was logged as reward/mean so far, so no checkpoint is kept for it"
+    wanted = (
+        "checkpoint.best_by: nothing was logged as reward/mean so far, so no checkpoint is kept"
+        " for it"
+    )
     assert notes == [wanted] * told

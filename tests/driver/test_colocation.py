@@ -1,5 +1,5 @@
-"""Trainer and servers that share their devices: who holds what at every moment of a run, by the trainer's own storages
-and by what the servers were told."""
+"""Trainer and servers that share their devices: who holds what at every moment of a run, by the
+trainer's own storages and by what the servers were told."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ ALL = {"parameters", "gradients", "optimizer"}
 
 
 class Moments:
-    """Records what the trainer has on its device, and the servers of their memory, whenever something happens."""
+    """Records what the trainer has on its device, and the servers of their memory, whenever
+    something happens."""
 
     def __init__(self) -> None:
         self.forget()
@@ -51,7 +52,11 @@ class Moments:
         self.seen: list[tuple[str, set[str], set[str]]] = []
 
     def note(self, what: str) -> None:
-        parts = {part for part, nbytes in held(self.trainer).items() if nbytes} if self.trainer else set()
+        parts = (
+            {part for part, nbytes in held(self.trainer).items() if nbytes}
+            if self.trainer
+            else set()
+        )
         tags = {"weights", "kv_cache"} - self.server.released if self.server else set()
         self.seen.append((what, parts, tags))
 
@@ -65,7 +70,9 @@ MOMENTS = Moments()
 
 
 class WatchedServer(FakeServer):
-    async def request(self, method: str, path: str, headers: Any, body: bytes | None) -> tuple[int, bytes]:
+    async def request(
+        self, method: str, path: str, headers: Any, body: bytes | None
+    ) -> tuple[int, bytes]:
         MOMENTS.note(path)
         return await super().request(method, path, headers, body)
 
@@ -76,7 +83,9 @@ class WatchedReplica(Replica):
 
     def engine(self) -> SGLangEngine:
         client = self._server.client()
-        return SGLangEngine(client, TensorSync([client]), MODEL, "float32", 2, asyncio.new_event_loop())
+        return SGLangEngine(
+            client, TensorSync([client]), MODEL, "float32", 2, asyncio.new_event_loop()
+        )
 
     def close(self) -> None: ...
 
@@ -129,8 +138,11 @@ class Canary:
         return {}
 
 
-def two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offload: str | None) -> tuple[dict[str, Tensor], Any]:
-    """A run of two steps with a checkpoint between them. The weights after, and the metrics of memory."""
+def two_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offload: str | None
+) -> tuple[dict[str, Tensor], Any]:
+    """A run of two steps with a checkpoint between them. The weights after, and the metrics of
+    memory."""
     MOMENTS.forget()
     monkeypatch.setitem(replicas.ENGINES, "sglang", f"{__name__}.WatchedReplica")
     monkeypatch.setattr(inline, "Trainer", WatchedTrainer)
@@ -157,7 +169,12 @@ def two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offload: str | No
         colocation = Colocation(config, runner.trainers, runner.engines)
         canary: Any = Canary(runner)
         rollouts = TrainingSource(
-            Rollouts(runner, colocation), lambda batch: batch, colocation, canary, memory.phase, lambda version: None
+            Rollouts(runner, colocation),
+            lambda batch: batch,
+            colocation,
+            canary,
+            memory.phase,
+            lambda version: None,
         )
         state = RunState(method={})
         trainer = PolicyTrainer(config, runner.trainers, state, canary, memory.phase)
@@ -173,10 +190,13 @@ def two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offload: str | No
         return runner.trainers.weights(), memory.metrics()
 
 
-def test_no_two_share_the_device_that_need_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_two_share_the_device_that_need_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     moved, metrics = two_steps(tmp_path, monkeypatch, None)
     assert MOMENTS.at("before the trainer") == [(set(), set())]
-    assert MOMENTS.at("/server_info")[0] == (set(), {"weights", "kv_cache"})  # started, then released
+    # started, then released
+    assert MOMENTS.at("/server_info")[0] == (set(), {"weights", "kv_cache"})
     for what, parts, tags in MOMENTS.seen:
         assert not ("optimizer" in parts and "kv_cache" in tags), what
         assert not ("gradients" in parts and tags), what
@@ -198,7 +218,9 @@ def test_no_two_share_the_device_that_need_not(tmp_path: Path, monkeypatch: pyte
 
 def test_parameters_may_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     two_steps(tmp_path, monkeypatch, "optimizer")
-    for what, parts, tags in MOMENTS.seen[MOMENTS.seen.index(("canary", {"parameters"}, {"weights", "kv_cache"})) :]:
+    for what, parts, tags in MOMENTS.seen[
+        MOMENTS.seen.index(("canary", {"parameters"}, {"weights", "kv_cache"})) :
+    ]:
         assert "parameters" in parts, what
         assert not ("optimizer" in parts and "kv_cache" in tags), what
     assert MOMENTS.at("saved") == [({"parameters", "optimizer"}, {"weights"})]

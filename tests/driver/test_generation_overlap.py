@@ -24,7 +24,11 @@ from megatron_stare.weights.sync.stream import tensor_checksum
 from megatron_stare.weights.sync.stream_plan import BucketLayout, Slot
 
 MODEL = str(Path(__file__).parents[2] / "assets" / "tiny-adder")
-NAMES = ("model.norm.weight", "model.layers.0.input_layernorm.weight", "model.layers.1.input_layernorm.weight")
+NAMES = (
+    "model.norm.weight",
+    "model.layers.0.input_layernorm.weight",
+    "model.layers.1.input_layernorm.weight",
+)
 LAYOUTS = tuple(BucketLayout(torch.float32, (Slot(name, (3,), 0),)) for name in NAMES)
 LOST_S = 20.0  # until a call that never comes counts as lost
 
@@ -73,17 +77,28 @@ class SlowServer(FakeServer):
     def _load(self, body: dict[str, Any]) -> dict[str, Any]:
         self._taken += 1
         if self._taken < len(NAMES) and not self._begun[self._taken].wait(LOST_S):
-            return {"success": False, "message": f"bucket {self._taken} is not gathered while I take the one before"}
+            return {
+                "success": False,
+                "message": f"bucket {self._taken} is not gathered while I take the one before",
+            }
         return super()._load(body)
 
 
-def test_the_next_bucket_is_gathered_while_a_server_takes_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_bucket_is_gathered_while_a_server_takes_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trainer = Trainer()
     client = SlowServer(trainer).client()
-    engine = SGLangEngine(client, TensorSync([client]), MODEL, "float32", 2, asyncio.new_event_loop())
-    monkeypatch.setattr(engine_worker, "make_replica", lambda config, number, beside: UpAlready(engine))
+    engine = SGLangEngine(
+        client, TensorSync([client]), MODEL, "float32", 2, asyncio.new_event_loop()
+    )
+    monkeypatch.setattr(
+        engine_worker, "make_replica", lambda config, number, beside: UpAlready(engine)
+    )
     trainers = Threads([trainer])
-    engines = Threads([engine_worker.EngineWorker(Config.model_validate({"model": {"path": MODEL}}), 0)])
+    engines = Threads(
+        [engine_worker.EngineWorker(Config.model_validate({"model": {"path": MODEL}}), 0)]
+    )
     try:
         EnginePool(engines).update_weights(7, TrainerWeights(trainers, LAYOUTS))
         assert engine.model_info().weight_version == 7

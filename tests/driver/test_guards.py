@@ -40,7 +40,11 @@ def guards_like(watch: Guards) -> Guards:
 
 def rows(*norms: float) -> list[dict[str, float]]:
     return [
-        {"optimizer/grad_norm": norm, "loss/policy": norm - 3, "rollout/logprob_diff_mean": norm / 1e3}
+        {
+            "optimizer/grad_norm": norm,
+            "loss/policy": norm - 3,
+            "rollout/logprob_diff_mean": norm / 1e3,
+        }
         for norm in norms
     ]
 
@@ -69,7 +73,8 @@ def test_only_a_guard_that_ends_the_run_holds_updates_back() -> None:
     assert limits["off"] == limits["alert"] == math.inf
     assert limits["stop"] == limits["rollback"] == 3 + 4 * SPREAD
     watch = guards(grad_norm={"action": "stop", "spreads": 4.0})
-    watch.restore(rows(*FIVE))  # what is held back is a spike, to the bit: else the step were lost without a word
+    # what is held back is a spike, to the bit: else the step were lost without a word
+    watch.restore(rows(*FIVE))
     for norm, spike in ((limits["stop"], 0.0), (math.nextafter(limits["stop"], math.inf), 1.0)):
         assert guards_like(watch).judge(6, rows(norm)[0], [])["guard/grad_norm_spike"] == spike
 
@@ -81,7 +86,8 @@ def test_a_difference_of_engine_and_trainer_is_judged_before_the_update_where_it
         assert watch.norm_limit({"agreement/mean": 4e-3}) == math.inf
         assert watch.norm_limit({"agreement/mean": 1.0}) == limit
     watch.restore([{"agreement/mean": value * 1e-9} for value in FIVE])
-    assert watch.norm_limit({"agreement/mean": 1e-3}) == math.inf  # rounding, however much more of it
+    # rounding, however much more of it
+    assert watch.norm_limit({"agreement/mean": 1e-3}) == math.inf
 
 
 def test_what_is_done_is_what_the_most_decided_guard_says() -> None:
@@ -115,7 +121,9 @@ def test_entropy_may_not_leave_its_band() -> None:
     for entropy, outside in ((0.1, 0.0), (0.5, 0.0), (0.0999, 1.0), (0.5001, 1.0)):
         assert watch.judge(1, {"entropy/mean": entropy}, []) == {"guard/entropy_outside": outside}
         assert bool(watch.fired) == bool(outside)
-    with pytest.raises(GuardError, match=r"entropy 0.5 is outside faults.guards.entropy, 0.1 to 0.5 nats"):
+    with pytest.raises(
+        GuardError, match=r"entropy 0.5 is outside faults.guards.entropy, 0.1 to 0.5 nats"
+    ):
         watch.heed(0)
     assert guards().judge(1, {"entropy/mean": 9.0}, []) == {}
     with pytest.raises(ValidationError, match="not below"):
@@ -125,8 +133,15 @@ def test_entropy_may_not_leave_its_band() -> None:
 
 
 def test_every_event_is_an_alert() -> None:
-    figures = {"loss/policy": 1.0, "optimizer/grad_norm": 1.0, "rollout/logprob_diff_mean": 1.0, "entropy/mean": 1.0}
-    quiet = dict.fromkeys(("guard/loss_spike", "guard/grad_norm_spike", "guard/agreement_spike"), 0.0)
+    figures = {
+        "loss/policy": 1.0,
+        "optimizer/grad_norm": 1.0,
+        "rollout/logprob_diff_mean": 1.0,
+        "entropy/mean": 1.0,
+    }
+    quiet = dict.fromkeys(
+        ("guard/loss_spike", "guard/grad_norm_spike", "guard/agreement_spike"), 0.0
+    )
     watch = Watch()
     assert watch.add(1, {**figures, **quiet, "guard/entropy_outside": 0.0}) == []
     loud = dict.fromkeys((*quiet, "guard/entropy_outside", "guard/rollbacks"), 1.0)
@@ -138,7 +153,10 @@ def test_every_event_is_an_alert() -> None:
         "spike of the gradient norm",
         "spike of engine against trainer",
     ]
-    assert changed[0].text == "the run went back to a checkpoint, 1 times so far, and leaves 8 prompts out"
+    assert (
+        changed[0].text
+        == "the run went back to a checkpoint, 1 times so far, and leaves 8 prompts out"
+    )
     assert not any(alert.name == "rolled back" for alert in watch.add(3, {**figures, **loud}))
 
 
@@ -151,16 +169,31 @@ def test_what_was_first_not_to_be_finite() -> None:
     assert origin(ranks) == "the gradient of layers.3 on rank 3 (data 1, tensor 0, stage 1)"
     assert origin(ranks[:3]) == "the gradient of w on rank 2 (data 0, tensor 0, stage 1)"
     both = [rank(2, own_gradient=True), rank(3, own_gradient=True)]  # of one stage the first rank
-    assert origin(both) == origin(both[::-1]) == "the gradient of w on rank 2 (data 0, tensor 0, stage 1)"
+    assert (
+        origin(both)
+        == origin(both[::-1])
+        == "the gradient of w on rank 2 (data 0, tensor 0, stage 1)"
+    )
     ranks[2] = rank(2, samples=(4, 7))
-    assert origin(ranks) == "log-prob, advantage or loss of sample 4, 7, on rank 2 (data 0, tensor 0, stage 1)"
+    assert (
+        origin(ranks)
+        == "log-prob, advantage or loss of sample 4, 7, on rank 2 (data 0, tensor 0, stage 1)"
+    )
     ranks[1] = rank(1, weights="embedding")
     assert origin(ranks) == "the weight embedding on rank 1 (data 1, tensor 0, stage 0)"
     assert origin([rank(0, gradient=None)]) == ""
 
 
-def test_of_a_batch_that_was_left_out_are_named_the_ranks_that_found_something(tmp_path: Path) -> None:
-    found: list[dict[str, Any]] = [{}, {"own_gradient": True}, {"weights": "w"}, {"gradient": "w"}, {"samples": (1,)}]
+def test_of_a_batch_that_was_left_out_are_named_the_ranks_that_found_something(
+    tmp_path: Path,
+) -> None:
+    found: list[dict[str, Any]] = [
+        {},
+        {"own_gradient": True},
+        {"weights": "w"},
+        {"gradient": "w"},
+        {"samples": (1,)},
+    ]
     nothing = {"own_gradient": False, "weights": None, "gradient": None, "samples": ()}
     ranks = [NotFinite(number, 0, 0, 0, **{**nothing, **each}) for number, each in enumerate(found)]
     batch = replace(random_batch(3, size=4), step=5)
@@ -215,18 +248,26 @@ def test_prompts_that_were_given_back_are_left_out_too() -> None:
     resumed = PromptQueue(Numbered())
     resumed.restore(queue.state())
     resumed.leave_out([7, 8])
-    assert [prompt.cursor for prompt in resumed.take(3)] == [prompt.cursor for prompt in queue.take(3)] == [6, 9, 10]
+    assert (
+        [prompt.cursor for prompt in resumed.take(3)]
+        == [prompt.cursor for prompt in queue.take(3)]
+        == [6, 9, 10]
+    )
 
 
 def test_what_was_under_way_of_them_is_given_up() -> None:
-    groups = [[UnderWay(Prompt(cursor, "", "", "", (2,)), index, 1) for index in range(2)] for cursor in (4, 5, 6)]
+    groups = [
+        [UnderWay(Prompt(cursor, "", "", "", (2,)), index, 1) for index in range(2)]
+        for cursor in (4, 5, 6)
+    ]
     kept = to_bytes(groups)
     assert [group[0].prompt.cursor for group in from_bytes(without(kept, {5, 9}))] == [4, 6]
     assert without(kept, set()) is kept and without(b"", {5}) == b""
 
 
 def test_rollbacks_are_kept_beside_the_checkpoints(tmp_path: Path) -> None:
-    """A checkpoint holds the rollbacks before it; a run that is killed before the next checkpoint reads the file."""
+    """A checkpoint holds the rollbacks before it; a run that is killed before the next checkpoint
+    reads the file."""
     config = Config.model_validate({"model": {"path": "m"}, "run": {"dir": str(tmp_path / "run")}})
     run = RunDir.create(config)
     assert run.rollbacks() == [] and RunState().left_out == frozenset()

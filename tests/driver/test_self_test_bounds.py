@@ -1,4 +1,5 @@
-"""A self-test accepts the same bits in one layout, and in another what rounding makes of the same numbers."""
+"""A self-test accepts the same bits in one layout, and in another what rounding makes of the same
+numbers."""
 
 from __future__ import annotations
 
@@ -9,13 +10,22 @@ import pytest
 from support.models import random_batch
 
 from megatron_stare.cluster.trainer_group import StateProof
-from megatron_stare.driver.checkpoint_proof import FILE, LONGEST, SEQUENCES, SelfTest, canary_of, differences
+from megatron_stare.driver.checkpoint_proof import (
+    FILE,
+    LONGEST,
+    SEQUENCES,
+    SelfTest,
+    canary_of,
+    differences,
+)
 from megatron_stare.errors import DataError
 from megatron_stare.records.batch import Prompt
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import sampled_trajectory
 
-SAVED = StateProof({"policy": [-1.0, -2.0, -0.5]}, {"optimizer: m": [3.0, 2.0]}, {"steps of Adam": 4.0})
+SAVED = StateProof(
+    {"policy": [-1.0, -2.0, -0.5]}, {"optimizer: m": [3.0, 2.0]}, {"steps of Adam": 4.0}
+)
 
 
 def moved(by: float) -> StateProof:
@@ -40,14 +50,21 @@ def moved(by: float) -> StateProof:
 )
 def test_log_probs(by: float, same_layout: bool, dtype: str, passes: bool) -> None:
     found = differences(SAVED, moved(by), same_layout=same_layout, dtype=dtype)
-    assert found == [] if passes else found[0].startswith("log-probs of the policy differ at 1 of 3 tokens")
+    assert (
+        found == []
+        if passes
+        else found[0].startswith("log-probs of the policy differ at 1 of 3 tokens")
+    )
 
 
 def test_sums_and_counts_in_any_layout() -> None:
     near = replace(SAVED, sums={"optimizer: m": [3.0 * (1 + 1e-10), 2.0]})
     far = replace(SAVED, sums={"optimizer: m": [3.0, 2.0 * (1 + 1e-8)]})
     fresh = replace(SAVED, counts={"steps of Adam": 0.0})
-    less, more = replace(SAVED, sums={}), replace(SAVED, sums={**SAVED.sums, "policy: w": [1.0, 1.0]})
+    less, more = (
+        replace(SAVED, sums={}),
+        replace(SAVED, sums={**SAVED.sums, "policy: w": [1.0, 1.0]}),
+    )
     for same in (True, False):
         assert differences(SAVED, near, same_layout=same, dtype="float32") == []
         for wrong, said in [
@@ -63,7 +80,9 @@ def test_sums_and_counts_in_any_layout() -> None:
 def test_a_run_whose_weights_are_nan_is_as_it_was() -> None:
     nan = StateProof({"policy": [math.nan]}, {"policy: w": [math.nan, math.nan]}, {})
     assert differences(nan, nan, same_layout=True, dtype="float32") == []
-    assert differences(nan, replace(nan, sums={"policy: w": [1.0, 1.0]}), same_layout=True, dtype="float32")
+    assert differences(
+        nan, replace(nan, sums={"policy: w": [1.0, 1.0]}), same_layout=True, dtype="float32"
+    )
 
 
 def test_the_canary_is_small_and_of_different_prompts() -> None:

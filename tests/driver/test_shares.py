@@ -1,4 +1,5 @@
-"""The driver puts every data rank's share where its workers take it from once, and hands each worker its own."""
+"""The driver puts every data rank's share where its workers take it from once, and hands each
+worker its own."""
 
 from __future__ import annotations
 
@@ -88,7 +89,14 @@ def test_the_driver_writes_the_first_mini_batch(tmp_path: Path) -> None:
     trainers.update(0, str(tmp_path / "dump"))
     found = load_file(tmp_path / "dump" / "batch.safetensors")
     assert found.keys() == {
-        *("tokens", "prompt_lengths", "response_lengths", "sampled", "rollout_log_probs", "weight_versions"),
+        *(
+            "tokens",
+            "prompt_lengths",
+            "response_lengths",
+            "sampled",
+            "rollout_log_probs",
+            "weight_versions",
+        ),
         *("groups", "rewards", "verified", "truncated", "advantages"),
     }
     first = 4  # two groups of two
@@ -97,4 +105,6 @@ def test_the_driver_writes_the_first_mini_batch(tmp_path: Path) -> None:
     responses = int(batch.response_lengths[:first].sum())
     assert torch.equal(found["rollout_log_probs"], batch.rollout_log_probs[:responses])
     assert torch.equal(found["weight_versions"], batch.weight_versions[:responses])
-    assert batch.advantages is not None and torch.equal(found["advantages"], batch.advantages[:first])
+    assert batch.advantages is not None and torch.equal(
+        found["advantages"], batch.advantages[:first]
+    )

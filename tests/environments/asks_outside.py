@@ -1,5 +1,6 @@
-"""An environment with a tool outside of the run: each call is a line of the file that TOOL_LOG names. The tool kills
-the process that asks it, once, where the file that KILL_IN names holds the prompt's cursor."""
+"""An environment with a tool outside of the run: each call is a line of the file that TOOL_LOG
+names. The tool kills the process that asks it, once, where the file that KILL_IN names holds the
+prompt's cursor."""
 
 import json
 import os
@@ -19,7 +20,9 @@ class AsksOutside(Environment):
         first = response.sampled(
             await generate(prompt.token_ids, max_new_tokens=self.config.rollout.max_new_tokens // 2)
         )
-        said = await generate.call(self.tool, [prompt.cursor, first.text], idempotent=self.idempotent)
+        said = await generate.call(
+            self.tool, [prompt.cursor, first.text], idempotent=self.idempotent
+        )
         response.observed(self.tokenizer(said, add_special_tokens=False).input_ids, text=said)
         response.sampled(await generate(response.context))
         return response.trajectory()

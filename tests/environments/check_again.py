@@ -1,4 +1,5 @@
-"""The example of docs/environments.md: the policy answers, is told to go on, and answers once more."""
+"""The example of docs/environments.md: the policy answers, is told to go on, and answers once
+more."""
 
 from megatron_stare.environments.environment import Environment, Response
 
@@ -8,7 +9,9 @@ class CheckAgain(Environment):
 
     async def run(self, prompt, generate):
         response = Response(prompt)
-        response.sampled(await generate(prompt.token_ids, max_new_tokens=self.config.rollout.max_new_tokens // 2))
+        response.sampled(
+            await generate(prompt.token_ids, max_new_tokens=self.config.rollout.max_new_tokens // 2)
+        )
         said = self.tokenizer(";0+", add_special_tokens=False).input_ids
         response.observed(said, text=";0+")
         response.sampled(await generate(response.context))

@@ -1,5 +1,5 @@
-"""A verifier for CheckAgain: the first of its turns, which stand on lines of their own. The tiny model has never seen a
-second turn."""
+"""A verifier for CheckAgain: the first of its turns, which stand on lines of their own. The tiny
+model has never seen a second turn."""
 
 
 def verify(response: str, answer: str) -> float:

@@ -1,4 +1,5 @@
-"""Calls of an environment's tools: answered ones are never made again, whatever is cut, killed or resumed."""
+"""Calls of an environment's tools: answered ones are never made again, whatever is cut, killed or
+resumed."""
 
 from __future__ import annotations
 
@@ -67,7 +68,10 @@ class Search(Environment):
 
 def prompts(count: int = 3) -> list[Prompt]:
     texts = [f"{10 + 7 * i}+{99 - i}+{20 + i}=" for i in range(count)]
-    return [Prompt(40 + i, str(i), t, str(i), tuple(TOKENIZER(t).input_ids)) for i, t in enumerate(texts)]
+    return [
+        Prompt(40 + i, str(i), t, str(i), tuple(TOKENIZER(t).input_ids))
+        for i, t in enumerate(texts)
+    ]
 
 
 def rollouts(environment: Environment, journal: CallJournal | None = None) -> Rollouts:
@@ -94,10 +98,17 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def check_once(environment: Search, groups: list[list[UnderWay]]) -> None:
-    """Two calls a response, each with an id of its own, and what they answered is in the responses."""
-    assert len(environment.asked) == len({call for call, *_ in environment.asked}) == 2 * sum(map(len, groups))
+    """Two calls a response, each with an id of its own, and what they answered is in the
+    responses."""
+    assert (
+        len(environment.asked)
+        == len({call for call, *_ in environment.asked})
+        == 2 * sum(map(len, groups))
+    )
     answers = [f";{n % 10}+" for n in range(1, len(environment.asked) + 1)]
-    found = [each.trajectory.text for group in groups for each in group if each.trajectory is not None]
+    found = [
+        each.trajectory.text for group in groups for each in group if each.trajectory is not None
+    ]
     assert sum(text.count(f";{d}+") for text in found for d in range(10)) >= len(answers)
 
 
@@ -132,7 +143,9 @@ def test_a_tool_is_not_asked_again_by_a_process_that_takes_over(tmp_path: Path) 
             assert torch.equal(one.trajectory.tokens, other.trajectory.tokens)
 
 
-def test_the_intent_is_on_disk_before_the_call_and_the_answer_after(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_intent_is_on_disk_before_the_call_and_the_answer_after(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     synced: dict[int, int] = {}  # bytes on disk, by file
 
     def sync(number: int, sync: Any = os.fsync) -> None:
@@ -144,7 +157,10 @@ def test_the_intent_is_on_disk_before_the_call_and_the_answer_after(tmp_path: Pa
     class Looks(Search):
         async def search(self, request: Any, call: str) -> str:
             file = (tmp_path / "calls" / "step_000001.jsonl").read_bytes()
-            assert file.find(call.encode()) < synced[(tmp_path / "calls" / "step_000001.jsonl").stat().st_ino]
+            assert (
+                file.find(call.encode())
+                < synced[(tmp_path / "calls" / "step_000001.jsonl").stat().st_ino]
+            )
             mine = [line for line in lines(tmp_path / "calls") if line["id"] == call]
             assert [sorted(line) for line in mine] == [["asked", "call", "cursor", "id", "sample"]]
             return await super().search(request, call)
@@ -170,8 +186,11 @@ def test_what_a_checkpoint_keeps_does_not_grow_with_the_next_step() -> None:
     assert len(kept.calls) == 1 and len(response.calls) == 2
 
 
-def unanswered(tmp_path: Path, idempotent: bool) -> tuple[Search, list[list[UnderWay]], tuple[str, str, str]]:
-    """State that a process leaves when it is killed at its fourth call: its journal ends before the call's answer."""
+def unanswered(
+    tmp_path: Path, idempotent: bool
+) -> tuple[Search, list[list[UnderWay]], tuple[str, str, str]]:
+    """State that a process leaves when it is killed at its fourth call: its journal ends before the
+    call's answer."""
     environment, groups = Search(), begun()
     made = rollouts(environment, CallJournal(tmp_path / "calls"))
     state = to_bytes(groups)
@@ -179,14 +198,18 @@ def unanswered(tmp_path: Path, idempotent: bool) -> tuple[Search, list[list[Unde
         pass
     file = tmp_path / "calls" / "step_000001.jsonl"
     lost = environment.asked[3]
-    kept = [line for line in file.read_text().splitlines(True) if lost[0] not in line or "asked" in line]
+    kept = [
+        line for line in file.read_text().splitlines(True) if lost[0] not in line or "asked" in line
+    ]
     file.write_text("".join(kept) + '{"id": "' + lost[0])  # its answer was being written
     environment.idempotent = idempotent
     environment.asked.clear()
     return environment, from_bytes(state), lost
 
 
-def test_an_unanswered_call_is_made_again_under_its_id_where_that_does_no_harm(tmp_path: Path) -> None:
+def test_an_unanswered_call_is_made_again_under_its_id_where_that_does_no_harm(
+    tmp_path: Path,
+) -> None:
     environment, groups, lost = unanswered(tmp_path, True)
     made = rollouts(environment, CallJournal(tmp_path / "calls"))
     while grow(made, groups):
@@ -194,7 +217,11 @@ def test_an_unanswered_call_is_made_again_under_its_id_where_that_does_no_harm(t
     assert environment.asked[0] == lost
     assert all(call != lost[0] for call, *_ in environment.asked[1:])
     assert len(environment.asked) <= 2  # what comes behind another answer is another call
-    assert all(each.trajectory is not None and each.trajectory.reward == 1.0 for group in groups for each in group)
+    assert all(
+        each.trajectory is not None and each.trajectory.reward == 1.0
+        for group in groups
+        for each in group
+    )
     last = rollouts(environment, CallJournal(tmp_path / "calls"))  # and it is answered now
     environment.asked.clear()
     last.make(prompts(), 2, PARAMS)
@@ -209,7 +236,11 @@ def test_else_its_response_is_given_up_and_the_others_go_on(tmp_path: Path) -> N
     assert environment.asked == []
     ended = [each.trajectory for group in groups for each in group]
     (gone,) = [t for t in ended if t is not None and t.reward_status == "given_up"]
-    assert gone.prompt.id == lost[1] and (len(gone), gone.reward, gone.finish_reason) == (0, None, "abort")
+    assert gone.prompt.id == lost[1] and (len(gone), gone.reward, gone.finish_reason) == (
+        0,
+        None,
+        "abort",
+    )
     assert sum(t is not None and t.reward_status == "ok" for t in ended) == 5
     batch = RolloutBatch.from_trajectories([t for t in ended if t is not None])
     assert batch.verified.tolist().count(False) == 1 and batch.response_lengths.min() == 0
@@ -228,9 +259,12 @@ def test_a_checkpoint_knows_of_calls_that_its_journal_has_lost(tmp_path: Path) -
         if not idempotent:
             while grow(other, again):
                 pass
-            assert again[0][0].trajectory.reward_status == "given_up" and len(environment.asked) == 1  # type: ignore[union-attr]
+            assert (
+                again[0][0].trajectory.reward_status == "given_up" and len(environment.asked) == 1
+            )  # type: ignore[union-attr]
             continue
-        with pytest.raises(DataError, match="did not say again"):  # it answers otherwise, which is said
+        # it answers otherwise, which is said
+        with pytest.raises(DataError, match="did not say again"):
             grow(other, again)
         assert [each for each, *_ in environment.asked] == [call, call]
 
@@ -240,7 +274,9 @@ def test_an_environment_that_asks_something_else_is_refused_before_it_acts() -> 
         async def run(self, prompt: Prompt, generate: Any) -> Trajectory:
             self.runs += 1
             response = Response(prompt)
-            await generate.call(self.search, {"prompt": prompt.id, "text": str(self.runs)}, idempotent=True)
+            await generate.call(
+                self.search, {"prompt": prompt.id, "text": str(self.runs)}, idempotent=True
+            )
             response.sampled(await generate(prompt.token_ids))
             return response.trajectory()
 
@@ -270,7 +306,9 @@ class Failing(Search):
     async def run(self, prompt: Prompt, generate: Any) -> Trajectory:
         response = Response(prompt)
         try:
-            said = await generate.call(self.search, {"prompt": prompt.id, "text": ""}, idempotent=True)
+            said = await generate.call(
+                self.search, {"prompt": prompt.id, "text": ""}, idempotent=True
+            )
         except CallFailedError as error:
             if not self.catches:
                 raise
@@ -295,18 +333,25 @@ def test_the_error_of_a_tool_is_its_answer_for_who_catches_it(tmp_path: Path) ->
     while grow(made, groups):
         pass
     assert len(environment.asked) == 3
-    assert len(environment.caught) > 1 and set(environment.caught) == {"the tool failed: OSError: nobody is there"}
+    assert len(environment.caught) > 1 and set(environment.caught) == {
+        "the tool failed: OSError: nobody is there"
+    }
     assert groups[0][0].trajectory is not None and groups[0][0].trajectory.text.startswith(";0+")
 
 
-def test_an_error_that_ends_the_run_is_not_answered_to_the_one_that_is_resumed(tmp_path: Path) -> None:
+def test_an_error_that_ends_the_run_is_not_answered_to_the_one_that_is_resumed(
+    tmp_path: Path,
+) -> None:
     environment = Failing()
     environment.catches = False
-    with pytest.raises(CallFailedError, match="prompt 0, tool search: the tool failed: OSError: nobody is there"):
+    with pytest.raises(
+        CallFailedError, match="prompt 0, tool search: the tool failed: OSError: nobody is there"
+    ):
         rollouts(environment, CallJournal(tmp_path / "calls")).make(prompts(), 1, PARAMS)
     failed = [call for call, prompt, _ in environment.asked if prompt == "0"]
     made = rollouts(environment, CallJournal(tmp_path / "calls")).make(prompts(), 1, PARAMS)
-    assert [call for call, prompt, _ in environment.asked if prompt == "0"] == failed * 2  # under the same id
+    # under the same id
+    assert [call for call, prompt, _ in environment.asked if prompt == "0"] == failed * 2
     assert [t.reward for t in made] == [1.0] * 3
 
 
@@ -315,7 +360,10 @@ def test_calls_at_the_same_time_are_told_apart(tmp_path: Path) -> None:
         async def run(self, prompt: Prompt, generate: Any) -> Trajectory:
             self.runs += 1
             response = Response(prompt)
-            asked = [generate.call(self.search, {"prompt": prompt.id, "text": text}) for text in ("a", "a", "b")]
+            asked = [
+                generate.call(self.search, {"prompt": prompt.id, "text": text})
+                for text in ("a", "a", "b")
+            ]
             said = "".join(await asyncio.gather(*asked))
             response.observed(TOKENIZER(said, add_special_tokens=False).input_ids, text=said)
             response.sampled(await generate(response.context))
@@ -325,14 +373,19 @@ def test_calls_at_the_same_time_are_told_apart(tmp_path: Path) -> None:
     made = rollouts(environment, CallJournal(tmp_path / "calls"))
     while grow(made, groups):
         made = rollouts(environment, CallJournal(tmp_path / "calls"))
-    assert environment.runs > 6 and len(environment.asked) == len({call for call, *_ in environment.asked}) == 18
+    assert (
+        environment.runs > 6
+        and len(environment.asked) == len({call for call, *_ in environment.asked}) == 18
+    )
 
 
 @pytest.mark.parametrize("what", ["request", "answer"])
 def test_what_json_cannot_hold_is_refused(what: str) -> None:
     class Odd(Search):
         async def run(self, prompt: Prompt, generate: Any) -> Trajectory:
-            await generate.call(self.search, {"prompt": prompt.id, "text": {1} if what == "request" else ""})
+            await generate.call(
+                self.search, {"prompt": prompt.id, "text": {1} if what == "request" else ""}
+            )
             raise AssertionError
 
         async def search(self, request: Any, call: str) -> Any:
@@ -380,7 +433,9 @@ def test_a_response_that_is_given_up_names_no_experts() -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("kind", ["AsksOutside", "AsksIdempotently"])
-def test_a_run_killed_in_a_call_goes_on(kind: str, partial: bool, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_run_killed_in_a_call_goes_on(
+    kind: str, partial: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
     log, order = tmp_path / "log", tmp_path / "order"
     monkeypatch.setenv("TOOL_LOG", str(log))
     monkeypatch.setenv("KILL_IN", str(order))
@@ -395,13 +450,21 @@ def test_a_run_killed_in_a_call_goes_on(kind: str, partial: bool, tmp_path: Path
         "batch.prompts": 4,
         "batch.samples_per_prompt": 2,
         "eval.prompts": 0,
-        **({"partial.tokens": 8, "partial.prompts": 5, "algorithm.correction": "{mode: truncate}"} if partial else {}),
+        **(
+            {"partial.tokens": 8, "partial.prompts": 5, "algorithm.correction": "{mode: truncate}"}
+            if partial
+            else {}
+        ),
     }
     layout = ("runtime.runner=inline", "parallel.tensor=1")
     killed = train(model(), *layout, cwd=tmp_path, **settings)
     assert killed.returncode == -signal.SIGKILL and not order.exists()
     before = [json.loads(line) for line in log.read_text().splitlines()]
-    noted = [json.loads(line) for file in (tmp_path / "run/calls").iterdir() for line in file.read_text().splitlines()]
+    noted = [
+        json.loads(line)
+        for file in (tmp_path / "run/calls").iterdir()
+        for line in file.read_text().splitlines()
+    ]
     unknown = {line["id"] for line in noted} - {line["id"] for line in noted if "answer" in line}
     assert before[-1][0] in unknown  # and intents that no call followed
     done = train(model(), *layout, "--resume", cwd=tmp_path, **settings)
@@ -416,7 +479,9 @@ def test_a_run_killed_in_a_call_goes_on(kind: str, partial: bool, tmp_path: Path
         assert len(set(ids)) == len(ids)
     rows = metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-    assert sum(row["environment/given_up"] for row in rows) == (len(unknown) if kind == "AsksOutside" else 0)
+    assert sum(row["environment/given_up"] for row in rows) == (
+        len(unknown) if kind == "AsksOutside" else 0
+    )
     assert all(row["update/finite"] == 1.0 for row in rows)
     if partial:
         return
@@ -433,7 +498,9 @@ def test_a_run_killed_in_a_call_goes_on(kind: str, partial: bool, tmp_path: Path
         f"run.dir={again}",
         "--resume",
     ]
-    made = subprocess.run(go_on, cwd=tmp_path, env=shell(), capture_output=True, text=True, timeout=TIMEOUT_S)
+    made = subprocess.run(
+        go_on, cwd=tmp_path, env=shell(), capture_output=True, text=True, timeout=TIMEOUT_S
+    )
     assert made.returncode == 0, made.stderr
     assert metrics(again)[-1]["loss/tokens"] == rows[-1]["loss/tokens"]
     assert log.read_text() == asked

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the run in one process, `alone`, and over two tensor-parallel ranks, `tensor`."""
+    """A folder with the run in one process, `alone`, and over two tensor-parallel ranks,
+    `tensor`."""
     folder = tmp_path_factory.mktemp("two_turns")
     for name, layout in (("alone", ALONE), ("tensor", ())):
         settings = {
@@ -48,14 +49,17 @@ def test_observations_carry_no_loss(trained: Path, name: str) -> None:
     rows = metrics(trained / name)
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
-        lines = (trained / name / "rollouts" / f"step_{row['step']:06d}.jsonl").read_text().splitlines()
+        lines = (
+            (trained / name / "rollouts" / f"step_{row['step']:06d}.jsonl").read_text().splitlines()
+        )
         made = [json.loads(line) for line in lines]
         assert len(made) == 32  # all of the batch
         assert all(";0+" in each["response"] for each in made)
         tokens = sum(each["tokens"] for each in made)
         assert row["loss/tokens"] == tokens - OBSERVED * len(made)
         assert max(each["tokens"] for each in made) > TURN + OBSERVED  # there is a second turn
-        # on policy, exactly; and what both turns were sampled with is what the trainer makes of the whole
+        # on policy, exactly; and what both turns were sampled with is what the trainer makes of the
+        # whole
         assert row["ratio/max_abs_log"] == 0.0
         assert 0 < row["rollout/logprob_diff_max"] < 1e-4
         assert row["update/finite"] == 1.0
@@ -65,7 +69,13 @@ def test_observations_carry_no_loss(trained: Path, name: str) -> None:
 
 def test_two_ranks_learn_the_same(trained: Path) -> None:
     alone, tensor = metrics(trained / "alone"), metrics(trained / "tensor")
-    for key in ("loss/policy", "entropy/mean", "optimizer/grad_norm", "reward/mean", "forecast/entropy_change"):
+    for key in (
+        "loss/policy",
+        "entropy/mean",
+        "optimizer/grad_norm",
+        "reward/mean",
+        "forecast/entropy_change",
+    ):
         assert tensor[0][key] == pytest.approx(alone[0][key], rel=1e-4, abs=1e-7), key
     assert tensor[0]["loss/tokens"] == alone[0]["loss/tokens"]
 
@@ -79,7 +89,10 @@ def test_the_page_shows_the_file_that_trains() -> None:
 
 @pytest.mark.parametrize(
     ("environment", "message"),
-    [("environments.check_again.CheckTwice", "CheckTwice"), ("environments.check_again.Response", "not a subclass")],
+    [
+        ("environments.check_again.CheckTwice", "CheckTwice"),
+        ("environments.check_again.Response", "not a subclass"),
+    ],
 )
 def test_it_is_checked_before_anything_starts(environment: str, message: str) -> None:
     tree = {

@@ -1,5 +1,5 @@
-"""A verifier reads what the policy sampled: no word of an environment earns a reward, however the environment says
-it."""
+"""A verifier reads what the policy sampled: no word of an environment earns a reward, however the
+environment says it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ class Tool(Environment):
         response = Response(prompt)
         response.sampled(await generate(prompt.token_ids, max_new_tokens=6))
         said = f"={RIGHT}"
-        response.observed(() if self.empty else TOKENIZER(said, add_special_tokens=False).input_ids, text=said)
+        response.observed(
+            () if self.empty else TOKENIZER(said, add_special_tokens=False).input_ids, text=said
+        )
         if not self.last:
             response.sampled(await generate(response.context, max_new_tokens=6))
         made = response.trajectory()
@@ -82,7 +84,10 @@ class Reads:
 
 def prompts(count: int = 4) -> list[Prompt]:
     texts = [f"{10 + 7 * i}+{99 - i}+{20 + i}=" for i in range(count)]
-    return [Prompt(40 + i, str(i), t, str(i), tuple(TOKENIZER(t).input_ids)) for i, t in enumerate(texts)]
+    return [
+        Prompt(40 + i, str(i), t, str(i), tuple(TOKENIZER(t).input_ids))
+        for i, t in enumerate(texts)
+    ]
 
 
 def rollouts(environment: Environment, reads: Reads) -> Rollouts:
@@ -106,7 +111,11 @@ def test_what_a_tool_says_earns_nothing(how: str) -> None:
         turns, end = [], 0
         for version, n in trajectory.versions:
             if version != NOT_SAMPLED:
-                turns.append(TOKENIZER.decode([i for i in trajectory.tokens[end : end + n].tolist() if i != STOP]))
+                turns.append(
+                    TOKENIZER.decode(
+                        [i for i in trajectory.tokens[end : end + n].tolist() if i != STOP]
+                    )
+                )
             end += n
         assert trajectory.said == ("" if how == "empty" else "\n").join(turns)
         assert f"={RIGHT}" in trajectory.text  # people read it
@@ -117,21 +126,28 @@ def test_stop_tokens_are_no_text_though_they_are_not_special_to_the_tokenizer() 
     """Verifiers read no stop token of any turn, be it one of several or a single one."""
     reads = Reads()
     (stop,) = TOKENIZER(";", add_special_tokens=False).input_ids
-    made = rollouts(Tool(CONFIG, TOKENIZER), reads).make(prompts(), 3, replace(PARAMS, stop_token_ids=(STOP, stop)))
+    made = rollouts(Tool(CONFIG, TOKENIZER), reads).make(
+        prompts(), 3, replace(PARAMS, stop_token_ids=(STOP, stop))
+    )
     assert any(";" in trajectory.text or stop in trajectory.tokens.tolist() for trajectory in made)
     assert not any(";" in read for read in reads.read)
 
 
 def test_what_is_counted_of_a_text_is_counted_of_the_policys() -> None:
-    """Only the policy's text counts: for an answer's place, reflections, and what an evaluation keeps and compares."""
+    """Only the policy's text counts: for an answer's place, reflections, and what an evaluation
+    keeps and compares."""
     environment, reads = Tool(CONFIG, TOKENIZER), Reads()
     (made,) = rollouts(environment, reads).make(prompts(1), 1, PARAMS)
     assert Evaluated.of(made).text == made.said != made.text
     word = replace(made, text="wait " * 9 + made.text)
     assert reflections([word], ["wait"]) == {"response/reflections": 0.0}
     observed = len(TOKENIZER(f"={RIGHT}").input_ids)
-    assert (made.versions[1], len(made)) == ((NOT_SAMPLED, observed), sum(n for _, n in made.versions))
-    # an answer at the end of what was sampled, behind 20 characters of it: six tokens and six are before it, not ten
+    assert (made.versions[1], len(made)) == (
+        (NOT_SAMPLED, observed),
+        sum(n for _, n in made.versions),
+    )
+    # an answer at the end of what was sampled, behind 20 characters of it: six tokens and six are
+    # before it, not ten
     right = replace(made, sampled_text="x" * 20, answer_at=19, reward=1.0, reward_status="ok")
     few = replace(right, answer_at=10)  # half of the sampled tokens, at most 6, stand before it
     assert hacking_signals([few])["signal/no_reasoning"] == 1.0
@@ -140,10 +156,14 @@ def test_what_is_counted_of_a_text_is_counted_of_the_policys() -> None:
 
 
 def test_a_single_turn_keeps_its_text_once() -> None:
-    """Most responses are single turns: nothing is decoded again, and a checkpoint holds one text."""
+    """Most responses are single turns: nothing is decoded again, and a checkpoint holds one
+    text."""
     reads = Reads()
     made = rollouts(SingleTurn(CONFIG, TOKENIZER), reads).make(prompts(), 2, PARAMS)
-    assert all(trajectory.sampled_text is None and trajectory.said == trajectory.text for trajectory in made)
+    assert all(
+        trajectory.sampled_text is None and trajectory.said == trajectory.text
+        for trajectory in made
+    )
     assert sorted(reads.read) == sorted(trajectory.text for trajectory in made)
 
 

@@ -1,4 +1,5 @@
-"""How often intervals of 95 % hold the true mean: simulated evaluations of problems that are drawn anew each time."""
+"""How often intervals of 95 % hold the true mean: simulated evaluations of problems that are drawn
+anew each time."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ SIGNS = (1,) * 20 + (2,) * 5 + (5,) * 5
 def evaluations(
     a: float, b: float, samples: int, k: int, prompts: Sequence[int]
 ) -> tuple[np.ndarray, list[int], float]:
-    """pass@k of a prompt [RUNS, N] where a problem's chance is Beta(a, b), the problem of each, the true mean."""
+    """pass@k of a prompt [RUNS, N] where a problem's chance is Beta(a, b), the problem of each, the
+    true mean."""
     rng = np.random.default_rng((samples, k, len(prompts)))
     problems = np.repeat(np.arange(len(prompts)), prompts)
     chances = rng.beta(a, b, (RUNS, len(prompts)))[:, problems]
@@ -88,18 +90,21 @@ def test_an_interval_holds_the_mean_as_often_as_it_says(
 def test_near_saturation_an_interval_is_never_too_narrow(
     a: float, b: float, samples: int, k: int, prompts: Sequence[int]
 ) -> None:
-    """Coverage is above 99 % where nearly every problem is all right: results of 0 or 1 leave no exact interval."""
+    """Coverage is above 99 % where nearly every problem is all right: results of 0 or 1 leave no
+    exact interval."""
     drawn, problems, truth = evaluations(a, b, samples, k, prompts)
     assert coverage(wilson_interval, drawn, problems, truth) >= 97
 
 
 @pytest.mark.parametrize(
     ("a", "b", "samples", "least"),
-    # of Beta(0.5, 0.5) most problems hardly move, and a few problems do not tell how far the others do
+    # of Beta(0.5, 0.5) most problems hardly move, and a few problems do not tell how far the others
+    # do
     [(2, 2, 32, 93), (2, 2, 8, 93), (5, 2, 16, 93), (0.5, 0.5, 8, 90)],
 )
 @pytest.mark.parametrize(
-    "prompts", [(1,) * 5, (1,) * 8, (1,) * 12, (4,) * 5, (3,) * 8, UNEVEN, (1, 2, 3, 4, 5, 6), (1,) * 30]
+    "prompts",
+    [(1,) * 5, (1,) * 8, (1,) * 12, (4,) * 5, (3,) * 8, UNEVEN, (1, 2, 3, 4, 5, 6), (1,) * 30],
 )
 def test_a_paired_interval_holds_the_difference(
     a: float, b: float, samples: int, least: float, prompts: Sequence[int]
@@ -118,6 +123,9 @@ def test_a_paired_interval_holds_the_difference(
     before, after = (each[:, problems] for each in chances(RUNS, len(prompts)))
     difference = (rng.binomial(samples, after) - rng.binomial(samples, before)) / samples
     held = coverage(
-        lambda row, which: paired_interval([0.0] * len(row), row, problems=which), difference, problems.tolist(), truth
+        lambda row, which: paired_interval([0.0] * len(row), row, problems=which),
+        difference,
+        problems.tolist(),
+        truth,
     )
     assert least <= held <= 97.5

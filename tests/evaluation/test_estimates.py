@@ -1,4 +1,5 @@
-"""avg@k, pass@k and maj@k against every subset written out, and intervals against published values."""
+"""avg@k, pass@k and maj@k against every subset written out, and intervals against published
+values."""
 
 from __future__ import annotations
 
@@ -28,9 +29,11 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(samples: int) -> Non
 
 def test_pass_at_k_of_worked_numbers() -> None:
     assert pass_at_k(3, 10, 1) == 0.3
-    assert pass_at_k(3, 10, 5) == pytest.approx(1 - 21 / 252)  # C(7, 5) of C(10, 5) hold none of the three
+    # C(7, 5) of C(10, 5) hold none of the three
+    assert pass_at_k(3, 10, 5) == pytest.approx(1 - 21 / 252)
     assert (pass_at_k(0, 32, 32), pass_at_k(1, 32, 32), pass_at_k(9, 32, 24)) == (0.0, 1.0, 1.0)
-    assert pass_at_k(1, 4096, 1) == 1 / 4096  # where a product of floats would drift, and a factorial overflow
+    # where a product of floats would drift, and a factorial overflow
+    assert pass_at_k(1, 4096, 1) == 1 / 4096
     assert pass_at_k(2048, 4096, 1024) == 1.0
 
 
@@ -56,7 +59,8 @@ def majority_by_enumeration(answers: list[str | None], result: dict[str, float],
     [
         ("aab", {"a": 1.0, "b": 0.0}),
         ("aabb", {"a": 1.0, "b": 0.0}),  # a tie of all, split evenly
-        ("abcdef", {"a": 1.0, "b": 0.0, "c": 0.0, "d": 0.0, "e": 0.0, "f": 0.0}),  # as many tie as there are
+        # as many tie as there are
+        ("abcdef", {"a": 1.0, "b": 0.0, "c": 0.0, "d": 0.0, "e": 0.0, "f": 0.0}),
         ("aaabbcc-", {"a": 0.0, "b": 1.0, "c": 0.0}),
         ("aaabbb--", {"a": 1.0, "b": 1.0}),  # two notations that are right
         ("aaaabbcd", {"a": 0.5, "b": 0.0, "c": 0.25, "d": 1.0}),
@@ -80,11 +84,15 @@ def test_the_majority_of_all_is_the_largest_class_or_a_share_of_a_tie() -> None:
 
 
 def test_the_majority_of_many_stays_a_probability() -> None:
-    """512 responses, half of them alone with their answer: nothing overflows, and 32 of 512 nearly always agree."""
+    """512 responses, half of them alone with their answer: nothing overflows, and 32 of 512 nearly
+    always agree."""
     lone = [(1, 0.0)] * 256
     assert majority_at_k([(256, 1.0), *lone], 512, 32) == pytest.approx(1.0, abs=1e-6)
     for half, k in ((256, 32), (50, 95)):
-        assert majority_at_k([(half, 1.0), (half, 0.0)], 2 * half, k) == pytest.approx(0.5, abs=1e-9)  # by symmetry
+        # by symmetry
+        assert majority_at_k([(half, 1.0), (half, 0.0)], 2 * half, k) == pytest.approx(
+            0.5, abs=1e-9
+        )
     assert majority_at_k([(256, 1.0), *lone], 512, 1) == pytest.approx(0.5, abs=1e-9)
     assert 0.0 < majority_at_k([(200, 1.0), (312, 0.0)], 512, 255) < 1e-3
 
@@ -98,7 +106,12 @@ def test_the_majority_of_what_there_is_not() -> None:
 @pytest.mark.parametrize(
     ("right", "of", "low", "high"),
     # Newcombe, Statistics in Medicine 17 (1998), table I, method 3
-    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+    [
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
 )
 def test_the_interval_is_wilsons(right: int, of: int, low: float, high: float) -> None:
     results = [1.0] * right + [0.0] * (of - right)
@@ -119,7 +132,8 @@ def test_prompts_of_one_problem_are_one() -> None:
 
 
 def test_shares_of_several_responses_narrow_the_interval_only_as_far_as_they_agree() -> None:
-    """In float64: m = 1 + p (1 - p) / var of the mean, its excess over 8 problems by the least of the factors."""
+    """In float64: m = 1 + p (1 - p) / var of the mean, its excess over 8 problems by the least of
+    the factors."""
     results = [0.25, 0.5, 0.75, 0.5, 1.0, 0.0, 0.5, 0.5]
     mean, low, high = wilson_interval(results)
     m = 1 + 0.25 / (sum((r - 0.5) ** 2 for r in results) / 8 / 7)
@@ -167,7 +181,10 @@ def test_few_problems_that_have_most_prompts_are_the_effective_number() -> None:
     results = [Fraction(n, 4) for n in (3, 2, 4, 1, 2, 2, 4, 0)]
     problems = [0, 0, 0, 0, 1, 1, 2, 3]
     mean = sum(results) / 8
-    sums = [sum(r - mean for r, g in zip(results, problems, strict=True) if g == each) for each in range(4)]
+    sums = [
+        sum(r - mean for r, g in zip(results, problems, strict=True) if g == each)
+        for each in range(4)
+    ]
     count = Fraction(64, 22)
     variance = count / (count - 1) * sum(e * e for e in sums) / 64
     found = mean_of_problems([float(r) for r in results], problems)

@@ -1,4 +1,5 @@
-"""When a phase counts as one that hangs: limits that follow what phases took, beats, and the watch over them."""
+"""When a phase counts as one that hangs: limits that follow what phases took, beats, and the watch
+over them."""
 
 from __future__ import annotations
 
@@ -89,14 +90,19 @@ def test_each_phase_gets_the_limit_of_its_own_name(tmp_path: Path) -> None:
     beats, clock = driver(tmp_path)
     assert (beat_in(tmp_path).phase, beat_in(tmp_path).limit_s) == (BETWEEN, 900)
     phase(beats, clock, "start", 50)
-    assert beat_in(tmp_path).limit_s == 900  # weights are loaded now; nothing is known of how long that takes
+    # weights are loaded now; nothing is known of how long that takes
+    assert beat_in(tmp_path).limit_s == 900
     beats.begin_step(7)
     phase(beats, clock, "rollout", 30)
     phase(beats, clock, "update", 1)
     clock.now += 0.5  # a line is logged
     beats.begin_step(8)
     beats.begin_phase("update")
-    assert (beat_in(tmp_path).step, beat_in(tmp_path).phase, beat_in(tmp_path).limit_s) == (8, "update", 10)
+    assert (beat_in(tmp_path).step, beat_in(tmp_path).phase, beat_in(tmp_path).limit_s) == (
+        8,
+        "update",
+        10,
+    )
     assert beat_in(tmp_path).moved == clock.now
     beats.end_phase("update")
     beats.begin_phase("rollout")
@@ -127,7 +133,11 @@ def test_a_response_that_is_finished_moves_a_phase(tmp_path: Path) -> None:
     begun = beat_in(tmp_path)
     clock.now += 5
     beats.progress(3, 16)
-    assert (beat_in(tmp_path).done, beat_in(tmp_path).total, beat_in(tmp_path).moved) == (3, 16, begun.moved + 5)
+    assert (beat_in(tmp_path).done, beat_in(tmp_path).total, beat_in(tmp_path).moved) == (
+        3,
+        16,
+        begun.moved + 5,
+    )
     assert beat_in(tmp_path).since == begun.since
     clock.now += 0.1
     beats.progress(4, 16)  # too soon to be put down
@@ -173,7 +183,8 @@ def test_the_same_phase_of_a_later_step_is_another_hang() -> None:
 
 
 def test_time_in_which_the_watcher_did_not_run_is_not_the_run_s() -> None:
-    """The machine slept, or gave nobody a CPU: whoever looks late knows that others were late too."""
+    """The machine slept, or gave nobody a CPU: whoever looks late knows that others were late
+    too."""
     vigil = Vigil(1.0)
     assert looks(vigil, BEAT, 101.0, 102.0, 500.0, 501.0) == []
     assert vigil.without_s(BEAT, 501.0) == pytest.approx(501 - 100 - 397)
@@ -181,8 +192,9 @@ def test_time_in_which_the_watcher_did_not_run_is_not_the_run_s() -> None:
 
 
 def test_time_in_which_others_had_the_cpus_is_not_the_run_s_for_a_while() -> None:
-    """A run that waits for a CPU hangs once the rest of its time exceeds the limit, or after nine limits more. Here it
-    waits three quarters of the time, from half of its limit on; then all of the time."""
+    """A run that waits for a CPU hangs once the rest of its time exceeds the limit, or after nine
+    limits more. Here it waits three quarters of the time, from half of its limit on; then all of
+    the time."""
     vigil = Vigil(1.0)
     assert not vigil.near(BEAT, 105.0)  # nothing was looked at yet
     for now in range(101, 106):
@@ -192,19 +204,28 @@ def test_time_in_which_others_had_the_cpus_is_not_the_run_s_for_a_while() -> Non
     assert told == [126]  # 5 s, and a quarter of 21 s, are more than 10
 
     vigil = Vigil(1.0)
-    told = [now for now in range(101, 400) if vigil.hangs(BEAT, now, starved_s=7.0)]  # of processes together
+    # of processes together
+    told = [now for now in range(101, 400) if vigil.hangs(BEAT, now, starved_s=7.0)]
     assert told == [201]  # 10 limits: no tick counts as more than it took
     later = replace(BEAT, since=203.0, moved=203.0)
-    assert looks(vigil, later, *(204.0 + n for n in range(20))) == [214.0]  # what it was given is another phase's
+    # what it was given is another phase's
+    assert looks(vigil, later, *(204.0 + n for n in range(20))) == [214.0]
 
 
-def test_a_process_waits_for_a_cpu_where_others_have_it_and_not_where_it_sleeps(tmp_path: Path) -> None:
+def test_a_process_waits_for_a_cpu_where_others_have_it_and_not_where_it_sleeps(
+    tmp_path: Path,
+) -> None:
     """Two programs on one CPU, which neither leaves; and one that waits for nothing to be said."""
     cpu = min(os.sched_getaffinity(0))
-    words = [sys.executable, "-c", f"import os; os.sched_setaffinity(0, [{cpu}]); print(flush=True)\nwhile True: pass"]
+    words = [
+        sys.executable,
+        "-c",
+        f"import os; os.sched_setaffinity(0, [{cpu}]); print(flush=True)\nwhile True: pass",
+    ]
     asleep = [sys.executable, "-c", "print(flush=True); input()"]
     processes = [
-        subprocess.Popen(each, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for each in (words, words, asleep)
+        subprocess.Popen(each, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for each in (words, words, asleep)
     ]
     try:
         for each in processes:
@@ -229,19 +250,32 @@ def test_a_process_waits_for_a_cpu_where_others_have_it_and_not_where_it_sleeps(
 
 
 def test_who_may_need_a_cpu_for_a_phase_to_end(tmp_path: Path) -> None:
-    """The driver, workers in a call or not yet, and what a worker has started; not what else the driver has."""
-    program = "import subprocess; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
+    """The driver, workers in a call or not yet, and what a worker has started; not what else the
+    driver has."""
+    program = (
+        "import subprocess; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True);"
+        " p.wait()"
+    )
     words = [sys.executable, "-c", program]
     workers = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     children = [int(each.stdout.readline()) for each in workers]
     try:
-        for each, role, phase in zip(workers, ("rollout engine 0", "trainer rank 0"), ("advance", IDLE), strict=True):
-            write_beat(beat_file(tmp_path, role), replace(BEAT, role=role, pid=each.pid, phase=phase))
+        for each, role, phase in zip(
+            workers, ("rollout engine 0", "trainer rank 0"), ("advance", IDLE), strict=True
+        ):
+            write_beat(
+                beat_file(tmp_path, role), replace(BEAT, role=role, pid=each.pid, phase=phase)
+            )
         write_beat(beat_file(tmp_path, DRIVER), replace(BEAT, pid=os.getpid()))
-        beside = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)  # the driver's, as Ray's processes are
+        # the driver's, as Ray's processes are
+        beside = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
         workers.append(beside)
         children.append(int(beside.stdout.readline()))
-        assert of_the_run(tmp_path) == {os.getpid(), *(each.pid for each in workers[:2]), *children[:2]}
+        assert of_the_run(tmp_path) == {
+            os.getpid(),
+            *(each.pid for each in workers[:2]),
+            *children[:2],
+        }
     finally:
         for pid in (*children, *(each.pid for each in workers)):
             os.kill(pid, signal.SIGKILL)
@@ -251,7 +285,10 @@ def test_who_may_need_a_cpu_for_a_phase_to_end(tmp_path: Path) -> None:
 
 def test_a_run_whose_limits_are_wrong_does_not_fill_the_disk() -> None:
     vigil = Vigil(1.0)
-    found = [vigil.hangs(replace(BEAT, since=float(n), moved=float(n)), n + 500.0) for n in range(3 * MOST)]
+    found = [
+        vigil.hangs(replace(BEAT, since=float(n), moved=float(n)), n + 500.0)
+        for n in range(3 * MOST)
+    ]
     assert sum(found) == MOST
 
 
@@ -260,7 +297,15 @@ def test_what_has_no_limit_never_hangs() -> None:
 
 
 def test_a_beat_is_read_as_it_was_written_and_by_another_release(tmp_path: Path) -> None:
-    full = replace(BEAT, step=3, steps=9, step_s=(1.0, 2.5), tokens_per_s=7.0, black_box="/x", process="stopped")
+    full = replace(
+        BEAT,
+        step=3,
+        steps=9,
+        step_s=(1.0, 2.5),
+        tokens_per_s=7.0,
+        black_box="/x",
+        process="stopped",
+    )
     write_beat(tmp_path / "heartbeat.json", full)
     assert read_heartbeat(tmp_path) == full
     told = json.loads((tmp_path / "heartbeat.json").read_text())
@@ -275,7 +320,9 @@ def test_a_beat_is_read_as_it_was_written_and_by_another_release(tmp_path: Path)
 def test_a_worker_says_which_call_it_is_in_and_that_it_is_in_none(tmp_path: Path) -> None:
     beats = CallBeats(tmp_path, "trainer rank 1")
     with beats.call("update"):
-        assert [(beat.role, beat.phase) for beat in beats_of(tmp_path)] == [("trainer rank 1", "update")]
+        assert [(beat.role, beat.phase) for beat in beats_of(tmp_path)] == [
+            ("trainer rank 1", "update")
+        ]
     assert [beat.phase for beat in beats_of(tmp_path)] == [IDLE]
     with CallBeats(None, "trainer rank 2").call("update"):
         assert len(beats_of(tmp_path)) == 1

@@ -52,14 +52,19 @@ class Clock:
         return self.now
 
 
-def micro_batches(rank: int, init: str, path: str, at_each: Callable[[], Any]) -> dict[str, list[Any]]:
-    """A log-prob pass and a gradient pass: what `at_each` gave as the model met each of their micro-batches."""
+def micro_batches(
+    rank: int, init: str, path: str, at_each: Callable[[], Any]
+) -> dict[str, list[Any]]:
+    """A log-prob pass and a gradient pass: what `at_each` gave as the model met each of their
+    micro-batches."""
     shape, parallel = read_shape(path), ParallelConfig()
     config = Config(model=ModelConfig(path=path))
     layout = parallel_layout.join(parallel, rank, init, seed=1, timeout_s=60)
     batch = random_batch(3, 10)
     plan = plan_micro_batches(batch.lengths.tolist(), PlanRules(1, 40, True, cost=cost_of(shape)))
-    ranked = RankBatch(batch.share(plan.samples_of(0)), plan, 0, device(), sequence_layout(config, layout))
+    ranked = RankBatch(
+        batch.share(plan.samples_of(0)), plan, 0, device(), sequence_layout(config, layout)
+    )
     model = build_policy(shape, config.model, parallel, layout, distributed_optimizer=False)
     head, met = Head(shape.vocab_size, 1.0, layout), []
 
@@ -89,7 +94,8 @@ def in_a_worker(rank: int, init: str, path: str, folder: str) -> dict[str, list[
 
 
 def in_the_driver(rank: int, init: str, path: str, folder: str) -> dict[str, list[Any]]:
-    """Says if a run of one process hangs, MICRO_BATCH_S after each micro-batch, and `then` with none more."""
+    """Says if a run of one process hangs, MICRO_BATCH_S after each micro-batch, and `then` with
+    none more."""
     clock, vigil = Clock(), Vigil(MICRO_BATCH_S)
     beats = DriverBeats(Path(folder), HangsConfig(first_s=FIRST_S), clock)
     watch_progress(beats.progress_here)
@@ -130,7 +136,9 @@ def test_an_update_longer_than_the_limit_of_a_phase_does_not_hang_until_its_micr
     assert found["then"] == [False, True]
 
 
-def test_a_run_s_black_box_is_told_of_progress_in_the_driver_s_process_while_it_is_open(tmp_path: Path) -> None:
+def test_a_run_s_black_box_is_told_of_progress_in_the_driver_s_process_while_it_is_open(
+    tmp_path: Path,
+) -> None:
     config = Config(model=ModelConfig(path="m"))
     box = BlackBox(config, tmp_path, None)
     try:
@@ -157,7 +165,8 @@ def test_the_watcher_lets_a_phase_get_on_with_any_rank(tmp_path: Path) -> None:
     late.now, early.now, engine.now = 1500.0, 900.0, 1800.0
     with (
         CallBeats(tmp_path, "trainer rank 11", late).call("update"),
-        CallBeats(tmp_path, "rollout engine 0", engine).call("advance"),  # where requests are seen to by the driver
+        # where requests are seen to by the driver
+        CallBeats(tmp_path, "rollout engine 0", engine).call("advance"),
         CallBeats(tmp_path, "trainer rank 2", early).call("update"),
     ):
         assert watcher._read() == replace(driver, moved=1500.0)

@@ -36,7 +36,8 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
 def agents(folder: Path) -> list[psutil.Process]:
     named, found = ["megatron_stare.hangs.nodes", str(folder)], []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.NoSuchProcess):  # of the machine's other processes one may just have ended
+        # of the machine's other processes one may just have ended
+        with contextlib.suppress(psutil.NoSuchProcess):
             if process.status() != psutil.STATUS_ZOMBIE and process.cmdline()[2:4] == named:
                 found.append(process)
     return found
@@ -48,7 +49,9 @@ def called(nodes: Nodes, number: int) -> None:
         assert nodes._changed.wait_for(lambda: len(nodes._lines) == number, timeout=60)
 
 
-def test_an_agent_looks_at_its_node_and_kills_what_is_the_run_s_alone(nodes: Nodes, tmp_path: Path) -> None:
+def test_an_agent_looks_at_its_node_and_kills_what_is_the_run_s_alone(
+    nodes: Nodes, tmp_path: Path
+) -> None:
     folder = tmp_path / "beats-of-b"
     ensure(folder, "host/b")
     ensure(folder, "host/b")  # the second worker of the node finds it there
@@ -59,11 +62,18 @@ def test_an_agent_looks_at_its_node_and_kills_what_is_the_run_s_alone(nodes: Nod
     stranger = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     try:
         worker.send_signal(signal.SIGSTOP)
-        write_beat(beat_file(folder, "trainer rank 3"), Beat("trainer rank 3", worker.pid, "update", 0.0, 0.0))
+        write_beat(
+            beat_file(folder, "trainer rank 3"),
+            Beat("trainer rank 3", worker.pid, "update", 0.0, 0.0),
+        )
         answers, missing = nodes.ask()()
         assert missing == {}
         ((found,),) = [each["processes"] for each in answers]
-        assert (found["node"], found["role"], found["pid"]) == ("host/b", "trainer rank 3", worker.pid)
+        assert (found["node"], found["role"], found["pid"]) == (
+            "host/b",
+            "trainer rank 3",
+            worker.pid,
+        )
         assert (found["state"], found["phase"]) == ("T", "update")
         assert found["threads"] or found["said"]
         nodes.kill("host/b", stranger.pid)
@@ -80,18 +90,27 @@ def test_an_agent_looks_at_its_node_and_kills_what_is_the_run_s_alone(nodes: Nod
     assert list(missing) == ["host/b"]  # at once, and not when the limit has passed
 
 
-def test_an_agent_tells_when_a_rank_of_its_node_got_on_and_answers_all_the_same(nodes: Nodes, tmp_path: Path) -> None:
+def test_an_agent_tells_when_a_rank_of_its_node_got_on_and_answers_all_the_same(
+    nodes: Nodes, tmp_path: Path
+) -> None:
     """In seconds ago: the clocks of two nodes have no common zero."""
     folder = tmp_path / "beats-of-d"
     ensure(folder, "host/d")
     called(nodes, 1)
     assert nodes.moved is None
     idle, first, second = (time.monotonic() - ago for ago in (1.0, 500.0, 100.0))
-    write_beat(beat_file(folder, "trainer rank 4"), Beat("trainer rank 4", os.getpid(), IDLE, 0.0, idle))
+    write_beat(
+        beat_file(folder, "trainer rank 4"), Beat("trainer rank 4", os.getpid(), IDLE, 0.0, idle)
+    )
     for moved in (first, second):
-        write_beat(beat_file(folder, "trainer rank 3"), Beat("trainer rank 3", os.getpid(), "update", 0.0, moved))
+        write_beat(
+            beat_file(folder, "trainer rank 3"),
+            Beat("trainer rank 3", os.getpid(), "update", 0.0, moved),
+        )
         with nodes._changed:
-            assert nodes._changed.wait_for(lambda moved=moved: nodes.moved is not None and nodes.moved >= moved, 60)
+            assert nodes._changed.wait_for(
+                lambda moved=moved: nodes.moved is not None and nodes.moved >= moved, 60
+            )
         assert nodes.moved - moved < 50  # and not now
     answers, missing = nodes.ask()()
     assert len(answers) == 1 and missing == {}

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from megatron_stare.hangs.bundle import WIDTH, screen
-from megatron_stare.hangs.hang_facts import Facts, Frame, ProcessFacts, ReplicaFacts, RequestFacts, ServerFacts, Thread
+from megatron_stare.hangs.hang_facts import (
+    Facts,
+    Frame,
+    ProcessFacts,
+    ReplicaFacts,
+    RequestFacts,
+    ServerFacts,
+    Thread,
+)
 from megatron_stare.hangs.node_facts import parsed_stacks
 from megatron_stare.hangs.verdict import collective, main_frames, verdict
 from megatron_stare.run_dir.heartbeat import DRIVER, IDLE, Beat
@@ -18,19 +26,28 @@ CALLED = Frame("Actor.method", "megatron_stare/cluster/ray.py", 81)
 BEAT = Beat(DRIVER, 1, "update", since=0.0, moved=0.0, limit_s=31.0, step=12)
 
 
-def stack(*frames: tuple[str, str], name: str = "MainThread", called: bool = True) -> tuple[Thread, ...]:
+def stack(
+    *frames: tuple[str, str], name: str = "MainThread", called: bool = True
+) -> tuple[Thread, ...]:
     inner = tuple(
-        Frame(function, file, 7, own="/" not in file or "megatron_stare" in file) for function, file in frames
+        Frame(function, file, 7, own="/" not in file or "megatron_stare" in file)
+        for function, file in frames
     )
     return (Thread(name, (*inner, CALLED) if called else inner),)
 
 
 REDUCING = stack(
-    ("all_reduce", C10D), ("wrapper", "torch/distributed/c10d_logger.py"), ("sums", "megatron_stare/ops/x.py")
+    ("all_reduce", C10D),
+    ("wrapper", "torch/distributed/c10d_logger.py"),
+    ("sums", "megatron_stare/ops/x.py"),
 )
 GATHERING = stack(("all_gather", C10D))
-COMPUTING = stack(("linear", "torch/nn/functional.py"), ("forward", "megatron_stare/megatron/model/head.py"))
-WAITING = stack(("wait", "ray/_private/worker.py"), ("get", "megatron_stare/cluster/ray.py"), called=False)
+COMPUTING = stack(
+    ("linear", "torch/nn/functional.py"), ("forward", "megatron_stare/megatron/model/head.py")
+)
+WAITING = stack(
+    ("wait", "ray/_private/worker.py"), ("get", "megatron_stare/cluster/ray.py"), called=False
+)
 IDLING = stack(("main_loop", "ray/_private/worker.py"), called=False)
 
 
@@ -39,7 +56,9 @@ def process(role: str, pid: int, **known: Any) -> ProcessFacts:
 
 
 def rank(number: int, threads: tuple[Thread, ...] = REDUCING, **known: Any) -> ProcessFacts:
-    return process(f"trainer rank {number}", 100 + number, threads=threads, **{"phase": "update", **known})
+    return process(
+        f"trainer rank {number}", 100 + number, threads=threads, **{"phase": "update", **known}
+    )
 
 
 def idle(role: str, pid: int) -> ProcessFacts:
@@ -52,7 +71,9 @@ JUDGING = process(
     "verifier",
     300,
     threads=stack(
-        ("Condition.wait", "/lib/threading.py"), ("verify", "mine.py"), ("judge", "megatron_stare/rewards/worker.py")
+        ("Condition.wait", "/lib/threading.py"),
+        ("verify", "mine.py"),
+        ("judge", "megatron_stare/rewards/worker.py"),
     ),
 )
 
@@ -73,17 +94,25 @@ def asked(age_s: float, under_way: int = 3) -> tuple[ReplicaFacts, ...]:
 def test_ranks_in_a_collective_wait_for_the_one_that_is_stopped() -> None:
     stopped = rank(1, COMPUTING, state="T")
     found = verdict(facts(rank(0), stopped, rank(2), rank(3), ENGINE))
-    assert found.sentence == "ranks 0, 2, 3 wait in all_reduce for rank 1, which is stopped (SIGSTOP)"
+    assert (
+        found.sentence == "ranks 0, 2, 3 wait in all_reduce for rank 1, which is stopped (SIGSTOP)"
+    )
     assert (found.rule, found.culprits) == ("stopped", (stopped,))
-    shown = screen(facts(rank(0), stopped, rank(2), rank(3), ENGINE), found, "/run/blackbox/x").splitlines()
+    shown = screen(
+        facts(rank(0), stopped, rank(2), rank(3), ENGINE), found, "/run/blackbox/x"
+    ).splitlines()
     assert shown[0] == "step 12, update: 94 s of at most 31 s"
     assert shown[1].strip() == found.sentence
-    assert shown[4].split()[:5] == ["trainer", "rank", "1", "101", "stopped"]  # who is to blame comes first
+    # who is to blame comes first
+    assert shown[4].split()[:5] == ["trainer", "rank", "1", "101", "stopped"]
     assert shown[-1] == "  the black box: /run/blackbox/x"
 
 
 def test_a_rank_that_is_stopped_inside_the_collective_is_to_blame_all_the_same() -> None:
-    assert said(rank(0), rank(1, state="T")) == "rank 0 waits in all_reduce for rank 1, which is stopped (SIGSTOP)"
+    assert (
+        said(rank(0), rank(1, state="T"))
+        == "rank 0 waits in all_reduce for rank 1, which is stopped (SIGSTOP)"
+    )
 
 
 def test_a_debugger_stops_too() -> None:
@@ -96,17 +125,24 @@ def test_a_debugger_stops_too() -> None:
         (rank(1, stack(("asks", "mine.py"))), "rank 1, which is at asks (mine.py:7)"),
         (
             rank(1, COMPUTING, busy=0.98),
-            "rank 1, which is at linear (torch/nn/functional.py:7), called by forward "
-            "(megatron_stare/megatron/model/head.py:7), and computes",
+            (
+                "rank 1, which is at linear (torch/nn/functional.py:7), called by forward "
+                "(megatron_stare/megatron/model/head.py:7), and computes"
+            ),
         ),
         (
             rank(1, IDLING, phase=IDLE),
             "rank 1, which is in no call any more, at main_loop (ray/_private/worker.py:7)",
         ),
-        (rank(1, (), said="no stack: not permitted"), "rank 1, which is in the call update (no stack: not permitted)"),
+        (
+            rank(1, (), said="no stack: not permitted"),
+            "rank 1, which is in the call update (no stack: not permitted)",
+        ),
     ],
 )
-def test_ranks_in_a_collective_wait_for_the_one_that_does_not_join(late: ProcessFacts, end: str) -> None:
+def test_ranks_in_a_collective_wait_for_the_one_that_does_not_join(
+    late: ProcessFacts, end: str
+) -> None:
     found = verdict(facts(rank(0), late, rank(2), ENGINE))
     assert (found.rule, found.culprits) == ("collective", (late,))
     assert found.sentence == f"ranks 0, 2 wait in all_reduce for {end}"
@@ -121,12 +157,19 @@ def test_of_ranks_outside_a_collective_those_at_work_are_to_blame() -> None:
 def test_all_ranks_in_the_same_collective_blame_what_is_between_them() -> None:
     found = verdict(facts(rank(0), rank(1), ENGINE))
     assert (found.rule, found.culprits) == ("network", ())
-    assert found.sentence == "all ranks wait for each other in all_reduce: what they send does not arrive"
+    assert (
+        found.sentence
+        == "all ranks wait for each other in all_reduce: what they send does not arrive"
+    )
 
 
 def test_ranks_in_different_collectives_are_told_apart() -> None:
     found = said(rank(0), rank(1, GATHERING), rank(2))
-    assert found == "the ranks wait for each other in different calls: ranks 0, 2 in all_reduce, rank 1 in all_gather"
+    assert (
+        found
+        == "the ranks wait for each other in different calls: ranks 0, 2 in all_reduce, rank 1 in"
+        " all_gather"
+    )
 
 
 def test_a_rank_that_sends_weights_waits_for_servers_and_not_for_idle_ranks() -> None:
@@ -161,11 +204,16 @@ def test_the_thread_of_the_call_counts_not_another() -> None:
 def test_a_rank_whose_process_is_gone_is_named() -> None:
     gone = rank(1, (), state="X")
     found = verdict(facts(rank(0), gone))
-    assert found.sentence == "rank 0 waits in all_reduce for rank 1, which is gone: the process has ended"
+    assert (
+        found.sentence
+        == "rank 0 waits in all_reduce for rank 1, which is gone: the process has ended"
+    )
     assert found.culprits == (gone,)
 
 
-@pytest.mark.parametrize(("state", "rule"), [("dead", "network"), ("starting", "network"), ("healthy", "ended")])
+@pytest.mark.parametrize(
+    ("state", "rule"), [("dead", "network"), ("starting", "network"), ("healthy", "ended")]
+)
 def test_an_engine_that_the_run_knows_to_be_lost_does_not_hold_it_up(state: str, rule: str) -> None:
     gone = process("rollout engine 0", 200, state="X", phase="advance")
     assert verdict(facts(gone, rank(0), rank(1), replicas=(ReplicaFacts(0, state),))).rule == rule
@@ -177,43 +225,57 @@ def test_a_child_that_has_ended_and_was_not_asked_for_is_nobody_s_fault() -> Non
 
 
 def test_who_waits_for_a_file_is_named_with_the_file() -> None:
-    waits = replace(DRIVING, state="D", stuck="mkdir", path="/r/checkpoints/x", file_system="nfs4 at /r")
-    found = verdict(Facts(BEAT, 94.0, (waits, ENGINE)))
-    assert found.sentence == (
-        "all wait for the driver, who waits in mkdir of /r/checkpoints/x (nfs4 at /r), which does not answer"
+    waits = replace(
+        DRIVING, state="D", stuck="mkdir", path="/r/checkpoints/x", file_system="nfs4 at /r"
     )
-    writer = process("child of trainer rank 0", 900, stuck="write", path="/r/s", file_system="nfs4 at /r")
-    assert verdict(facts(writer, rank(0, IDLING, phase=IDLE))).sentence == (
-        "the driver waits for the child of trainer rank 0 (pid 900), who waits in write of /r/s (nfs4 at /r), "
-        "which does not answer"
+    found = verdict(Facts(BEAT, 94.0, (waits, ENGINE)))
+    assert (
+        found.sentence
+        == "all wait for the driver, who waits in mkdir of /r/checkpoints/x (nfs4 at /r), which"
+        " does not answer"
+    )
+    writer = process(
+        "child of trainer rank 0", 900, stuck="write", path="/r/s", file_system="nfs4 at /r"
+    )
+    assert (
+        verdict(facts(writer, rank(0, IDLING, phase=IDLE))).sentence
+        == "the driver waits for the child of trainer rank 0 (pid 900), who waits in write of /r/s"
+        " (nfs4 at /r), which does not answer"
     )
 
 
 def test_a_disk_that_works_is_not_one_that_stalls() -> None:
     asleep = rank(0, COMPUTING, state="D", asleep=True, waits_in="rpc_wait_bit_killable")
-    assert said(asleep).endswith("for a device or file system, in rpc_wait_bit_killable, which does not answer")
+    assert said(asleep).endswith(
+        "for a device or file system, in rpc_wait_bit_killable, which does not answer"
+    )
     assert verdict(facts(replace(asleep, busy=0.3))).rule == "worker"
-    assert verdict(facts(replace(asleep, asleep=False))).rule == "worker"  # asleep at the second look alone
+    # asleep at the second look alone
+    assert verdict(facts(replace(asleep, asleep=False))).rule == "worker"
 
 
 def test_servers_and_nodes_that_say_nothing() -> None:
     silent = ServerFacts(1, "http://b:3", "accepts what it is asked and does not answer")
     answers = ServerFacts(0, "http://a:3", "")
     found = said(ENGINE, servers=(answers, silent), replicas=asked(90))
-    assert found == (
-        "the driver waits for engine 1's server at http://b:3, which accepts what it is asked and does not answer"
+    assert (
+        found
+        == "the driver waits for engine 1's server at http://b:3, which accepts what it is asked"
+        " and does not answer"
     )
-    assert said(ENGINE, missing={"b": "its agent has ended"}) == (
-        "the driver waits for a node that says nothing (b: its agent has ended)"
+    assert (
+        said(ENGINE, missing={"b": "its agent has ended"})
+        == "the driver waits for a node that says nothing (b: its agent has ended)"
     )
 
 
 def test_a_verifier_at_an_answer_or_an_engine_with_an_old_request() -> None:
-    """A verifier is blamed where the engines are done, or were asked but now; not where they have the oldest work."""
+    """A verifier is blamed where the engines are done, or were asked but now; not where they have
+    the oldest work."""
     alone = verdict(facts(JUDGING, ENGINE))
-    assert alone.sentence == (
-        "the driver waits for a verifier (pid 300), which is at Condition.wait (/lib/threading.py:7), called by verify "
-        "(mine.py:7)"
+    assert (
+        alone.sentence == "the driver waits for a verifier (pid 300), which is at Condition.wait"
+        " (/lib/threading.py:7), called by verify (mine.py:7)"
     )
     assert alone.culprits == (JUDGING,)
     assert verdict(facts(JUDGING, ENGINE, replicas=asked(5))).rule == "verifier"
@@ -226,7 +288,11 @@ def test_a_verifier_at_an_answer_or_an_engine_with_an_old_request() -> None:
 
 
 def test_a_verifier_that_nothing_is_asked_of_is_not_to_blame() -> None:
-    waiting = process("verifier", 300, threads=stack(("get", "queue.py"), ("main", "megatron_stare/rewards/worker.py")))
+    waiting = process(
+        "verifier",
+        300,
+        threads=stack(("get", "queue.py"), ("main", "megatron_stare/rewards/worker.py")),
+    )
     assert verdict(facts(waiting, ENGINE)).rule == "driver"
 
 
@@ -240,7 +306,10 @@ def test_where_all_others_are_idle_the_driver_is_to_blame() -> None:
     locked = replace(DRIVING, threads=stack(("step", "my_sink.py"), called=False))
     found = verdict(Facts(BEAT, 94.0, (locked, idle("trainer rank 0", 100), ENGINE)))
     assert (found.rule, found.culprits) == ("driver", (locked,))
-    assert found.sentence == "all others are idle and wait for the driver, which is at step (my_sink.py:7)"
+    assert (
+        found.sentence
+        == "all others are idle and wait for the driver, which is at step (my_sink.py:7)"
+    )
 
 
 def test_without_facts_nothing_is_made_up() -> None:
@@ -257,7 +326,10 @@ def test_what_is_certain_comes_before_what_is_likely() -> None:
     rules = []
     for certain in ([stopped, gone, stuck], [gone, stuck], [stuck], []):
         rules.append(verdict(facts(*certain, *likely, **known)).rule)
-    rules += [verdict(facts(*likely, **{**known, "missing": {}})).rule, verdict(facts(*likely)).rule]
+    rules += [
+        verdict(facts(*likely, **{**known, "missing": {}})).rule,
+        verdict(facts(*likely)).rule,
+    ]
     assert rules == ["stopped", "ended", "file system", "node", "server", "collective"]
 
 
@@ -266,17 +338,22 @@ def test_a_thousand_processes_fit_on_a_screen() -> None:
     late = rank(1000, COMPUTING)
     everything = facts(*many, late, replicas=asked(1), flight="f" * 300)
     found = verdict(everything)
-    shown = screen(replace(everything, missing={"b": "x" * 300}), found, "/run/blackbox/x").splitlines()
+    shown = screen(
+        replace(everything, missing={"b": "x" * 300}), found, "/run/blackbox/x"
+    ).splitlines()
     assert len(shown) <= 25
     assert any("trainer rank 1000" in line for line in shown[7:9])  # though it is the last of all
     assert all(len(line) <= WIDTH for line in shown)
-    assert any("989 more" in line for line in shown)  # the driver and 1001 ranks, of whom 13 are shown
+    # the driver and 1001 ranks, of whom 13 are shown
+    assert any("989 more" in line for line in shown)
 
 
 def test_the_driver_is_where_its_own_thread_is() -> None:
     taking = stack(("select", "selectors.py"), name="MainThread", called=False)
     other = stack(("get", "queue.py"), name="rollouts", called=False)
-    at_work = stack(("read_state", "megatron_stare/run_dir/run_state.py"), name="driver", called=False)
+    at_work = stack(
+        ("read_state", "megatron_stare/run_dir/run_state.py"), name="driver", called=False
+    )
     found = ProcessFacts("a", 1, DRIVER, "S", since=94.0, threads=(*taking, *other, *at_work))
     assert main_frames(found)[0].name == "read_state"
     worker = ProcessFacts("a", 2, "trainer rank 0", "S", since=94.0, threads=(*other, *taking))

@@ -1,4 +1,5 @@
-"""The watcher beside processes that really hang: what it says, where it writes it, and that it leaves nothing."""
+"""The watcher beside processes that really hang: what it says, where it writes it, and that it
+leaves nothing."""
 
 from __future__ import annotations
 
@@ -87,9 +88,11 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
         run.close()
 
 
-def test_a_stopped_rank_is_named_with_its_stack_and_killed_where_that_is_asked_for(begin: Begin) -> None:
-    """A stopped rank cannot be asked where it stands, and is not woken for its stack. The run goes on once the rank is
-    gone."""
+def test_a_stopped_rank_is_named_with_its_stack_and_killed_where_that_is_asked_for(
+    begin: Begin,
+) -> None:
+    """A stopped rank cannot be asked where it stands, and is not woken for its stack. The run goes
+    on once the rank is gone."""
     run = begin("stopped", "end_run")
     screen = run.told()
     assert sentence_of(screen) == "the driver waits for rank 1, which is stopped (SIGSTOP)"
@@ -107,15 +110,25 @@ def test_a_stopped_rank_is_named_with_its_stack_and_killed_where_that_is_asked_f
     assert all(each["pss_bytes"] > 0 for each in roles.values())
     for role, each in roles.items():
         (stack,) = (bundle / "stacks").glob(f"*_{each['pid']}_{role.replace(' ', '_')}.txt")
-        assert ("in rank" if "rank" in role else "stop_rank") in stack.read_text().replace("    rank", "in rank")
+        assert ("in rank" if "rank" in role else "stop_rank") in stack.read_text().replace(
+            "    rank", "in rank"
+        )
     assert run.process.wait(60) == 0  # end_run has killed rank 1, for which the driver waited
-    assert f"killing trainer rank 1 (pid {roles['trainer rank 1']['pid']})" in run.process.stderr.read()
+    assert (
+        f"killing trainer rank 1 (pid {roles['trainer rank 1']['pid']})"
+        in run.process.stderr.read()
+    )
     beat = read_heartbeat(run.dir)
-    assert beat is not None and (beat.process, beat.black_box, beat.step) == ("ended", str(bundle), 12)
+    assert beat is not None and (beat.process, beat.black_box, beat.step) == (
+        "ended",
+        str(bundle),
+        12,
+    )
 
 
 def test_a_driver_whose_interpreter_is_held_is_named(begin: Begin) -> None:
-    """No thread of it runs any more, so none could have said this; ranks wait in calls of which the driver knows."""
+    """No thread of it runs any more, so none could have said this; ranks wait in calls of which the
+    driver knows."""
     run = begin("interpreter")
     screen = run.told()
     facts = json.loads((run.bundle(screen) / "facts.json").read_text())
@@ -132,7 +145,9 @@ def can_mount() -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can_mount(), reason="needs root and /dev/fuse")
-def test_a_run_directory_that_does_not_answer_gets_its_bundle_elsewhere(begin: Begin, tmp_path: Path) -> None:
+def test_a_run_directory_that_does_not_answer_gets_its_bundle_elsewhere(
+    begin: Begin, tmp_path: Path
+) -> None:
     """The watcher's own copies wait for it too, and hold nothing up."""
     place = tmp_path / "stalled"
     place.mkdir()
@@ -140,7 +155,10 @@ def test_a_run_directory_that_does_not_answer_gets_its_bundle_elsewhere(begin: B
     try:
         run = Watched(place, "disk")
         screen = run.told()
-        assert f"for the driver, who waits in mkdir of {place}/step_12 (fuse at {place})" in sentence_of(screen)
+        assert (
+            f"for the driver, who waits in mkdir of {place}/step_12 (fuse at {place})"
+            in sentence_of(screen)
+        )
         bundle = run.bundle(screen)
         assert (bundle / "facts.json").exists() and place not in bundle.parents
     finally:
@@ -151,13 +169,20 @@ def test_a_run_directory_that_does_not_answer_gets_its_bundle_elsewhere(begin: B
 def test_a_server_is_asked_for_any_word_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watcher, "ASK_S", 0.3)
     with silent_server() as url:
-        assert watcher.asked(2, url) == ServerFacts(2, url, "accepts what it is asked and does not answer")
+        assert watcher.asked(2, url) == ServerFacts(
+            2, url, "accepts what it is asked and does not answer"
+        )
     assert watcher.asked(0, url).answer.startswith("cannot be asked: ")  # it has ended
-    for said, answer in ((b"HTTP/1.0 401 Unauthorized\r\n\r\n", ""), (b"", "closes the connection without a word")):
+    for said, answer in (
+        (b"HTTP/1.0 401 Unauthorized\r\n\r\n", ""),
+        (b"", "closes the connection without a word"),
+    ):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             speaking = threading.Thread(target=answer_one, args=(listener, said))
             speaking.start()
-            assert watcher.asked(0, f"http://127.0.0.1:{listener.getsockname()[1]}/").answer == answer
+            assert (
+                watcher.asked(0, f"http://127.0.0.1:{listener.getsockname()[1]}/").answer == answer
+            )
             speaking.join()
 
 
@@ -168,7 +193,8 @@ def answer_one(listener: socket.socket, said: bytes) -> None:
 
 
 def test_requests_are_told_with_their_ages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest of each engine by name, the others by number; ages are those of the moment at which it is asked."""
+    """The oldest of each engine by name, the others by number; ages are those of the moment at
+    which it is asked."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     page, now = RequestsPage(), time.monotonic()
     assert page.wait_s() == 0.0
@@ -177,14 +203,18 @@ def test_requests_are_told_with_their_ages(tmp_path: Path, monkeypatch: pytest.M
     idle, busy = watcher.read_requests(tmp_path / REQUESTS)
     assert (idle.number, idle.state, idle.under_way, idle.oldest) == (0, "healthy", 0, ())
     assert (busy.number, busy.state, busy.under_way) == (1, "suspect", 12)
-    assert [(each.replica, each.prompt, each.sample) for each in busy.oldest] == [(1, 40 + n, 3) for n in range(5)]
+    assert [(each.replica, each.prompt, each.sample) for each in busy.oldest] == [
+        (1, 40 + n, 3) for n in range(5)
+    ]
     assert busy.oldest[0].age_s >= 100 > busy.oldest[0].age_s - 60
     assert (page.wait_s() or 0) > 0  # not again at once
     page.write(["healthy", "suspect"], {})
     assert [each.under_way for each in watcher.read_requests(tmp_path / REQUESTS)] == [0, 0]
 
 
-def test_where_nobody_watches_no_page_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nobody_watches_no_page_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
     page = RequestsPage()
     page.write(["healthy"], {})
@@ -193,7 +223,9 @@ def test_where_nobody_watches_no_page_is_written(tmp_path: Path, monkeypatch: py
 
 
 def test_folders_of_watchers_that_were_killed_are_removed_and_no_others(tmp_path: Path) -> None:
-    left, held, young, other = (tmp_path / name for name in (*(f"{PREFIX}{n}" for n in "abc"), "not-ours"))
+    left, held, young, other = (
+        tmp_path / name for name in (*(f"{PREFIX}{n}" for n in "abc"), "not-ours")
+    )
     for folder in (left, held, young, other):
         folder.mkdir()
         (folder / LOCK).touch()
@@ -208,19 +240,29 @@ def test_folders_of_watchers_that_were_killed_are_removed_and_no_others(tmp_path
 def test_the_watcher_and_its_agents_import_neither_torch_nor_ray() -> None:
     """So they start in a blink, take little memory, and no lock of theirs is in their way."""
     names = "megatron_stare.hangs.watcher, megatron_stare.hangs.nodes"
-    code = f"import sys, {names}; print(*sorted({{'torch', 'ray', 'numpy', 'pydantic'}} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    code = (
+        f"import sys, {names}; print(*sorted({{'torch', 'ray', 'numpy', 'pydantic'}} &"
+        " sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == ""
 
 
-@pytest.mark.parametrize(("supervised", "number"), [(False, signal.SIGTERM), (True, signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("supervised", "number"), [(False, signal.SIGTERM), (True, signal.SIGKILL)]
+)
 def test_a_driver_that_somebody_starts_again_is_not_asked_to_end(
     tmp_path: Path, supervised: bool, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A supervised driver is killed: after SIGTERM it would end as by its user's wish, and the run with it."""
+    """A supervised driver is killed: after SIGTERM it would end as by its user's wish, and the run
+    with it."""
     monkeypatch.setattr(Watcher, "_driver_ended", lambda self: True)
     driver = subprocess.Popen(["sleep", "600"])
-    settings = Settings(str(tmp_path), str(tmp_path), driver.pid, end_run=True, supervised=supervised)
+    settings = Settings(
+        str(tmp_path), str(tmp_path), driver.pid, end_run=True, supervised=supervised
+    )
     hangs = ProcessFacts(node_facts.here(), driver.pid, DRIVER, "S")
     beat = Beat(role=DRIVER, pid=driver.pid, phase="update", since=0.0, moved=0.0, limit_s=1.0)
     Watcher(settings)._end(beat, Verdict("driver", "the driver hangs", (hangs,)))
@@ -228,8 +270,11 @@ def test_a_driver_that_somebody_starts_again_is_not_asked_to_end(
 
 
 def test_what_a_process_started_is_killed_with_it() -> None:
-    """A child that hangs keeps its parent's sockets, so nobody would be told of the parent's end."""
-    parent = subprocess.Popen(["bash", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+    """A child that hangs keeps its parent's sockets, so nobody would be told of the parent's
+    end."""
+    parent = subprocess.Popen(
+        ["bash", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True
+    )
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
     proc_files.kill(parent.pid)

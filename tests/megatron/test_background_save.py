@@ -1,4 +1,5 @@
-"""Checkpoints are written while training goes on, once, and killed at any moment leave the one before."""
+"""Checkpoints are written while training goes on, once, and killed at any moment leave the one
+before."""
 
 from __future__ import annotations
 
@@ -52,15 +53,20 @@ def config_of(path: Path, **sections: Any) -> Config:
 
 
 def test_a_writer_collects_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer is a fork: it might collect a tensor of the parent's on a GPU, which a fork must not touch."""
+    """A writer is a fork: it might collect a tensor of the parent's on a GPU, which a fork must not
+    touch."""
 
-    def write(transforms: Any, number: int, bucket: Any, results: Any, counted: Any, *, use_fsync: bool) -> None:
+    def write(
+        transforms: Any, number: int, bucket: Any, results: Any, counted: Any, *, use_fsync: bool
+    ) -> None:
         results.put((number, (gc.isenabled(), signal.getsignal(signal.SIGINT), bucket)))
 
     monkeypatch.setattr(background_save.FileSystemWriterAsync, "write_preloaded_data", write)
     context = mp.get_context("fork")
     here, there = context.Pipe(duplex=False)
-    writer = context.Process(target=background_save._write, args=(there, os.getpid(), [], 0, "bucket"))
+    writer = context.Process(
+        target=background_save._write, args=(there, os.getpid(), [], 0, "bucket")
+    )
     writer.start()
     assert here.recv() is None  # it has begun
     assert here.recv() == ((False, signal.SIG_IGN, "bucket"), {})
@@ -75,8 +81,11 @@ def test_what_a_fork_may_share_is_copied_and_nothing_else(how: str) -> None:
     if how == "shared":
         whole.untyped_storage().share_memory_()
     part = whole if how == "private" else whole[8:40]
-    with substituted(Tensor, "is_pinned", lambda self: how == "pinned", absent=True):  # its base class has it
-        saved = checkpoint._as_its_own(SharedMappings(), ShardedTensor.from_rank_offsets("a", part)).data
+    # its base class has it
+    with substituted(Tensor, "is_pinned", lambda self: how == "pinned", absent=True):
+        saved = checkpoint._as_its_own(
+            SharedMappings(), ShardedTensor.from_rank_offsets("a", part)
+        ).data
     assert torch.equal(saved, part) and saved.untyped_storage().nbytes() == part.numel() * 4
     assert (saved.data_ptr() == part.data_ptr()) == (how in ("private", "view"))
 
@@ -99,7 +108,8 @@ class Run:
 
 # the file with what is no tensor: since 0.19 that of the first rank's first writer
 COMMON = r"common\.pt" if RELEASE < (0, 19) else r"__0_0\.distcp"
-# what a save does, in order: an audit event and the path that goes with it; each is met in the save of step 2
+# what a save does, in order: an audit event and the path that goes with it; each is met in the save
+# of step 2
 MOMENTS = {
     "folder": ("os.mkdir", r"step_000002\.\w+\.tmp$"),
     "common": ("open", rf"step_000002\.\w+\.tmp/{COMMON}$"),
@@ -165,7 +175,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Tens
 
 @pytest.mark.wide
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_killed_at_any_moment(whole: tuple[str, dict[str, Tensor]], tmp_path: Path, moment: str) -> None:
+def test_killed_at_any_moment(
+    whole: tuple[str, dict[str, Tensor]], tmp_path: Path, moment: str
+) -> None:
     model, want = whole
     (tmp_path / "model").symlink_to(model)
     assert in_a_process(begin_and_be_killed, str(tmp_path), moment) == -signal.SIGKILL
@@ -173,14 +185,17 @@ def test_killed_at_any_moment(whole: tuple[str, dict[str, Tensor]], tmp_path: Pa
     step, left, got = torch.load(tmp_path / "again")
     renamed = moment == "forget"
     assert step == (2 if renamed else 1)
-    assert left == (["step_000002"] if renamed else ["step_000001"])  # nothing half-written, or half-removed
+    # nothing half-written, or half-removed
+    assert left == (["step_000002"] if renamed else ["step_000001"])
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-def saved_by_a_writer_that_waits(rank: int, init: str, config: Config, folder: str) -> tuple[list[bool], bool]:
-    """Saves with writers that wait. Returned are whether the save counts as written before, while and after they wait,
-    and whether the loaded weights are those from when it began."""
+def saved_by_a_writer_that_waits(
+    rank: int, init: str, config: Config, folder: str
+) -> tuple[list[bool], bool]:
+    """Saves with writers that wait. Returned are whether the save counts as written before, while
+    and after they wait, and whether the loaded weights are those from when it began."""
     trainer = Trainer(resolve_run(config), rank, init)
     take_step(trainer, random_batch(1, size=8))
     want = trainer.export()
@@ -202,13 +217,17 @@ def saved_by_a_writer_that_waits(rank: int, init: str, config: Config, folder: s
 def test_training_goes_on_while_it_is_written(writers: RankPool, tmp_path: Path) -> None:
     save_model(tmp_path / "model", "qwen2_tied")
     (tmp_path / "saved").mkdir()
-    (found,) = writers.run(saved_by_a_writer_that_waits, 1, config_of(tmp_path), str(tmp_path / "saved"))
+    (found,) = writers.run(
+        saved_by_a_writer_that_waits, 1, config_of(tmp_path), str(tmp_path / "saved")
+    )
     assert found == ([False, False, False, True], True)
 
 
-def saved_by_forks_that_hang(rank: int, init: str, config: Config, folder: str, hanging: int) -> tuple[str, int, bool]:
-    """Saves with first forks that never begin. Returned are the error, the number of processes left, and whether the
-    loaded weights are the saved ones."""
+def saved_by_forks_that_hang(
+    rank: int, init: str, config: Config, folder: str, hanging: int
+) -> tuple[str, int, bool]:
+    """Saves with first forks that never begin. Returned are the error, the number of processes
+    left, and whether the loaded weights are the saved ones."""
     trainer = Trainer(resolve_run(config), rank, init)
     take_step(trainer, random_batch(1, size=8))
     want = trainer.export()
@@ -238,7 +257,9 @@ def saved_by_forks_that_hang(rank: int, init: str, config: Config, folder: str, 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("hanging", [2, 3])
-def test_a_fork_that_never_begins_is_made_again(writers: RankPool, tmp_path: Path, hanging: int) -> None:
+def test_a_fork_that_never_begins_is_made_again(
+    writers: RankPool, tmp_path: Path, hanging: int
+) -> None:
     """Two are; a third is an error, and nothing is left of it."""
     save_model(tmp_path / "model", "qwen2_tied")
     (tmp_path / "saved").mkdir()
@@ -290,7 +311,9 @@ def saved_and_loaded(rank: int, init: str, config: Config, folder: str) -> int:
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_every_element_is_written_once_and_read_once(writers: RankPool, tmp_path: Path, distributed: bool) -> None:
+def test_every_element_is_written_once_and_read_once(
+    writers: RankPool, tmp_path: Path, distributed: bool
+) -> None:
     save_model(tmp_path / "model", "qwen2_tied")
     (tmp_path / "saved").mkdir()
     config = config_of(tmp_path, parallel={"data": 2}, optimizer={"distributed": distributed})
@@ -298,11 +321,16 @@ def test_every_element_is_written_once_and_read_once(writers: RankPool, tmp_path
     with TorchDist(tmp_path / "saved") as saved:
         whole = {key: torch.Size(size).numel() for key, size in saved.sizes.items()}
         chunks = [(key, chunk) for key in whole for chunk in saved.chunks[key]]
-    written = {key: sum(torch.Size(c.sizes).numel() for k, c in chunks if k == key) for key in whole}
+    written = {
+        key: sum(torch.Size(c.sizes).numel() for k, c in chunks if k == key) for key in whole
+    }
     assert written == whole
     total = sum(whole.values())
-    assert total < 3.1 * sum(n for key, n in whole.items() if "optimizer" not in key)  # weights and two moments
+    # weights and two moments
+    assert total < 3.1 * sum(n for key, n in whole.items() if "optimizer" not in key)
     for rank in range(2):
-        share = sum(torch.Size(c.sizes).numel() for _, c in chunks if c.file.startswith(f"__{rank}_"))
+        share = sum(
+            torch.Size(c.sizes).numel() for _, c in chunks if c.file.startswith(f"__{rank}_")
+        )
         assert 0.4 * total < share < 0.6 * total
         assert 0.4 * total < read[rank] < 0.6 * total

@@ -18,8 +18,11 @@ from megatron_stare.megatron.checkpoint import checkpoint
 from megatron_stare.megatron.trainer import Trainer
 
 
-def two_steps(rank: int, init: str, config: Config, folder: str, resumed: bool) -> tuple[dict[str, Tensor], float]:
-    """Step 1, save, step 2; or load what was saved and step 2. This rank's weights and the learning rate then."""
+def two_steps(
+    rank: int, init: str, config: Config, folder: str, resumed: bool
+) -> tuple[dict[str, Tensor], float]:
+    """Step 1, save, step 2; or load what was saved and step 2. This rank's weights and the learning
+    rate then."""
     trainer = Trainer(resolve_run(config), rank, init)
     if resumed:
         trainer.load(folder)
@@ -34,7 +37,8 @@ def two_steps(rank: int, init: str, config: Config, folder: str, resumed: bool) 
 
 
 def test_every_generator_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's, the GPU's, and Megatron's for tensor-parallel ranks; without a GPU the host's alone."""
+    """The host's, the GPU's, and Megatron's for tensor-parallel ranks; without a GPU the host's
+    alone."""
     states = {"torch": torch.get_rng_state()}
     drawn = torch.rand(3)
     checkpoint._set_random_states(states)
@@ -67,7 +71,9 @@ def test_every_generator_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -
     ],
     ids=["tp2", "dp2", "tp2-pp2", "tp2-pp2-untied", "pp2-vpp2", "ep2"],
 )
-def test_resumed_equals_uninterrupted(writers: RankPool, tmp_path: Path, family: str, layout: dict) -> None:
+def test_resumed_equals_uninterrupted(
+    writers: RankPool, tmp_path: Path, family: str, layout: dict
+) -> None:
     save_model(tmp_path / "model", family)
     (tmp_path / "checkpoint").mkdir()
     config = Config.model_validate(

@@ -1,4 +1,5 @@
-"""Checksums of a checkpoint's files, by the ranks that write them; and read again, each rank a share."""
+"""Checksums of a checkpoint's files, by the ranks that write them; and read again, each rank a
+share."""
 
 from __future__ import annotations
 
@@ -76,12 +77,15 @@ def test_each_rank_sums_what_it_writes_and_reads_a_share(writers: RankPool, tmp_
     # what is no tensor: until 0.19 in a file of its own, since then with the first rank's tensors
     beside = {".metadata", "metadata.json"} | ({"common.pt"} if RELEASE < (0, 19) else set())
     assert [set(sums) for sums, _ in found] == [shards[0] | beside, shards[1]]
-    assert [set(read) for _, read in found] == [beside, set()]  # tensors are summed as they are written
+    # tensors are summed as they are written
+    assert [set(read) for _, read in found] == [beside, set()]
     sums = found[0][0] | found[1][0]
     assert sums == {file.name: Sum.of_file(file) for file in folder.iterdir()}
 
     write_manifest(folder, sums)
-    read = [set(names) for names, said in writers.run(verified, 2, config, str(folder)) if said == ""]
+    read = [
+        set(names) for names, said in writers.run(verified, 2, config, str(folder)) if said == ""
+    ]
     assert len(read) == 2 and not read[0] & read[1]
     assert read[0] | read[1] == shards[0] | shards[1]
     assert len(read[0]) == len(read[1]) == 2  # files of like size

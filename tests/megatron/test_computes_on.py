@@ -1,4 +1,5 @@
-"""The words for what decides last bits change with device, libraries and this package's code, and with nothing else."""
+"""The words for what decides last bits change with device, libraries and this package's code, and
+with nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ from megatron_stare.process import versions as installed
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the package's modules that the digest is of."""
     copy = tmp_path / "megatron_stare"
-    shutil.copytree(Path(megatron_stare.__file__).parent, copy, ignore=lambda _, names: [n for n in names if "." in n])
+    shutil.copytree(
+        Path(megatron_stare.__file__).parent,
+        copy,
+        ignore=lambda _, names: [n for n in names if "." in n],
+    )
     (copy / "__init__.py").write_text("one = 1")
     (copy / "megatron/step/step.py").write_text("two = 2")
     monkeypatch.setattr(megatron_stare, "__file__", str(copy / "__init__.py"))
@@ -53,7 +58,11 @@ def test_a_process_keeps_the_code_that_it_began_with(package: Path) -> None:
 
 def test_the_words_have_device_libraries_and_code(monkeypatch: pytest.MonkeyPatch) -> None:
     here = installed.computes_on()
-    assert f"torch {torch.__version__}" in here and installed.code_digest()[:12] in here and "megatron-core " in here
+    assert (
+        f"torch {torch.__version__}" in here
+        and installed.code_digest()[:12] in here
+        and "megatron-core " in here
+    )
     assert "transformer-engine" not in here  # which is not installed
     monkeypatch.setattr(installed, "version", lambda name: "9.9")
     newer = installed.computes_on()

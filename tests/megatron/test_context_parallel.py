@@ -1,6 +1,7 @@
 """Steps under context parallelism report every number that one rank with whole responses reports.
 
-Losses, gradients and weights are held in test_parity.py, test_methods_in_training.py and test_check_invariance.py.
+Losses, gradients and weights are held in test_parity.py, test_methods_in_training.py and
+test_check_invariance.py.
 """
 
 from __future__ import annotations
@@ -25,12 +26,20 @@ from megatron_stare.records.batch import MicroBatchPlan
 from megatron_stare.records.log_prob_difference import LogProbDifference
 
 pytestmark = pytest.mark.distributed
-STARE = {"name": "stare", "variant": "C2", "amplify": 3.0, "attenuate": 0.2, "share": 0.3, "adaptive": True}
+STARE = {
+    "name": "stare",
+    "variant": "C2",
+    "amplify": 3.0,
+    "attenuate": 0.2,
+    "share": 0.3,
+    "adaptive": True,
+}
 Reported = tuple[list[dict[str, float]], dict[str, float], LogProbDifference | None]
 
 
 def updates(rank: int, init: str, config: Config, plan: MicroBatchPlan) -> Reported:
-    """Reports of this rank on a rollout batch: updates, the method's state after them, engine against trainer."""
+    """Reports of this rank on a rollout batch: updates, the method's state after them, engine
+    against trainer."""
     trainer = Trainer(resolve_run(config), rank, init)
     log_prob_pass(trainer, trainer.method.judge(batch_of(1)), plan)
     trainer.measure(trainer.method.initial_state())
@@ -48,21 +57,31 @@ def reported(results: list[Reported]) -> Reported:
     return one
 
 
-QUICK = ("stare by micro-batch", "gspo", "grpo with correction")  # of two ranks; all others are slow
+# of two ranks; all others are slow
+QUICK = ("stare by micro-batch", "gspo", "grpo with correction")
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "stare": (STARE, {}),
     "stare by micro-batch": (STARE, {"scope": "micro_batch"}),
-    "stare C3, gate by sample": ({**STARE, "variant": "C3", "gate": "sample", "entropy_target": 2.5}, {}),
+    "stare C3, gate by sample": (
+        {**STARE, "variant": "C3", "gate": "sample", "entropy_target": 2.5},
+        {},
+    ),
     "stare C1 by micro-batch, gate by token": (
         {**STARE, "variant": "C1", "common": "bottom", "gate": "token", "entropy_target": 2.5},
         {"scope": "micro_batch"},
     ),
-    "twenty_entropy by micro-batch": ({"name": "twenty_entropy", "rule": "quantile"}, {"scope": "micro_batch"}),
+    "twenty_entropy by micro-batch": (
+        {"name": "twenty_entropy", "rule": "quantile"},
+        {"scope": "micro_batch"},
+    ),
     "gspo": ({"name": "gspo", "clip_low": 0.05, "clip_high": 0.05}, {}),
     "grpo_s": ({"name": "grpo_s", "beta2": 0.5, "ratio": "geometric"}, {}),
     "gtpo": ({"name": "gtpo", "alpha2": 0.5}, {}),
     "grpo with correction": (
-        {"name": "grpo", "correction": {**CORRECTION, "level": "sequence", "low": 1e-6, "veto": 1e-3}},
+        {
+            "name": "grpo",
+            "correction": {**CORRECTION, "level": "sequence", "low": 1e-6, "veto": 1e-3},
+        },
         {"surprisal": "current"},
     ),
 }
@@ -72,12 +91,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("case", "context"),
     [
-        pytest.param(case, context, marks=() if context == 2 and case in QUICK else pytest.mark.slow)
+        pytest.param(
+            case, context, marks=() if context == 2 and case in QUICK else pytest.mark.slow
+        )
         for case in CASES
         for context in (2, 4)
     ],
 )
-def test_every_number_is_that_of_one_rank(ranks: RankPool, tmp_path: Path, case: str, context: int) -> None:
+def test_every_number_is_that_of_one_rank(
+    ranks: RankPool, tmp_path: Path, case: str, context: int
+) -> None:
     save_model(tmp_path, "qwen2")
     algorithm, statistics = CASES[case]
     sections: dict[str, Any] = {
@@ -86,7 +109,8 @@ def test_every_number_is_that_of_one_rank(ranks: RankPool, tmp_path: Path, case:
     }
     alone = config_of(tmp_path, algorithm, 0.3, **sections)
     config = config_of(tmp_path, algorithm, 0.3, **sections, parallel={"context": context})
-    plan = plan_of(config, batch_of(1))  # by which one rank trains as well: `scope: micro_batch` reads the cut
+    # by which one rank trains as well: `scope: micro_batch` reads the cut
+    plan = plan_of(config, batch_of(1))
     assert min(plan.sizes) > 1
     wanted, state, difference = reported(ranks.run(updates, 1, alone, plan))
     metrics, after, found = reported(ranks.run(updates, context, config, plan))
@@ -109,7 +133,11 @@ def test_a_micro_batch_keeps_its_budget_with_its_padding(tmp_path: Path, packed:
     save_model(tmp_path, "qwen2")
     batch, budget, context = batch_of(1), 32, 2
     config = config_of(
-        tmp_path, {"name": "grpo"}, 0.3, batch={"micro_batch_tokens": budget, "packed": packed}, parallel={"context": 2}
+        tmp_path,
+        {"name": "grpo"},
+        0.3,
+        batch={"micro_batch_tokens": budget, "packed": packed},
+        parallel={"context": 2},
     )
     plan = plan_of(config, batch)
     share = batch.share(plan.samples_of(0))

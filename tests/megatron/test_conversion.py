@@ -1,4 +1,5 @@
-"""Converted checkpoints load through megatron.core in every layout; what any layout saved converts."""
+"""Converted checkpoints load through megatron.core in every layout; what any layout saved
+converts."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def empty_model(
 
 
 def load_and_export(rank: int, init: str, path: str, parallel: ParallelConfig) -> dict[str, Tensor]:
-    """Loads a checkpoint by megatron.core into a model that asks for all it has, and exports Hugging Face names."""
+    """Loads a checkpoint by megatron.core into a model that asks for all it has, and exports
+    Hugging Face names."""
     model, shape, layout = empty_model(rank, init, path, parallel)
     with backend():
         wanted = {f"model{i}": unwrap(chunk).sharded_state_dict() for i, chunk in enumerate(model)}
@@ -55,7 +57,8 @@ LAYOUTS = {
     "tp2-pp2": {"tensor": 2, "pipeline": 2},
     "pp2-vpp2": {"pipeline": 2, "virtual_pipeline": 2},
 }
-EVERYWHERE = {"tensor": 2, "sequence": True, "pipeline": 2}  # a layout that any family can be cut into
+# a layout that any family can be cut into
+EVERYWHERE = {"tensor": 2, "sequence": True, "pipeline": 2}
 CASES = [("qwen2_tied", name, layout) for name, layout in LAYOUTS.items()]
 CASES += [
     ("qwen3", "tp2-pp2", LAYOUTS["tp2-pp2"]),
@@ -68,18 +71,25 @@ CASES += [
 ]
 
 
-SLOW = [pytest.param(family, EVERYWHERE, marks=pytest.mark.slow, id=f"{family}-everywhere") for family in FAMILIES]
+SLOW = [
+    pytest.param(family, EVERYWHERE, marks=pytest.mark.slow, id=f"{family}-everywhere")
+    for family in FAMILIES
+]
 
 
 @pytest.mark.wide
 @pytest.mark.distributed
-@pytest.mark.parametrize(("family", "layout"), [*(pytest.param(*c[::2], id="-".join(c[:2])) for c in CASES), *SLOW])
+@pytest.mark.parametrize(
+    ("family", "layout"), [*(pytest.param(*c[::2], id="-".join(c[:2])) for c in CASES), *SLOW]
+)
 def test_loads_in_every_layout(ranks: RankPool, tmp_path: Path, family: str, layout: dict) -> None:
     save_model(tmp_path / "hf", family)
     convert(tmp_path / "hf", tmp_path / "megatron", None, Options())
     parallel = ParallelConfig(**layout)
     results = ranks.run(load_and_export, parallel.world_size, str(tmp_path / "megatron"), parallel)
-    assert_same_as_folder({name: t for result in results for name, t in result.items()}, tmp_path / "hf")
+    assert_same_as_folder(
+        {name: t for result in results for name, t in result.items()}, tmp_path / "hf"
+    )
 
 
 def assert_same_as_folder(tensors: dict[str, Tensor], path: Path) -> None:
@@ -103,8 +113,12 @@ def save_run(rank: int, init: str, config: Config, folder: str) -> None:
         pytest.param("qwen2_tied", {"tensor": 2, "pipeline": 2}, id="tp2-pp2"),
         pytest.param("qwen3", {"tensor": 4}, id="tp4-shared-kv"),
         pytest.param("qwen3_moe", {"data": 2, "expert": 2}, id="ep2"),
-        pytest.param("glm4_moe", {"pipeline": 2, "data": 2, "expert": 2}, id="dense-layers-pp2-ep2"),
-        pytest.param("deepseek_v3", {"tensor": 2, "sequence": True, "expert": 2}, id="latents-tp2-ep2"),
+        pytest.param(
+            "glm4_moe", {"pipeline": 2, "data": 2, "expert": 2}, id="dense-layers-pp2-ep2"
+        ),
+        pytest.param(
+            "deepseek_v3", {"tensor": 2, "sequence": True, "expert": 2}, id="latents-tp2-ep2"
+        ),
         *SLOW,
     ],
 )
@@ -114,19 +128,26 @@ def test_a_run_converts(writers: RankPool, tmp_path: Path, family: str, layout: 
     run = tmp_path / "run"
     (run / "checkpoints" / "step_000003").mkdir(parents=True)
     (run / "config.yaml").write_text(dump_yaml(config))
-    writers.run(save_run, config.parallel.world_size, config, str(run / "checkpoints" / "step_000003"))
+    writers.run(
+        save_run, config.parallel.world_size, config, str(run / "checkpoints" / "step_000003")
+    )
     convert(run, tmp_path / "back", None, Options(check=True))
     written = HfFolder(tmp_path / "back")
-    assert_same_as_folder({name: written.slice(name)[:] for name in written.names()}, tmp_path / "hf")
+    assert_same_as_folder(
+        {name: written.slice(name)[:] for name in written.names()}, tmp_path / "hf"
+    )
 
 
 def save_by_layer(rank: int, init: str, path: str, parallel: ParallelConfig, folder: str) -> None:
-    """A checkpoint as Megatron-LM writes it of layers that are not alike: the number of a layer is in its name."""
+    """A checkpoint as Megatron-LM writes it of layers that are not alike: the number of a layer is
+    in its name."""
     model, shape, layout = empty_model(rank, init, path, parallel)
     load_hf(model, HfFolder(path), shape, layout)
     with backend():
         by_layer = {"non_homogeneous_layers": True, "dp_cp_group": layout.dp_group}
-        dist_checkpointing.save({"model": unwrap(model[0]).sharded_state_dict(metadata=by_layer)}, folder)
+        dist_checkpointing.save(
+            {"model": unwrap(model[0]).sharded_state_dict(metadata=by_layer)}, folder
+        )
     parallel_layout.leave()
 
 
@@ -140,4 +161,6 @@ def test_layers_named_one_by_one(writers: RankPool, tmp_path: Path) -> None:
     writers.run(save_by_layer, 2, str(tmp_path / "hf"), parallel, str(saved))
     convert(tmp_path / "lm", tmp_path / "back", tmp_path / "hf", Options(check=True))
     written = HfFolder(tmp_path / "back")
-    assert_same_as_folder({name: written.slice(name)[:] for name in written.names()}, tmp_path / "hf")
+    assert_same_as_folder(
+        {name: written.slice(name)[:] for name in written.names()}, tmp_path / "hf"
+    )

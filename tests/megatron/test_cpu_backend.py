@@ -24,7 +24,10 @@ def test_every_attribute_is_restored_even_after_an_error() -> None:
 
 def test_what_is_not_there_is_not_substituted() -> None:
     holder = types.ModuleType("holder")
-    with pytest.raises(AttributeError, match="holder has no gone to substitute"), substituted(holder, "gone", 1):
+    with (
+        pytest.raises(AttributeError, match="holder has no gone to substitute"),
+        substituted(holder, "gone", 1),
+    ):
         pass
     with substituted(holder, "gone", 1, absent=True):
         assert holder.gone == 1

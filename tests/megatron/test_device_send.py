@@ -1,4 +1,5 @@
-"""Sends to engines on the ranks' own devices: every tensor, from memory of each of the engine's devices."""
+"""Sends to engines on the ranks' own devices: every tensor, from memory of each of the engine's
+devices."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ BOUND = 8 * 2**10  # bytes a bucket: far below the model
 
 
 class Opened(Sender):
-    """Stands for an engine: it opens every handle when the next bucket is sent, and not before, as a slow server does.
+    """Stands for an engine: it opens every handle when the next bucket is sent, and not before, as
+    a slow server does.
 
     Args:
         fail_at: fails at the bucket of this number, once.
@@ -47,7 +49,8 @@ class Opened(Sender):
 
     def handle(self, bucket: Bucket) -> Any:
         name = shared_name(bucket.flat.untyped_storage())
-        assert name is not None and len(packed(bucket.tensors())) < bucket.layout.nbytes  # a name, not the values
+        # a name, not the values
+        assert name is not None and len(packed(bucket.tensors())) < bucket.layout.nbytes
         return os.getpid(), name
 
     def send(self, bucket: Bucket, handles: Sequence[Any] = ()) -> None:
@@ -79,7 +82,9 @@ class Opened(Sender):
 
 def _values(name: str, bucket: Bucket) -> Tensor:
     """Process whose memory the name is of."""
-    whole = torch.from_file(str(FOLDER / name), shared=True, size=bucket.layout.nbytes, dtype=torch.uint8)
+    whole = torch.from_file(
+        str(FOLDER / name), shared=True, size=bucket.layout.nbytes, dtype=torch.uint8
+    )
     return whole.view(bucket.layout.dtype)
 
 
@@ -105,8 +110,8 @@ class OnDevices:
 
 
 def sent_twice(rank: int, init: str, config: Config, target: OnDevices) -> tuple[Any, ...]:
-    """Sends two updates, each of changed weights. Returned are the process, what it tells of each update (an error in
-    its words), and the weights."""
+    """Sends two updates, each of changed weights. Returned are the process, what it tells of each
+    update (an error in its words), and the weights."""
     trainer = Trainer(resolve_run(config), rank, init)
     policy = trainer.policy
     trainer._device_send = DeviceSend(policy.model, policy.layout, policy.shape, BOUND)
@@ -138,12 +143,17 @@ PAIRS, CROSSED = ((0, 1), (2, 3)), ((1, 0), (3, 2))
         ("qwen3", {"tensor": 2, "data": 2}, ((0, 1, 2, 3),)),  # over two copies of the model
         ("qwen3", {"data": 4}, ((0,), (1,), (2,), (3,))),
         ("qwen3_moe", {"data": 2, "expert": 2, "pipeline": 2}, PAIRS),
-        ("qwen3", {"data": 4}, ((0, 0), (3,), (0,))),  # more ranks of engines than the trainer has, as on CPUs
+        # more ranks of engines than the trainer has, as on CPUs
+        ("qwen3", {"data": 4}, ((0, 0), (3,), (0,))),
     ],
     ids=["tp2-pp2-tied", "tp2-dp2", "one-engine", "dp4", "ep2-pp2", "several-a-rank"],
 )
 def test_every_engine_opens_all_tensors_in_memory_of_its_own_devices(
-    ranks: RankPool, tmp_path: Path, family: str, layout: dict[str, int], engines: tuple[tuple[int, ...], ...]
+    ranks: RankPool,
+    tmp_path: Path,
+    family: str,
+    layout: dict[str, int],
+    engines: tuple[tuple[int, ...], ...],
 ) -> None:
     save_model(tmp_path, family)
     config = config_of(tmp_path, layout)
@@ -167,7 +177,9 @@ def test_an_engine_that_fails_is_told_by_its_rank_alone_and_the_next_update_is_w
 ) -> None:
     """Nobody waits for it meanwhile, and the other engine gets everything."""
     save_model(tmp_path, "qwen3")
-    found = ranks.run(sent_twice, 4, config_of(tmp_path, {"tensor": 2, "data": 2}), OnDevices(PAIRS, fail_at=1))
+    found = ranks.run(
+        sent_twice, 4, config_of(tmp_path, {"tensor": 2, "data": 2}), OnDevices(PAIRS, fail_at=1)
+    )
     told = [each for _, each, _ in found]
     assert "lost" in told[0][0] and told[1] == [[], []] == told[3]
     (_, other), (_, again) = told[2][0][0], told[0][1][0]

@@ -21,26 +21,35 @@ from megatron_stare.megatron.step import passes
 from megatron_stare.models import cost_of, read_shape
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 
-ELSEWHERE = torch.device("meta")  # whose tensors nobody can read: a device that must not be waited for
+# whose tensors nobody can read: a device that must not be waited for
+ELSEWHERE = torch.device("meta")
 
 
 def traffic(rank: int, init: str, path: str, family_packed: bool) -> dict[str, object]:
-    """Runs a pass over one micro-batch on a device whose values cannot be read, and notes what it does."""
+    """Runs a pass over one micro-batch on a device whose values cannot be read, and notes what it
+    does."""
     shape, parallel = read_shape(path), ParallelConfig()
     config = Config(model=ModelConfig(path=path), batch=BatchConfig(packed=family_packed))
     layout = parallel_layout.join(parallel, rank, init, seed=1, timeout_s=60)
     batch = random_batch(3, 10)
-    plan = plan_micro_batches(batch.lengths.tolist(), PlanRules(1, 60, family_packed, cost=cost_of(shape)))
+    plan = plan_micro_batches(
+        batch.lengths.tolist(), PlanRules(1, 60, family_packed, cost=cost_of(shape))
+    )
     share = batch.share(plan.samples_of(0))
     ranked = RankBatch(share, plan, 0, ELSEWHERE, sequence_layout(config, layout))
     model = build_model(shape, config.model, parallel, layout)
     model[0].to(ELSEWHERE)
-    unwrap(model[0]).rotary_pos_emb.inv_freq = unwrap(model[0]).rotary_pos_emb.inv_freq.to(ELSEWHERE)
+    unwrap(model[0]).rotary_pos_emb.inv_freq = unwrap(model[0]).rotary_pos_emb.inv_freq.to(
+        ELSEWHERE
+    )
     here = [micro.tokens.device.type for micro in ranked.micro_batches]
     found: dict[str, object] = {"before": here}
     for bounds in (False, True):
         micro = ranked.micro_batches[0].to(ELSEWHERE, bounds=bounds)
-        found["moved"] = {tensor.device.type for tensor in (micro.tokens, micro.positions, micro.rows, micro.targets)}
+        found["moved"] = {
+            tensor.device.type
+            for tensor in (micro.tokens, micro.positions, micro.rows, micro.targets)
+        }
         try:
             with backend():
                 hidden = hidden_states(model[0], micro.tokens, micro.positions, micro.packing)
@@ -53,13 +62,16 @@ def traffic(rank: int, init: str, path: str, family_packed: bool) -> dict[str, o
 
 
 def order(rank: int, init: str, path: str) -> list[list[str]]:
-    """Records what a log-prob pass and a gradient pass do, in order: a micro-batch is moved, and met by the model."""
+    """Records what a log-prob pass and a gradient pass do, in order: a micro-batch is moved, and
+    met by the model."""
     shape, parallel = read_shape(path), ParallelConfig()
     config = Config(model=ModelConfig(path=path))
     layout = parallel_layout.join(parallel, rank, init, seed=1, timeout_s=60)
     batch = random_batch(3, 10)
     plan = plan_micro_batches(batch.lengths.tolist(), PlanRules(1, 40, True, cost=cost_of(shape)))
-    ranked = RankBatch(batch.share(plan.samples_of(0)), plan, 0, device(), sequence_layout(config, layout))
+    ranked = RankBatch(
+        batch.share(plan.samples_of(0)), plan, 0, device(), sequence_layout(config, layout)
+    )
     model = build_policy(shape, config.model, parallel, layout, distributed_optimizer=False)
     head = Head(shape.vocab_size, 1.0, layout)
     move, seen = MicroBatch.to, []
@@ -99,5 +111,6 @@ def test_a_pass_reads_nothing_from_the_device(ranks, tmp_path: Path, packed: boo
     assert found["before"] == ["cpu"] * len(found["before"])
     assert found["moved"] == {"meta"}
     assert found["bounds False"] == "nothing was read"
-    # Megatron's rotary embedding reads where packed sequences end: where they lie on the device, it waits for it
+    # Megatron's rotary embedding reads where packed sequences end: where they lie on the device, it
+    # waits for it
     assert ("meta" in found["bounds True"]) == packed

@@ -1,4 +1,5 @@
-"""Dumps by `--dump-step` hold the gradients of the whole batch, where gradients are sharded over data ranks."""
+"""Dumps by `--dump-step` hold the gradients of the whole batch, where gradients are sharded over
+data ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ pytestmark = pytest.mark.distributed
 SEED, SIZE = 8, 8
 
 
-def dump(rank: int, init: str, config: Config, folder: str) -> tuple[dict[str, float] | None, dict[str, torch.Tensor]]:
+def dump(
+    rank: int, init: str, config: Config, folder: str
+) -> tuple[dict[str, float] | None, dict[str, torch.Tensor]]:
     """Takes a step that is dumped; returned are its report and the weights after it."""
     trainer = Trainer(resolve_run(config), rank, init)
     batch = random_batch(SEED, SIZE)
@@ -73,6 +76,10 @@ def test_the_distributed_optimizer_dumps_whole_gradients(
 
 def test_a_folder_may_be_there_already(tmp_path: Path) -> None:
     for number in (1.0, 2.0):
-        write_tensors(tmp_path / "new/dump", {"a": torch.tensor([number])}, {"a": torch.tensor([0.5]).bfloat16()})
+        write_tensors(
+            tmp_path / "new/dump",
+            {"a": torch.tensor([number])},
+            {"a": torch.tensor([0.5]).bfloat16()},
+        )
     assert load_file(tmp_path / "new/dump/weights.safetensors")["a"].tolist() == [2.0]
     assert load_file(tmp_path / "new/dump/gradients.safetensors")["a"].dtype == torch.float32

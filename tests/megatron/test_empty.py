@@ -1,4 +1,5 @@
-"""Mini-batches of which no token is kept: no optimizer step and no schedule step, in every layout."""
+"""Mini-batches of which no token is kept: no optimizer step and no schedule step, in every
+layout."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ pytestmark = pytest.mark.distributed
 
 
 def config_of(path: Path, algorithm: dict[str, Any], **sections: dict[str, Any]) -> Config:
-    """Adam with momentum, weight decay and warm-up: a step on a gradient of 0 would move the weights."""
+    """Adam with momentum, weight decay and warm-up: a step on a gradient of 0 would move the
+    weights."""
     tree: dict[str, Any] = {
         "model": {"path": str(path)},
         "batch": {"prompts": 4, "samples_per_prompt": 2, "micro_batch_tokens": 24},
@@ -41,9 +43,11 @@ def rejected(seed: int) -> RolloutBatch:
     return batch
 
 
-def around_an_empty_step(rank: int, init: str, config: Config) -> tuple[bool, bool, bool, list[dict[str, float]]]:
-    """Takes a full step, an empty one and a full one. Returned are whether each moved this rank's state, and what the
-    empty one reported."""
+def around_an_empty_step(
+    rank: int, init: str, config: Config
+) -> tuple[bool, bool, bool, list[dict[str, float]]]:
+    """Takes a full step, an empty one and a full one. Returned are whether each moved this rank's
+    state, and what the empty one reported."""
     trainer = Trainer(resolve_run(config), rank, init)
     states = [[*state_of(trainer), *loss_scale_state(trainer)]]
     take_step(trainer, random_batch(8, 8))
@@ -62,7 +66,9 @@ def test_nothing_moves_in_16_bits(ranks: RankPool, tmp_path: Path, dtype: str) -
     """Nor does the loss scale, which would grow with the second step."""
     save_model(tmp_path, "qwen2_tied")
     optimizer = {"loss_scale_window": 2, "initial_loss_scale": 256.0}
-    row = check_nothing_moves(ranks, tmp_path, "mask", False, model={"dtype": dtype}, optimizer=optimizer)
+    row = check_nothing_moves(
+        ranks, tmp_path, "mask", False, model={"dtype": dtype}, optimizer=optimizer
+    )
     assert row.get("optimizer/loss_scale") == (256.0 if dtype == "float16" else None)
     assert row.get("update/skipped", 0.0) == 0.0
 
@@ -79,9 +85,13 @@ def test_nothing_moves(ranks: RankPool, tmp_path: Path, mode: str, normalise: bo
     [{"tensor": 2, "pipeline": 2}, {"pipeline": 2, "data": 2}, {"data": 2}],
     ids=["tp2-pp2", "pp2-dp2", "dp2"],
 )
-def test_all_ranks_leave_the_step_out_together(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
+def test_all_ranks_leave_the_step_out_together(
+    ranks: RankPool, tmp_path: Path, layout: dict[str, Any]
+) -> None:
     save_model(tmp_path, "qwen2_tied")
-    check_nothing_moves(ranks, tmp_path, "mask", False, parallel=layout, optimizer={"distributed": "data" in layout})
+    check_nothing_moves(
+        ranks, tmp_path, "mask", False, parallel=layout, optimizer={"distributed": "data" in layout}
+    )
 
 
 def test_experts_leave_the_step_out_too(ranks: RankPool, tmp_path: Path) -> None:
@@ -99,25 +109,34 @@ def check_nothing_moves(
     for first, empty, last, _ in results:
         assert (first, empty, last) == (True, False, True)
     ((row,),) = [metrics for *_, metrics in results if metrics]
-    assert (row["update/empty"], row["update/finite"], row["optimizer/grad_norm"]) == (1.0, 1.0, 0.0)
+    assert (row["update/empty"], row["update/finite"], row["optimizer/grad_norm"]) == (
+        1.0,
+        1.0,
+        0.0,
+    )
     assert row["loss/policy"] == 0.0
     assert "forecast/measured_change" not in row  # of a step, and there was none
     return row
 
 
 def test_a_reference_to_stay_near_is_something_to_learn(ranks: RankPool, tmp_path: Path) -> None:
-    """Under icepop the tokens stay in the denominator, and their KL term acts: a step like any other."""
+    """Under icepop the tokens stay in the denominator, and their KL term acts: a step like any
+    other."""
     save_model(tmp_path, "qwen2")
     correction = {"mode": "icepop", "low": 1e-8, "high": 1e8, "normalise": True}
-    config = config_of(tmp_path, {"name": "grpo", "correction": correction, "reference_kl": {"coef": 0.1}})
+    config = config_of(
+        tmp_path, {"name": "grpo", "correction": correction, "reference_kl": {"coef": 0.1}}
+    )
     ((_, moved, _, (row,)),) = ranks.run(around_an_empty_step, 1, config)
     assert moved
     assert row["update/empty"] == 0.0 and row["optimizer/grad_norm"] > 0
 
 
-def a_batch_without_advantages(rank: int, init: str, config: Config) -> tuple[bool, list[dict[str, float]]]:
-    """Takes a full step and one without advantages. Returned are whether the latter moved this rank's state, and what
-    it reported."""
+def a_batch_without_advantages(
+    rank: int, init: str, config: Config
+) -> tuple[bool, list[dict[str, float]]]:
+    """Takes a full step and one without advantages. Returned are whether the latter moved this
+    rank's state, and what it reported."""
     trainer = Trainer(resolve_run(config), rank, init)
     take_step(trainer, random_batch(8, 8))
     before, batch = state_of(trainer), random_batch(8, 8)
@@ -136,7 +155,9 @@ def test_a_gradient_of_zero_alone_is_not_an_empty_batch(ranks: RankPool, tmp_pat
     assert row["update/empty"] == 0.0 and row["optimizer/grad_norm"] == 0.0
 
 
-def updates_of(rank: int, init: str, config: Config, batch: RolloutBatch) -> tuple[Any, list[dict[str, float]], int]:
+def updates_of(
+    rank: int, init: str, config: Config, batch: RolloutBatch
+) -> tuple[Any, list[dict[str, float]], int]:
     """A step's weights, metrics of every update, and steps of the schedule."""
     trainer = Trainer(resolve_run(config), rank, init)
     metrics, _ = take_step(trainer, batch)
@@ -147,13 +168,16 @@ def updates_of(rank: int, init: str, config: Config, batch: RolloutBatch) -> tup
 
 
 def test_an_empty_mini_batch_among_others(ranks: RankPool, tmp_path: Path) -> None:
-    """Two epochs of a mini-batch that teaches and one whose advantages are all 0: the weights, and what is reported, of
-    two epochs of the first alone."""
+    """Two epochs of a mini-batch that teaches and one whose advantages are all 0: the weights, and
+    what is reported, of two epochs of the first alone."""
     save_model(tmp_path, "qwen2")
     batch = random_batch(8, 8)
     assert batch.advantages is not None
     batch.advantages[4:] = 0.0
-    algorithm = {"name": "twenty_entropy", "correction": {"low": 1e-8, "high": 1e8, "normalise": True}}
+    algorithm = {
+        "name": "twenty_entropy",
+        "correction": {"low": 1e-8, "high": 1e8, "normalise": True},
+    }
     several = config_of(tmp_path, algorithm, batch={"mini_batch_prompts": 2, "epochs": 2})
     alone = config_of(tmp_path, algorithm, batch={"prompts": 2, "epochs": 2})
     ((weights, metrics, steps),) = ranks.run(updates_of, 1, several, batch)
@@ -163,4 +187,6 @@ def test_an_empty_mini_batch_among_others(ranks: RankPool, tmp_path: Path) -> No
     for name, weight in want.items():
         assert torch.equal(weights[name], weight), name
     for got, row in zip(metrics[::2], rows, strict=True):
-        assert got["loss/policy"] == row["loss/policy"] and got["optimizer/lr"] == row["optimizer/lr"]
+        assert (
+            got["loss/policy"] == row["loss/policy"] and got["optimizer/lr"] == row["optimizer/lr"]
+        )

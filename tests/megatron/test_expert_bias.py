@@ -1,4 +1,5 @@
-"""Biases of experts stay what was loaded, to the bit and in float32, through training, checkpoints and exports."""
+"""Biases of experts stay what was loaded, to the bit and in float32, through training, checkpoints
+and exports."""
 
 from __future__ import annotations
 
@@ -27,12 +28,19 @@ BIAS = ".e_score_correction_bias"
 def config_of(path: Path, dtype: str, layout: dict[str, Any]) -> Config:
     # the bonus gives every position a gradient
     algorithm = {"name": "stare", "entropy_bonus": {"coef": 0.1}}
-    tree = {"model": {"path": str(path), "dtype": dtype}, "parallel": layout, "algorithm": algorithm}
+    tree = {
+        "model": {"path": str(path), "dtype": dtype},
+        "parallel": layout,
+        "algorithm": algorithm,
+    }
     return Config.model_validate({**tree, "optimizer": {"lr": 1e-2, "warmup_steps": 0}})
 
 
-def trained(rank: int, init: str, config: Config, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights after two steps, and those of a policy of other biases that was then loaded from a checkpoint."""
+def trained(
+    rank: int, init: str, config: Config, folder: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights after two steps, and those of a policy of other biases that was then loaded from
+    a checkpoint."""
     run = resolve_run(config)
     trainer = Trainer(run, rank, init)
     for seed in (1, 2):
@@ -50,8 +58,12 @@ def trained(rank: int, init: str, config: Config, folder: str) -> tuple[dict[str
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", [{}, {"pipeline": 2, "data": 2, "expert": 2}], ids=["one", "pp2-ep2"])
-def test_training_does_not_move_them(writers: RankPool, tmp_path: Path, dtype: str, layout: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "layout", [{}, {"pipeline": 2, "data": 2, "expert": 2}], ids=["one", "pp2-ep2"]
+)
+def test_training_does_not_move_them(
+    writers: RankPool, tmp_path: Path, dtype: str, layout: dict[str, Any]
+) -> None:
     save_model(tmp_path / "model", "glm4_moe")
     (tmp_path / "checkpoint").mkdir()
     config = config_of(tmp_path / "model", dtype, layout)
@@ -66,7 +78,11 @@ def test_training_does_not_move_them(writers: RankPool, tmp_path: Path, dtype: s
                 assert tensor.dtype == torch.float32 and torch.equal(tensor, before[name]), name
             else:
                 assert tensor.dtype == getattr(torch, dtype)
-        moved = [name for name, tensor in held.items() if not torch.equal(tensor, before[name].to(tensor.dtype))]
+        moved = [
+            name
+            for name, tensor in held.items()
+            if not torch.equal(tensor, before[name].to(tensor.dtype))
+        ]
         assert any(name.endswith(".mlp.gate.weight") for name in moved)
 
 

@@ -1,4 +1,5 @@
-"""Experts that tensor-parallel ranks hold whole, each for its own tokens, learn from the tokens of all of them."""
+"""Experts that tensor-parallel ranks hold whole, each for its own tokens, learn from the tokens of
+all of them."""
 
 from __future__ import annotations
 
@@ -19,14 +20,26 @@ from megatron_stare.megatron.model.model import is_expert, named_parameters
 from megatron_stare.megatron.trainer import Trainer
 
 
-def step_of(rank: int, init: str, config: Config) -> tuple[dict[str, Tensor], list[float], list[float]]:
-    """A step's gradients of experts, by name; its gradient norm, and how likely the next batch was then."""
+def step_of(
+    rank: int, init: str, config: Config
+) -> tuple[dict[str, Tensor], list[float], list[float]]:
+    """A step's gradients of experts, by name; its gradient norm, and how likely the next batch was
+    then."""
     trainer = Trainer(resolve_run(config), rank, init)
     first, _ = take_step(trainer, random_batch(1, size=8))
-    gather_gradients(trainer.policy.model)  # the distributed optimizer's ranks have reduced their own shards alone
-    gradients = {name: p.main_grad.clone() for name, p in named_parameters(trainer.policy.model) if is_expert(name)}
+    # the distributed optimizer's ranks have reduced their own shards alone
+    gather_gradients(trainer.policy.model)
+    gradients = {
+        name: p.main_grad.clone()
+        for name, p in named_parameters(trainer.policy.model)
+        if is_expert(name)
+    }
     second, _ = take_step(trainer, random_batch(2, size=8))
-    result = gradients, [row["optimizer/grad_norm"] for row in first], [row["surprisal/mean"] for row in second]
+    result = (
+        gradients,
+        [row["optimizer/grad_norm"] for row in first],
+        [row["surprisal/mean"] for row in second],
+    )
     trainer.close()
     return result
 
@@ -41,7 +54,10 @@ def step_of(rank: int, init: str, config: Config) -> tuple[dict[str, Tensor], li
         pytest.param({"tensor": 2, "sequence": True, "data": 2}, marks=pytest.mark.slow),
         {"tensor": 2, "sequence": True, "context": 2, "expert": 2},
         pytest.param({"pipeline": 2, "context": 2, "expert": 2}, marks=pytest.mark.slow),
-        pytest.param({"tensor": 2, "sequence": True, "pipeline": 2, "context": 2, "expert": 4}, marks=pytest.mark.slow),
+        pytest.param(
+            {"tensor": 2, "sequence": True, "pipeline": 2, "context": 2, "expert": 4},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["tp2", "tp2-ep2", "tp2-dp2", "tp2-cp2-ep2", "pp2-cp2-ep2", "tp2-pp2-cp2-ep4"],
 )
@@ -54,10 +70,13 @@ def test_replicas_of_an_expert_are_one(
     save_model(tmp_path, "qwen3_moe")
 
     def config(parallel: dict[str, Any]) -> Config:
-        # the bonus gives every response position a gradient, those of both ranks' halves of the sequences
+        # the bonus gives every response position a gradient, those of both ranks' halves of the
+        # sequences
         optimizer = {"lr": 1e-3, "clip_grad": 1e9, "distributed": distributed}
         tree = {"model": {"path": str(tmp_path)}, "parallel": parallel, "optimizer": optimizer}
-        return Config.model_validate({**tree, "algorithm": {"name": "stare", "entropy_bonus": {"coef": 0.1}}})
+        return Config.model_validate(
+            {**tree, "algorithm": {"name": "stare", "entropy_bonus": {"coef": 0.1}}}
+        )
 
     ((wanted, norm, surprisal),) = ranks.run(step_of, 1, config({}))
     cut = config(layout)

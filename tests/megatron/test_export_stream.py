@@ -1,4 +1,5 @@
-"""The live policy streamed out of Megatron in every layout: the folder it was loaded from, bit for bit."""
+"""The live policy streamed out of Megatron in every layout: the folder it was loaded from, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from megatron_stare.weights.sync.stream import tensor_checksum
 BOUND = 8 * 2**10  # bytes a bucket
 
 
-def run_through(policy: PolicyStream, buckets: int) -> tuple[list[tuple[str, Tensor]], dict[str, str]]:
+def run_through(
+    policy: PolicyStream, buckets: int
+) -> tuple[list[tuple[str, Tensor]], dict[str, str]]:
     """All tensors this rank was given, and the checksums."""
     policy.begin()
     named = []
@@ -31,7 +34,8 @@ def run_through(policy: PolicyStream, buckets: int) -> tuple[list[tuple[str, Ten
 
 
 def stream_of(rank: int, init: str, path: str, parallel: ParallelConfig, dtype: str) -> dict:
-    """Streams the policy as loaded, breaks a stream off, and streams it again with other weights."""
+    """Streams the policy as loaded, breaks a stream off, and streams it again with other
+    weights."""
     shape, settings = read_shape(path), ModelConfig(path=path, dtype=dtype)
     layout = parallel_layout.join(parallel, rank, init, seed=1, timeout_s=120)
     model = build_policy(shape, settings, parallel, layout, distributed_optimizer=False)
@@ -74,23 +78,34 @@ def stream_of(rank: int, init: str, path: str, parallel: ParallelConfig, dtype: 
         ("glm4_moe", {"tensor": 2, "sequence": True, "pipeline": 2, "expert": 2}, "bfloat16"),
         ("deepseek_v3", {"tensor": 2, "sequence": True, "pipeline": 2, "expert": 2}, "float32"),
         *(
-            pytest.param(family, {"tensor": 2, "sequence": True, "pipeline": 2}, "float32", marks=pytest.mark.slow)
+            pytest.param(
+                family,
+                {"tensor": 2, "sequence": True, "pipeline": 2},
+                "float32",
+                marks=pytest.mark.slow,
+            )
             for family in FAMILIES
         ),
     ],
-    ids=lambda x: "-".join(f"{k[:2]}{int(v)}" for k, v in x.items()) or "one" if isinstance(x, dict) else x,
+    ids=lambda x: (
+        "-".join(f"{k[:2]}{int(v)}" for k, v in x.items()) or "one" if isinstance(x, dict) else x
+    ),
 )
-def test_the_stream_is_the_folder(ranks, tmp_path: Path, family: str, layout: dict, dtype: str) -> None:
+def test_the_stream_is_the_folder(
+    ranks, tmp_path: Path, family: str, layout: dict, dtype: str
+) -> None:
     save_model(tmp_path, family)
     folder, parallel = HfFolder(tmp_path), ParallelConfig(**layout)
     sender, *others = ranks.run(stream_of, parallel.world_size, str(tmp_path), parallel, dtype)
-    biases = {name for name in folder.names() if name.endswith(".e_score_correction_bias")}  # no parameters
+    # no parameters
+    biases = {name for name in folder.names() if name.endswith(".e_score_correction_bias")}
     want = {
         name: folder.slice(name)[:].to(torch.float32 if name in biases else getattr(torch, dtype))
         for name in folder.names()
     }
     for key, factor in (("loaded", 1), ("doubled", 2)):
-        assert sorted(name for name, _ in sender[key]) == sorted(want)  # each once, a tied embedding too
+        # each once, a tied embedding too
+        assert sorted(name for name, _ in sender[key]) == sorted(want)
         for name, tensor in sender[key]:
             assert tensor.dtype == want[name].dtype
             assert torch.equal(tensor, want[name] * (1 if name in biases else factor)), name
@@ -98,7 +113,10 @@ def test_the_stream_is_the_folder(ranks, tmp_path: Path, family: str, layout: di
     assert sender["exported"].keys() == want.keys()
     for name, tensor in sender["exported"].items():
         assert torch.equal(tensor, want[name] * (1 if name in biases else 2)), name
-    largest = max(tensor.nbytes for tensor in want.values())  # above the bound only where projections are fused
+    # above the bound only where projections are fused
+    largest = max(tensor.nbytes for tensor in want.values())
     assert len(sender["bytes"]) > 5 and max(sender["bytes"]) <= max(BOUND, largest)
     for rank in others:
-        assert rank["loaded"] == rank["doubled"] == [] and rank["exported"] == rank["checksums"] == {}
+        assert (
+            rank["loaded"] == rank["doubled"] == [] and rank["exported"] == rank["checksums"] == {}
+        )

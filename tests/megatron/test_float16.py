@@ -1,4 +1,5 @@
-"""Training in float16: gradients are those of float32, and what a loss scale that is too large leaves behind."""
+"""Training in float16: gradients are those of float32, and what a loss scale that is too large
+leaves behind."""
 
 from __future__ import annotations
 
@@ -46,7 +47,12 @@ def config_of(path: Path, dtype: str = "float16", **sections: dict[str, Any]) ->
         "model": {"path": str(path), "dtype": dtype, "head_chunk_tokens": 5},
         "batch": {"prompts": SIZE // 2, "samples_per_prompt": 2, "micro_batch_tokens": 40},
         "algorithm": {"name": "grpo"},
-        "optimizer": {"lr": 1e-2, "weight_decay": 0.1, "schedule": "linear", "initial_loss_scale": 2.0**12},
+        "optimizer": {
+            "lr": 1e-2,
+            "weight_decay": 0.1,
+            "schedule": "linear",
+            "initial_loss_scale": 2.0**12,
+        },
         "observability": {"entropy_forecast": False},
     }
     return Config.model_validate(
@@ -57,9 +63,11 @@ def config_of(path: Path, dtype: str = "float16", **sections: dict[str, Any]) ->
 # --- gradients ---
 
 
-def faint_gradients(rank: int, init: str, config: Config, folder: str, triton: bool) -> dict[str, float] | None:
-    """Writes the gradients of a batch whose advantages are so small that unscaled slopes of its logits, less than a
-    millionth, would be lost in float16; gives the metrics."""
+def faint_gradients(
+    rank: int, init: str, config: Config, folder: str, triton: bool
+) -> dict[str, float] | None:
+    """Writes the gradients of a batch whose advantages are so small that unscaled slopes of its
+    logits, less than a millionth, would be lost in float16; gives the metrics."""
     if triton:
         assert os.environ.get("TRITON_INTERPRET") or torch.cuda.is_available()
         vocab_parallel._runs_triton = lambda logits: True
@@ -92,7 +100,9 @@ def check_gradients(ranks: RankPool, path: Path, config: Config, *, triton: bool
     found = []
     for name, each, with_triton in (("wanted", single, False), ("got", config, triton)):
         folder = path / name
-        results = ranks.run(faint_gradients, each.parallel.world_size, each, str(folder), with_triton)
+        results = ranks.run(
+            faint_gradients, each.parallel.world_size, each, str(folder), with_triton
+        )
         (metrics,) = [metrics for metrics in results if metrics]
         assert metrics["update/finite"] == 1.0 and metrics.get("update/skipped", 0.0) == 0.0
         found.append((metrics, load_file(folder / "gradients.safetensors")))
@@ -102,7 +112,9 @@ def check_gradients(ranks: RankPool, path: Path, config: Config, *, triton: bool
         error = float((got[name] - gradient).norm() / gradient.norm())
         assert error < 1e-2, f"{name}: off by {error:.3g} of its norm {float(gradient.norm()):.3g}"
     # before clipping, and of the gradient, not of the scaled one
-    assert metrics["optimizer/grad_norm"] == pytest.approx(wanted_metrics["optimizer/grad_norm"], rel=1e-2)
+    assert metrics["optimizer/grad_norm"] == pytest.approx(
+        wanted_metrics["optimizer/grad_norm"], rel=1e-2
+    )
 
 
 @pytest.mark.parametrize("head", [*HEADS, "triton"])
@@ -111,7 +123,9 @@ def test_every_head_gives_float32s_gradients(ranks: RankPool, tmp_path: Path, he
         pytest.importorskip("triton")
     save_model(tmp_path / "model", "qwen2")
     mode = "materialised" if head == "triton" else head
-    config = config_of(tmp_path / "model", model={"head": mode}, optimizer={"initial_loss_scale": 2.0**22})
+    config = config_of(
+        tmp_path / "model", model={"head": mode}, optimizer={"initial_loss_scale": 2.0**22}
+    )
     check_gradients(ranks, tmp_path, config, triton=head == "triton")
 
 
@@ -127,7 +141,9 @@ def test_every_head_gives_float32s_gradients(ranks: RankPool, tmp_path: Path, he
         pytest.param("cp2-tp2", "gradient_in_forward", marks=SLOW),
     ],
 )
-def test_every_layout_gives_float32s_gradients(ranks: RankPool, tmp_path: Path, layout: str, head: str) -> None:
+def test_every_layout_gives_float32s_gradients(
+    ranks: RankPool, tmp_path: Path, layout: str, head: str
+) -> None:
     family, parallel, distributed = LAYOUTS[layout]
     save_model(tmp_path / "model", family)
     config = config_of(
@@ -140,12 +156,19 @@ def test_every_layout_gives_float32s_gradients(ranks: RankPool, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("layout", ["cp2", pytest.param("cp2-tp2", marks=SLOW)])
-def test_bfloat16_over_split_sequences_is_as_near_as_on_one_rank(ranks: RankPool, tmp_path: Path, layout: str) -> None:
-    """Its gradients lie no further from float32's than one rank's do in bfloat16, but for a half."""
+def test_bfloat16_over_split_sequences_is_as_near_as_on_one_rank(
+    ranks: RankPool, tmp_path: Path, layout: str
+) -> None:
+    """Its gradients lie no further from float32's than one rank's do in bfloat16, but for a
+    half."""
     family, parallel, distributed = LAYOUTS[layout]
     save_model(tmp_path / "model", family)
     found = {}
-    for name, dtype, cut in (("exact", "float32", {}), ("whole", "bfloat16", {}), ("split", "bfloat16", parallel)):
+    for name, dtype, cut in (
+        ("exact", "float32", {}),
+        ("whole", "bfloat16", {}),
+        ("split", "bfloat16", parallel),
+    ):
         optimizer = {"distributed": distributed and bool(cut)}
         config = config_of(tmp_path / "model", dtype, parallel=cut, optimizer=optimizer)
         folder = tmp_path / name
@@ -165,12 +188,15 @@ def test_bfloat16_over_split_sequences_is_as_near_as_on_one_rank(ranks: RankPool
 
 
 def moved_by_a_step(rank: int, init: str, config: Config) -> tuple[float, dict[str, float]]:
-    """How far a step of plain gradient descent moves the float32 parameters, and what it reports."""
+    """How far a step of plain gradient descent moves the float32 parameters, and what it
+    reports."""
     trainer = Trainer(resolve_run(config), rank, init)
     masters = [p for group in trainer.policy.optimizer.param_groups for p in group["params"]]
     before = [p.detach().clone() for p in masters]
     (metrics,), _ = take_step(trainer, random_batch(5, SIZE))
-    moved = torch.stack([(p.detach() - old).norm() for p, old in zip(masters, before, strict=True)]).norm()
+    moved = torch.stack(
+        [(p.detach() - old).norm() for p, old in zip(masters, before, strict=True)]
+    ).norm()
     dtypes = {p.dtype for p in masters}
     trainer.close()
     assert dtypes == {torch.float32}
@@ -181,7 +207,13 @@ def moved_by_a_step(rank: int, init: str, config: Config) -> tuple[float, dict[s
 def test_the_unscaled_gradient_is_clipped(ranks: RankPool, tmp_path: Path, clip: float) -> None:
     """A step moves by the rate times the smaller of norm and clip."""
     save_model(tmp_path, "qwen2")
-    plain = {"name": "sgd", "lr": 0.5, "schedule": "constant", "weight_decay": 0.0, "clip_grad": clip}
+    plain = {
+        "name": "sgd",
+        "lr": 0.5,
+        "schedule": "constant",
+        "weight_decay": 0.0,
+        "clip_grad": clip,
+    }
     ((moved, metrics),) = ranks.run(moved_by_a_step, 1, config_of(tmp_path, optimizer=plain))
     norm = metrics["optimizer/grad_norm"]
     assert 0.1 < norm < 100
@@ -192,8 +224,9 @@ def test_the_unscaled_gradient_is_clipped(ranks: RankPool, tmp_path: Path, clip:
 
 
 def overflowing_step(trainer: Trainer) -> dict[str, float] | None:
-    """An update whose scaled gradient overflows float16 on one rank alone: on a data or context rank because of an
-    advantage, where ranks split the model because an entry of one rank's part is infinite."""
+    """An update whose scaled gradient overflows float16 on one rank alone: on a data or context
+    rank because of an advantage, where ranks split the model because an entry of one rank's part is
+    infinite."""
     batch, layout = random_batch(2, SIZE), trainer.policy.layout
     log_prob_pass(trainer, batch)
     trainer.measure(trainer.method.initial_state())
@@ -210,7 +243,11 @@ def overflowing_step(trainer: Trainer) -> dict[str, float] | None:
         def poked(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
             logged = accumulate(*args, **kwargs)
             if layout.rank == layout.world - 1:
-                cut = [p for name, p in named_parameters(trainer.policy.model) if name.endswith("linear_fc1.weight")]
+                cut = [
+                    p
+                    for name, p in named_parameters(trainer.policy.model)
+                    if name.endswith("linear_fc1.weight")
+                ]
                 main_grad(cut[0])[0, 0] = torch.inf
             return logged
 
@@ -225,8 +262,8 @@ def overflowing_step(trainer: Trainer) -> dict[str, float] | None:
 def after_overflows(
     rank: int, init: str, config: Config, number: int
 ) -> tuple[list[bool], list[dict[str, float]], dict[str, Tensor], list[dict[str, float]]]:
-    """A step, so many that overflow, and another step: whether each of those in between moved this rank's state, what
-    they reported here, the policy at the end, and what the steps reported."""
+    """A step, so many that overflow, and another step: whether each of those in between moved this
+    rank's state, what they reported here, the policy at the end, and what the steps reported."""
     trainer = Trainer(resolve_run(config), rank, init)
     first, _ = take_step(trainer, random_batch(1, SIZE))
     moved, reported = [], []
@@ -248,9 +285,12 @@ def after_overflows(
 
 @pytest.mark.wide
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=SLOW) if name.startswith("cp2") else name for name in LAYOUTS]
+    "layout",
+    [pytest.param(name, marks=SLOW) if name.startswith("cp2") else name for name in LAYOUTS],
 )
-def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: RankPool, tmp_path: Path, layout: str) -> None:
+def test_an_overflow_on_one_rank_skips_the_step_on_all(
+    ranks: RankPool, tmp_path: Path, layout: str
+) -> None:
     """Three in a row change nothing but the scale, which the next step has in all its parts."""
     family, parallel, distributed = LAYOUTS[layout]
     save_model(tmp_path, family)
@@ -277,8 +317,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: RankPool, tmp_path
 def without_a_finite_gradient(
     rank: int, init: str, config: Config, advantage: float
 ) -> tuple[bool, dict[str, float] | None, list[Any]]:
-    """After a step, an update of whose tokens one response has this advantage: whether it moved this rank's state, what
-    it reported, and what is known of the scale."""
+    """After a step, an update of whose tokens one response has this advantage: whether it moved
+    this rank's state, what it reported, and what is known of the scale."""
     trainer = Trainer(resolve_run(config), rank, init)
     take_step(trainer, random_batch(1, SIZE))
     before = state_of(trainer)
@@ -287,7 +327,11 @@ def without_a_finite_gradient(
     if (measured := trainer.step.measured) is not None:
         measured.tokens.advantage[measured.tokens.sequence == 0] = advantage
     result = trainer.update(0)
-    found = not equal(before, state_of(trainer)), result[0] if result else None, loss_scale_state(trainer)
+    found = (
+        not equal(before, state_of(trainer)),
+        result[0] if result else None,
+        loss_scale_state(trainer),
+    )
     trainer.close()
     return found
 
@@ -297,19 +341,28 @@ def test_a_loss_that_is_not_finite_is_no_fault_of_the_scale(
     ranks: RankPool, tmp_path: Path, parallel: dict[str, int]
 ) -> None:
     save_model(tmp_path, "qwen2_tied")
-    results = ranks.run(without_a_finite_gradient, 2, config_of(tmp_path, parallel=parallel), math.nan)
+    results = ranks.run(
+        without_a_finite_gradient, 2, config_of(tmp_path, parallel=parallel), math.nan
+    )
     for moved, _, scale in results:
         assert (moved, scale) == (False, [2.0**12, 1, 1])
     ((row,),) = [[row] for _, row, _ in results if row]
     assert (row["update/finite"], row["update/skipped"]) == (0.0, 0.0)
 
 
-def test_an_overflow_at_the_smallest_scale_counts_as_not_finite(ranks: RankPool, tmp_path: Path) -> None:
+def test_an_overflow_at_the_smallest_scale_counts_as_not_finite(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     save_model(tmp_path, "qwen2")
     config = config_of(tmp_path, optimizer={"min_loss_scale": 2.0**12})
     ((moved, row, scale),) = ranks.run(without_a_finite_gradient, 1, config, 1e9)
     assert row is not None
-    assert (moved, row["update/finite"], row["update/skipped"], scale) == (False, 0.0, 0.0, [2.0**12, 1, 1])
+    assert (moved, row["update/finite"], row["update/skipped"], scale) == (
+        False,
+        0.0,
+        0.0,
+        [2.0**12, 1, 1],
+    )
 
 
 # --- resume ---
@@ -318,8 +371,8 @@ def test_an_overflow_at_the_smallest_scale_counts_as_not_finite(ranks: RankPool,
 def twenty_steps(
     rank: int, init: str, config: Config, folder: str, resumed: bool
 ) -> tuple[list[dict[str, float]], dict[str, Tensor], list[Any]]:
-    """Saved after ten of twenty steps, or continued from there: what was reported, the policy, and what is known of
-    the scale where the two meet."""
+    """Saved after ten of twenty steps, or continued from there: what was reported, the policy, and
+    what is known of the scale where the two meet."""
     trainer = Trainer(resolve_run(config), rank, init)
     rows: list[dict[str, float]] = []
     if resumed:
@@ -351,7 +404,9 @@ def twenty_steps(
         pytest.param("bfloat16", "cp2-tp2", "recompute", marks=SLOW),
     ],
 )
-def test_resumed_equals_uninterrupted(writers: RankPool, tmp_path: Path, dtype: str, layout: str, head: str) -> None:
+def test_resumed_equals_uninterrupted(
+    writers: RankPool, tmp_path: Path, dtype: str, layout: str, head: str
+) -> None:
     """Bit for bit in all that is reported, with overflows before and after."""
     family, parallel, distributed = LAYOUTS[layout]
     save_model(tmp_path / "model", family)
@@ -391,7 +446,9 @@ def test_resumed_equals_uninterrupted(writers: RankPool, tmp_path: Path, dtype: 
         )
 
 
-def replayed(rows: list[dict[str, float]], scale: float, *, window: int, hysteresis: int, growth: int) -> list[float]:
+def replayed(
+    rows: list[dict[str, float]], scale: float, *, window: int, hysteresis: int, growth: int
+) -> list[float]:
     """The scale of every step, from which steps were skipped."""
     found, taken, left = [], 0, hysteresis
     for row in rows:

@@ -1,4 +1,5 @@
-"""The entropy forecast of the real trainer: its push is that of the method, and every layout forecasts the same."""
+"""The entropy forecast of the real trainer: its push is that of the method, and every layout
+forecasts the same."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ def config_of(path: Path, **sections: Any) -> Config:
             "model": {"path": str(path)},
             "batch": {"prompts": SIZE // 2, "samples_per_prompt": 2, "micro_batch_tokens": BUDGET},
             "rollout": {"temperature": TEMPERATURE, "max_prompt_tokens": 12, "max_new_tokens": 12},
-            "algorithm": {"name": "stare", "variant": "C2", "entropy_target": 100.0, "amplify": 2.0, "share": 0.2},
+            "algorithm": {
+                "name": "stare",
+                "variant": "C2",
+                "entropy_target": 100.0,
+                "amplify": 2.0,
+                "share": 0.2,
+            },
             "optimizer": {"name": "sgd", "lr": 1e-2, "weight_decay": 0.0},
             **sections,
         }
@@ -38,7 +45,8 @@ def config_of(path: Path, **sections: Any) -> Config:
 
 
 def one_rank(rank: int, init: str, config: Config) -> dict[str, Any]:
-    """A step's metrics (on the reporting rank), and this rank's tokens before and entropies after it."""
+    """A step's metrics (on the reporting rank), and this rank's tokens before and entropies after
+    it."""
     worker = Trainer(resolve_run(config), rank, init)
     batch = random_batch(SEED, SIZE)
     batch.step = 1
@@ -54,15 +62,26 @@ def one_rank(rank: int, init: str, config: Config) -> dict[str, Any]:
 
 
 def watched(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if name.startswith(("forecast/", "gradient/"))}
+    return {
+        name: value
+        for name, value in metrics.items()
+        if name.startswith(("forecast/", "gradient/"))
+    }
 
 
 def of_selection(tokens: TokenBatch) -> dict[str, float]:
-    """Precisions, sums of A Phi and the norm of the gradient in the logits, of config_of's STARE, token by token."""
+    """Precisions, sums of A Phi and the norm of the gradient in the logits, of config_of's STARE,
+    token by token."""
     counted = tokens.loss_mask.nonzero().squeeze(1)
     log_p, entropy, advantage, p2, p2_log_p = (
         x[counted].double()
-        for x in (tokens.old_log_prob, tokens.entropy, tokens.advantage, tokens.sum_p2, tokens.sum_p2_log_p)
+        for x in (
+            tokens.old_log_prob,
+            tokens.entropy,
+            tokens.advantage,
+            tokens.sum_p2,
+            tokens.sum_p2_log_p,
+        )
     )
     phi = log_p.exp() * (log_p + entropy) - (p2_log_p + entropy * p2)
     weight, found = torch.ones_like(log_p), {}
@@ -85,9 +104,15 @@ def test_every_layout_forecasts_and_measures_the_same(ranks, tmp_path: Path) -> 
     assert len(want) == 63
     by_hand = of_selection(alone["before"])
     assert {name: want[name] for name in by_hand} == pytest.approx(by_hand, rel=1e-4)
-    assert 0 < want["gradient/logit_norm_low"] < want["gradient/logit_norm"] < want["gradient/logit_norm_high"]
+    assert (
+        0
+        < want["gradient/logit_norm_low"]
+        < want["gradient/logit_norm"]
+        < want["gradient/logit_norm_high"]
+    )
     assert want["forecast/mass_rare_plus"] > 0 > want["forecast/mass_rare_minus"]
-    assert want["forecast/entropy_change"] > want["forecast/plain_change"]  # the gate is open: L+ is amplified
+    # the gate is open: L+ is amplified
+    assert want["forecast/entropy_change"] > want["forecast/plain_change"]
     change = (alone["after"] - alone["before"].entropy).double().mean()
     assert want["forecast/measured_change"] == pytest.approx(float(change), rel=1e-6)
     assert abs(float(change)) > 1e-5
@@ -148,7 +173,9 @@ def push(name: str, tokens: TokenBatch, **settings: Any) -> tuple[Tensor, Any, A
     start = {key: torch.tensor(x, dtype=torch.float64) for key, x in method.initial_state().items()}
     state = method.control(start, known)
 
-    def loss_of(log_prob: Tensor, entropy: Tensor, micro: _Half) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_of(
+        log_prob: Tensor, entropy: Tensor, micro: _Half
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         part = tokens.select(torch.arange(micro.span.start, micro.span.stop))
         part.log_prob = log_prob
         terms = method.token_loss(part, known, state)
@@ -160,7 +187,9 @@ def push(name: str, tokens: TokenBatch, **settings: Any) -> tuple[Tensor, Any, A
 
 def test_the_push_is_weight_times_advantage_over_tokens() -> None:
     tokens = tokens_of([1.0, -0.5, 0.0, 0.7], [9, 14, 6, 11])
-    got, method, known, state = push("stare", tokens, variant="C2", amplify=1.7, attenuate=0.4, entropy_target=9.0)
+    got, method, known, state = push(
+        "stare", tokens, variant="C2", amplify=1.7, attenuate=0.4, entropy_target=9.0
+    )
     weights = method.weights(tokens, known, state)
     assert sorted(set(weights.tolist())) == pytest.approx([0.4, 1.0, 1.7])
     torch.testing.assert_close(got, weights * tokens.advantage / 40)

@@ -1,4 +1,5 @@
-"""The entropy forecast of the first of several mini-batches: of its own tokens that carry loss, and of no others."""
+"""The entropy forecast of the first of several mini-batches: of its own tokens that carry loss, and
+of no others."""
 
 from __future__ import annotations
 
@@ -15,11 +16,19 @@ from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
 
-STARE = {"name": "stare", "variant": "C2", "amplify": 3.0, "attenuate": 0.2, "share": 0.3, "entropy_target": None}
+STARE = {
+    "name": "stare",
+    "variant": "C2",
+    "amplify": 3.0,
+    "attenuate": 0.2,
+    "share": 0.3,
+    "entropy_target": None,
+}
 
 
 def first_update(rank: int, init: str, config: Config, alone: bool) -> dict[str, Any]:
-    """Runs the first update. Returned are its report, this rank's tokens before it and the entropies after it.
+    """Runs the first update. Returned are its report, this rank's tokens before it and the
+    entropies after it.
 
     Args:
         alone: the first mini-batch is all there is.
@@ -43,16 +52,25 @@ def first_update(rank: int, init: str, config: Config, alone: bool) -> dict[str,
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("data", [1, 2])
-def test_a_mini_batch_is_forecast_and_measured_as_if_it_were_alone(ranks: RankPool, tmp_path: Path, data: int) -> None:
+def test_a_mini_batch_is_forecast_and_measured_as_if_it_were_alone(
+    ranks: RankPool, tmp_path: Path, data: int
+) -> None:
     save_model(tmp_path, "qwen2")
     watched = {"entropy_forecast": True, "measured_every": 1}
     config = config_of(tmp_path, STARE, 0.3, observability=watched, parallel={"data": data})
     results = ranks.run(first_update, data, config, False)
-    (alone,) = ranks.run(first_update, 1, config_of(tmp_path, STARE, 0.3, observability=watched), True)
+    (alone,) = ranks.run(
+        first_update, 1, config_of(tmp_path, STARE, 0.3, observability=watched), True
+    )
     (metrics,) = [result["metrics"] for result in results if result["metrics"] is not None]
-    wanted = {name: x for name, x in alone["metrics"].items() if name.startswith(("forecast/", "gradient/"))}
+    wanted = {
+        name: x
+        for name, x in alone["metrics"].items()
+        if name.startswith(("forecast/", "gradient/"))
+    }
     assert len(wanted) == 63
-    wanted = {name: x for name, x in wanted.items() if "token_" not in name}  # those are of the whole rollout batch
+    # those are of the whole rollout batch
+    wanted = {name: x for name, x in wanted.items() if "token_" not in name}
     assert {name: metrics[name] for name in wanted} == pytest.approx(wanted, rel=2e-3, abs=1e-6)
     total, number = 0.0, 0
     for result in results:

@@ -1,4 +1,5 @@
-"""The gate of two ranks whose tokens differ in entropy, of other data or other chunks of the same responses, exact and
+"""The gate of two ranks whose tokens differ in entropy, of other data or other chunks of the same
+responses, exact and
 lagged: that of all tokens, on both."""
 
 from __future__ import annotations
@@ -20,14 +21,21 @@ SIZE, START = 8, 1.2
 LAGGED = {"surprisal": "rollout", "gate": "lagged"}
 
 
-def config_of(path: Path, target: float, statistics: dict[str, str], layout: dict[str, int]) -> Config:
+def config_of(
+    path: Path, target: float, statistics: dict[str, str], layout: dict[str, int]
+) -> Config:
     return Config.model_validate(
         {
             "model": {"path": str(path)},
             "parallel": layout,
             "batch": {"prompts": SIZE // 2, "samples_per_prompt": 2, "micro_batch_tokens": 24},
             "statistics": statistics,
-            "algorithm": {"name": "stare", "entropy_target": target, "adaptive": True, "amplify": START},
+            "algorithm": {
+                "name": "stare",
+                "entropy_target": target,
+                "adaptive": True,
+                "amplify": START,
+            },
             "optimizer": {"name": "sgd", "lr": 0.1, "weight_decay": 0.0},
             "observability": {"entropy_forecast": False},
         }
@@ -35,8 +43,8 @@ def config_of(path: Path, target: float, statistics: dict[str, str], layout: dic
 
 
 def one_step(rank: int, init: str, config: Config, seed: int) -> dict[str, Any]:
-    """Takes one step. Returned are this rank's report, its state for the next step, the state in use, and the entropy
-    of its own tokens."""
+    """Takes one step. Returned are this rank's report, its state for the next step, the state in
+    use, and the entropy of its own tokens."""
     trainer = Trainer(resolve_run(config), rank, init)
     metrics, _ = take_step(trainer, random_batch(seed, SIZE))
     measured = trainer.step.measured

@@ -1,4 +1,5 @@
-"""Ranks wait for others as long as the run says, in the world and in Megatron's groups, and begin with its seed."""
+"""Ranks wait for others as long as the run says, in the world and in Megatron's groups, and begin
+with its seed."""
 
 from __future__ import annotations
 
@@ -16,14 +17,17 @@ from megatron_stare.megatron.backend.layout import join, leave
 from megatron_stare.megatron.trainer import Trainer
 
 MODEL = Path(__file__).parents[2] / "assets" / "tiny-adder"
-# megatron-core 0.16.1 gives this one no limit; its own way of saving the distributed optimizer alone uses it
+# megatron-core 0.16.1 gives this one no limit; its own way of saving the distributed optimizer
+# alone uses it
 UNUSED = "EXPERT_DATA_PARALLEL_GROUP_GLOO"
 
 
 def _limits(rank: int, init: str, config: Config) -> set[float]:
     trainer = Trainer(resolve_run(config), rank, init)
     groups = [group for group in dist.distributed_c10d._world.pg_map if group.group_desc != UNUSED]
-    found = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+    found = {
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups
+    }
     assert len(groups) > 5
     trainer.close()
     return found
@@ -31,7 +35,9 @@ def _limits(rank: int, init: str, config: Config) -> set[float]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("limits", "seconds"), [({"collective_s": 77.0}, 77.0), ({}, 100.0)])
-def test_every_group_waits_as_long_as_the_run_says(ranks: RankPool, limits: dict[str, float], seconds: float) -> None:
+def test_every_group_waits_as_long_as_the_run_says(
+    ranks: RankPool, limits: dict[str, float], seconds: float
+) -> None:
     """Megatron's own groups would wait for half an hour, whatever the world's limit is."""
     config = Config.model_validate(
         {
@@ -49,7 +55,11 @@ def test_every_group_waits_as_long_as_the_run_says(ranks: RankPool, limits: dict
 def test_a_rank_refuses_what_its_device_lacks_before_it_joins(tmp_path: Path) -> None:
     """The driver asked its own device, which may be another."""
     config = Config.model_validate(
-        {"model": {"path": str(MODEL)}, "performance": {"cuda_connections": 1}, "algorithm": {"name": "grpo"}}
+        {
+            "model": {"path": str(MODEL)},
+            "performance": {"cuda_connections": 1},
+            "algorithm": {"name": "grpo"},
+        }
     )
     with pytest.raises(ConfigError, match=r"performance\.cuda_connections: it needs CUDA"):
         Trainer(resolve_run(config), 0, f"file://{tmp_path / 'ranks'}")

@@ -1,4 +1,5 @@
-"""Updates that are not taken because of one rank's numbers: no rank takes them, and each says what it found."""
+"""Updates that are not taken because of one rank's numbers: no rank takes them, and each says what
+it found."""
 
 from __future__ import annotations
 
@@ -33,21 +34,26 @@ def begun(rank: int, init: str, config: Config) -> Trainer:
     return trainer
 
 
-def broken(rank: int, init: str, config: Config, fault: str) -> tuple[dict[str, float] | None, NotFinite, bool, bool]:
-    """An update in which one rank has a number that is not finite: what it reports, what is found here, whether
-    anything moved, and whether an update after the fault is taken."""
+def broken(
+    rank: int, init: str, config: Config, fault: str
+) -> tuple[dict[str, float] | None, NotFinite, bool, bool]:
+    """An update in which one rank has a number that is not finite: what it reports, what is found
+    here, whether anything moved, and whether an update after the fault is taken."""
     trainer = begun(rank, init, config)
     parameters = dict(named_parameters(trainer.policy.model))
     faulty = rank == FAULTY
     if fault == "weight" and faulty:
         parameters["decoder.layers.1.mlp.linear_fc2.weight"].data[0, 0] = torch.inf
     if fault == "gradient" and faulty:
-        parameters["decoder.layers.2.mlp.linear_fc1.weight"].register_hook(lambda grad: grad * torch.nan)
+        parameters["decoder.layers.2.mlp.linear_fc1.weight"].register_hook(
+            lambda grad: grad * torch.nan
+        )
     if fault == "loss" and faulty and trainer.step.measured is not None:
         whole = step_module.accumulate_gradients
 
         def lost(*args: Any) -> dict[str, torch.Tensor]:
-            """The loss of a token is not finite, and none of the gradient: as of one that is clipped."""
+            """The loss of a token is not finite, and none of the gradient: as of one that is
+            clipped."""
             logged = whole(*args)
             logged["loss/policy"][0] = torch.inf
             return logged
@@ -59,7 +65,8 @@ def broken(rank: int, init: str, config: Config, fault: str) -> tuple[dict[str, 
     finally:
         if fault == "loss" and faulty:
             step_module.accumulate_gradients = whole
-    unmoved = equal(state_of(trainer), before) or (fault == "weight" and faulty)  # NaN and inf do not compare
+    # NaN and inf do not compare
+    unmoved = equal(state_of(trainer), before) or (fault == "weight" and faulty)
     found = trainer.not_finite()
     again = trainer.update(0) if fault == "loss" else None
     taken = fault != "loss" or not equal(state_of(trainer), before)
@@ -68,8 +75,11 @@ def broken(rank: int, init: str, config: Config, fault: str) -> tuple[dict[str, 
     return (result[0] if result else None), found, unmoved, taken
 
 
-def limited(rank: int, init: str, config: Config, share: float) -> tuple[dict[str, float] | None, float, bool]:
-    """An update held to a share of its gradient norm: what it reports, that norm, and whether anything moved."""
+def limited(
+    rank: int, init: str, config: Config, share: float
+) -> tuple[dict[str, float] | None, float, bool]:
+    """An update held to a share of its gradient norm: what it reports, that norm, and whether
+    anything moved."""
     trainer = begun(rank, init, config)
     before = state_of(trainer)
     result = trainer.update(0, None, (), 0.0)  # nothing is below it, so this is a look at the norm
@@ -97,7 +107,9 @@ def config_of(model: Path, **more: Any) -> Config:
     )
 
 
-def test_one_ranks_fault_is_left_out_by_all_and_found_where_it_was(ranks: RankPool, tmp_path: Path) -> None:
+def test_one_ranks_fault_is_left_out_by_all_and_found_where_it_was(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     config = config_of(tmp_path)
     said = {}
     for fault in ("weight", "gradient", "loss"):
@@ -108,7 +120,8 @@ def test_one_ranks_fault_is_left_out_by_all_and_found_where_it_was(ranks: RankPo
         assert all(unmoved and taken for *_, unmoved, taken in results)
         said[fault] = origin([found for _, found, _, _ in results])
         own = [found.own_gradient for _, found, _, _ in results]
-        if fault == "gradient":  # all hold it once it is reduced, and one says that it came from there
+        # all hold it once it is reduced, and one says that it came from there
+        if fault == "gradient":
             assert own == [False, False, False, True]
             assert sum(found.gradient is not None for _, found, _, _ in results) >= 2
         if fault == "loss":
@@ -116,10 +129,14 @@ def test_one_ranks_fault_is_left_out_by_all_and_found_where_it_was(ranks: RankPo
     place = "rank 3 (data 1, tensor 1, stage 0)"
     assert said["weight"] == f"the weight decoder.layers.1.mlp.linear_fc2.weight on {place}"
     assert said["gradient"] == f"the gradient of decoder.layers.2.mlp.linear_fc1.weight on {place}"
-    assert said["loss"].startswith("log-prob, advantage or loss of sample ") and said["loss"].endswith(place)
+    assert said["loss"].startswith("log-prob, advantage or loss of sample ") and said[
+        "loss"
+    ].endswith(place)
 
 
-def test_all_ranks_hold_an_update_back_whose_norm_is_above_the_limit(ranks: RankPool, tmp_path: Path) -> None:
+def test_all_ranks_hold_an_update_back_whose_norm_is_above_the_limit(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     config = config_of(tmp_path)
     for share, held in ((0.999, True), (1.0, False)):
         results = ranks.run(limited, 4, config, share)

@@ -1,4 +1,5 @@
-"""Which way a run goes through the output layer, what goes through it, and that every method learns the same."""
+"""Which way a run goes through the output layer, what goes through it, and that every method learns
+the same."""
 
 from __future__ import annotations
 
@@ -53,10 +54,14 @@ def test_the_choice_by_memory(coupling: Any, logits: int, free: int, mode: Mode)
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
 def test_the_size_of_the_logits(tmp_path: Path, dtype: Any, size: int) -> None:
     save_model(tmp_path, "qwen2")
-    config = Config(model=ModelConfig(path=str(tmp_path), dtype=dtype), parallel=ParallelConfig(tensor=2))
-    assert largest_logits(config, read_shape(tmp_path)) == 8192 * 128 * size  # 37 columns in two ranks of 128
+    config = Config(
+        model=ModelConfig(path=str(tmp_path), dtype=dtype), parallel=ParallelConfig(tensor=2)
+    )
+    # 37 columns in two ranks of 128
+    assert largest_logits(config, read_shape(tmp_path)) == 8192 * 128 * size
     split = config.model_copy(update={"parallel": ParallelConfig(tensor=2, context=3)})
-    assert largest_logits(split, read_shape(tmp_path)) == 2731 * 128 * size  # of each sequence a third
+    # of each sequence a third
+    assert largest_logits(split, read_shape(tmp_path)) == 2731 * 128 * size
 
 
 def with_observations(batch: RolloutBatch) -> RolloutBatch:
@@ -65,16 +70,22 @@ def with_observations(batch: RolloutBatch) -> RolloutBatch:
 
 
 def _seen(rank: int, init: str, path: str, mode: Mode, dtype: Any) -> dict[str, Any]:
-    """Collects what reaches the operator, the log-probs of both passes, and the gradient of the output layer."""
+    """Collects what reaches the operator, the log-probs of both passes, and the gradient of the
+    output layer."""
     shape, parallel = read_shape(path), ParallelConfig()
     layout = parallel_layout.join(parallel, rank, init, seed=1, timeout_s=60)
-    model = build_policy(shape, ModelConfig(path=path, dtype=dtype), parallel, layout, distributed_optimizer=False)
+    model = build_policy(
+        shape, ModelConfig(path=path, dtype=dtype), parallel, layout, distributed_optimizer=False
+    )
     load_hf(model, HfFolder(path), shape, layout)
     batch = with_observations(random_batch(4))
     plan = plan_micro_batches(
-        batch.lengths.tolist(), PlanRules(data_parallel=1, budget=40, packed=True, cost=cost_of(shape))
+        batch.lengths.tolist(),
+        PlanRules(data_parallel=1, budget=40, packed=True, cost=cost_of(shape)),
     )
-    rank_batch = RankBatch(batch.share(plan.samples_of(0)), plan, 0, device(), WholeSequences(packed=True))
+    rank_batch = RankBatch(
+        batch.share(plan.samples_of(0)), plan, 0, device(), WholeSequences(packed=True)
+    )
     head = Head(shape.vocab_size, 1.0, layout, mode=mode, chunk=4)
     met: list[Tensor] = []
 
@@ -87,11 +98,15 @@ def _seen(rank: int, init: str, path: str, mode: Mode, dtype: Any) -> dict[str, 
     try:
         log_prob, _ = compute_log_probs(model, rank_batch, head)
         scored = sum(len(logits) for logits in met)
-        logged = accumulate_gradients(model, rank_batch, head, lambda lp, *_: (lp.sum(), {"lp": lp.detach()}))
+        logged = accumulate_gradients(
+            model, rank_batch, head, lambda lp, *_: (lp.sum(), {"lp": lp.detach()})
+        )
     finally:
         linear_head.measure = vocab_parallel.measure = measure
         parallel_layout.leave()
-    (weight,) = [p for m in model for name, p in m.named_parameters() if name.endswith("output_layer.weight")]
+    (weight,) = [
+        p for m in model for name, p in m.named_parameters() if name.endswith("output_layer.weight")
+    ]
     return {
         "scored": scored,
         "trained": sum(len(logits) for logits in met) - scored,
@@ -111,7 +126,8 @@ def test_what_goes_through_the_output_layer(ranks: RankPool, tmp_path: Path, dty
     gradients = []
     for mode in MODES:
         (seen,) = ranks.run(_seen, 1, str(tmp_path), mode, dtype)
-        assert seen["scored"] == seen["trained"] == seen["sampled"]  # no prompt, no tool observation, no padding
+        # no prompt, no tool observation, no padding
+        assert seen["scored"] == seen["trained"] == seen["sampled"]
         assert len(seen["index"].unique()) == seen["sampled"]
         assert seen["dtypes"] == {getattr(torch, dtype)}  # no float32 copy
         assert (seen["largest"] > 4) == (mode == "materialised")
@@ -120,12 +136,18 @@ def test_what_goes_through_the_output_layer(ranks: RankPool, tmp_path: Path, dty
     assert gradients[0].dtype == torch.float32
     near = 1e-6 if dtype == "float32" else 1e-2
     for gradient in gradients[1:]:
-        torch.testing.assert_close(gradient, gradients[0], rtol=near, atol=near * float(gradients[0].abs().max()))
+        torch.testing.assert_close(
+            gradient, gradients[0], rtol=near, atol=near * float(gradients[0].abs().max())
+        )
 
 
 METHODS: dict[str, dict[str, Any]] = {
     "stare": {"variant": "C2", "entropy_target": None},
-    "grpo": {"entropy_bonus": {"coef": 0.1}, "reference_kl": {"coef": 0.2}, "correction": {"mode": "truncate"}},
+    "grpo": {
+        "entropy_bonus": {"coef": 0.1},
+        "reference_kl": {"coef": 0.2},
+        "correction": {"mode": "truncate"},
+    },
     "dapo": {},
     "cispo": {},
     "gtpo": {},
@@ -139,7 +161,8 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def _gradients(rank: int, init: str, config: Config) -> tuple[dict[str, Tensor], list[str]]:
-    """Gradients of two updates, of which the second one's ratios are not 1; and the trainer's notes."""
+    """Gradients of two updates, of which the second one's ratios are not 1; and the trainer's
+    notes."""
     trainer = Trainer(resolve_run(config), rank, init)
     batch = random_batch(8, 8)
     log_prob_pass_on(trainer, batch)
@@ -148,7 +171,9 @@ def _gradients(rank: int, init: str, config: Config) -> tuple[dict[str, Tensor],
     for number in range(2):
         trainer.update(number)
         for m in trainer.policy.model:
-            gradients |= {f"{number} {name}": main_grad(p).clone() for name, p in m.named_parameters()}
+            gradients |= {
+                f"{number} {name}": main_grad(p).clone() for name, p in m.named_parameters()
+            }
     notes = trainer.notes()
     trainer.close()
     return gradients, notes
@@ -157,7 +182,9 @@ def _gradients(rank: int, init: str, config: Config) -> tuple[dict[str, Tensor],
 @pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_learns_the_same_from_all_heads(ranks: RankPool, tmp_path: Path, name: str) -> None:
+def test_every_method_learns_the_same_from_all_heads(
+    ranks: RankPool, tmp_path: Path, name: str
+) -> None:
     save_model(tmp_path, "qwen2_tied")
     found = {}
     for mode in ["auto", *MODES]:
@@ -166,7 +193,12 @@ def test_every_method_learns_the_same_from_all_heads(ranks: RankPool, tmp_path: 
         config = Config.model_validate(
             {
                 "model": {"path": str(tmp_path), "head": mode, "head_chunk_tokens": 5},
-                "batch": {"prompts": 4, "samples_per_prompt": 2, "epochs": 2, "micro_batch_tokens": 64},
+                "batch": {
+                    "prompts": 4,
+                    "samples_per_prompt": 2,
+                    "epochs": 2,
+                    "micro_batch_tokens": 64,
+                },
                 "algorithm": {"name": name, **METHODS[name]},
                 "optimizer": {"name": "sgd", "lr": 0.1, "weight_decay": 0.0, "clip_grad": 1e9},
                 "observability": {"entropy_forecast": False},
@@ -175,9 +207,13 @@ def test_every_method_learns_the_same_from_all_heads(ranks: RankPool, tmp_path: 
         ((found[mode], notes),) = ranks.run(_gradients, 1, config)
         *notes, optimizer = notes
         assert optimizer == "optimizer: SGD of torch"
-        assert [line.split(",")[0] for line in notes] == (["model.head: materialised"] if mode == "auto" else [])
+        assert [line.split(",")[0] for line in notes] == (
+            ["model.head: materialised"] if mode == "auto" else []
+        )
     wanted = found.pop("materialised")
     assert any(gradient.any() for gradient in wanted.values())
     for gradients in found.values():
         for key, gradient in gradients.items():
-            torch.testing.assert_close(gradient, wanted[key], rtol=1e-4, atol=1e-5 * float(wanted[key].abs().max()))
+            torch.testing.assert_close(
+                gradient, wanted[key], rtol=1e-4, atol=1e-5 * float(wanted[key].abs().max())
+            )

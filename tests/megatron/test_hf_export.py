@@ -1,4 +1,5 @@
-"""The Hugging Face folder that the ranks write holds, tensor for tensor, what one process would have written."""
+"""The Hugging Face folder that the ranks write holds, tensor for tensor, what one process would
+have written."""
 
 from __future__ import annotations
 
@@ -28,7 +29,12 @@ SHARD_BYTES = 20_000  # several files a rank
 
 def config_of(path: Path, layout: dict[str, int]) -> Config:
     return Config.model_validate(
-        {"model": {"path": str(path)}, "parallel": layout, "algorithm": {"name": "grpo"}, "optimizer": {"lr": 1e-2}}
+        {
+            "model": {"path": str(path)},
+            "parallel": layout,
+            "algorithm": {"name": "grpo"},
+            "optimizer": {"lr": 1e-2},
+        }
     )
 
 
@@ -39,14 +45,21 @@ def changed(trainer: Trainer) -> None:
             parameter.mul_(2)
 
 
-def written(rank: int, init: str, config: Config, folder: str) -> tuple[dict[str, Tensor], list[str]]:
-    """Exports the weights and writes them. Returned are the export and the names of tensors that this rank wrote."""
+def written(
+    rank: int, init: str, config: Config, folder: str
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Exports the weights and writes them. Returned are the export and the names of tensors that
+    this rank wrote."""
     trainer = Trainer(resolve_run(config), rank, init)
     changed(trainer)
     own = trainer.own_tensors()
     parts: list = [None] * config.parallel.world_size
     dist.all_gather_object(parts, {name: shape for name, (shape, _) in own.items()})
-    entries = [create_shards(Path(folder), [p for p in parts if p], torch.float32, SHARD_BYTES) if rank == 0 else None]
+    entries = [
+        create_shards(Path(folder), [p for p in parts if p], torch.float32, SHARD_BYTES)
+        if rank == 0
+        else None
+    ]
     dist.broadcast_object_list(entries)
     trainer.write_tensors(entries[0])
     result = trainer.export(), list(own)
@@ -101,7 +114,9 @@ def exported_twice(rank: int, init: str, config: Config, folder: str) -> dict[st
 
 
 @pytest.mark.distributed
-def test_the_driver_lays_the_folder_out_and_replaces_the_former(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_driver_lays_the_folder_out_and_replaces_the_former(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     save_model(tmp_path / "model", "qwen2_tied")
     (want,) = ranks.run(exported_twice, 1, config_of(tmp_path / "model", {}), str(tmp_path))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf", "model"]

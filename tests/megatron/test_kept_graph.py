@@ -1,4 +1,5 @@
-"""Training on the graph of the log-prob pass: the same bits as two passes, with one forward fewer."""
+"""Training on the graph of the log-prob pass: the same bits as two passes, with one forward
+fewer."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ def config_of(folder: Path, keep_graph: bool, **sections: dict[str, Any]) -> Con
 
 
 def steps_of(rank: int, init: str, config: Config) -> tuple[list[Any], list[Any], list[int]]:
-    """Takes three steps. Returned are what they reported, all that they moved, how often the model ran forward in each,
-    and the number of micro-batches."""
+    """Takes three steps. Returned are what they reported, all that they moved, how often the model
+    ran forward in each, and the number of micro-batches."""
     trainer = Trainer(resolve_run(config), rank, init)
     forwards = [0]
 
@@ -65,14 +66,22 @@ LAYOUTS: list[Any] = [
         {
             "parallel": {"data": 2},
             "optimizer": {"distributed": True},
-            "performance": {"overlap_grad_reduce": True, "overlap_param_gather": True, "gradient_bucket": 3000},
+            "performance": {
+                "overlap_grad_reduce": True,
+                "overlap_param_gather": True,
+                "gradient_bucket": 3000,
+            },
         },
         id="dp2-overlap",
     ),
-    pytest.param("qwen3_moe", {"parallel": {"data": 2, "expert": 2}}, id="ep2", marks=pytest.mark.slow),
+    pytest.param(
+        "qwen3_moe", {"parallel": {"data": 2, "expert": 2}}, id="ep2", marks=pytest.mark.slow
+    ),
     pytest.param("qwen2", {"model": {"recompute": "full"}}, id="recompute"),
     pytest.param("qwen2", {"model": {"dtype": "bfloat16"}}, id="bf16"),
-    pytest.param("qwen2", {"model": {"head": "gradient_in_forward", "head_chunk_tokens": 5}}, id="fused-head"),
+    pytest.param(
+        "qwen2", {"model": {"head": "gradient_in_forward", "head_chunk_tokens": 5}}, id="fused-head"
+    ),
 ]
 
 
@@ -84,7 +93,9 @@ def test_the_same_bits(ranks, tmp_path: Path, family: str, sections: dict[str, A
     twice, once = (config_of(tmp_path, keep, **sections) for keep in (False, True))
     before = ranks.run(steps_of, twice.parallel.world_size, twice)
     after = ranks.run(steps_of, once.parallel.world_size, once)
-    for (metrics, moved, forwards), (kept_metrics, kept_moved, kept_forwards) in zip(before, after, strict=True):
+    for (metrics, moved, forwards), (kept_metrics, kept_moved, kept_forwards) in zip(
+        before, after, strict=True
+    ):
         assert repr(metrics) == repr(kept_metrics)  # a NaN is equal to a NaN
         assert equal(moved, kept_moved)
         assert (forwards, kept_forwards) == ([2, 2, 2, 1], [1, 1, 1, 1])

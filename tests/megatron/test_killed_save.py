@@ -1,5 +1,5 @@
-"""A save over several ranks in which a rank, a writer or the driver is killed: the checkpoint before stays whole, what
-is left is no checkpoint, and no process stays."""
+"""A save over several ranks in which a rank, a writer or the driver is killed: the checkpoint
+before stays whole, what is left is no checkpoint, and no process stays."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ pytestmark = pytest.mark.distributed
 WAIT_S = 120
 LOST = 3  # exit status of a driver that has lost a rank
 LAYOUTS: dict[str, dict[str, int]] = {"dp2": {"data": 2}, "tp2-dp2": {"tensor": 2, "data": 2}}
-Victim = tuple[str, int, str, str]  # who is killed, of which rank, at which audit event with which path
+# who is killed, of which rank, at which audit event with which path
+Victim = tuple[str, int, str, str]
 
 STAGED = r"step_000002\.\w+\.tmp"
 OF_THE_DRIVER = (
@@ -49,13 +50,17 @@ def victims(world: int) -> list[Victim]:
     for rank in range(world):
         files = [rf"{STAGED}/__{rank}_{number}\.distcp$" for number in range(2)]
         found += [(who, rank, "open", file) for who in ("rank", "writer") for file in files]
-    found += [("rank", 0, "open", rf"{STAGED}/{name}$") for name in (r"\.metadata\.tmp", r"metadata\.json")]
+    found += [
+        ("rank", 0, "open", rf"{STAGED}/{name}$")
+        for name in (r"\.metadata\.tmp", r"metadata\.json")
+    ]
     random.Random(16).shuffle(found)
     return found
 
 
 def cases() -> list[Any]:
-    """Two ranks, one of each kind (the driver's moments are in test_background_save.py); four ranks, all, slow."""
+    """Two ranks, one of each kind (the driver's moments are in test_background_save.py); four
+    ranks, all, slow."""
     drawn = victims(2)
     quick = [next(each for each in drawn if each[0] == who) for who in ("rank", "writer")]
     made = [pytest.param("dp2", each, id=f"dp2-{each[0]}") for each in quick]
@@ -95,7 +100,9 @@ class Driver:
     def __init__(self, config: Config, run_dir: RunDir, meeting: str) -> None:
         torch.set_num_threads(1)
         run = resolve_run(config)
-        self.workers = RankWorkers(lambda rank: Rank(run, rank, f"file://{meeting}"), config.parallel.world_size)
+        self.workers = RankWorkers(
+            lambda rank: Rank(run, rank, f"file://{meeting}"), config.parallel.world_size
+        )
         self.group, self.dir = TrainerGroup(self.workers, plan_rules(run)), run_dir
         self.checkpoints = Checkpoints(config, self.group, run_dir)
 
@@ -103,7 +110,9 @@ class Driver:
         self.workers.call("whole_step", number)
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: tensor for part in self.workers.call("export") for name, tensor in part.items()}
+        return {
+            name: tensor for part in self.workers.call("export") for name, tensor in part.items()
+        }
 
 
 def saved_and_killed(folder: str, layout: str, victim: Victim | None) -> None:
@@ -196,6 +205,8 @@ def test_whoever_is_killed(undisturbed: Any, tmp_path: Path, layout: str, victim
     assert status_of(continued, str(tmp_path), layout) == 0
     step, left, got = torch.load(tmp_path / "again")
     assert (step, left[-1]) == ((2, "step_000002") if completed else (1, "step_000001"))
-    assert left == (["step_000001", "step_000002"] if event == "os.rename" and completed else left[-1:])
+    assert left == (
+        ["step_000001", "step_000002"] if event == "os.rename" and completed else left[-1:]
+    )
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], want[name]) for name in want)

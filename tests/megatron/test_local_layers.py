@@ -1,4 +1,5 @@
-"""Norm and activation of the local layer spec, against torch's own in float64 and by worked numbers."""
+"""Norm and activation of the local layer spec, against torch's own in float64 and by worked
+numbers."""
 
 from __future__ import annotations
 
@@ -31,12 +32,17 @@ def test_a_norm_by_worked_numbers() -> None:
     norm.weight.data = torch.tensor([2.0, -1.0], dtype=torch.float64)
     x = torch.tensor([[1.0, 2.0], [0.0, 1.0]], dtype=torch.float64, requires_grad=True)
     y = norm(x)  # mean squares 2.5 and 0.5, so the roots with eps are those of 3 and 1
-    torch.testing.assert_close(y, torch.tensor([[2.0, -2.0], [0.0, -1.0]], dtype=torch.float64) / _roots())
+    torch.testing.assert_close(
+        y, torch.tensor([[2.0, -2.0], [0.0, -1.0]], dtype=torch.float64) / _roots()
+    )
     y.sum().backward()
-    # r (g w - n mean(g w n)): rows (2 - 0) / 3^0.5 ..., with mean(w n) of (2 - 2) / 2 = 0 and -1 / 2
+    # r (g w - n mean(g w n)): rows (2 - 0) / 3^0.5 ..., with mean(w n) of (2 - 2) / 2 = 0 and -1 /
+    # 2
     expected = torch.tensor([[2.0, -1.0], [2.0, -0.5]], dtype=torch.float64) / _roots()
     torch.testing.assert_close(x.grad, expected)
-    torch.testing.assert_close(norm.weight.grad, torch.tensor([3**-0.5, 2 * 3**-0.5 + 1], dtype=torch.float64))
+    torch.testing.assert_close(
+        norm.weight.grad, torch.tensor([3**-0.5, 2 * 3**-0.5 + 1], dtype=torch.float64)
+    )
 
 
 def _roots() -> Tensor:
@@ -49,7 +55,8 @@ def test_a_norm_and_its_gradients_are_torchs(shape: tuple[int, ...]) -> None:
     norm.weight.data = drawn(8, seed=1)
     found = []
     for own in (True, False):
-        x = drawn(*shape).transpose(0, -2).requires_grad_()  # as heads are: not side by side in memory
+        # as heads are: not side by side in memory
+        x = drawn(*shape).transpose(0, -2).requires_grad_()
         norm.weight.grad = None
         y = norm(x) if own else torch.nn.functional.rms_norm(x, (8,), norm.weight, 1e-3)
         # the gradient too lies in memory as it comes: the rotation's is not side by side either
@@ -66,12 +73,16 @@ def test_a_norm_of_half_precision_is_computed_in_single() -> None:
     x.requires_grad_()
     y = norm(x)
     y.backward(g)
-    exact, weight = x.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
+    exact, weight = (
+        x.detach().double().requires_grad_(),
+        norm.weight.detach().double().requires_grad_(),
+    )
     expected = torch.nn.functional.rms_norm(exact, (64,), weight, 1e-6)
     expected.backward(g.double())
     assert y.dtype == x.grad.dtype == norm.weight.grad.dtype == torch.bfloat16
     pairs = (y, expected), (x.grad, exact.grad), (norm.weight.grad, weight.grad)
-    for ours, theirs in pairs:  # rounded once, at the end: half a unit of the last of 8 bits, and more
+    # rounded once, at the end: half a unit of the last of 8 bits, and more
+    for ours, theirs in pairs:
         assert ((ours.double() - theirs).abs() <= theirs.abs() * 2**-8 + 1e-5).all()
 
 
@@ -80,7 +91,8 @@ def test_swiglu_is_bit_for_bit_what_autograd_makes_of_it() -> None:
     for own in (True, False):
         x = drawn(7, 3, 10, dtype=torch.float32).requires_grad_()
         a, b = x.chunk(2, -1)
-        y = swiglu(x) if own else torch.nn.functional.silu(a) * (b + 0.0)  # as Megatron-core writes it
+        # as Megatron-core writes it
+        y = swiglu(x) if own else torch.nn.functional.silu(a) * (b + 0.0)
         y.backward(drawn(7, 3, 5, dtype=torch.float32, seed=1))
         found.append((y, x.grad))
     for ours, theirs in zip(*found, strict=True):
@@ -94,14 +106,19 @@ def own_activations(rank: int, init: str, path: str, fused: bool | None) -> list
     layout = parallel_layout.join(parallel, rank, init, seed=1, timeout_s=60)
     performance = PerformanceConfig(swiglu_fusion=fused)
     (model,) = build_model(read_shape(path), ModelConfig(path=path), parallel, layout, performance)
-    found = [isinstance(each.activation_func, SwiGlu) for each in model.modules() if hasattr(each, "activation_func")]
+    found = [
+        isinstance(each.activation_func, SwiGlu)
+        for each in model.modules()
+        if hasattr(each, "activation_func")
+    ]
     parallel_layout.leave()
     return found
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("family", "fused", "own"), [("qwen2", None, True), ("qwen2", True, False), ("qwen3_moe", None, False)]
+    ("family", "fused", "own"),
+    [("qwen2", None, True), ("qwen2", True, False), ("qwen3_moe", None, False)],
 )
 def test_which_activation_a_model_is_built_with(
     ranks: RankPool, tmp_path: Path, family: str, fused: bool | None, own: bool

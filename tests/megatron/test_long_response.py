@@ -1,5 +1,5 @@
-"""A response of 32,768 tokens on a CPU: padded as packed, and over two context-parallel times two tensor-parallel ranks
-as on one."""
+"""A response of 32,768 tokens on a CPU: padded as packed, and over two context-parallel times two
+tensor-parallel ranks as on one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ RESPONSE, VOCAB, CHUNK, TIMEOUT_S = 32_768, 4096, 512, 1500
 
 
 class RowsOfLogits(TorchDispatchMode):
-    """Counts the rows of the largest tensor with as many columns as this rank has of the vocabulary."""
+    """Counts the rows of the largest tensor with as many columns as this rank has of the
+    vocabulary."""
 
     def __init__(self, columns: int) -> None:
         super().__init__()
@@ -57,11 +58,14 @@ def long_and_short(vocabulary: int) -> RolloutBatch:
 
 
 def step_of(config: Config, rank: int, init: str, vocabulary: int) -> dict[str, Any]:
-    """This rank's log-probs, what it reported of the step, and the most rows of logits it held at once."""
+    """This rank's log-probs, what it reported of the step, and the most rows of logits it held at
+    once."""
     torch.set_num_threads(1)
     trainer = Trainer(resolve_run(config), rank, init)
     batch = trainer.method.judge(long_and_short(vocabulary))
-    plan = plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), plan_rules(resolve_run(config)))
+    plan = plan_mini_batches(
+        batch.lengths.tolist(), batch.groups.tolist(), plan_rules(resolve_run(config))
+    )
     with RowsOfLogits(vocabulary // config.parallel.tensor) as rows:
         trainer.compute_log_probs(batch.share(plan.samples_of(trainer.data_rank())), plan)
         trainer.measure(trainer.method.initial_state())
@@ -85,12 +89,21 @@ NUMBERS = ("loss/policy", "optimizer/grad_norm", "entropy/mean", "surprisal/mean
 
 
 def steps(
-    model: Path, meeting: Path, parallel: dict[str, int], *, packed: bool = True, vocabulary: int = VOCAB
+    model: Path,
+    meeting: Path,
+    parallel: dict[str, int],
+    *,
+    packed: bool = True,
+    vocabulary: int = VOCAB,
 ) -> list[dict[str, Any]]:
     """Takes a step on every rank of the layout, and gives what each rank found."""
     config = Config.model_validate(
         {
-            "model": {"path": str(model), "head": "gradient_in_forward", "head_chunk_tokens": CHUNK},
+            "model": {
+                "path": str(model),
+                "head": "gradient_in_forward",
+                "head_chunk_tokens": CHUNK,
+            },
             "parallel": parallel,
             "batch": {
                 "prompts": 1,
@@ -104,7 +117,9 @@ def steps(
         }
     )
     world = config.parallel.world_size
-    jobs = [(config, rank, f"file://{meeting}/{world}-{packed}", vocabulary) for rank in range(world)]
+    jobs = [
+        (config, rank, f"file://{meeting}/{world}-{packed}", vocabulary) for rank in range(world)
+    ]
     with forking_context().Pool(world) as pool:
         found = pool.starmap_async(step_of, jobs, chunksize=1).get(timeout=TIMEOUT_S)
     for step in found:
@@ -115,13 +130,16 @@ def steps(
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_long_response_trains_padded_as_packed(tmp_path: Path) -> None:
-    """The quickstart's model, with more positions. Packed, both responses stand in one micro-batch; padded, each in its
-    own."""
+    """The quickstart's model, with more positions. Packed, both responses stand in one micro-batch;
+    padded, each in its own."""
     folder = shutil.copytree(ROOT / "assets/tiny-adder", tmp_path / "model")
     shape = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": 2 * RESPONSE}))
+    (folder / "config.json").write_text(
+        json.dumps({**shape, "max_position_embeddings": 2 * RESPONSE})
+    )
     (alone,), (padded,) = (
-        steps(folder, tmp_path, {}, packed=packed, vocabulary=shape["vocab_size"]) for packed in (True, False)
+        steps(folder, tmp_path, {}, packed=packed, vocabulary=shape["vocab_size"])
+        for packed in (True, False)
     )
     assert (alone["micro_batches"], padded["micro_batches"]) == (1, 2)
     order, other = alone["index"].argsort(), padded["index"].argsort()
@@ -145,12 +163,17 @@ def test_a_long_response_trains_as_on_one_rank(tmp_path: Path) -> None:
     Qwen2ForCausalLM(
         Qwen2Config(vocab_size=VOCAB, max_position_embeddings=2 * RESPONSE, **sizes, **heads)
     ).save_pretrained(tmp_path)
-    (alone,), four = (steps(tmp_path, tmp_path, parallel) for parallel in ({}, {"context": 2, "tensor": 2}))
+    (alone,), four = (
+        steps(tmp_path, tmp_path, parallel) for parallel in ({}, {"context": 2, "tensor": 2})
+    )
     everyone = torch.cat([step["index"] for step in four]).sort().values
-    assert torch.equal(everyone, torch.arange(RESPONSE + 9).repeat_interleave(2))  # two tensor-parallel ranks
+    # two tensor-parallel ranks
+    assert torch.equal(everyone, torch.arange(RESPONSE + 9).repeat_interleave(2))
     for step in four:
         assert RESPONSE // 2 - 8 <= len(step["index"]) <= RESPONSE // 2 + 16
-        torch.testing.assert_close(step["log_prob"], alone["log_prob"][alone["index"].argsort()][step["index"]])
+        torch.testing.assert_close(
+            step["log_prob"], alone["log_prob"][alone["index"].argsort()][step["index"]]
+        )
     (metrics,) = [step["metrics"] for step in four if step["metrics"] is not None]
     assert {name: metrics[name] for name in NUMBERS} == pytest.approx(
         {name: alone["metrics"][name] for name in NUMBERS}, rel=1e-5, abs=1e-7

@@ -36,7 +36,8 @@ def scales(scale: LossScale, overflows: str) -> list[float]:
     """After each step, one letter a step: o overflowed, . was taken."""
     found = []
     for letter in overflows:
-        scale.update(letter == "o")  # what Megatron calls as it prepares the gradient: nothing has been decided
+        # what Megatron calls as it prepares the gradient: nothing has been decided
+        scale.update(letter == "o")
         scale.settle(overflow=letter == "o")
         found.append(float(scale.factor))
     return found
@@ -44,7 +45,8 @@ def scales(scale: LossScale, overflows: str) -> list[float]:
 
 def test_when_it_grows_and_falls() -> None:
     scale = installed(initial_loss_scale=8.0, loss_scale_window=3)
-    assert scales(scale, "..o...o...") == [8, 8, 4, 4, 4, 8, 4, 4, 4, 8]  # three in a row, counted anew after each
+    # three in a row, counted anew after each
+    assert scales(scale, "..o...o...") == [8, 8, 4, 4, 4, 8, 4, 4, 4, 8]
 
 
 def test_hysteresis_lets_overflows_pass_until_it_has_grown() -> None:
@@ -55,7 +57,11 @@ def test_hysteresis_lets_overflows_pass_until_it_has_grown() -> None:
 
 def test_factors_and_floor() -> None:
     scale = installed(
-        initial_loss_scale=9.0, min_loss_scale=2.0, loss_scale_window=1, growth_factor=4.0, backoff_factor=1 / 3
+        initial_loss_scale=9.0,
+        min_loss_scale=2.0,
+        loss_scale_window=1,
+        growth_factor=4.0,
+        backoff_factor=1 / 3,
     )
     assert scales(scale, "oo.") == pytest.approx([3, 2, 8])
     assert [float(scales(scale, "o")[0]), scale.exhausted] == pytest.approx([8 / 3, False])
@@ -66,7 +72,12 @@ def test_what_a_loss_was_multiplied_by_stays_what_it_was() -> None:
     scale = installed(initial_loss_scale=8.0)
     used = scale.factor
     scales(scale, "oo")
-    assert (float(used), float(scale.factor), used.dtype, used.shape) == (8, 2, torch.float32, torch.Size([]))
+    assert (float(used), float(scale.factor), used.dtype, used.shape) == (
+        8,
+        2,
+        torch.float32,
+        torch.Size([]),
+    )
 
 
 def test_a_gradient_without_a_scale() -> None:

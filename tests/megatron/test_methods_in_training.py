@@ -1,7 +1,8 @@
 """Two steps of several AdamW updates each, of every kind of method, through Megatron and by hand.
 
-By hand is plain transformers in float64, the losses of losses_by_hand.py, autograd, and AdamW written out: a gradient
-clipped by the norm over all parameters, decay that spares norms and biases, a rate that warms up and falls.
+By hand is plain transformers in float64, the losses of losses_by_hand.py, autograd, and AdamW
+written out: a gradient clipped by the norm over all parameters, decay that spares norms and biases,
+a rate that warms up and falls.
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ from megatron_stare.records.trajectory import Trajectory, sampled_trajectory
 pytestmark = pytest.mark.distributed
 VOCAB, TEMPERATURE, STEPS, EPOCHS, PROMPTS, MINI_BATCH = 37, 0.8, 2, 2, 4, 2
 UPDATES = EPOCHS * PROMPTS // MINI_BATCH
-REWARDS = [[1.0, 0.0, None, 0.0], [1.0, 1.0, None], [0.0, 1.0, 1.0], [0.0, 1.0, 0.0]]  # None: the verifier failed
+# None: the verifier failed
+REWARDS = [[1.0, 0.0, None, 0.0], [1.0, 1.0, None], [0.0, 1.0, 1.0], [0.0, 1.0, 0.0]]
 TRUNCATED = 8  # a sample of the third prompt
 LR, MIN_LR, WARMUP, DECAY, BETA1, BETA2 = 1e-3, 3e-4, 3, 0.2, 0.8, 0.9
 EPS = 1e-3  # near the gradients, so that their scale tells, and what is rounding in them does not
 
 
 def batch_of(step: int) -> RolloutBatch:
-    """Groups of unequal size; one response has a tool observation within it, one is cut off, two were not verified."""
+    """Groups of unequal size; one response has a tool observation within it, one is cut off, two
+    were not verified."""
     generator = torch.Generator().manual_seed(step)
 
     def draw(low: int, high: int) -> int:
@@ -45,7 +48,9 @@ def batch_of(step: int) -> RolloutBatch:
 
     samples: list[Trajectory] = []
     for cursor, rewards in enumerate(REWARDS):
-        prompt = Prompt(cursor, str(cursor), "", "", tuple(draw(2, VOCAB) for _ in range(2 + cursor)))
+        prompt = Prompt(
+            cursor, str(cursor), "", "", tuple(draw(2, VOCAB) for _ in range(2 + cursor))
+        )
         for number, reward in enumerate(rewards):
             n = draw(4, 11)
             rollout = [-draw(100, 500) / 100 for _ in range(n)]
@@ -90,7 +95,9 @@ def config_of(path: Path, algorithm: dict[str, Any], clip_grad: float, **section
     return Config.model_validate(tree)
 
 
-def all_steps(rank: int, init: str, config: Config) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
+def all_steps(
+    rank: int, init: str, config: Config
+) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
     """This rank's weights after the run's steps, and what every update reported."""
     trainer = Trainer(resolve_run(config), rank, init)
     state, rows = trainer.method.initial_state(), []
@@ -108,11 +115,15 @@ def all_steps(rank: int, init: str, config: Config) -> tuple[dict[str, Tensor], 
 def scored(policy: Any, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies [M] of all response positions."""
     found, start = [], 0
-    for prompt, n in zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True):
+    for prompt, n in zip(
+        batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True
+    ):
         tokens = batch.tokens[start : start + prompt + n]
         start += prompt + n
         log_p = (policy(tokens[None]).logits[0, prompt - 1 : -1] / TEMPERATURE).log_softmax(1)
-        found.append((log_p.gather(1, tokens[prompt:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)))
+        found.append(
+            (log_p.gather(1, tokens[prompt:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1))
+        )
     log_prob, entropy = zip(*found, strict=True)
     return torch.cat(log_prob), torch.cat(entropy)
 
@@ -151,7 +162,9 @@ class AdamW:
 
 def load(path: Path) -> Any:
     # the fused kernel for experts knows no float64
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float64, experts_implementation="eager"
+    )
 
 
 def by_hand(
@@ -163,7 +176,10 @@ def by_hand(
         settings: the `algorithm` section as it was given; what it leaves out is as published.
     """
     policy, frozen = load(path), load(reference or path)
-    optimizer, steered = AdamW(policy, config.optimizer.clip_grad), settings.get("entropy_bonus", {})
+    optimizer, steered = (
+        AdamW(policy, config.optimizer.clip_grad),
+        settings.get("entropy_bonus", {}),
+    )
     rows, used, coef = [], steered.get("coef", 0.0), steered.get("coef", 0.0)
     for step in range(1, STEPS + 1):
         batch = batch_of(step)
@@ -177,8 +193,12 @@ def by_hand(
             read = old
             if config.statistics.surprisal == "current" and (epoch or number):
                 read = now.detach()
-            scores = Scores(now, old, batch.rollout_log_probs.double(), fixed, entropy, now_entropy, read)
-            loss = training_loss(settings, batch, scores, plan.samples(number), gate=gate, bonus=used)
+            scores = Scores(
+                now, old, batch.rollout_log_probs.double(), fixed, entropy, now_entropy, read
+            )
+            loss = training_loss(
+                settings, batch, scores, plan.samples(number), gate=gate, bonus=used
+            )
             policy.zero_grad()
             loss.backward()
             rows.append({"loss/policy": loss.item(), **optimizer.step()})
@@ -190,8 +210,14 @@ def by_hand(
 
 def batch_mean(settings: dict[str, Any], batch: RolloutBatch, entropy: Tensor) -> float:
     """Mean entropy over the tokens of the rollout batch that carry loss."""
-    carries = batch.verified if settings.get("truncated", "keep") == "keep" else batch.verified & ~batch.truncated
-    return entropy[batch.loss_mask & carries.repeat_interleave(batch.response_lengths)].mean().item()
+    carries = (
+        batch.verified
+        if settings.get("truncated", "keep") == "keep"
+        else batch.verified & ~batch.truncated
+    )
+    return (
+        entropy[batch.loss_mask & carries.repeat_interleave(batch.response_lengths)].mean().item()
+    )
 
 
 def check(
@@ -201,14 +227,17 @@ def check(
     reference: Path | None = None,
     tolerance: float = 2e-5,
 ) -> list[dict[str, float]]:
-    """Runs the steps in the configuration's layout and holds weights and metrics against those by hand."""
+    """Runs the steps in the configuration's layout and holds weights and metrics against those by
+    hand."""
     results = ranks.run(all_steps, config.parallel.world_size, config)
     (rows,) = [rows for _, rows in results if rows]
     weights = {name: weight for part, _ in results for name, weight in part.items()}
     want, wanted = by_hand(Path(config.model.path), config, algorithm, reference)
     assert weights.keys() == want.keys()
     for name, weight in want.items():
-        torch.testing.assert_close(weights[name].double(), weight, atol=tolerance, rtol=1e-4, msg=name)
+        torch.testing.assert_close(
+            weights[name].double(), weight, atol=tolerance, rtol=1e-4, msg=name
+        )
     assert len(rows) == len(wanted) == STEPS * UPDATES
     for got, expected in zip(rows, wanted, strict=True):
         assert {name: got[name] for name in expected} == pytest.approx(expected, rel=2e-3, abs=2e-5)
@@ -219,16 +248,34 @@ CORRECTION = {"mode": "mask", "low": 0.02, "high": 50.0}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo": ({"name": "grpo", "truncated": "mask"}, {}),
     "grpo, sums": (
-        {"name": "grpo", "aggregation": "sequence_sum", "correction": {**CORRECTION, "normalise": True}},
+        {
+            "name": "grpo",
+            "aggregation": "sequence_sum",
+            "correction": {**CORRECTION, "normalise": True},
+        },
         {},
     ),
     "stapo": ({"name": "stapo", "tau_p": 0.1, "correction": CORRECTION}, {}),
     "stare C3, gate by sample": (
-        {"name": "stare", "variant": "C3", "amplify": 2.0, "attenuate": 0.3, "gate": "sample", "entropy_target": 2.5},
+        {
+            "name": "stare",
+            "variant": "C3",
+            "amplify": 2.0,
+            "attenuate": 0.3,
+            "gate": "sample",
+            "entropy_target": 2.5,
+        },
         {"surprisal": "current"},
     ),
     "stare C4, gate by token": (
-        {"name": "stare", "variant": "C4", "rare_below": 0.1, "attenuate": 0.3, "gate": "token", "entropy_target": 2.5},
+        {
+            "name": "stare",
+            "variant": "C4",
+            "rare_below": 0.1,
+            "attenuate": 0.3,
+            "gate": "token",
+            "entropy_target": 2.5,
+        },
         {},
     ),
     "clip_cov": ({"name": "clip_cov", "share": 0.1, "cov_low": 0.1}, {"surprisal": "current"}),
@@ -256,7 +303,8 @@ def test_updates_equal_those_by_hand(ranks: RankPool, tmp_path: Path, case: str)
     [
         ("qwen2_tied", {"tensor": 2}, False, "gspo"),
         ("qwen2_tied", {"pipeline": 2}, False, "grpo"),
-        ("qwen2", {"data": 2}, True, "stapo"),  # whose tokens that count are told by statistics of each mini-batch
+        # whose tokens that count are told by statistics of each mini-batch
+        ("qwen2", {"data": 2}, True, "stapo"),
         ("qwen3_moe", {"data": 2, "expert": 2}, False, "grpo"),
         ("qwen2_tied", {"context": 2}, True, "grpo_s"),
         ("qwen2_tied", {"context": 2}, False, "stare C3, gate by sample"),
@@ -265,10 +313,17 @@ def test_updates_equal_those_by_hand(ranks: RankPool, tmp_path: Path, case: str)
     ids=["tp2", "pp2", "dp2-distributed", "ep2", "cp2-distributed", "cp2", "cp2-tp2"],
 )
 def test_a_layout_clips_by_the_norm_of_the_whole_policy(
-    ranks: RankPool, tmp_path: Path, family: str, layout: dict[str, int], distributed: bool, case: str
+    ranks: RankPool,
+    tmp_path: Path,
+    family: str,
+    layout: dict[str, int],
+    distributed: bool,
+    case: str,
 ) -> None:
     save_model(tmp_path, family)
-    config = config_of(tmp_path, CASES[case][0], 0.3, parallel=layout, optimizer={"distributed": distributed})
+    config = config_of(
+        tmp_path, CASES[case][0], 0.3, parallel=layout, optimizer={"distributed": distributed}
+    )
     rows = check(ranks, CASES[case][0], config)
     assert min(row["optimizer/grad_norm"] for row in rows) > 0.3
 
@@ -285,8 +340,14 @@ def test_reference_and_bonus(ranks: RankPool, tmp_path: Path, target: float) -> 
     save_model(tmp_path / "model", "qwen2")
     save_model(tmp_path / "other", "qwen2", seed=1)
     bonus = {"coef": 0.1, "target": target, "delta": 0.05, "coef_max": 1.0}
-    algorithm = {"name": "grpo", "reference_kl": {"coef": 0.05, "estimator": "k2"}, "entropy_bonus": bonus}
-    config = config_of(tmp_path / "model", algorithm, 0.3, model={"reference_path": str(tmp_path / "other")})
+    algorithm = {
+        "name": "grpo",
+        "reference_kl": {"coef": 0.05, "estimator": "k2"},
+        "entropy_bonus": bonus,
+    }
+    config = config_of(
+        tmp_path / "model", algorithm, 0.3, model={"reference_path": str(tmp_path / "other")}
+    )
     rows = check(ranks, algorithm, config, reference=tmp_path / "other")
     used = [row["entropy_bonus/used"] for row in rows]
     assert used == pytest.approx([0.1] * UPDATES + [0.15 if target == 9.0 else 0.0] * UPDATES)
@@ -294,10 +355,16 @@ def test_reference_and_bonus(ranks: RankPool, tmp_path: Path, target: float) -> 
 
 def test_all_updates_have_the_gate_of_the_rollout_batch(ranks: RankPool, tmp_path: Path) -> None:
     save_model(tmp_path, "qwen2")
-    batch, stare = batch_of(1), {"name": "stare", "variant": "C2", "amplify": 3.0, "attenuate": 0.2, "share": 0.3}
+    batch, stare = (
+        batch_of(1),
+        {"name": "stare", "variant": "C2", "amplify": 3.0, "attenuate": 0.2, "share": 0.3},
+    )
     with torch.no_grad():
         _, entropy = scored(load(tmp_path), batch)
-    whole, first = batch_mean(stare, batch, entropy), batch.first(int((batch.groups < MINI_BATCH).sum()))
+    whole, first = (
+        batch_mean(stare, batch, entropy),
+        batch.first(int((batch.groups < MINI_BATCH).sum())),
+    )
     part = batch_mean(stare, first, entropy[: len(first.loss_mask)])
     target = (whole + part) / 2  # between the rollout batch's entropy and the first mini-batch's
     assert abs(whole - part) > 1e-2

@@ -1,4 +1,5 @@
-"""An update whose gradient is not finite, on one data rank alone: no rank takes it, and nothing remembers it."""
+"""An update whose gradient is not finite, on one data rank alone: no rank takes it, and nothing
+remembers it."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ SIZE = 8
 def two_steps(
     rank: int, init: str, config: Config, broken: str | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[dict[str, float]]]:
-    """A step of two updates, then another whose first update is `broken` or not tried at all: this rank's weights
-    after the first step and at the end, and the metrics of the second."""
+    """A step of two updates, then another whose first update is `broken` or not tried at all: this
+    rank's weights after the first step and at the end, and the metrics of the second."""
     trainer = Trainer(resolve_run(config), rank, init)
     take_step(trainer, random_batch(1, SIZE))
     weights = {name: weight.clone() for name, weight in trainer.export().items()}
@@ -40,7 +41,10 @@ def two_steps(
             measured.tokens.advantage[measured.tokens.sequence == 0] = torch.nan
         elif rank == 0:  # a backward pass that overflows, of a loss that does not
             parameters = [p for chunk in trainer.policy.model for p in chunk.parameters()]
-            hooks = [p.register_hook(lambda grad: torch.full_like(grad, torch.inf)) for p in parameters[:1]]
+            hooks = [
+                p.register_hook(lambda grad: torch.full_like(grad, torch.inf))
+                for p in parameters[:1]
+            ]
         results.append(trainer.update(0))
         for hook in hooks:
             hook.remove()
@@ -75,8 +79,14 @@ def test_it_is_left_out_by_all_ranks(ranks: RankPool, tmp_path: Path, what: str)
     straight, broken = (ranks.run(two_steps, 2, config, flag) for flag in (None, what))
     ((row,),) = [rows for *_, rows in straight if rows]
     ((lost, taken),) = [rows for *_, rows in broken if rows]
-    assert lost["update/finite"] == 0.0 and math.isfinite(lost["loss/policy"]) == (what == "gradient")
-    assert math.isnan(lost["optimizer/grad_norm"]) if what == "loss" else not math.isfinite(lost["optimizer/grad_norm"])
+    assert lost["update/finite"] == 0.0 and math.isfinite(lost["loss/policy"]) == (
+        what == "gradient"
+    )
+    assert (
+        math.isnan(lost["optimizer/grad_norm"])
+        if what == "loss"
+        else not math.isfinite(lost["optimizer/grad_norm"])
+    )
     assert taken == row  # with the rate of the third of four steps
     assert row["update/finite"] == 1.0 and row["optimizer/lr"] == pytest.approx(1e-2 / 4)
     for (_, want, _), (_, got, _) in zip(straight, broken, strict=True):

@@ -1,4 +1,5 @@
-"""State that leaves the device holds nothing there, and goes on after its return as if it had stayed, bit for bit."""
+"""State that leaves the device holds nothing there, and goes on after its return as if it had
+stayed, bit for bit."""
 
 from __future__ import annotations
 
@@ -24,12 +25,17 @@ pytestmark = pytest.mark.distributed
 
 def values_of(trainer: Trainer) -> list[Any]:
     reference = trainer.policy.reference
-    kept = [p.detach().clone() for chunk in reference.model for p in chunk.parameters()] if reference else []
+    kept = (
+        [p.detach().clone() for chunk in reference.model for p in chunk.parameters()]
+        if reference
+        else []
+    )
     return [*state_of(trainer), *loss_scale_state(trainer), *kept]
 
 
 def three_steps(rank: int, init: str, config: Config, folder: str, moved: bool) -> list[list[Any]]:
-    """The state after every step, of a checkpoint begun after the first, and the weights streamed after the last."""
+    """The state after every step, of a checkpoint begun after the first, and the weights streamed
+    after the last."""
     trainer = Trainer(resolve_run(config), rank, init)
     found, reported = [], []
     for step in (1, 2, 3):
@@ -92,11 +98,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "parallel": {"data": 2},
             "model": {"dtype": "bfloat16"},
             "optimizer": {"lr": 1e-2, "distributed": True},
-            "performance": {"overlap_grad_reduce": True, "overlap_param_gather": True, "gradient_bucket": 3000},
+            "performance": {
+                "overlap_grad_reduce": True,
+                "overlap_param_gather": True,
+                "gradient_bucket": 3000,
+            },
         },
     ),
     "pp2-float16": ("qwen2_tied", {"parallel": {"pipeline": 2}, "model": {"dtype": "float16"}}),
-    "cp2-distributed": ("qwen3", {"parallel": {"context": 2}, "optimizer": {"lr": 1e-2, "distributed": True}}),
+    "cp2-distributed": (
+        "qwen3",
+        {"parallel": {"context": 2}, "optimizer": {"lr": 1e-2, "distributed": True}},
+    ),
     "ep2-bfloat16-distributed": (
         "qwen3_moe",
         {
@@ -107,7 +120,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "tp2-pp2-sequence": (
         "qwen3",
-        {"parallel": {"tensor": 2, "pipeline": 2, "sequence": True}, "model": {"dtype": "bfloat16"}},
+        {
+            "parallel": {"tensor": 2, "pipeline": 2, "sequence": True},
+            "model": {"dtype": "bfloat16"},
+        },
     ),
 }
 SLOW = ("tp2-pp2-sequence",)
@@ -117,7 +133,9 @@ SLOW = ("tp2-pp2-sequence",)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
 )
-def test_a_run_that_is_moved_equals_one_that_is_not(writers: RankPool, tmp_path: Path, case: str) -> None:
+def test_a_run_that_is_moved_equals_one_that_is_not(
+    writers: RankPool, tmp_path: Path, case: str
+) -> None:
     family, sections = CASES[case]
     save_model(tmp_path / "model", family)
     config = Config.model_validate(
@@ -155,10 +173,16 @@ def compared_twice(rank: int, init: str, config: Config) -> list[Any]:
     return found
 
 
-def test_a_comparison_brings_back_the_weights_that_it_reads(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_comparison_brings_back_the_weights_that_it_reads(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     save_model(tmp_path, "qwen2_tied")
     config = Config.model_validate(
-        {"model": {"path": str(tmp_path)}, "batch": {"micro_batch_tokens": 48}, "algorithm": {"name": "grpo"}}
+        {
+            "model": {"path": str(tmp_path)},
+            "batch": {"micro_batch_tokens": 48},
+            "algorithm": {"name": "grpo"},
+        }
     )
     ((here, away),) = ranks.run(compared_twice, 1, config)
     assert here == away and here[0].everywhere.largest > 0
@@ -187,7 +211,8 @@ def memory_over_a_move(rank: int, init: str, config: Config) -> tuple[dict[str, 
 
 
 def test_the_process_gives_memory_back(ranks: RankPool, tmp_path: Path) -> None:
-    """Host and device are one memory here: a copy takes what its original gives back, and gradients have none."""
+    """Host and device are one memory here: a copy takes what its original gives back, and gradients
+    have none."""
     save_model(tmp_path, "qwen2_tied", vocab_size=32_000, hidden_size=320)
     config = Config.model_validate(
         {
@@ -198,7 +223,9 @@ def test_the_process_gives_memory_back(ranks: RankPool, tmp_path: Path) -> None:
         }
     )
     ((parts, (before, away, after)),) = ranks.run(memory_over_a_move, 1, config)
-    assert parts["gradients"] > 40e6  # of which one allocation is enough to be the kernel's again once it is free
-    assert parts["optimizer"] == pytest.approx(2 * parts["parameters"], rel=0.01)  # float32: no masters
+    # of which one allocation is enough to be the kernel's again once it is free
+    assert parts["gradients"] > 40e6
+    # float32: no masters
+    assert parts["optimizer"] == pytest.approx(2 * parts["parameters"], rel=0.01)
     assert before - away == pytest.approx(parts["gradients"], rel=0.1)
     assert after - before < 0.1 * parts["gradients"]

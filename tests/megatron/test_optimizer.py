@@ -1,4 +1,5 @@
-"""Megatron's optimizer as configured here: weight decay spares norms and biases, the schedule is followed."""
+"""Megatron's optimizer as configured here: weight decay spares norms and biases, the schedule is
+followed."""
 
 from __future__ import annotations
 
@@ -18,11 +19,13 @@ from megatron_stare.weights.files.hf_folder import HfFolder
 
 
 def decay_of(rank: int, init: str, path: str) -> tuple[dict[str, bool], list[float], float]:
-    """Steps with zero gradients: what moves is what is decayed. Also the rates of the steps, and the rate where the
-    run is resumed with half as many steps again."""
+    """Steps with zero gradients: what moves is what is decayed. Also the rates of the steps, and
+    the rate where the run is resumed with half as many steps again."""
     shape, parallel = read_shape(path), ParallelConfig()
     layout = parallel_layout.join(parallel, rank, init, seed=1, timeout_s=60)
-    model = build_policy(shape, ModelConfig(path=path), parallel, layout, distributed_optimizer=False)
+    model = build_policy(
+        shape, ModelConfig(path=path), parallel, layout, distributed_optimizer=False
+    )
     load_hf(model, HfFolder(path), shape, layout)
     config = OptimizerConfig(lr=0.1, weight_decay=0.5, warmup_steps=4, schedule="linear")
     optimizer, scheduler = build_optimizer(model, config, "float32", steps=8)

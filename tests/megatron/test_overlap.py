@@ -1,4 +1,5 @@
-"""Gradients that are reduced, and parameters that are gathered, while something else is computed: the same bits."""
+"""Gradients that are reduced, and parameters that are gathered, while something else is computed:
+the same bits."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from support.steps import take_step
 from torch import Tensor
 
 from megatron_stare.config.resolved import resolve_run
-from megatron_stare.config.schema import BatchConfig, Config, ModelConfig, ParallelConfig, PerformanceConfig
+from megatron_stare.config.schema import (
+    BatchConfig,
+    Config,
+    ModelConfig,
+    ParallelConfig,
+    PerformanceConfig,
+)
 from megatron_stare.megatron.backend import layout as parallel_layout
 from megatron_stare.megatron.backend.cpu_backend import device
 from megatron_stare.megatron.batching.microbatch import RankBatch
@@ -34,7 +41,8 @@ BUCKET = 3000  # parameters, so that a tiny model has several buckets
 def gradients_of(
     rank: int, init: str, path: str, parallel: ParallelConfig, performance: PerformanceConfig
 ) -> dict[str, list[dict[str, Tensor]]]:
-    """Gradients of every head on three batches, one after another: in the first Megatron's hooks only count."""
+    """Gradients of every head on three batches, one after another: in the first Megatron's hooks
+    only count."""
     shape = read_shape(path)
     layout = parallel_layout.join(parallel, rank, init, seed=1, timeout_s=60)
     config = Config(model=ModelConfig(path=path), parallel=parallel, batch=BatchConfig(packed=True))
@@ -55,8 +63,12 @@ def gradients_of(
             )
             plan = plan_micro_batches(batch.lengths.tolist(), rules)
             share = batch.share(plan.samples_of(layout.dp_rank))
-            ranked = RankBatch(share, plan, layout.dp_rank, device(), sequence_layout(config, layout))
-            accumulate_gradients(model, ranked, head, lambda lp, ent, _: (lp.sum() + 0.3 * ent.sum(), {}))
+            ranked = RankBatch(
+                share, plan, layout.dp_rank, device(), sequence_layout(config, layout)
+            )
+            accumulate_gradients(
+                model, ranked, head, lambda lp, ent, _: (lp.sum() + 0.3 * ent.sum(), {})
+            )
             found[mode].append(export_gradients(model, shape, layout))
             for chunk in model:
                 assert all(parameter.grad is None for parameter in chunk.parameters())
@@ -73,19 +85,26 @@ def gradients_of(
     [
         ("qwen2", {"data": 2}),
         ("qwen2_tied", {"data": 2}),
-        ("qwen2_tied", {"pipeline": 2, "data": 2}),  # the last stage's copy of the embedding is no embedding
-        pytest.param("qwen2", {"pipeline": 2, "virtual_pipeline": 2, "data": 2}, marks=pytest.mark.slow),
+        # the last stage's copy of the embedding is no embedding
+        ("qwen2_tied", {"pipeline": 2, "data": 2}),
+        pytest.param(
+            "qwen2", {"pipeline": 2, "virtual_pipeline": 2, "data": 2}, marks=pytest.mark.slow
+        ),
         pytest.param("qwen3_moe", {"data": 2, "expert": 2}, marks=pytest.mark.slow),
     ],
     ids=["dp2", "dp2-tied", "pp2-dp2-tied", "vpp2-dp2", "ep2"],
 )
-def test_gradients_are_those_without_overlap(ranks, tmp_path: Path, family: str, layout: dict[str, Any]) -> None:
+def test_gradients_are_those_without_overlap(
+    ranks, tmp_path: Path, family: str, layout: dict[str, Any]
+) -> None:
     save_model(tmp_path, family)
     parallel = ParallelConfig(**layout)
     arguments = str(tmp_path), parallel
     plain = ranks.run(gradients_of, parallel.world_size, *arguments, PerformanceConfig())
     overlapped = PerformanceConfig(overlap_grad_reduce=True, gradient_bucket=BUCKET)
-    for one, other in zip(plain, ranks.run(gradients_of, parallel.world_size, *arguments, overlapped), strict=True):
+    for one, other in zip(
+        plain, ranks.run(gradients_of, parallel.world_size, *arguments, overlapped), strict=True
+    ):
         for mode in MODES:
             for before, after in zip(one[mode], other[mode], strict=True):
                 assert before.keys() == after.keys()
@@ -105,11 +124,15 @@ def test_fused_operations_compute_the_same(ranks, tmp_path: Path) -> None:
     for mode in MODES:
         for before, after in zip(plain[mode], found[mode], strict=True):
             for name, gradient in before.items():
-                assert (after[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), (mode, name)
+                assert (after[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), (
+                    mode,
+                    name,
+                )
 
 
 def steps_of(rank: int, init: str, config: Config, folder: str) -> list[dict[str, Tensor]]:
-    """The weights after each of three steps of two updates, as they are exported, streamed and saved."""
+    """The weights after each of three steps of two updates, as they are exported, streamed and
+    saved."""
     trainer = Trainer(resolve_run(config), rank, init)
     found = []
     for seed in (1, 2, 3):
@@ -120,7 +143,9 @@ def steps_of(rank: int, init: str, config: Config, folder: str) -> list[dict[str
             trainer.begin_weight_stream()
             buckets = [trainer.next_bucket() for _ in trainer.bucket_layouts()]
             trainer.end_weight_stream()
-            found.append({str(i): bucket.clone() for i, bucket in enumerate(buckets) if bucket is not None})
+            found.append(
+                {str(i): bucket.clone() for i, bucket in enumerate(buckets) if bucket is not None}
+            )
         else:
             trainer.save(folder)
             trainer.finish_save()
@@ -139,12 +164,22 @@ def test_parameters_are_those_without_overlap(writers, tmp_path: Path) -> None:
         config = Config.model_validate(
             {
                 "run": {"steps": 3},
-                "model": {"path": str(tmp_path / "model"), "head": "gradient_in_forward", "head_chunk_tokens": 5},
+                "model": {
+                    "path": str(tmp_path / "model"),
+                    "head": "gradient_in_forward",
+                    "head_chunk_tokens": 5,
+                },
                 "algorithm": {"name": "grpo"},
                 "parallel": {"data": 2},
-                "batch": {"prompts": 4, "samples_per_prompt": 2, "mini_batch_prompts": 2, "micro_batch_tokens": 30},
+                "batch": {
+                    "prompts": 4,
+                    "samples_per_prompt": 2,
+                    "mini_batch_prompts": 2,
+                    "micro_batch_tokens": 30,
+                },
                 "rollout": {"max_prompt_tokens": 8, "max_new_tokens": 12},
-                # the norm, summed in another order where buckets are others, is not to scale gradients
+                # the norm, summed in another order where buckets are others, is not to scale
+                # gradients
                 "optimizer": {"lr": 1e-2, "distributed": True, "clip_grad": 1e9},
                 "performance": {
                     "overlap_grad_reduce": overlap,

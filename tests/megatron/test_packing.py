@@ -25,17 +25,22 @@ def test_groups_hold_every_token_and_little_padding(lengths: list[int]) -> None:
     assert packing.queries is not None
     groups = packing.queries.spread(torch.arange(sum(lengths)))
     assert torch.equal(
-        packing.queries.collect(torch.cat([group.flatten() for group in groups])), torch.arange(sum(lengths))
+        packing.queries.collect(torch.cat([group.flatten() for group in groups])),
+        torch.arange(sum(lengths)),
     )
     assert sum(group.numel() for group in groups) <= PADDING_LIMIT * sum(lengths)
     assert packing.cu_seqlens_q.tolist() == [0, *torch.tensor(lengths).cumsum(0).tolist()]
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.sampled_from([(4, 2), (2, 2), (4, 1)]))
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=8), st.sampled_from([(4, 2), (2, 2), (4, 1)])
+)
 def test_packed_equals_one_at_a_time(lengths: list[int], heads: tuple[int, int]) -> None:
     n, g = heads
-    config = TransformerConfig(num_layers=1, hidden_size=n * 8, num_attention_heads=n, attention_dropout=0.0)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=n * 8, num_attention_heads=n, attention_dropout=0.0
+    )
     attention = SdpaCoreAttention(config, 1, AttnMaskType.causal, "self")
     generator = torch.Generator().manual_seed(sum(lengths))
     query = torch.randn(sum(lengths), n, 8, generator=generator)
@@ -46,7 +51,9 @@ def test_packed_equals_one_at_a_time(lengths: list[int], heads: tuple[int, int])
     gradients = torch.autograd.grad((packed * push).sum(), given)
     parts = [
         attention(q[:, None], k[:, None], v[:, None]).squeeze(1)
-        for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
+        for q, k, v in zip(
+            query.split(lengths), key.split(lengths), value.split(lengths), strict=True
+        )
     ]
     torch.testing.assert_close(packed, torch.cat(parts), atol=1e-6, rtol=1e-5)
     want = torch.autograd.grad((torch.cat(parts) * push).sum(), given)
@@ -54,7 +61,9 @@ def test_packed_equals_one_at_a_time(lengths: list[int], heads: tuple[int, int])
 
 
 def test_only_causal_attention_to_oneself_is_served() -> None:
-    config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, attention_dropout=0.0)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=2, attention_dropout=0.0
+    )
     for kind, whose in ((AttnMaskType.causal, "cross"), (AttnMaskType.padding, "self")):
         with pytest.raises(ValueError, match="causal self-attention only"):
             SdpaCoreAttention(config, 1, kind, whose)
@@ -68,7 +77,9 @@ class Alone(SdpaCoreAttention):
 
     def given(self, place: Zigzag, key: Tensor, value: Tensor) -> Alone:
         self.everyone = key, value
-        self.context_group = type("Group", (), {"rank": lambda _: place.rank, "size": lambda _: place.ranks})()
+        self.context_group = type(
+            "Group", (), {"rank": lambda _: place.rank, "size": lambda _: place.ranks}
+        )()
         return self
 
     def _gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,7 +101,9 @@ def test_a_context_rank_attends_as_if_it_held_all(
     n, g = heads
     lengths = [2 * ranks * c for c in chunks] if packed else [2 * ranks * chunks[0]]
     t, rows = sum(lengths), 1 if packed else 3
-    config = TransformerConfig(num_layers=1, hidden_size=n * 8, num_attention_heads=n, attention_dropout=0.0)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=n * 8, num_attention_heads=n, attention_dropout=0.0
+    )
     generator = torch.Generator().manual_seed(t)
     shape = (t,) if packed else (t, rows)
     query = torch.randn(*shape, n, 8, generator=generator)
@@ -107,7 +120,9 @@ def test_a_context_rank_attends_as_if_it_held_all(
         patch.setattr(core_attention, "MASK_ENTRIES", entries)
         for place in places:
             mine = place.columns(lengths)
-            alone = Alone(config, 1, AttnMaskType.causal, "self").given(place, parts[1][order], parts[2][order])
+            alone = Alone(config, 1, AttnMaskType.causal, "self").given(
+                place, parts[1][order], parts[2][order]
+            )
             packing = pack(lengths, CPU, place) if packed else None
             got = alone(parts[0][mine], parts[1][mine], parts[2][mine], packed_seq_params=packing)
             torch.testing.assert_close(got, want[mine], atol=1e-6, rtol=1e-5)
@@ -117,9 +132,14 @@ def test_a_context_rank_attends_as_if_it_held_all(
 
 
 @pytest.mark.parametrize(("entries", "queries"), [(256, [8]), (100, [3, 3, 2]), (31, [1] * 8)])
-def test_masks_are_no_larger_than_is_allowed(monkeypatch: pytest.MonkeyPatch, entries: int, queries: list[int]) -> None:
-    """Two rows of 8 of 16 positions: a query's mask has 2 x 16 entries, and there is one of a query at least."""
-    config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, attention_dropout=0.0)
+def test_masks_are_no_larger_than_is_allowed(
+    monkeypatch: pytest.MonkeyPatch, entries: int, queries: list[int]
+) -> None:
+    """Two rows of 8 of 16 positions: a query's mask has 2 x 16 entries, and there is one of a query
+    at least."""
+    config = TransformerConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=2, attention_dropout=0.0
+    )
     query, key, value = torch.randn(3, 16, 2, 2, 8, generator=torch.Generator().manual_seed(0))
     seen: list[int] = []
 

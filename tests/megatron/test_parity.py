@@ -1,6 +1,8 @@
-"""Megatron's model against transformers - log-probs, entropies, gradients, gradient norm - in every layout.
+"""Megatron's model against transformers - log-probs, entropies, gradients, gradient norm - in every
+layout.
 
-The reference is plain transformers, one sample at a time, with autograd; so every layout is equal to every other.
+The reference is plain transformers, one sample at a time, with autograd; so every layout is equal
+to every other.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ from megatron_stare.weights.files.hf_folder import HfFolder
 
 TEMPERATURE = 0.8
 SEED, SIZE = 3, 10
-CHUNK = 5  # rows of the chunked heads, so that micro-batches make several and a last one that is smaller
+# rows of the chunked heads, so that micro-batches make several and a last one that is smaller
+CHUNK = 5
 MIX = 0.3  # entropy's share of the loss, so that the gradients of both outputs are seen
 
 
@@ -61,7 +64,8 @@ def step_of(
     recompute: Mapping[str, Any] = MappingProxyType({}),
     share_prompts: bool = True,
 ) -> dict:
-    """Scores a fixed batch and takes the gradient of a mix of its means; this rank's part of everything.
+    """Scores a fixed batch and takes the gradient of a mix of its means; this rank's part of
+    everything.
 
     Args:
         experts: [T, L, K] that the batch's tokens are sent to, whatever the routers find.
@@ -73,7 +77,9 @@ def step_of(
     settings = ModelConfig(path=path, **recompute)
     model = build_policy(shape, settings, parallel, layout, distributed_optimizer=distributed)
     load_hf(model, HfFolder(path), shape, layout)
-    optimizer, _ = build_optimizer(model, OptimizerConfig(distributed=distributed), "float32", steps=1)
+    optimizer, _ = build_optimizer(
+        model, OptimizerConfig(distributed=distributed), "float32", steps=1
+    )
     batch = random_batch(SEED, SIZE)
     if experts is not None:
         install(model)
@@ -96,11 +102,16 @@ def step_of(
     )
     share = batch.share(plan.samples_of(layout.dp_rank))
     rank_batch = RankBatch(share, plan, layout.dp_rank, device(), sequence_layout(config, layout))
-    head = Head(shape.vocab_size, TEMPERATURE, layout, entropy_gradient=True, mode=mode, chunk=CHUNK)
+    head = Head(
+        shape.vocab_size, TEMPERATURE, layout, entropy_gradient=True, mode=mode, chunk=CHUNK
+    )
     log_prob, entropy = compute_log_probs(model, rank_batch, head)
     total = int(batch.response_lengths.sum())
     logged = accumulate_gradients(
-        model, rank_batch, head, lambda lp, ent, _: ((lp.sum() + MIX * ent.sum()) / total, {"lp": lp.detach()})
+        model,
+        rank_batch,
+        head,
+        lambda lp, ent, _: ((lp.sum() + MIX * ent.sum()) / total, {"lp": lp.detach()}),
     )
     gradients = export_gradients(model, shape, layout)
     with backend():
@@ -124,7 +135,9 @@ def truth(path: Path, batch: RolloutBatch) -> tuple[Tensor, Tensor, dict[str, Te
     """The same by transformers."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     log_probs, entropies, start = [], [], 0
-    for prompt, response in zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True):
+    for prompt, response in zip(
+        batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True
+    ):
         tokens = batch.tokens[start : start + prompt + response].long()
         if batch.experts is not None:
             force_experts(model, batch.experts[start : start + prompt + response])
@@ -139,8 +152,8 @@ def truth(path: Path, batch: RolloutBatch) -> tuple[Tensor, Tensor, dict[str, Te
 
 
 def force_experts(model: nn.Module, experts: Tensor) -> None:
-    """Sends the tokens of the next sequence to the experts [t, L, K] in place of those that the routers find best,
-    weighted by the routers' scores of them; 255: to the best."""
+    """Sends the tokens of the next sequence to the experts [t, L, K] in place of those that the
+    routers find best, weighted by the routers' scores of them; 255: to the best."""
 
     def forced(gate: nn.Module, given: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = torch.nn.functional.linear(hidden.reshape(len(given), -1), gate.weight)
@@ -149,7 +162,11 @@ def force_experts(model: nn.Module, experts: Tensor) -> None:
         best = (scores if bias is None else scores + bias).topk(gate.top_k).indices
         chosen = torch.where(given == 255, best, given.long())
         weights = scores.gather(1, chosen) * getattr(gate, "routed_scaling_factor", 1)
-        return logits, weights / weights.sum(-1, keepdim=True) if gate.norm_topk_prob else weights, chosen
+        return (
+            logits,
+            weights / weights.sum(-1, keepdim=True) if gate.norm_topk_prob else weights,
+            chosen,
+        )
 
     for number, layer in enumerate(model.model.layers):
         if hasattr(layer.mlp, "gate"):
@@ -163,7 +180,9 @@ def as_saved(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         prefix, _, part = name.rpartition(".")
         if part == "gate_up_proj":
             for e, fused in enumerate(tensor):
-                saved[f"{prefix}.{e}.gate_proj.weight"], saved[f"{prefix}.{e}.up_proj.weight"] = fused.chunk(2)
+                saved[f"{prefix}.{e}.gate_proj.weight"], saved[f"{prefix}.{e}.up_proj.weight"] = (
+                    fused.chunk(2)
+                )
         elif part == "down_proj":
             saved |= {f"{prefix}.{e}.down_proj.weight": expert for e, expert in enumerate(tensor)}
         else:
@@ -214,7 +233,9 @@ def check(
     got = merged(results, "gradients")
     assert got.keys() == gradients.keys()
     for name, gradient in got.items():
-        assert (gradient - gradients[name]).abs().max() <= 1e-5 * gradients[name].abs().max() + 1e-7, name
+        assert (gradient - gradients[name]).abs().max() <= 1e-5 * gradients[
+            name
+        ].abs().max() + 1e-7, name
     norm = torch.cat([g.flatten() for g in gradients.values()]).norm()
     for r in results:
         assert r["norm"] == pytest.approx(float(norm), rel=1e-5)  # every parameter counted once
@@ -249,11 +270,13 @@ LAYOUTS = {
 EXPERTS = {
     "one": {},
     "ep2": {"data": 2, "expert": 2},
-    "dp4-ep2": {"data": 4, "expert": 2},  # an expert's gradient has data ranks of its own to be reduced over
+    # an expert's gradient has data ranks of its own to be reduced over
+    "dp4-ep2": {"data": 4, "expert": 2},
     "pp2-ep2": {"pipeline": 2, "data": 2, "expert": 2},
     "tp2-sp-ep2": {"tensor": 2, "sequence": True, "data": 2, "expert": 2},
     "cp2-ep2": {"context": 2, "expert": 2},  # experts lie over the ranks of one sequence
-    "tp2-sp-cp2-ep4": {"tensor": 2, "sequence": True, "context": 2, "expert": 4},  # an expert for each rank
+    # an expert for each rank
+    "tp2-sp-cp2-ep4": {"tensor": 2, "sequence": True, "context": 2, "expert": 4},
     "pp2-cp2-ep2": {"pipeline": 2, "context": 2, "expert": 2},
     "pp2-vpp2-cp2-ep2": {"pipeline": 2, "virtual_pipeline": 2, "context": 2, "expert": 2},
     "tp2-sp-pp2-cp2-ep2": {"tensor": 2, "sequence": True, "pipeline": 2, "context": 2, "expert": 2},
@@ -263,18 +286,25 @@ SLOW = {"pp2-vpp2-cp2-ep2", "tp2-sp-pp2-cp2-ep2", "tp2-sp-cp2-dp2-ep4"}
 
 
 def quick(layouts: Iterable[str], padded: set[str]) -> list[Any]:
-    """Every layout packed and padded; padded is slow but for those named, as the batch is cut alike in all of them."""
+    """Every layout packed and padded; padded is slow but for those named, as the batch is cut alike
+    in all of them."""
     found = []
     for name in layouts:
         slow = (pytest.mark.slow,)
-        found.append(pytest.param(name, False, marks=() if name in padded else slow, id=f"{name}-padded"))
-        found.append(pytest.param(name, True, marks=slow if name in SLOW else (), id=f"{name}-packed"))
+        found.append(
+            pytest.param(name, False, marks=() if name in padded else slow, id=f"{name}-padded")
+        )
+        found.append(
+            pytest.param(name, True, marks=slow if name in SLOW else (), id=f"{name}-packed")
+        )
     return found
 
 
 @pytest.mark.wide
 @pytest.mark.distributed
-@pytest.mark.parametrize(("name", "packed"), quick(LAYOUTS, {"one", "tp2", "dp2", "pp2-vpp2", "cp2", "cp2-tp2"}))
+@pytest.mark.parametrize(
+    ("name", "packed"), quick(LAYOUTS, {"one", "tp2", "dp2", "pp2-vpp2", "cp2", "cp2-tp2"})
+)
 def test_equal_to_transformers(ranks, tmp_path: Path, name: str, packed: bool) -> None:
     layout, budget = LAYOUTS[name]
     save_model(tmp_path, "qwen2_tied")
@@ -313,7 +343,9 @@ def test_every_family_in_every_layout(ranks, tmp_path: Path, family: str, name: 
         ("qwen2", "tp2-dp2", True),
     ],
 )
-def test_chunked_heads(ranks, tmp_path: Path, mode: Mode, family: str, name: str, packed: bool) -> None:
+def test_chunked_heads(
+    ranks, tmp_path: Path, mode: Mode, family: str, name: str, packed: bool
+) -> None:
     save_model(tmp_path, family)
     check(ranks, tmp_path, *LAYOUTS[name], packed=packed, mode=mode)
 
@@ -330,7 +362,13 @@ def test_distributed_optimizer(ranks, tmp_path: Path, name: str) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "name",
-    ["ep2", "dp4-ep2", "tp2-sp-ep2", "tp2-sp-cp2-ep4", pytest.param("tp2-sp-pp2-cp2-ep2", marks=pytest.mark.slow)],
+    [
+        "ep2",
+        "dp4-ep2",
+        "tp2-sp-ep2",
+        "tp2-sp-cp2-ep4",
+        pytest.param("tp2-sp-pp2-cp2-ep2", marks=pytest.mark.slow),
+    ],
 )
 def test_distributed_optimizer_of_experts(ranks, tmp_path: Path, name: str) -> None:
     save_model(tmp_path, "qwen3_moe")
@@ -354,9 +392,19 @@ def test_distributed_optimizer_of_experts(ranks, tmp_path: Path, name: str) -> N
         ("deepseek_v3", "tp2-sp-ep2"),
         ("deepseek_v3", "pp2-cp2-ep2"),
         ("deepseek_v3_short", "tp2-sp-ep2"),
-        *(pytest.param("deepseek_v3", name, marks=pytest.mark.slow) for name in sorted({*SLOW, "dp4-ep2", "cp2-ep2"})),
-        *(pytest.param("glm4_moe", name, marks=pytest.mark.slow) for name in sorted({*SLOW, "dp4-ep2", "cp2-ep2"})),
-        *(pytest.param("glm4_moe_air", name, marks=pytest.mark.slow) for name in EXPERTS if name != "one"),
+        *(
+            pytest.param("deepseek_v3", name, marks=pytest.mark.slow)
+            for name in sorted({*SLOW, "dp4-ep2", "cp2-ep2"})
+        ),
+        *(
+            pytest.param("glm4_moe", name, marks=pytest.mark.slow)
+            for name in sorted({*SLOW, "dp4-ep2", "cp2-ep2"})
+        ),
+        *(
+            pytest.param("glm4_moe_air", name, marks=pytest.mark.slow)
+            for name in EXPERTS
+            if name != "one"
+        ),
     ],
 )
 def test_mixtures_with_dense_layers(ranks, tmp_path: Path, family: str, name: str) -> None:
@@ -367,9 +415,12 @@ def test_mixtures_with_dense_layers(ranks, tmp_path: Path, family: str, name: st
 @pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("family", "name"), [("glm4_moe", "tp2-sp-ep2"), ("deepseek_v3", "tp2-sp-ep2"), ("deepseek_v3", "cp2-ep2")]
+    ("family", "name"),
+    [("glm4_moe", "tp2-sp-ep2"), ("deepseek_v3", "tp2-sp-ep2"), ("deepseek_v3", "cp2-ep2")],
 )
-def test_padded_and_with_the_distributed_optimizer(ranks, tmp_path: Path, family: str, name: str) -> None:
+def test_padded_and_with_the_distributed_optimizer(
+    ranks, tmp_path: Path, family: str, name: str
+) -> None:
     save_model(tmp_path, family)
     check(ranks, tmp_path, EXPERTS[name], 40, packed=False, distributed=True)
 

@@ -1,4 +1,5 @@
-"""Layouts built without data: a rank holds what a real one holds, and what is missing from a layout is found."""
+"""Layouts built without data: a rank holds what a real one holds, and what is missing from a layout
+is found."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def plan(
     [
         ("qwen2_tied", {"tensor": 2, "pipeline": 2, "data": 2}),
         ("llama_tied_llama3", {"tensor": 4, "data": 2}),  # ranks share a query group
-        ("qwen3", {"tensor": 2, "context": 2, "data": 2}),  # every context rank holds all parameters
+        # every context rank holds all parameters
+        ("qwen3", {"tensor": 2, "context": 2, "data": 2}),
         ("qwen3_tied", {"pipeline": 2, "virtual_pipeline": 2}),
         ("phi3", {"tensor": 2, "sequence": True, "pipeline": 3, "first_stage_layers": 2}),
         ("qwen3_moe", {"tensor": 2, "sequence": True, "pipeline": 2, "data": 4, "expert": 4}),
@@ -76,7 +78,13 @@ def bytes_of_a_real_rank(
     own = [parameter for chunk in chunks for parameter in chunk.parameters()]
     torchs = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
     updated = [one for inner in torchs for group in inner.param_groups for one in group["params"]]
-    moments = [x for inner in torchs for state in inner.state.values() for key, x in state.items() if key != "step"]
+    moments = [
+        x
+        for inner in torchs
+        for state in inner.state.values()
+        for key, x in state.items()
+        if key != "step"
+    ]
     held = {
         "parameters": allocated(own),
         "gradients": allocated([parameter.main_grad for parameter in own]),
@@ -107,10 +115,14 @@ def test_bytes_are_those_of_a_real_rank(
 
 def allocated(tensors: list[Tensor]) -> int:
     """Bytes of the memory behind tensors, that they share counted once."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
-def changed(plans: list[RankPlan], rank: int, item: str, change: Callable[[list], list]) -> list[RankPlan]:
+def changed(
+    plans: list[RankPlan], rank: int, item: str, change: Callable[[list], list]
+) -> list[RankPlan]:
     return [replace(p, **{item: change(getattr(p, item))}) if p.rank == rank else p for p in plans]
 
 
@@ -125,32 +137,58 @@ def test_whatever_is_missing_or_twice_is_found(tmp_path: Path) -> None:
         return "\n".join(faults(changed(plans, rank, item, change), shape, parallel, BUCKET))
 
     def other_name(held: list) -> list:
-        return [replace(h, hf=h.hf.replace("layers.0.self_attn.q_proj", "layers.7.self_attn.q_proj")) for h in held]
+        return [
+            replace(h, hf=h.hf.replace("layers.0.self_attn.q_proj", "layers.7.self_attn.q_proj"))
+            for h in held
+        ]
 
     def other_part(held: list) -> list:
         return [replace(h, part=1 - h.part) if h.parts == 2 else h for h in held]
 
     def moved(state: list) -> list:
-        return [replace(s, start=(s.start[0], 0, *s.start[2:])) if ".linear_fc2.weight" in s.key else s for s in state]
+        return [
+            replace(s, start=(s.start[0], 0, *s.start[2:])) if ".linear_fc2.weight" in s.key else s
+            for s in state
+        ]
 
     assert found(2, "held", list) == found(0, "state", list) == ""
     assert replica in found(2, "held", lambda held: [h for h in held if ".q_proj." not in h.hf])
-    assert replica in found(2, "held", lambda held: [*held, *(h for h in held if ".q_proj." in h.hf)])
-    assert "layers.7.self_attn.q_proj.weight is none of the model's tensors" in found(2, "held", other_name)
+    assert replica in found(
+        2, "held", lambda held: [*held, *(h for h in held if ".q_proj." in h.hf)]
+    )
+    assert "layers.7.self_attn.q_proj.weight is none of the model's tensors" in found(
+        2, "held", other_name
+    )
     assert replica in found(2, "held", other_part)
     expert = "replica 0 makes model.layers.3.mlp.experts.1.down_proj.weight"
-    assert expert in found(1, "held", lambda held: [h for h in held if "3.mlp.experts.1.down" not in h.hf])
+    assert expert in found(
+        1, "held", lambda held: [h for h in held if "3.mlp.experts.1.down" not in h.hf]
+    )
     assert "weight stream: no rank holds part" in "\n".join(
-        faults([replace(p, held=[h for h in p.held if h.part == 0]) for p in plans], shape, parallel, BUCKET)
+        faults(
+            [replace(p, held=[h for h in p.held if h.part == 0]) for p in plans],
+            shape,
+            parallel,
+            BUCKET,
+        )
     )
     gap = "experts.linear_fc2.weight leave gaps or overlap"
-    assert gap in found(0, "state", lambda state: [s for s in state if ".experts.linear_fc2.weight" not in s.key])
+    assert gap in found(
+        0, "state", lambda state: [s for s in state if ".experts.linear_fc2.weight" not in s.key]
+    )
     assert gap in found(1, "state", moved)
-    assert "no rank writes" in found(0, "state", lambda state: [replace(s, main=False) for s in state])
-    assert "disagree" in found(3, "state", lambda state: [replace(s, dtype=torch.float16) for s in state])
+    assert "no rank writes" in found(
+        0, "state", lambda state: [replace(s, main=False) for s in state]
+    )
+    assert "disagree" in found(
+        3, "state", lambda state: [replace(s, dtype=torch.float16) for s in state]
+    )
     assert "0 places for" in "\n".join(
         faults(
-            [replace(p, state=[s for s in p.state if "router" not in s.key]) for p in plans], shape, parallel, BUCKET
+            [replace(p, state=[s for s in p.state if "router" not in s.key]) for p in plans],
+            shape,
+            parallel,
+            BUCKET,
         )
     )
     assert "rank 5: some weight has data" in found(5, "with_data", lambda _: ["some weight"])
@@ -175,11 +213,14 @@ def test_groups_are_of_the_layouts_sizes(rank: int) -> None:
 
 @pytest.mark.parametrize("family", ["qwen2_tied", "qwen3_moe"])
 def test_cut_parameters_say_along_which_dimension(tmp_path: Path, family: str) -> None:
-    """Matrices that take a part of the input are cut in columns, others in rows; experts and norms are left out."""
+    """Matrices that take a part of the input are cut in columns, others in rows; experts and norms
+    are left out."""
     save_model(tmp_path, family)
     parallel, found = ParallelConfig(tensor=2), {}
     with pretend(parallel, 1) as layout:
-        model = build_policy(read_shape(str(tmp_path)), ModelConfig(path=str(tmp_path)), parallel, layout, False)
+        model = build_policy(
+            read_shape(str(tmp_path)), ModelConfig(path=str(tmp_path)), parallel, layout, False
+        )
         for name, parameter in named_parameters(model):
             if getattr(parameter, "tensor_model_parallel", False) and ".experts." not in name:
                 found[re.sub(r"^decoder\.layers\.\d+\.", "", name)] = parameter.partition_dim  # type: ignore[attr-defined]
@@ -209,8 +250,8 @@ def test_what_a_plan_says_of_the_optimizer(tmp_path: Path) -> None:
     assert "every rank has all optimizer state" in said(ParallelConfig(data=3), distributed=False)
 
 
-# architectures as published: their parameters and tensors; the layout; parameters of a rank's layers, of its embedding
-# or head and of the last norm
+# architectures as published: their parameters and tensors; the layout; parameters of a rank's
+# layers, of its embedding or head and of the last norm
 PUBLISHED = [
     (
         "qwen2.5-32b",

@@ -1,4 +1,5 @@
-"""Activations computed again in backward: the same gradients, and as few bytes kept as was predicted."""
+"""Activations computed again in backward: the same gradients, and as few bytes kept as was
+predicted."""
 
 from __future__ import annotations
 
@@ -41,14 +42,17 @@ MODES: dict[str, dict[str, Any]] = {
 
 def config_of(path: str, mode: str, layout: dict[str, Any], packed: bool) -> Config:
     return Config(
-        model=ModelConfig(path=path, **MODES[mode]), parallel=ParallelConfig(**layout), batch=BatchConfig(packed=packed)
+        model=ModelConfig(path=path, **MODES[mode]),
+        parallel=ParallelConfig(**layout),
+        batch=BatchConfig(packed=packed),
     )
 
 
 def gradients_of(
     rank: int, init: str, config: Config, modes: tuple[str, ...], head_mode: Mode = "recompute"
 ) -> dict[str, dict[str, Any]]:
-    """Log-probs and gradients of a fixed batch by mode, of one process group; and how often a layer ran in them."""
+    """Log-probs and gradients of a fixed batch by mode, of one process group; and how often a layer
+    ran in them."""
     path = config.model.path
     shape = read_shape(path)
     layout = parallel_layout.join(config.parallel, rank, init, seed=1, timeout_s=60)
@@ -81,7 +85,10 @@ def gradients_of(
             if name.endswith(("mlp", "core_attention", "mlp.experts")):
                 module.register_forward_hook(count)
         logged = accumulate_gradients(
-            model, ranked, head, lambda lp, ent, _: (lp.sum() + 0.3 * ent.sum(), {"lp": lp.detach()})
+            model,
+            ranked,
+            head,
+            lambda lp, ent, _: (lp.sum() + 0.3 * ent.sum(), {"lp": lp.detach()}),
         )
         found[mode] = {
             "log_prob": log_prob,
@@ -108,7 +115,17 @@ def gradients_of(
         ("glm4_moe", {}, True, ("full", "experts", "mlp")),
         ("deepseek_v3", {}, True, ("full", "selective")),
     ],
-    ids=["packed", "padded", "tp2", "tp2-sp", "pp2", "vpp2", "experts", "dense-and-experts", "latents"],
+    ids=[
+        "packed",
+        "padded",
+        "tp2",
+        "tp2-sp",
+        "pp2",
+        "vpp2",
+        "experts",
+        "dense-and-experts",
+        "latents",
+    ],
 )
 def test_gradients_are_those_without(
     ranks, tmp_path: Path, family: str, layout: dict[str, Any], packed: bool, modes: tuple[str, ...]
@@ -121,7 +138,8 @@ def test_gradients_are_those_without(
             again = rank[mode]
             assert again["ran"] > plain["ran"], mode  # parts of layers did run again
             if again["trained"] is not None:
-                assert torch.equal(again["log_prob"], again["trained"])  # on-policy ratios are exactly 1
+                # on-policy ratios are exactly 1
+                assert torch.equal(again["log_prob"], again["trained"])
                 torch.testing.assert_close(again["log_prob"], plain["log_prob"], atol=0, rtol=1e-6)
             assert again["gradients"].keys() == plain["gradients"].keys()
             for name, gradient in plain["gradients"].items():
@@ -136,12 +154,16 @@ def test_with_every_head(ranks, tmp_path: Path, head_mode: Mode) -> None:
     config = config_of(str(tmp_path), "none", {}, True)
     (found,) = ranks.run(gradients_of, 1, config, ("none", "full"), head_mode)
     for name, gradient in found["none"]["gradients"].items():
-        assert (found["full"]["gradients"][name] - gradient).abs().max() <= 1e-6 * gradient.abs().max(), name
+        assert (
+            found["full"]["gradients"][name] - gradient
+        ).abs().max() <= 1e-6 * gradient.abs().max(), name
 
 
-def kept_bytes(rank: int, init: str, path: str, mode: str, layout: dict[str, Any], packed: bool) -> int:
-    """Bytes of all tensors that autograd saves in one forward over 4 sequences of 16 tokens. Each memory is counted
-    once, and parameters are not counted."""
+def kept_bytes(
+    rank: int, init: str, path: str, mode: str, layout: dict[str, Any], packed: bool
+) -> int:
+    """Bytes of all tensors that autograd saves in one forward over 4 sequences of 16 tokens. Each
+    memory is counted once, and parameters are not counted."""
     config = config_of(path, mode, layout, packed)
     shape = read_shape(path)
     here = parallel_layout.join(config.parallel, rank, init, seed=1, timeout_s=60)
@@ -160,7 +182,9 @@ def kept_bytes(rank: int, init: str, path: str, mode: str, layout: dict[str, Any
 
     tokens = torch.zeros(grid.sample.shape, dtype=torch.int64)
     with backend(), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        output = hidden_states(model[0], tokens, grid.token.contiguous(), sequences.describe(grid, device()))
+        output = hidden_states(
+            model[0], tokens, grid.token.contiguous(), sequences.describe(grid, device())
+        )
     del output
     parallel_layout.leave()
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
@@ -173,15 +197,21 @@ def kept_bytes(rank: int, init: str, path: str, mode: str, layout: dict[str, Any
     [("qwen2", {}, True), ("qwen3", {}, False), ("qwen3", {"tensor": 2, "sequence": True}, True)],
     ids=["packed", "norms-of-heads-padded", "tp2-sp"],
 )
-def test_memory_is_as_predicted(ranks, tmp_path: Path, family: str, layout: dict[str, Any], packed: bool) -> None:
+def test_memory_is_as_predicted(
+    ranks, tmp_path: Path, family: str, layout: dict[str, Any], packed: bool
+) -> None:
     # wide enough for what is not counted, tokens and indices, to be small
     save_model(tmp_path, family, hidden_size=128, intermediate_size=192, head_dim=32)
     kept = {}
     for mode in MODES.keys() - {"experts"}:
         config = config_of(str(tmp_path), mode, layout, packed)
-        predicted = activation_memory(config, read_shape(str(tmp_path)), 64, 16, rows=1 if packed else 4)
+        predicted = activation_memory(
+            config, read_shape(str(tmp_path)), 64, 16, rows=1 if packed else 4
+        )
         assert predicted is not None
-        for found in ranks.run(kept_bytes, config.parallel.world_size, str(tmp_path), mode, layout, packed):
+        for found in ranks.run(
+            kept_bytes, config.parallel.world_size, str(tmp_path), mode, layout, packed
+        ):
             assert found == pytest.approx(predicted.kept, rel=0.01), mode
         kept[mode] = predicted.kept
     assert kept["full-two"] < kept["full"] < kept["block"] < kept["none"]
@@ -189,7 +219,8 @@ def test_memory_is_as_predicted(ranks, tmp_path: Path, family: str, layout: dict
 
 
 def drawn(rank: int, init: str) -> tuple[bool, bool]:
-    """Checks that recomputed dropout draws as it drew, and that the draws after it are those without recomputation."""
+    """Checks that recomputed dropout draws as it drew, and that the draws after it are those
+    without recomputation."""
     parallel_layout.join(ParallelConfig(), rank, init, seed=1, timeout_s=60)
     after = []
     for again in (False, True):
@@ -217,17 +248,42 @@ def test_what_is_drawn_is_drawn_again(ranks) -> None:
 @pytest.mark.parametrize(
     ("family", "settings", "layout", "message"),
     [
-        ("qwen2", {"recompute": "full", "recompute_layers": 3}, {}, "4 layers of a stage's chunk .* by 3"),
-        ("qwen2", {"recompute": "full", "recompute_layers": 2}, {"pipeline": 2, "virtual_pipeline": 2}, "has 1 layers"),
+        (
+            "qwen2",
+            {"recompute": "full", "recompute_layers": 3},
+            {},
+            "4 layers of a stage's chunk .* by 3",
+        ),
+        (
+            "qwen2",
+            {"recompute": "full", "recompute_layers": 2},
+            {"pipeline": 2, "virtual_pipeline": 2},
+            "has 1 layers",
+        ),
         (
             "qwen2",
             {"recompute": "full", "recompute_layers": 2},
             {"pipeline": 2, "first_stage_layers": 1},
             "has 1 layers",
         ),
-        ("qwen2", {"recompute": "full", "recompute_method": "block", "recompute_layers": 5}, {}, "has 4 layers"),
-        ("qwen2", {"recompute": "selective", "recompute_modules": ["moe"]}, {}, "the model has no experts"),
-        ("qwen3_moe", {"recompute": "selective", "recompute_modules": ["mlp"]}, {}, "nothing but experts"),
+        (
+            "qwen2",
+            {"recompute": "full", "recompute_method": "block", "recompute_layers": 5},
+            {},
+            "has 4 layers",
+        ),
+        (
+            "qwen2",
+            {"recompute": "selective", "recompute_modules": ["moe"]},
+            {},
+            "the model has no experts",
+        ),
+        (
+            "qwen3_moe",
+            {"recompute": "selective", "recompute_modules": ["mlp"]},
+            {},
+            "nothing but experts",
+        ),
         ("qwen2", {"recompute_layers": 2}, {}, "model.recompute_layers.*recompute is none"),
         (
             "qwen2",
@@ -242,4 +298,6 @@ def test_what_cannot_be_computed_again_is_refused(
 ) -> None:
     save_model(tmp_path, family)
     with pytest.raises(ConfigError, match=message):
-        check_recompute(ModelConfig(path="", **settings), ParallelConfig(**layout), read_shape(str(tmp_path)))
+        check_recompute(
+            ModelConfig(path="", **settings), ParallelConfig(**layout), read_shape(str(tmp_path))
+        )

@@ -1,4 +1,5 @@
-"""A checkpoint saved in one layout loads in another: weights and moments bit for bit, and the same next step."""
+"""A checkpoint saved in one layout loads in another: weights and moments bit for bit, and the same
+next step."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def moments(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def step_and_save(rank: int, init: str, config: Config, folder: str) -> tuple[dict, dict, dict]:
-    """Step 1, save, step 2: this rank's weights and moments when it saved, and its weights at the end."""
+    """Step 1, save, step 2: this rank's weights and moments when it saved, and its weights at the
+    end."""
     trainer = Trainer(resolve_run(config), rank, init)
     take_step(trainer, random_batch(1, size=8))
     saved = trainer.export(), {} if config.optimizer.distributed else moments(trainer)
@@ -63,8 +65,15 @@ def config_of(path: Path, layout: dict[str, int], **optimizer: Any) -> Config:
             "model": {"path": str(path)},
             "parallel": layout,
             "batch": {"micro_batch_tokens": 48},
-            # a k bias has no gradient but rounding, which Adam with a small eps would make into steps of full size
-            "optimizer": {"lr": 1e-2, "warmup_steps": 4, "weight_decay": 0.1, "eps": 1e-4, **optimizer},
+            # a k bias has no gradient but rounding, which Adam with a small eps would make into
+            # steps of full size
+            "optimizer": {
+                "lr": 1e-2,
+                "warmup_steps": 4,
+                "weight_decay": 0.1,
+                "eps": 1e-4,
+                **optimizer,
+            },
             "algorithm": {"name": "stare", "variant": "C2"},
         }
     )
@@ -91,19 +100,39 @@ def merged(results: list[tuple[dict, dict, dict]]) -> list[dict[str, Tensor]]:
         ("qwen3", {"context": 2}, {"pipeline": 2}),
         ("qwen3_moe", {"data": 2, "expert": 2}, {}),
         ("qwen3_moe", {}, {"pipeline": 2, "data": 2, "expert": 2}),
-        ("glm4_moe", {"pipeline": 2, "data": 2, "expert": 2}, {"tensor": 2, "sequence": True, "expert": 2}),
+        (
+            "glm4_moe",
+            {"pipeline": 2, "data": 2, "expert": 2},
+            {"tensor": 2, "sequence": True, "expert": 2},
+        ),
         ("deepseek_v3", {"tensor": 2, "sequence": True, "expert": 2}, {"pipeline": 2}),
     ],
     ids=[
-        *("tp2-one", "tp2-pp2", "pp2-dp2", "tp2pp2-pp2vpp2", "dp2-tp4", "cp2-pp2", "ep2-one", "one-pp2ep2"),
+        *(
+            "tp2-one",
+            "tp2-pp2",
+            "pp2-dp2",
+            "tp2pp2-pp2vpp2",
+            "dp2-tp4",
+            "cp2-pp2",
+            "ep2-one",
+            "one-pp2ep2",
+        ),
         "dense-layers-pp2ep2-tp2ep2",
         "latents-tp2ep2-pp2",
     ],
 )
-def test_loads_in_another_layout(writers: RankPool, tmp_path: Path, family: str, saved: dict, loaded: dict) -> None:
+def test_loads_in_another_layout(
+    writers: RankPool, tmp_path: Path, family: str, saved: dict, loaded: dict
+) -> None:
     save_model(tmp_path / "model", family)
     (tmp_path / "checkpoint").mkdir()
-    check(writers, tmp_path, config_of(tmp_path / "model", saved), config_of(tmp_path / "model", loaded))
+    check(
+        writers,
+        tmp_path,
+        config_of(tmp_path / "model", saved),
+        config_of(tmp_path / "model", loaded),
+    )
 
 
 @pytest.mark.wide
@@ -116,18 +145,44 @@ def test_loads_in_another_layout(writers: RankPool, tmp_path: Path, family: str,
         ("qwen2_tied", {"context": 2}, {"context": 2}),
         ("qwen2_tied", {"pipeline": 2, "data": 2}, {"tensor": 2}),
         ("qwen3_moe", {"data": 2, "expert": 2}, {"data": 2}),
-        ("qwen3_moe", {"context": 2, "data": 2, "expert": 2}, {"context": 2, "data": 2, "expert": 4}),
+        (
+            "qwen3_moe",
+            {"context": 2, "data": 2, "expert": 2},
+            {"context": 2, "data": 2, "expert": 4},
+        ),
         pytest.param("qwen3_moe", EVERY_WAY, {}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", {}, EVERY_WAY, marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", {"data": 4, "expert": 4}, {"tensor": 2, "sequence": True}, marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3_moe",
+            {"data": 4, "expert": 4},
+            {"tensor": 2, "sequence": True},
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["dp2-dp2", "dp2-one", "cp2-cp2", "pp2dp2-tp2", "ep2-dp2", "cp2ep2-cp2ep4", "all-one", "one-all", "ep4-tp2"],
+    ids=[
+        "dp2-dp2",
+        "dp2-one",
+        "cp2-cp2",
+        "pp2dp2-tp2",
+        "ep2-dp2",
+        "cp2ep2-cp2ep4",
+        "all-one",
+        "one-all",
+        "ep4-tp2",
+    ],
 )
-def test_distributed_optimizer(writers: RankPool, tmp_path: Path, family: str, saved: dict, loaded: dict) -> None:
+def test_distributed_optimizer(
+    writers: RankPool, tmp_path: Path, family: str, saved: dict, loaded: dict
+) -> None:
     save_model(tmp_path / "model", family)
     (tmp_path / "checkpoint").mkdir()
     path = tmp_path / "model"
-    check(writers, tmp_path, config_of(path, saved, distributed=True), config_of(path, loaded, distributed=True))
+    check(
+        writers,
+        tmp_path,
+        config_of(path, saved, distributed=True),
+        config_of(path, loaded, distributed=True),
+    )
 
 
 def check(writers: RankPool, folder: Path, saved: Config, loaded: Config) -> None:
@@ -140,4 +195,6 @@ def check(writers: RankPool, folder: Path, saved: Config, loaded: Config) -> Non
             assert torch.equal(got[name], tensor), name
     same_layout = saved.parallel == loaded.parallel
     for name, tensor in before[2].items():
-        torch.testing.assert_close(after[2][name], tensor, atol=0 if same_layout else 1e-6, rtol=0, msg=name)
+        torch.testing.assert_close(
+            after[2][name], tensor, atol=0 if same_layout else 1e-6, rtol=0, msg=name
+        )

@@ -1,4 +1,5 @@
-"""The router of a model in 16 bits computes in the dtype that was asked for, and so does that of the reference."""
+"""The router of a model in 16 bits computes in the dtype that was asked for, and so does that of
+the reference."""
 
 from __future__ import annotations
 
@@ -18,9 +19,12 @@ from megatron_stare.megatron.model.model import unwrap
 from megatron_stare.megatron.trainer import UNREPLAYED, Trainer
 
 
-def errors_of(rank: int, init: str, config: Config) -> tuple[list[float], list[torch.dtype], float, list[str]]:
-    """How far the logits of policy and reference lie from those of exact arithmetic, relative to the largest; the
-    dtypes of logits and of a layer's output; the gradient norm of a step; what the person is told at the start."""
+def errors_of(
+    rank: int, init: str, config: Config
+) -> tuple[list[float], list[torch.dtype], float, list[str]]:
+    """How far the logits of policy and reference lie from those of exact arithmetic, relative to
+    the largest; the dtypes of logits and of a layer's output; the gradient norm of a step; what the
+    person is told at the start."""
     trainer = Trainer(resolve_run(config), rank, init)
     rows, _ = take_step(trainer, random_batch(1, size=8))
     assert trainer.policy.reference is not None
@@ -51,8 +55,13 @@ def test_logits_are_as_exact_as_was_asked(
     ranks: RankPool, tmp_path: Path, asked: str, dtype: torch.dtype, least: float, most: float
 ) -> None:
     save_model(tmp_path, "qwen3_moe")
-    tree: dict[str, Any] = {"model": {"path": str(tmp_path), "dtype": "bfloat16"}, "moe": {"router_dtype": asked}}
-    config = Config.model_validate({**tree, "algorithm": {"name": "grpo", "reference_kl": {"coef": 0.1}}})
+    tree: dict[str, Any] = {
+        "model": {"path": str(tmp_path), "dtype": "bfloat16"},
+        "moe": {"router_dtype": asked},
+    }
+    config = Config.model_validate(
+        {**tree, "algorithm": {"name": "grpo", "reference_kl": {"coef": 0.1}}}
+    )
     ((errors, dtypes, norm, notes),) = ranks.run(errors_of, 1, config)
     assert all(least <= error <= most for error in errors)
     assert dtypes == [dtype, torch.bfloat16] * 2

@@ -1,4 +1,5 @@
-"""Experts that an engine chose are the trainer's: against transformers whose tokens are sent there, in every layout."""
+"""Experts that an engine chose are the trainer's: against transformers whose tokens are sent there,
+in every layout."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ LAYERS, NUMBER, EACH = 4, 4, 2  # of the tiny model: layers, experts, experts a 
 
 
 def some_experts(batch: RolloutBatch) -> Tensor:
-    """[T, L, K] other experts for every token and layer; of some tokens unknown, as that of a response's last is."""
+    """[T, L, K] other experts for every token and layer; of some tokens unknown, as that of a
+    response's last is."""
     generator = torch.Generator().manual_seed(7)
     order = torch.rand(batch.tokens.numel(), LAYERS, NUMBER, generator=generator).argsort(-1)
     experts = order[..., :EACH].to(torch.uint8)
@@ -84,12 +86,24 @@ def test_gates_with_a_bias_behind_dense_layers(ranks: RankPool, tmp_path: Path, 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe_air"])
-def test_replaying_the_trainers_own_choice_changes_no_bit(ranks: RankPool, tmp_path: Path, family: str) -> None:
+def test_replaying_the_trainers_own_choice_changes_no_bit(
+    ranks: RankPool, tmp_path: Path, family: str
+) -> None:
     save_model(tmp_path, family)
     chosen = experts_of_transformers(tmp_path, random_batch(SEED, SIZE))
     found = []
     for experts in (None, chosen):
-        given = (str(tmp_path), ParallelConfig(), 40, True, False, "materialised", experts, {}, False)
+        given = (
+            str(tmp_path),
+            ParallelConfig(),
+            40,
+            True,
+            False,
+            "materialised",
+            experts,
+            {},
+            False,
+        )
         found += ranks.run(step_of, 1, *given)  # prompts are not shared in either
     own, replayed = found
     assert torch.equal(own["log_prob"], replayed["log_prob"])
@@ -103,7 +117,9 @@ def experts_of_transformers(path: Path, batch: RolloutBatch) -> Tensor:
     found: list[list[Tensor]] = [[] for _ in range(LAYERS)]
     for number, layer in enumerate(model.model.layers):
         if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.register_forward_hook(lambda _, __, out, number=number: found[number].append(out[2]))
+            layer.mlp.gate.register_forward_hook(
+                lambda _, __, out, number=number: found[number].append(out[2])
+            )
         else:
             found[number].append(torch.zeros(batch.tokens.numel(), EACH, dtype=torch.int64))
     with torch.no_grad():
@@ -112,8 +128,11 @@ def experts_of_transformers(path: Path, batch: RolloutBatch) -> Tensor:
     return torch.stack([torch.cat(each) for each in found], 1).to(torch.uint8)
 
 
-def trained_with(rank: int, init: str, config: Config, experts: Tensor | None) -> tuple[dict[str, float], Any]:
-    """Takes a step with these experts. Returned are its report here, and the error of a batch without experts."""
+def trained_with(
+    rank: int, init: str, config: Config, experts: Tensor | None
+) -> tuple[dict[str, float], Any]:
+    """Takes a step with these experts. Returned are its report here, and the error of a batch
+    without experts."""
     trainer = Trainer(resolve_run(config), rank, init)
     batch = random_batch(SEED, SIZE)
     batch.experts = experts
@@ -129,8 +148,14 @@ def trained_with(rank: int, init: str, config: Config, experts: Tensor | None) -
 
 
 def config_of(path: Path, replay: bool, parallel: dict[str, Any]) -> Config:
-    tree: dict[str, Any] = {"model": {"path": str(path)}, "moe": {"routing_replay": replay}, "parallel": parallel}
-    return Config.model_validate({**tree, "algorithm": {"name": "grpo", "reference_kl": {"coef": 0.1}}})
+    tree: dict[str, Any] = {
+        "model": {"path": str(path)},
+        "moe": {"routing_replay": replay},
+        "parallel": parallel,
+    }
+    return Config.model_validate(
+        {**tree, "algorithm": {"name": "grpo", "reference_kl": {"coef": 0.1}}}
+    )
 
 
 @pytest.mark.distributed
@@ -150,9 +175,14 @@ def test_a_run_replays_in_both_of_its_passes(ranks: RankPool, tmp_path: Path) ->
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["one", "pp2-cp2-ep2", pytest.param("tp2-sp-cp2-dp2-ep4", marks=pytest.mark.slow)])
-def test_what_the_trainer_would_have_chosen_otherwise_is_counted(ranks: RankPool, tmp_path: Path, name: str) -> None:
-    """Over all tokens but the last of a response, in all layers; what is given in another order is no other choice."""
+@pytest.mark.parametrize(
+    "name", ["one", "pp2-cp2-ep2", pytest.param("tp2-sp-cp2-dp2-ep4", marks=pytest.mark.slow)]
+)
+def test_what_the_trainer_would_have_chosen_otherwise_is_counted(
+    ranks: RankPool, tmp_path: Path, name: str
+) -> None:
+    """Over all tokens but the last of a response, in all layers; what is given in another order is
+    no other choice."""
     save_model(tmp_path, "qwen3_moe")
     batch = random_batch(SEED, SIZE)
     experts = experts_of_transformers(tmp_path, batch).flip(-1)
@@ -160,24 +190,32 @@ def test_what_the_trainer_would_have_chosen_otherwise_is_counted(ranks: RankPool
     config = config_of(tmp_path, True, EXPERTS[name])
 
     def differs(given: Tensor) -> float:
-        found = [rows for rows, _ in ranks.run(trained_with, config.parallel.world_size, config, given) if rows]
+        found = [
+            rows
+            for rows, _ in ranks.run(trained_with, config.parallel.world_size, config, given)
+            if rows
+        ]
         return found[0]["routing/differs"]
 
     assert differs(experts) == 0
-    for token in (0, 5, 20):  # in the last layer, behind which no router sees what another expert made of the token
+    # in the last layer, behind which no router sees what another expert made of the token
+    for token in (0, 5, 20):
         own = experts[token, -1].tolist()
         experts[token, -1, 0] = next(number for number in range(NUMBER) if number not in own)
     assert differs(experts) == pytest.approx(3 / int((experts != 255).sum()), rel=1e-5)
 
 
 def said_by_the_watch(rank: int, init: str, config: Config) -> str:
-    """Words of the error that stops a run whose engine gave every token another log-prob; empty if none does."""
+    """Words of the error that stops a run whose engine gave every token another log-prob; empty if
+    none does."""
     run = resolve_run(config)
     trainer = Trainer(run, rank, init)
     batch = random_batch(SEED, SIZE)
     batch.experts = some_experts(batch) if config.moe.routing_replay else None
     log_prob_pass(trainer, batch)
-    ranks: Any = SimpleNamespace(compare=lambda temperature=None: trainer.compare((0,), temperature))
+    ranks: Any = SimpleNamespace(
+        compare=lambda temperature=None: trainer.compare((0,), temperature)
+    )
     engines: Any = SimpleNamespace(served=True)
     try:
         AgreementWatch(run, ranks, engines).after_log_probs(1)
@@ -189,13 +227,21 @@ def said_by_the_watch(rank: int, init: str, config: Config) -> str:
 
 
 @pytest.mark.distributed
-def test_a_run_that_disagrees_names_routing_where_it_is_not_replayed(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_run_that_disagrees_names_routing_where_it_is_not_replayed(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     save_model(tmp_path / "moe", "qwen3_moe")
     save_model(tmp_path / "dense", "qwen3")
 
     def said(folder: str, **moe: Any) -> str:
-        tree = {"model": {"path": str(tmp_path / folder)}, "moe": moe, "rollout": {"engine": "sglang"}}
-        return ranks.run(said_by_the_watch, 1, Config.model_validate({**tree, "sglang": {"canary_prompts": 0}}))[0]
+        tree = {
+            "model": {"path": str(tmp_path / folder)},
+            "moe": moe,
+            "rollout": {"engine": "sglang"},
+        }
+        return ranks.run(
+            said_by_the_watch, 1, Config.model_validate({**tree, "sglang": {"canary_prompts": 0}})
+        )[0]
 
     assert "first suspect routing" in said("moe")
     for other in (said("moe", routing_replay=True), said("dense")):

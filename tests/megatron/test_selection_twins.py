@@ -1,5 +1,5 @@
-"""Several updates of one batch against float64 twins that share no code with the package: which policy's entropies a
-selection reads, and what moves when no token carries loss.
+"""Several updates of one batch against float64 twins that share no code with the package: which
+policy's entropies a selection reads, and what moves when no token carries loss.
 
 A twin is plain transformers, the paper's formula written out, autograd and torch's own AdamW.
 """
@@ -44,7 +44,9 @@ def responses() -> list[tuple[list[int], list[int]]]:
     return [(prompts[i // SAMPLES], draw(5 + i % 4)) for i in range(PROMPTS * SAMPLES)]
 
 
-def batch_of(finish: str = "stop", engine: float = -1.0, rewards: list[float] = REWARDS) -> RolloutBatch:
+def batch_of(
+    finish: str = "stop", engine: float = -1.0, rewards: list[float] = REWARDS
+) -> RolloutBatch:
     samples: list[Trajectory] = []
     for i, (prompt, response) in enumerate(responses()):
         whose = Prompt(i // SAMPLES, str(i // SAMPLES), "", "", tuple(prompt))
@@ -74,7 +76,13 @@ def config_of(path: Path, algorithm: dict[str, Any], **sections: Any) -> Config:
         },
         "algorithm": algorithm,
         # no decay, no clipping, a constant rate: torch's AdamW needs no second description
-        "optimizer": {"lr": LR, "weight_decay": 0.0, "eps": 1e-3, "clip_grad": 1e9, "warmup_steps": 0},
+        "optimizer": {
+            "lr": LR,
+            "weight_decay": 0.0,
+            "eps": 1e-3,
+            "clip_grad": 1e9,
+            "warmup_steps": 0,
+        },
         "observability": {"entropy_forecast": False},
         **sections,
     }
@@ -84,7 +92,8 @@ def config_of(path: Path, algorithm: dict[str, Any], **sections: Any) -> Config:
 def steps(
     rank: int, init: str, config: Config, batches: list[RolloutBatch]
 ) -> tuple[dict[str, Tensor], list[dict[str, float]], list[dict[str, float]]]:
-    """This rank's weights after the batches, the first update's metrics of each, and the method's states."""
+    """This rank's weights after the batches, the first update's metrics of each, and the method's
+    states."""
     trainer = Trainer(resolve_run(config), rank, init)
     state, states, rows = trainer.method.initial_state(), [], []
     for batch in batches:
@@ -137,7 +146,9 @@ RULES = {
 }
 
 
-def by_hand(path: Path, rule: Callable[..., Tensor], dual: float, *, stale: bool) -> dict[str, Tensor]:
+def by_hand(
+    path: Path, rule: Callable[..., Tensor], dual: float, *, stale: bool
+) -> dict[str, Tensor]:
     """The weights after all updates of the batch.
 
     Args:
@@ -146,7 +157,9 @@ def by_hand(path: Path, rule: Callable[..., Tensor], dual: float, *, stale: bool
         stale: entropies are those before the first update: what must not be.
     """
     policy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, betas=(0.9, 0.999), eps=1e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=LR, betas=(0.9, 0.999), eps=1e-3, weight_decay=0.0
+    )
     with torch.no_grad():
         old, first_entropy, whose = scores(policy)
     advantage = advantages()[whose]
@@ -208,16 +221,21 @@ def test_a_batch_without_a_loss_token_moves_no_controller(
     usual = batch_of(engine=-3.0)
     batches = [usual, batch_of(finish, engine), usual]
     ((_, rows, states),) = ranks.run(steps, 1, config, batches)
-    # entropies of 37 tokens lie between the two targets, so every batch that says something moves W and M by 0.01
+    # entropies of 37 tokens lie between the two targets, so every batch that says something moves W
+    # and M by 0.01
     move = 0.01 if target > math.log(VOCAB) else -0.01
     for key, start, sign in (("amplify", 1.2, 1), ("attenuate", 0.8, -1)):
-        assert [state[key] for state in states] == pytest.approx([start + sign * move * n for n in (1, 1, 2)])
+        assert [state[key] for state in states] == pytest.approx(
+            [start + sign * move * n for n in (1, 1, 2)]
+        )
     assert [state["gate"] for state in states] == [float(move > 0)] * 3
     if case == "truncated: mask":  # a guard that reads it finds no number
         assert [math.isnan(row["entropy/mean"]) for row in rows] == [False, True, False]
 
 
-def test_a_batch_without_a_loss_token_moves_no_entropy_bonus(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_batch_without_a_loss_token_moves_no_entropy_bonus(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     save_model(tmp_path, "qwen2_tied")
     bonus = {"coef": 0.002, "target": 10.0, "delta": 1e-3, "coef_max": 1.0}
     config = config_of(tmp_path, {"name": "grpo", "truncated": "mask", "entropy_bonus": bonus})
@@ -235,18 +253,23 @@ EQUAL = [1.0, 1.0, 1.0, *REWARDS[3:6], 0.0, 0.0, 0.0, *REWARDS[9:]]
 
 
 def skywork_by_hand(path: Path, coef: float, *, dropped: bool) -> dict[str, Tensor]:
-    """The weights after all updates: GRPO clipped at 0.2 less coef times the mean entropy, both over the tokens of the
-    groups that are left.
+    """The weights after all updates: GRPO clipped at 0.2 less coef times the mean entropy, both
+    over the tokens of the groups that are left.
 
     Args:
-        dropped: whether groups whose rewards are all equal are; SkyworkAI/Skywork-OR1, trainer.rejection_sample.
+        dropped: whether groups whose rewards are all equal are; SkyworkAI/Skywork-OR1,
+            trainer.rejection_sample.
     """
     policy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, betas=(0.9, 0.999), eps=1e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=LR, betas=(0.9, 0.999), eps=1e-3, weight_decay=0.0
+    )
     with torch.no_grad():
         old, _, whose = scores(policy)
     advantage = advantages(EQUAL)[whose]
-    counts = torch.tensor([len(set(EQUAL[3 * g : 3 * g + 3])) > 1 for g in range(PROMPTS)])[whose // SAMPLES]
+    counts = torch.tensor([len(set(EQUAL[3 * g : 3 * g + 3])) > 1 for g in range(PROMPTS)])[
+        whose // SAMPLES
+    ]
     for update in range(EPOCHS * PROMPTS // MINI_BATCH):
         log_prob, entropy, _ = scores(policy)
         begin = (update % (PROMPTS // MINI_BATCH)) * MINI_BATCH
@@ -281,13 +304,20 @@ def test_the_bonus_is_steered_by_the_surprisal_of_the_groups_that_are_left(
 ) -> None:
     save_model(tmp_path, "qwen2_tied")
     with torch.no_grad():
-        log_prob, _, whose = scores(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64))
+        log_prob, _, whose = scores(
+            AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+        )
     left = torch.tensor([False, True, False, True])[whose // SAMPLES]
     of_left, of_all = float(-log_prob[left].mean()), float(-log_prob.mean())
     assert abs(of_left - of_all) > 1e-3
     target = (of_left + of_all) / 2
     bonus = {"coef": 0.0, "target": target, "delta": 1e-3, "coef_max": 1.0, "measure": "surprisal"}
-    algorithm = {"name": "grpo", "aggregation": "token_mean", "equal_groups": shown, "entropy_bonus": bonus}
+    algorithm = {
+        "name": "grpo",
+        "aggregation": "token_mean",
+        "equal_groups": shown,
+        "entropy_bonus": bonus,
+    }
     config = config_of(tmp_path, algorithm)
     ((_, _, states),) = ranks.run(steps, 1, config, [batch_of(rewards=EQUAL)])
     read = of_left if shown == "mask" else of_all

@@ -1,4 +1,5 @@
-"""A resume proves that all of the saved state came back: in any layout it passes, and what did not is named."""
+"""A resume proves that all of the saved state came back: in any layout it passes, and what did not
+is named."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def config_of(path: Path, layout: dict[str, Any], **sections: Any) -> Config:
 
 
 class Told(Workers):
-    """Workers whose answers to each call were given before, and are told as if the ranks were asked now."""
+    """Workers whose answers to each call were given before, and are told as if the ranks were asked
+    now."""
 
     def __init__(self, answers: dict[str, list[Any]]) -> None:
         self._answers = answers
@@ -67,9 +69,16 @@ class Told(Workers):
 
 def answers(trainer: Trainer, batch: RolloutBatch) -> dict[str, Any]:
     """Answers of one rank to what `TrainerGroup.prove` and `layout_of` ask."""
-    plan = TrainerGroup(Told({"stage": [0], "data_rank": [0]}), plan_rules(resolve_run(trainer.config)))._plan(batch)
+    plan = TrainerGroup(
+        Told({"stage": [0], "data_rank": [0]}), plan_rules(resolve_run(trainer.config))
+    )._plan(batch)
     proof: RankProof = trainer.prove(batch.share(plan.samples_of(trainer.data_rank())), plan)
-    return {"stage": trainer.stage(), "data_rank": trainer.data_rank(), "place": trainer.place(), "prove": proof}
+    return {
+        "stage": trainer.stage(),
+        "data_rank": trainer.data_rank(),
+        "place": trainer.place(),
+        "prove": proof,
+    }
 
 
 def group(config: Config, told: list[dict[str, Any]]) -> TrainerGroup:
@@ -77,7 +86,9 @@ def group(config: Config, told: list[dict[str, Any]]) -> TrainerGroup:
     return TrainerGroup(Told(merged), plan_rules(resolve_run(config)))
 
 
-def saved(rank: int, init: str, config: Config, folder: str, steps: int, refresh: bool) -> dict[str, Any]:
+def saved(
+    rank: int, init: str, config: Config, folder: str, steps: int, refresh: bool
+) -> dict[str, Any]:
     trainer = Trainer(resolve_run(config), rank, init)
     for number in range(1, steps + 1):
         take_step(trainer, random_batch(number, size=8))
@@ -107,7 +118,9 @@ def loaded(
 
 def all_but_the_weights(trainer: Trainer, folder: str) -> None:
     """The optimizer and all else are loaded; the weights are those the run started from."""
-    before = [weight.detach().clone() for chunk in trainer.policy.model for weight in chunk.parameters()]
+    before = [
+        weight.detach().clone() for chunk in trainer.policy.model for weight in chunk.parameters()
+    ]
     trainer.load(folder)
     now = [weight for chunk in trainer.policy.model for weight in chunk.parameters()]
     with torch.no_grad():
@@ -131,10 +144,16 @@ def one_rank_of_another_step(trainer: Trainer, folder: str) -> None:
 
 def reference_as_it_began(trainer: Trainer, folder: str) -> None:
     assert trainer.policy.reference is not None
-    before = [weight.detach().clone() for chunk in trainer.policy.reference.model for weight in chunk.parameters()]
+    before = [
+        weight.detach().clone()
+        for chunk in trainer.policy.reference.model
+        for weight in chunk.parameters()
+    ]
     trainer.load(folder)
     for weight, kept in zip(
-        [weight for chunk in trainer.policy.reference.model for weight in chunk.parameters()], before, strict=True
+        [weight for chunk in trainer.policy.reference.model for weight in chunk.parameters()],
+        before,
+        strict=True,
     ):
         weight.data.copy_(kept)
 
@@ -147,10 +166,15 @@ def padding_that_counts(trainer: Trainer, folder: str) -> None:
 
 
 def checked(
-    writers: RankPool, tmp_path: Path, save: Config, load: Config, harm: Any = None, refresh: bool = False
+    writers: RankPool,
+    tmp_path: Path,
+    save: Config,
+    load: Config,
+    harm: Any = None,
+    refresh: bool = False,
 ) -> tuple[list[str], SelfTest]:
-    """Saves a run with its self-test and loads it. Returned are the differences that the self-test finds, and the
-    self-test."""
+    """Saves a run with its self-test and loads it. Returned are the differences that the self-test
+    finds, and the self-test."""
     save_model(tmp_path / "model", "qwen2_tied")
     folder = tmp_path / "checkpoint"
     folder.mkdir()
@@ -174,7 +198,9 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("save", "load", "distributed"), LAYOUTS, ids=["tp2-tp2", "dp2-dp2", "tp2-pp2", "dp2-one"])
+@pytest.mark.parametrize(
+    ("save", "load", "distributed"), LAYOUTS, ids=["tp2-tp2", "dp2-dp2", "tp2-pp2", "dp2-one"]
+)
 def test_what_came_back_passes_in_any_layout(
     writers: RankPool, tmp_path: Path, save: dict[str, int], load: dict[str, int], distributed: bool
 ) -> None:
@@ -190,15 +216,23 @@ def test_what_came_back_passes_in_any_layout(
     assert test.proof.counts == {"steps of Adam": 2, "updates of the schedule": 2}
     sums = test.proof.sums
     assert {"policy", "optimizer"} == {name.partition(":")[0] for name in sums}
-    assert sum("exp_avg_sq" in name for name in sums) == sum(name.startswith("policy: ") for name in sums)
-    assert all(one > 0 for name, (one, _) in sums.items() if "exp_avg" in name and "bias" not in name)
+    assert sum("exp_avg_sq" in name for name in sums) == sum(
+        name.startswith("policy: ") for name in sums
+    )
+    assert all(
+        one > 0 for name, (one, _) in sums.items() if "exp_avg" in name and "bias" not in name
+    )
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("harm", "load", "said"),
     [
-        (all_but_the_weights, {"data": 2}, ["log-probs of the policy differ at", "policy: decoder."]),
+        (
+            all_but_the_weights,
+            {"data": 2},
+            ["log-probs of the policy differ at", "policy: decoder."],
+        ),
         (weights_alone, {"data": 2}, ["steps of Adam: 2 were saved, 0 are there", "exp_avg"]),
         (one_rank_of_another_step, {"data": 2}, ["optimizer: optimizer.state.exp_avg."]),
         (padding_that_counts, {"tensor": 2}, ["log-probs of the policy differ at"]),
@@ -209,7 +243,9 @@ def test_what_did_not_come_back_is_named(
     writers: RankPool, tmp_path: Path, harm: Any, load: dict[str, int], said: list[str]
 ) -> None:
     save = config_of(tmp_path, {"data": 2}, optimizer={"distributed": True})
-    found, _ = checked(writers, tmp_path, save, config_of(tmp_path, load, optimizer={"distributed": True}), harm)
+    found, _ = checked(
+        writers, tmp_path, save, config_of(tmp_path, load, optimizer={"distributed": True}), harm
+    )
     for each in said:
         assert any(each in line for line in found), found
     if harm is one_rank_of_another_step:  # nothing but one tensor of one rank
@@ -226,7 +262,8 @@ def test_a_reference_that_moved_and_was_not_restored(writers: RankPool, tmp_path
 
 
 def test_other_code_is_held_to_rounding_and_the_same_to_the_bit(tmp_path: Path) -> None:
-    """An upgrade of this package or of what it computes with makes sums in another order, in the same layout."""
+    """An upgrade of this package or of what it computes with makes sums in another order, in the
+    same layout."""
     save_model(tmp_path / "model", "qwen2_tied")
     config = config_of(tmp_path, {})
     moved = StateProof({"policy": [-1.0, -2.0]}, {}, {})

@@ -1,4 +1,5 @@
-"""A prompt that goes through the model once for all its responses: the same loss and gradients, and fewer tokens."""
+"""A prompt that goes through the model once for all its responses: the same loss and gradients, and
+fewer tokens."""
 
 from __future__ import annotations
 
@@ -28,30 +29,43 @@ CPU = torch.device("cpu")
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), min_size=1, max_size=9),
     st.sampled_from([1, 2, 4]),
 )
-def test_every_column_stands_where_its_token_does(samples: list[tuple[int, int]], multiple: int) -> None:
-    """Samples are given by group and response length: enough columns are fed, and no more than `multiple` asks for."""
-    prompts = torch.tensor([2 + group for group, _ in samples])  # a length of its own for each group
+def test_every_column_stands_where_its_token_does(
+    samples: list[tuple[int, int]], multiple: int
+) -> None:
+    """Samples are given by group and response length: enough columns are fed, and no more than
+    `multiple` asks for."""
+    # a length of its own for each group
+    prompts = torch.tensor([2 + group for group, _ in samples])
     lengths = [2 + group + response for group, response in samples]
     padding = -sum(lengths) % multiple
-    sample = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((padding,), -1)])
+    sample = torch.cat(
+        [torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((padding,), -1)]
+    )
     token = torch.cat([torch.arange(n) for n in [*lengths, padding]])
     groups = torch.tensor([group for group, _ in samples])
     shared = shared_columns(sample, token, prompts, groups, multiple)
 
     def name(column: int) -> tuple[int, ...]:
-        """Name of what the model computes at a column: the same for copies of a prompt, else the column's own."""
+        """Name of what the model computes at a column: the same for copies of a prompt, else the
+        column's own."""
         i, t = int(sample[column]), int(token[column])
         return (int(groups[i]), t) if i >= 0 and t < prompts[i] else (-1, column)
 
-    assert [name(c) for c in range(len(sample))] == [name(int(shared.fed[s])) for s in shared.stands]
+    assert [name(c) for c in range(len(sample))] == [
+        name(int(shared.fed[s])) for s in shared.stands
+    ]
     assert shared.stands[shared.fed].tolist() == list(range(len(shared.fed)))
-    assert shared.fed.tolist() == sorted(set(shared.fed.tolist())) and len(shared.fed) % multiple == 0
+    assert (
+        shared.fed.tolist() == sorted(set(shared.fed.tolist())) and len(shared.fed) % multiple == 0
+    )
     fewest = len({name(c) for c in range(len(sample))})
     assert fewest <= len(shared.fed) < fewest + multiple
     packing = pack([*lengths, *([padding] if padding else [])], CPU, shared=shared)
     assert packing.queries is not None
     fed = torch.arange(len(shared.fed))
-    assert torch.equal(packing.queries.collect(torch.cat([x.flatten() for x in packing.queries.spread(fed)])), fed)
+    assert torch.equal(
+        packing.queries.collect(torch.cat([x.flatten() for x in packing.queries.spread(fed)])), fed
+    )
 
 
 def test_a_shared_token_has_the_gradients_of_all_its_places() -> None:
@@ -82,8 +96,11 @@ def config_of(folder: Path, share_prompts: bool, **sections: dict[str, Any]) -> 
     return Config.model_validate(tree)
 
 
-def step_of(rank: int, init: str, config: Config) -> tuple[Any, list[torch.Tensor], tuple[int, int]]:
-    """The metrics of a step, its gradients, and how many of the rank's tokens went through a layer in one pass."""
+def step_of(
+    rank: int, init: str, config: Config
+) -> tuple[Any, list[torch.Tensor], tuple[int, int]]:
+    """The metrics of a step, its gradients, and how many of the rank's tokens went through a layer
+    in one pass."""
     trainer = Trainer(resolve_run(config), rank, init)
     batch = random_batch(3, 12, group=4)
     log_prob_pass(trainer, batch)
@@ -91,7 +108,9 @@ def step_of(rank: int, init: str, config: Config) -> tuple[Any, list[torch.Tenso
     tokens = sum(micro.tokens.numel() for micro in trainer.step.batch.micro_batches)
     metrics, _ = take_step(trainer, batch)
     gradients = [p.main_grad.clone() for chunk in trainer.policy.model for p in chunk.parameters()]
-    own = sum(int(batch.lengths[i]) for i in trainer.step.batch.plan.samples_of(trainer.data_rank()))
+    own = sum(
+        int(batch.lengths[i]) for i in trainer.step.batch.plan.samples_of(trainer.data_rank())
+    )
     trainer.close()
     return metrics, gradients, (tokens, own)
 
@@ -100,21 +119,31 @@ LAYOUTS: list[Any] = [
     pytest.param("qwen2", {}, id="one-rank"),
     pytest.param("qwen3", {"parallel": {"tensor": 2, "sequence": True}}, id="tp2-sp"),
     pytest.param("qwen2_tied", {"parallel": {"pipeline": 2, "data": 2}}, id="pp2-dp2"),
-    pytest.param("qwen2", {"model": {"recompute": "full"}, "batch": {"micro_batch_tokens": 60}}, id="recompute"),
-    pytest.param("qwen3_moe", {"parallel": {"data": 2, "expert": 2}}, id="ep2", marks=pytest.mark.slow),
+    pytest.param(
+        "qwen2",
+        {"model": {"recompute": "full"}, "batch": {"micro_batch_tokens": 60}},
+        id="recompute",
+    ),
+    pytest.param(
+        "qwen3_moe", {"parallel": {"data": 2, "expert": 2}}, id="ep2", marks=pytest.mark.slow
+    ),
 ]
 
 
 @pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize(("family", "sections"), LAYOUTS)
-def test_the_same_step_with_fewer_tokens(ranks, tmp_path: Path, family: str, sections: dict[str, Any]) -> None:
+def test_the_same_step_with_fewer_tokens(
+    ranks, tmp_path: Path, family: str, sections: dict[str, Any]
+) -> None:
     save_model(tmp_path, family)
     apart, together = (config_of(tmp_path, share, **sections) for share in (False, True))
     ways = [ranks.run(step_of, config.parallel.world_size, config) for config in (apart, together)]
-    for (metrics, gradients, (all_tokens, _)), (shared_metrics, shared_gradients, (tokens, own)) in zip(
-        *ways, strict=True
-    ):
+    for (metrics, gradients, (all_tokens, _)), (
+        shared_metrics,
+        shared_gradients,
+        (tokens, own),
+    ) in zip(*ways, strict=True):
         assert tokens < own <= all_tokens
         torch.testing.assert_close(shared_gradients, gradients, atol=1e-6, rtol=1e-5)
         for one, other in zip(metrics, shared_metrics, strict=True):
@@ -144,4 +173,6 @@ def test_not_with_an_attention_that_takes_whole_sequences(
     """Whoever asks for the layout: the trainer, and the checks that run on a GPU."""
     one_rank: Any = SimpleNamespace(tp=1, dp=1, cp=1, cp_rank=0)
     monkeypatch.setattr(sequences, "has_transformer_engine", lambda: theirs)
-    assert sequences.sequence_layout(config_of(tmp_path, True), one_rank).share_prompts is not theirs
+    assert (
+        sequences.sequence_layout(config_of(tmp_path, True), one_rank).share_prompts is not theirs
+    )

@@ -33,7 +33,9 @@ class Collected:
 
     def expect(self, prove: bool, first: Bucket | None) -> None:
         assert prove
-        self._first = None if first is None else {name: tensor.clone() for name, tensor in first.tensors()}
+        self._first = (
+            None if first is None else {name: tensor.clone() for name, tensor in first.tensors()}
+        )
 
     def begin(self) -> None:
         self._tensors, self._sizes = {}, []
@@ -44,7 +46,9 @@ class Collected:
             raise UserError("lost")
         if self._first is not None:  # as it was, and nothing before it
             sent = dict(bucket.tensors())
-            assert sent.keys() == self._first.keys() and all(torch.equal(sent[n], self._first[n]) for n in sent)
+            assert sent.keys() == self._first.keys() and all(
+                torch.equal(sent[n], self._first[n]) for n in sent
+            )
             self._first = None
         self._sizes.append(bucket.layout.nbytes)
         self._tensors |= {name: tensor.clone() for name, tensor in bucket.tensors()}
@@ -79,9 +83,11 @@ def trainer_of(rank: int, init: str, config: Config) -> Trainer:
     return trainer
 
 
-def sent_twice(rank: int, init: str, config: Config, target: Collecting) -> tuple[Any, Any, dict[str, Tensor]]:
-    """Sends two updates, each of changed weights. Returned are what this rank tells of each (an error in its words),
-    and the weights."""
+def sent_twice(
+    rank: int, init: str, config: Config, target: Collecting
+) -> tuple[Any, Any, dict[str, Tensor]]:
+    """Sends two updates, each of changed weights. Returned are what this rank tells of each (an
+    error in its words), and the weights."""
     trainer = trainer_of(rank, init, config)
     told = []
     for _ in range(2):
@@ -103,7 +109,9 @@ def sent_twice(rank: int, init: str, config: Config, target: Collecting) -> tupl
 
 
 def config_of(path: Path, **layout: Any) -> Config:
-    return Config.model_validate({"model": {"path": str(path)}, "parallel": layout, "rollout": {"sync_bucket_mb": 1}})
+    return Config.model_validate(
+        {"model": {"path": str(path)}, "parallel": layout, "rollout": {"sync_bucket_mb": 1}}
+    )
 
 
 @pytest.mark.distributed
@@ -119,7 +127,8 @@ def config_of(path: Path, **layout: Any) -> Config:
 def test_the_first_rank_of_every_stage_sends_its_tensors(
     ranks: RankPool, tmp_path: Path, family: str, layout: dict, senders: list[int]
 ) -> None:
-    """Also of experts that other ranks of the stage hold; the last stage's copy of a tied embedding is not sent."""
+    """Also of experts that other ranks of the stage hold; the last stage's copy of a tied embedding
+    is not sent."""
     save_model(tmp_path, family)
     config = config_of(tmp_path, **layout)
     found = ranks.run(sent_twice, config.parallel.world_size, config, Collecting())
@@ -136,7 +145,9 @@ def test_the_first_rank_of_every_stage_sends_its_tensors(
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "layout", [{"data": 2, "expert": 2, "pipeline": 2}, {"tensor": 2, "expert": 2, "sequence": True}], ids=str
+    "layout",
+    [{"data": 2, "expert": 2, "pipeline": 2}, {"tensor": 2, "expert": 2, "sequence": True}],
+    ids=str,
 )
 def test_owners_send_their_experts(ranks: RankPool, tmp_path: Path, layout: dict) -> None:
     """Each its own, and no rank another's; all else goes from the first rank of every stage."""
@@ -150,22 +161,29 @@ def test_owners_send_their_experts(ranks: RankPool, tmp_path: Path, layout: dict
     for sender, tensors in sent.items():
         for name, tensor in tensors.items():
             assert torch.equal(tensor, want[name]), name
-        numbers = {int(name.split(".experts.")[1].split(".")[0]) for name in tensors if ".experts." in name}
+        numbers = {
+            int(name.split(".experts.")[1].split(".")[0]) for name in tensors if ".experts." in name
+        }
         assert numbers == {n for n in range(4) if n // 2 == sender % 2}
         if sender % 2:
             assert all(".experts." in name for name in tensors)
 
 
 @pytest.mark.distributed
-def test_an_update_after_one_that_failed_sends_whole_weights(ranks: RankPool, tmp_path: Path) -> None:
-    """The stage's other rank is not left waiting, and no message of the first update is taken for the second's."""
+def test_an_update_after_one_that_failed_sends_whole_weights(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """The stage's other rank is not left waiting, and no message of the first update is taken for
+    the second's."""
     save_model(tmp_path, "qwen2_tied", hidden_size=256, intermediate_size=1024)
     config = config_of(tmp_path, tensor=2)
     (first, told, want), _ = ranks.run(sent_twice, 2, config, Collecting(fail_at=1))
     assert "lost" in first
     _, tensors, sizes = told
     assert len(sizes) > 3 and max(sizes) <= 2**20
-    assert tensors.keys() == want.keys() and all(torch.equal(tensors[name], want[name]) for name in want)
+    assert tensors.keys() == want.keys() and all(
+        torch.equal(tensors[name], want[name]) for name in want
+    )
 
 
 def turns_taken(rank: int, init: str, config: Config) -> list[Any]:
@@ -210,8 +228,9 @@ class Stages:
 @pytest.mark.parametrize("in_turn", [True, False])
 @pytest.mark.parametrize("owners", [True, False])
 def test_stages_take_turns_where_servers_want_it(in_turn: bool, owners: bool) -> None:
-    """But gather their first bucket together before; owners of experts follow. All is asked at once: a turn's calls
-    take those before them as arguments, which they therefore follow, and fail with."""
+    """But gather their first bucket together before; owners of experts follow. All is asked at
+    once: a turn's calls take those before them as arguments, which they therefore follow, and fail
+    with."""
     workers, target = Stages(), Collecting(in_turn, owners)
     told = TrainerWeights(workers, (), [0, 0, 1, 1]).send_to(target, True)  # type: ignore[arg-type]
     sends = ["send_weights", "send_own_weights"] if owners else ["send_weights"]
@@ -227,12 +246,19 @@ def test_stages_take_turns_where_servers_want_it(in_turn: bool, owners: bool) ->
     for turn in turns:
         wanted += [(call, tuple(before) if in_turn else ()) for call in turn]
         before = turn
-    assert workers.asked == [*wanted, ("wait", (*prepared, *(call for turn in turns for call in turn)))]
+    assert workers.asked == [
+        *wanted,
+        ("wait", (*prepared, *(call for turn in turns for call in turn))),
+    ]
 
 
 def test_what_ranks_were_told_to_prepare_is_not_asked_for_again() -> None:
     """Unless it was for another target, or another proof."""
-    for target, prove, again in ((Collecting(), True, 0), (Collecting(), False, 4), (Collecting(False), True, 4)):
+    for target, prove, again in (
+        (Collecting(), True, 0),
+        (Collecting(), False, 4),
+        (Collecting(False), True, 4),
+    ):
         workers = Stages()
         weights = TrainerWeights(workers, (), [0, 0, 1, 1])  # type: ignore[arg-type]
         weights.prepare(Collecting(), True)

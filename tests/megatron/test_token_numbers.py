@@ -1,4 +1,5 @@
-"""Numbers of single tokens are exact against plain transformers, equal in every layout, and whole or refused."""
+"""Numbers of single tokens are exact against plain transformers, equal in every layout, and whole
+or refused."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def numbers_of(rank: int, init: str, config: Config, watched: Sequence[int]) -> 
     return found
 
 
-def joined(ranks: RankPool, world: int, config: Config, watched: Sequence[int]) -> dict[int, TokenNumbers]:
+def joined(
+    ranks: RankPool, world: int, config: Config, watched: Sequence[int]
+) -> dict[int, TokenNumbers]:
     """The numbers of whole responses, as the driver joins them."""
     found = ranks.run(numbers_of, world, config, watched)
     masks = {sample: batch_of(1).trajectories[sample].loss_mask for sample in watched}
@@ -60,7 +63,9 @@ def test_numbers_are_those_of_the_model_and_of_the_method(ranks: RankPool, tmp_p
     every = range(batch.size)
     found = joined(ranks, 1, config, every)
     policy = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-    log_prob, entropy = (each.split(batch.response_lengths.tolist()) for each in scored(policy, batch))
+    log_prob, entropy = (
+        each.split(batch.response_lengths.tolist()) for each in scored(policy, batch)
+    )
     assert batch.advantages is not None and batch.carries_loss is not None
     for mini_batch in (range(7), range(7, 13)):  # what is selected is selected within one
         surprisals: dict[tuple[float, bool], list[float]] = {}
@@ -107,7 +112,9 @@ def test_numbers_are_those_of_the_model_and_of_the_method(ranks: RankPool, tmp_p
     ],
     ids=str,
 )
-def test_every_layout_finds_what_one_rank_finds(ranks: RankPool, tmp_path: Path, layout: dict[str, int]) -> None:
+def test_every_layout_finds_what_one_rank_finds(
+    ranks: RankPool, tmp_path: Path, layout: dict[str, int]
+) -> None:
     save_model(tmp_path, "qwen2")
     alone = joined(ranks, 1, config_of(tmp_path, STARE, 1.0, **FORECAST), WATCHED)
     found = joined(ranks, 4, config_of(tmp_path, STARE, 1.0, **FORECAST, parallel=layout), WATCHED)
@@ -119,7 +126,9 @@ def test_every_layout_finds_what_one_rank_finds(ranks: RankPool, tmp_path: Path,
 
 
 @pytest.mark.distributed
-def test_a_lagged_gate_gives_the_numbers_of_the_training_pass(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_lagged_gate_gives_the_numbers_of_the_training_pass(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     """There is no log-prob pass before the update: its log-probs are known after it alone."""
     save_model(tmp_path, "qwen2")
     once = {"batch": {"mini_batch_prompts": None, "epochs": 1}}
@@ -128,9 +137,14 @@ def test_a_lagged_gate_gives_the_numbers_of_the_training_pass(ranks: RankPool, t
     found = joined(ranks, 1, config_of(tmp_path, {"name": "grpo"}, 1.0, **once, **lagged), WATCHED)
     for sample, want in alone.items():
         for field in fields(TokenNumbers):
-            torch.testing.assert_close(getattr(found[sample], field.name), getattr(want, field.name), equal_nan=True)
-        known = want.weight[~want.weight.isnan()]  # GRPO leaves every advantage as it is, or out of the loss
-        assert (known.sub(known.round()).abs() < 1e-5).all() and (want.rare[~want.log_prob.isnan()] == -1).all()
+            torch.testing.assert_close(
+                getattr(found[sample], field.name), getattr(want, field.name), equal_nan=True
+            )
+        # GRPO leaves every advantage as it is, or out of the loss
+        known = want.weight[~want.weight.isnan()]
+        assert (known.sub(known.round()).abs() < 1e-5).all() and (
+            want.rare[~want.log_prob.isnan()] == -1
+        ).all()
 
 
 def part(positions: list[int], sample: int = 3) -> TokenNumbers:
@@ -143,7 +157,9 @@ def part(positions: list[int], sample: int = 3) -> TokenNumbers:
 def test_parts_that_lack_a_token_or_hold_one_twice_are_refused() -> None:
     mask = torch.tensor([True, True, False, True])
     whole = of_responses([part([3]), part([1, 0]), part([0], sample=4)], {3: mask})
-    assert whole[3].log_prob[[0, 1, 3]].tolist() == [1.0, 0.0, 0.0] and bool(whole[3].log_prob[2].isnan())
+    assert whole[3].log_prob[[0, 1, 3]].tolist() == [1.0, 0.0, 0.0] and bool(
+        whole[3].log_prob[2].isnan()
+    )
     for parts in ([part([0, 1])], [part([0, 1, 3]), part([3])], [part([0, 1, 2, 3])]):
         with pytest.raises(RuntimeError, match="sample 3"):
             of_responses(parts, {3: mask})

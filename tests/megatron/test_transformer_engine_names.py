@@ -1,5 +1,6 @@
-"""Transformer Engine's layer spec, over a stub: every family's names, shapes, checkpoints and exports. A stub computes
-nothing, so this says that weights come to the right places, not what the layers make of them."""
+"""Transformer Engine's layer spec, over a stub: every family's names, shapes, checkpoints and
+exports. A stub computes nothing, so this says that weights come to the right places, not what the
+layers make of them."""
 
 from __future__ import annotations
 
@@ -102,13 +103,17 @@ def test_norms_are_fused_and_experts_grouped(found: dict) -> None:
     }
     experts = {name for name in found["qwen3_moe"]["names"] if ".3.mlp.experts." in name}
     assert experts == {
-        f"decoder.layers.3.mlp.experts.linear_fc{part}.weight{number}" for part in (1, 2) for number in range(4)
+        f"decoder.layers.3.mlp.experts.linear_fc{part}.weight{number}"
+        for part in (1, 2)
+        for number in range(4)
     }
     assert "decoder.layers.0.pre_mlp_layernorm.weight" in found["qwen3_moe"]["names"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_values_come_from_folders_and_checkpoints_and_go_out_again(found: dict, folder: Path, name: str) -> None:
+def test_values_come_from_folders_and_checkpoints_and_go_out_again(
+    found: dict, folder: Path, name: str
+) -> None:
     hf = HfFolder(folder / name)
     want = {tensor: hf.slice(tensor)[:] for tensor in hf.names()}
     for way in ("loaded", "converted", "run"):
@@ -120,24 +125,33 @@ def test_values_come_from_folders_and_checkpoints_and_go_out_again(found: dict, 
     assert [tensor for tensor in want if not torch.equal(back.slice(tensor)[:], want[tensor])] == []
 
 
-def test_local_layers_load_what_transformer_engines_saved(found: dict, folder: Path, writers: RankPool) -> None:
+def test_local_layers_load_what_transformer_engines_saved(
+    found: dict, folder: Path, writers: RankPool
+) -> None:
     for name, exported in writers.run(load_what_the_other_saved, 1, folder)[0].items():
         assert exported.keys() == found[name]["loaded"].keys()
-        assert all(torch.equal(exported[tensor], value) for tensor, value in found[name]["loaded"].items()), name
+        assert all(
+            torch.equal(exported[tensor], value) for tensor, value in found[name]["loaded"].items()
+        ), name
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_both_specs_save_the_same_tensors(found: dict, folder: Path, name: str) -> None:
-    """But for the norm before experts, which the local spec saves under the name that it has where there are none, and
-    norms of latent attention and of what follows it, which it saves under the names that they have unfused."""
+    """But for the norm before experts, which the local spec saves under the name that it has where
+    there are none, and norms of latent attention and of what follows it, which it saves under the
+    names that they have unfused."""
     shape = read_shape(folder / name)
     local = plan_rank(shape, ModelConfig(path="."), ParallelConfig(), OptimizerConfig(), 0).state
     keys = {part.key for part in local if part.dtype}
     if shape.latent:
         for layer in range(shape.layers):
             fused = {
-                "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
-                "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+                "self_attention.q_layernorm.weight": (
+                    "self_attention.linear_q_up_proj.layer_norm_weight"
+                ),
+                "self_attention.kv_layernorm.weight": (
+                    "self_attention.linear_kv_up_proj.layer_norm_weight"
+                ),
             }
             if layer < shape.dense_layers:
                 fused["pre_mlp_layernorm.weight"] = "mlp.linear_fc1.layer_norm_weight"
@@ -145,8 +159,13 @@ def test_both_specs_save_the_same_tensors(found: dict, folder: Path, name: str) 
             keys |= {f"decoder.layers.{layer}.{other}" for other in fused.values()}
     elif shape.experts:
         # named one by one where layers are not alike
-        routed = [f"{layer}." for layer in range(shape.dense_layers, shape.layers)] if shape.dense_layers else [""]
+        routed = (
+            [f"{layer}." for layer in range(shape.dense_layers, shape.layers)]
+            if shape.dense_layers
+            else [""]
+        )
         keys -= {f"decoder.layers.{layer}mlp.linear_fc1.layer_norm_weight" for layer in routed}
         keys |= {f"decoder.layers.{layer}pre_mlp_layernorm.weight" for layer in routed}
     assert keys == found[name]["tensors"].keys()
-    assert {part.key for part in local if not part.dtype} < found[name]["objects"]  # more modules have extra states
+    # more modules have extra states
+    assert {part.key for part in local if not part.dtype} < found[name]["objects"]

@@ -1,4 +1,5 @@
-"""Several optimizer steps a rollout batch, and where selections and gate are read from, on the real trainer.
+"""Several optimizer steps a rollout batch, and where selections and gate are read from, on the real
+trainer.
 
 The reference is plain transformers in float64, one sample at a time, with autograd and SGD.
 """
@@ -23,7 +24,8 @@ from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.records.rollout_batch import RolloutBatch
 
 pytestmark = pytest.mark.distributed
-SEED, SIZE, GROUPS, MINI_BATCH, EPOCHS = 8, 8, 4, 2, 2  # every group of this batch teaches something
+# every group of this batch teaches something
+SEED, SIZE, GROUPS, MINI_BATCH, EPOCHS = 8, 8, 4, 2, 2
 UPDATES = EPOCHS * GROUPS // MINI_BATCH
 BUDGET = 24  # tokens a micro-batch; small, so that a mini-batch has several
 LR, AMPLIFY, ATTENUATE, SHARE, LOW, HIGH, DUAL = 0.3, 3.0, 0.2, 0.2, 0.2, 0.28, 10.0
@@ -58,7 +60,8 @@ def config_of(path: Path, **sections: Any) -> Config:
 
 
 def batch_of(seed: int, *, observations: bool = False) -> RolloutBatch:
-    """With rollout log-probs of their own, for selections to read; and some tokens that no policy sampled."""
+    """With rollout log-probs of their own, for selections to read; and some tokens that no policy
+    sampled."""
     batch = random_batch(seed, SIZE)
     generator = torch.Generator().manual_seed(seed)
     batch.rollout_log_probs = -4 * torch.rand(batch.rollout_log_probs.shape, generator=generator)
@@ -91,9 +94,14 @@ def run(
 def log_probs(policy: Any, batch: RolloutBatch) -> list[Tensor]:
     """[n] of the loss mask of every sample."""
     ends = batch.lengths.cumsum(0).tolist()
-    cut = [batch.tokens[end - n : end].long() for end, n in zip(ends, batch.lengths.tolist(), strict=True)]
+    cut = [
+        batch.tokens[end - n : end].long()
+        for end, n in zip(ends, batch.lengths.tolist(), strict=True)
+    ]
     prompts = batch.prompt_lengths.tolist()
-    logits = [policy(tokens[None]).logits[0, p - 1 : -1] for tokens, p in zip(cut, prompts, strict=True)]
+    logits = [
+        policy(tokens[None]).logits[0, p - 1 : -1] for tokens, p in zip(cut, prompts, strict=True)
+    ]
     kept = batch.loss_mask.split(batch.response_lengths.tolist())
     return [
         x.log_softmax(-1).gather(1, tokens[p:, None]).squeeze(1)[mask]
@@ -106,7 +114,9 @@ def mean_entropy(path: Path, batch: RolloutBatch) -> float:
     policy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     found = []
     with torch.no_grad():
-        for tokens, prompt in zip(batch.tokens.split(batch.lengths.tolist()), batch.prompt_lengths, strict=True):
+        for tokens, prompt in zip(
+            batch.tokens.split(batch.lengths.tolist()), batch.prompt_lengths, strict=True
+        ):
             log_p = policy(tokens[None].long()).logits[0, prompt - 1 : -1].log_softmax(-1)
             found.append(-(log_p.exp() * log_p).sum(-1))
     return float(torch.cat(found)[batch.loss_mask].mean())
@@ -122,8 +132,11 @@ def weights_by_hand(read: Tensor, advantage: Tensor) -> Tensor:
     return weight
 
 
-def by_hand(path: Path, config: Config, surprisal: str, scope: str, batch: RolloutBatch) -> dict[str, Tensor]:
-    """The policy after the same updates. An update's batch is that of its mini-batch: threshold, N, and all."""
+def by_hand(
+    path: Path, config: Config, surprisal: str, scope: str, batch: RolloutBatch
+) -> dict[str, Tensor]:
+    """The policy after the same updates. An update's batch is that of its mini-batch: threshold, N,
+    and all."""
     policy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     assert batch.advantages is not None
     with torch.no_grad():
@@ -138,7 +151,10 @@ def by_hand(path: Path, config: Config, surprisal: str, scope: str, batch: Rollo
         assert len(micro_batches) > 1
         loss = torch.zeros((), dtype=torch.float64)
         for samples in micro_batches if scope == "micro_batch" else [plan.samples(number)]:
-            here, before = torch.cat([now[i] for i in samples]), torch.cat([old[i] for i in samples])
+            here, before = (
+                torch.cat([now[i] for i in samples]),
+                torch.cat([old[i] for i in samples]),
+            )
             engine = torch.cat([rollout[i] for i in samples])
             advantage = torch.cat([batch.advantages[i].expand(len(old[i])) for i in samples])
             read = {"old": before, "current": here.detach(), "rollout": engine}[surprisal]
@@ -176,7 +192,10 @@ def test_updates_equal_those_by_hand(
     assert metrics[0]["entropy/mean"] == pytest.approx(mean_entropy(tmp_path, batch), abs=1e-5)
     plan = plan_of(config, batch)
     for number, row in enumerate(metrics):
-        assert row["loss/tokens"] == batch.loss_lengths[plan.samples(number % len(plan.mini_batches))].sum()
+        assert (
+            row["loss/tokens"]
+            == batch.loss_lengths[plan.samples(number % len(plan.mini_batches))].sum()
+        )
     assert weights.keys() == want.keys()
     for name, weight in want.items():
         torch.testing.assert_close(weights[name].double(), weight, atol=2e-5, rtol=1e-4, msg=name)
@@ -189,7 +208,9 @@ def test_a_layout_takes_the_same_updates(ranks: RankPool, tmp_path: Path) -> Non
     save_model(tmp_path, "qwen2_tied")
     sections: dict[str, Any] = {"statistics": {"surprisal": "current"}}
     alone, metrics, _ = run(ranks, config_of(tmp_path, **sections))
-    cut, in_layout, _ = run(ranks, config_of(tmp_path, **sections, parallel={"tensor": 2, "data": 2}))
+    cut, in_layout, _ = run(
+        ranks, config_of(tmp_path, **sections, parallel={"tensor": 2, "data": 2})
+    )
     assert cut.keys() == alone.keys()
     for name, weight in alone.items():
         torch.testing.assert_close(cut[name], weight, atol=2e-5, rtol=1e-4, msg=name)
@@ -209,27 +230,36 @@ def test_current_surprisals_are_the_old_ones_at_first(ranks: RankPool, tmp_path:
 
 
 @pytest.mark.parametrize("layout", [{}, {"pipeline": 2}], ids=["one", "pp2"])
-def test_the_skipped_pass_changes_nothing_but_the_gate(ranks: RankPool, tmp_path: Path, layout: dict[str, int]) -> None:
+def test_the_skipped_pass_changes_nothing_but_the_gate(
+    ranks: RankPool, tmp_path: Path, layout: dict[str, int]
+) -> None:
     save_model(tmp_path, "qwen2")
-    common: dict[str, Any] = {"parallel": layout, "batch": {"mini_batch_prompts": None, "epochs": 1}}
+    common: dict[str, Any] = {
+        "parallel": layout,
+        "batch": {"mini_batch_prompts": None, "epochs": 1},
+    }
     rollout = {"surprisal": "rollout"}
     weights, (metrics,), _ = run(ranks, config_of(tmp_path, **common, statistics=rollout))
     entropy = metrics["entropy/mean"]
     for target in (entropy + 0.1, entropy - 0.1):
         lagged = {**rollout, "gate": "lagged"}
-        config = config_of(tmp_path, **common, statistics=lagged, algorithm={"entropy_target": target})
+        config = config_of(
+            tmp_path, **common, statistics=lagged, algorithm={"entropy_target": target}
+        )
         got, (row,), state = run(ranks, config)
         for name, weight in weights.items():
             assert torch.equal(got[name], weight), name  # the gate starts open, whatever the target
         assert {name: row[name] for name in metrics if name in row} == metrics
         assert row["stare/gate"] == 1.0
-        assert state["gate"] == float(entropy < target)  # and is moved by this step's training pass for the next
+        # and is moved by this step's training pass for the next
+        assert state["gate"] == float(entropy < target)
 
 
 def two_steps(
     rank: int, init: str, config: Config, folder: str, resumed: bool
 ) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
-    """Step 1, refresh, save, step 2; or load what was saved and step 2. Weights and metrics then."""
+    """Step 1, refresh, save, step 2; or load what was saved and step 2. Weights and metrics
+    then."""
     trainer = Trainer(resolve_run(config), rank, init)
     state = trainer.method.initial_state()
     if resumed:
@@ -247,7 +277,9 @@ def two_steps(
 
 @pytest.mark.wide
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2, "pipeline": 2}], ids=["one", "tp2-pp2"])
-def test_a_refreshed_reference_is_resumed(writers: RankPool, tmp_path: Path, layout: dict[str, int]) -> None:
+def test_a_refreshed_reference_is_resumed(
+    writers: RankPool, tmp_path: Path, layout: dict[str, int]
+) -> None:
     save_model(tmp_path / "model", "qwen2_tied")
     (tmp_path / "checkpoint").mkdir()
     config = config_of(

@@ -1,4 +1,5 @@
-"""Which positions of a sequence a context-parallel rank holds: on numbers, and as Megatron rotates them."""
+"""Which positions of a sequence a context-parallel rank holds: on numbers, and as Megatron rotates
+them."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def test_megatron_rotates_these_positions(ranks: int) -> None:
     for rank in range(ranks):
         place = Zigzag(rank, ranks)
         with backend():
-            padded = rope_utils.get_pos_emb_on_this_cp_rank(torch.arange(16.0)[:, None, None, None], 0, Group(place))
+            padded = rope_utils.get_pos_emb_on_this_cp_rank(
+                torch.arange(16.0)[:, None, None, None], 0, Group(place)
+            )
         assert padded.flatten().tolist() == place.positions(16).tolist()
         held = torch.zeros(16 // ranks, 1)
         packed = rope_utils._get_thd_freqs_on_this_cp_rank(rank, ranks, held, torch.arange(40))

@@ -1,4 +1,5 @@
-"""A user's own sink, complete: posts alerts and evaluations to a chat. Explained in docs/sinks.md."""
+"""A user's own sink, complete: posts alerts and evaluations to a chat. Explained in
+docs/sinks.md."""
 
 import json
 import os
@@ -27,4 +28,6 @@ class Chat(Sink):
 
     def _post(self, text: str) -> None:
         body = json.dumps({"text": f"{self._name}, {text}"}).encode()
-        urlopen(Request(self._url, body, {"Content-Type": "application/json"}), timeout=self._timeout_s).close()
+        urlopen(
+            Request(self._url, body, {"Content-Type": "application/json"}), timeout=self._timeout_s
+        ).close()

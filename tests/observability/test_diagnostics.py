@@ -7,7 +7,12 @@ from test_report import Page
 
 from megatron_stare.algorithms import gradient_norm
 from megatron_stare.observability.metrics.paired import forecast_fit
-from megatron_stare.observability.report.diagnostic_charts import ENTROPIES, PROBABILITIES, parts, token_norms
+from megatron_stare.observability.report.diagnostic_charts import (
+    ENTROPIES,
+    PROBABILITIES,
+    parts,
+    token_norms,
+)
 from megatron_stare.observability.report.page import write_report
 from megatron_stare.run_dir.json_lines import to_line
 from megatron_stare.run_dir.run_files import read_runs
@@ -21,15 +26,31 @@ def make_run(directory, steps=40, forecast=True, **more):
     (directory / "config.yaml").write_text(f"run: {{name: {directory.name}}}\n")
     with (directory / "metrics.jsonl").open("w") as file:
         for step in range(1, steps + 1):
-            row = {"step": step, "reward/mean": 0.5, "entropy/mean": 0.2, "optimizer/lr": LR * step / steps}
+            row = {
+                "step": step,
+                "reward/mean": 0.5,
+                "entropy/mean": 0.2,
+                "optimizer/lr": LR * step / steps,
+            }
             if forecast:
                 rate = -0.01 + 0.0001 * step
-                row |= {"forecast/entropy_change": rate, "forecast/rare_share": 0.1, "forecast/neutral_weight": 2.0}
+                row |= {
+                    "forecast/entropy_change": rate,
+                    "forecast/rare_share": 0.1,
+                    "forecast/neutral_weight": 2.0,
+                }
                 masses = ("common_plus", "rare_plus", "common_minus", "rare_minus")
-                row |= {f"forecast/mass_{name}": value for name, value in zip(masses, (-1, 0.5, 1, -2), strict=True)}
+                row |= {
+                    f"forecast/mass_{name}": value
+                    for name, value in zip(masses, (-1, 0.5, 1, -2), strict=True)
+                }
                 if step % EVERY == 0:
                     row["forecast/measured_change"] = SCALE * row["optimizer/lr"] * rate
-                row |= {"signal/length_right": 20.0, "signal/length_wrong": 30.0, "signal/repetition": 0.01}
+                row |= {
+                    "signal/length_right": 20.0,
+                    "signal/length_wrong": 30.0,
+                    "signal/repetition": 0.01,
+                }
             file.write(to_line({**row, **more}))
     return directory
 
@@ -42,7 +63,9 @@ def test_the_fit():
     # sum f m = 1*1 + 2*3 + -1*-2 = 9, sum f^2 = 6
     fit = forecast_fit([1.0, 2.0, -1.0], [1.0, 3.0, -2.0])
     assert fit.scale == pytest.approx(1.5)
-    assert fit.correlation == pytest.approx((9 - 3 * (2 / 3) * (2 / 3)) / math.sqrt((6 - 4 / 3) * (14 - 4 / 3)))
+    assert fit.correlation == pytest.approx(
+        (9 - 3 * (2 / 3) * (2 / 3)) / math.sqrt((6 - 4 / 3) * (14 - 4 / 3))
+    )
     assert (fit.same_sign, fit.points) == (1.0, 3)
     assert forecast_fit([1.0, 1.0], [1.0, -1.0]).same_sign == 0.5
     assert math.isnan(forecast_fit([1.0], [2.0]).correlation)
@@ -51,7 +74,9 @@ def test_the_fit():
 
 
 def test_what_was_recorded_is_drawn(tmp_path):
-    page = page_of(tmp_path, make_run(tmp_path / "run", **{"stare/gate": 1.0, "stare/amplify": 1.5}))
+    page = page_of(
+        tmp_path, make_run(tmp_path / "run", **{"stare/gate": 1.0, "stare/amplify": 1.5})
+    )
     for words in (
         "Entropy forecast",
         "correlation 1.00, same sign in 100% of 8 steps, scale 50.0",
@@ -77,9 +102,18 @@ def test_one_measurement_has_no_correlation(tmp_path):
 
 
 def test_several_runs(tmp_path):
-    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b"), make_run(tmp_path / "old", forecast=False)]
+    runs = [
+        make_run(tmp_path / "a"),
+        make_run(tmp_path / "b"),
+        make_run(tmp_path / "old", forecast=False),
+    ]
     page = page_of(tmp_path, *runs)
-    for words in ("Pull on the entropy, a", "Pull on the entropy, b", "a: correlation 1.00", "b: correlation 1.00"):
+    for words in (
+        "Pull on the entropy, a",
+        "Pull on the entropy, b",
+        "a: correlation 1.00",
+        "b: correlation 1.00",
+    ):
         assert words in page.text
     assert "Pull on the entropy, old" not in page.text
 
@@ -91,8 +125,16 @@ def test_a_run_without_them_has_no_such_parts(tmp_path):
 
 
 def test_the_proxys_precision_and_what_its_tokens_did_in_all(tmp_path):
-    sets = {"forecast/precision_plus": 0.75, "forecast/a_phi_plus": -0.5, "forecast/a_phi_common_minus": -0.25}
-    bounds = {"gradient/logit_norm": 2.0, "gradient/logit_norm_low": 1.0, "gradient/logit_norm_high": 3.0}
+    sets = {
+        "forecast/precision_plus": 0.75,
+        "forecast/a_phi_plus": -0.5,
+        "forecast/a_phi_common_minus": -0.25,
+    }
+    bounds = {
+        "gradient/logit_norm": 2.0,
+        "gradient/logit_norm_low": 1.0,
+        "gradient/logit_norm_high": 3.0,
+    }
     run = make_run(tmp_path / "run", **sets, **bounds)
     rows = (run / "metrics.jsonl").read_text().replace('a_phi_plus": -0.5', 'a_phi_plus": null', 1)
     (run / "metrics.jsonl").write_text(rows)  # the first step had none
@@ -126,7 +168,12 @@ def test_norms_of_tokens_are_a_table_of_the_newest_measurement(tmp_path):
     with (run / "metrics.jsonl").open("a") as file:
         file.write(to_line({"step": 4, "reward/mean": 0.5}))
     found = token_norms(read_runs([run])[0])
-    assert found.step == 3 and found.columns == ["below 0.1", "0.1 to 0.5", "0.5 to 1.5", "1.5 and above"]
+    assert found.step == 3 and found.columns == [
+        "below 0.1",
+        "0.1 to 0.5",
+        "0.5 to 1.5",
+        "1.5 and above",
+    ]
     assert [row[0] for row in found.rows] == [
         *("below 0.002", "0.002 to 0.05", "0.05 to 0.5", "0.5 to 0.9", "0.9 and above"),
     ]

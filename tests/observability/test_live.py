@@ -1,4 +1,5 @@
-"""The panel says what the run says at every size, and the terminal is given back however the run ends."""
+"""The panel says what the run says at every size, and the terminal is given back however the run
+ends."""
 
 import io
 import math
@@ -15,7 +16,14 @@ from support.interrupts import interruptible
 
 from megatron_stare.observability.metrics.rules import Watch
 from megatron_stare.observability.terminal.live import LiveDisplay, make_display
-from megatron_stare.observability.terminal.live_chart import bar, line, progress_bar, scale_of, strip, trend
+from megatron_stare.observability.terminal.live_chart import (
+    bar,
+    line,
+    progress_bar,
+    scale_of,
+    strip,
+    trend,
+)
 from megatron_stare.observability.terminal.progress import StepPrinter
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
@@ -62,7 +70,13 @@ def open_display(clock):
     opened = []
 
     def start(total=100, width=80, height=30):
-        console = Console(file=Terminal(), force_terminal=True, width=width, height=height, color_system="truecolor")
+        console = Console(
+            file=Terminal(),
+            force_terminal=True,
+            width=width,
+            height=height,
+            color_system="truecolor",
+        )
         opened.append(LiveDisplay(total, console, auto_refresh=False, now=clock))
         opened[-1].start(RUN_DIR, "stare C2")
         return opened[-1]
@@ -110,7 +124,9 @@ def test_it_shows_where_the_run_is(open_display):
     head = find(lines, "entropy 0.110")
     assert "target 0.100 ±25%" in head
     assert "gate on, 30% of 40 steps" in head
-    axis = [label for label in ("0.05", "0.1", "0.15") if any(f" {label} " in line for line in lines)]
+    axis = [
+        label for label in ("0.05", "0.1", "0.15") if any(f" {label} " in line for line in lines)
+    ]
     assert len(axis) == 3  # a scale from 0 in round values
     assert find(lines, "│ update").count("█") > 3 * find(lines, "│ rollout").count("█")
 
@@ -154,7 +170,9 @@ def test_a_phase_that_fails_is_over(open_display):
 def test_it_fits(open_display, width):
     display, watch = open_display(), Watch()
     for step in range(1, 60):
-        row = metrics(step, **{"reward/crashes": 1.0, "response/truncated": 0.5, "entropy/mean": 0.3})
+        row = metrics(
+            step, **{"reward/crashes": 1.0, "response/truncated": 0.5, "entropy/mean": 0.3}
+        )
         show(display, watch, step, row)
     with display.phase("rollout"):
         display.rollout_progress(1000, 100_000)
@@ -164,7 +182,8 @@ def test_it_fits(open_display, width):
             assert max(map(len, lines)) <= width - 2  # ^C must not wrap
             assert "step  59" in "".join(lines)
             if height >= 6 and width >= 60:
-                assert "▲ step 1: verifying answers: 1 crashed" in "".join(lines)  # the last to go but the phase
+                # the last to go but the phase
+                assert "▲ step 1: verifying answers: 1 crashed" in "".join(lines)
 
 
 def test_a_method_without_target_or_gate(open_display):
@@ -204,12 +223,15 @@ def test_an_alert_is_printed_when_it_begins_and_when_it_is_over_and_listed_meanw
     display, watch = open_display(), Watch()
     for step in range(1, 13):
         show(display, watch, step, metrics(step, **{"reward/crashes": float(step in (3, 4))}))
-        listed = [line for line in shown(display) if "▲ step 3: verifying answers: 1 crashed" in line]
+        listed = [
+            line for line in shown(display) if "▲ step 3: verifying answers: 1 crashed" in line
+        ]
         assert len(listed) == (3 <= step <= 8)
     assert "✓ over: reward failures (steps 3 to 4)" in "".join(shown(display))
     display.close()
     assert printed(display).count("warning: step 3: verifying answers: 1 crashed") == 1
-    assert printed(display).count("over: reward failures (steps 3 to 4)") == 2  # printed, and in the last panel
+    # printed, and in the last panel
+    assert printed(display).count("over: reward failures (steps 3 to 4)") == 2
 
 
 def test_markup_in_texts_is_text(open_display):
@@ -294,7 +316,11 @@ def test_the_terminal_is_given_back(how):
     master, slave = pty.openpty()
     env = os.environ | {"TERM": "xterm", "PYTHONUTF8": "1", "COLUMNS": "80", "LINES": "24"}
     child = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, how], stdout=slave, stderr=subprocess.PIPE, env=env, preexec_fn=interruptible
+        [sys.executable, "-c", SCRIPT, how],
+        stdout=slave,
+        stderr=subprocess.PIPE,
+        env=env,
+        preexec_fn=interruptible,
     )
     os.close(slave)
     assert child.stderr.readline() == b"ready\n"
@@ -315,7 +341,8 @@ def test_the_terminal_is_given_back(how):
     assert "stopped after step 1" in text
     assert "a line of someone else" in text
     assert text.rindex(SHOW) > text.rindex(HIDE)
-    # stderr is not the terminal here, so the traceback is where it was sent and not in the panel's place
+    # stderr is not the terminal here, so the traceback is where it was sent and not in the panel's
+    # place
     assert ("RuntimeError: boom" if how == "raise" else "KeyboardInterrupt") in errors
     assert child.returncode != 0
 
@@ -337,7 +364,11 @@ def test_methods_with_a_target_and_without_share_one_scale():
     """So that a panel of STARE and one of GRPO can be held side by side."""
     values = [0.11, 0.13, 0.1]
     with_target, without = scale_of(values, (0.09, 0.15), 8), scale_of(values, None, 8)
-    assert (with_target.low, with_target.row, with_target.ticks) == (without.low, without.row, without.ticks)
+    assert (with_target.low, with_target.row, with_target.ticks) == (
+        without.low,
+        without.row,
+        without.ticks,
+    )
     assert list(without.band_rows) == []
 
 
@@ -348,14 +379,19 @@ def test_a_gap_breaks_the_line_and_values_beyond_the_axis_stay_on_it():
 
 
 def test_free_height_goes_to_the_charts(open_display):
-    """Entropy first; where there is height for both, the reward has a third of it. Nothing stays empty."""
+    """Entropy first; where there is height for both, the reward has a third of it. Nothing stays
+    empty."""
     display = open_display()
     for step in range(1, 60):
         display.step(step, metrics(step, **{"entropy/mean": 0.3 - step / 250}))
 
     def plotted(lines):
         start = next(i for i, each in enumerate(lines) if each.startswith("│ entropy"))
-        return next(i for i, each in enumerate(lines) if "gate" in each and "entropy" not in each) - start - 1
+        return (
+            next(i for i, each in enumerate(lines) if "gate" in each and "entropy" not in each)
+            - start
+            - 1
+        )
 
     low, high = shown(display, 100, 14), shown(display, 100, 30)
     assert not any(each.startswith("│ reward  ") for each in low)
@@ -374,7 +410,11 @@ def test_the_newest_result_stands_beside_the_reward(open_display):
     display.evaluated("pass@1", 0.7812, 20)
     display.evaluated("aime avg@4", 0.25, 20)
     numbers = find(shown(display, 130), "reward 0.010")
-    assert "pass@1 0.781 (step 20)" in numbers and "aime avg@4 0.250 (step 20)" in numbers and "0.500 (" not in numbers
+    assert (
+        "pass@1 0.781 (step 20)" in numbers
+        and "aime avg@4 0.250 (step 20)" in numbers
+        and "0.500 (" not in numbers
+    )
 
 
 def test_the_strip_has_two_steps_a_character():

@@ -22,7 +22,9 @@ def start():
     children = []
 
     def run(code):
-        child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        child = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         children.append(child)
         assert child.stdout.readline() == "ready\n"
         return child
@@ -44,7 +46,9 @@ def test_extra_roots_count_once(start):
     alone = tree_pss_bytes(first.pid)
     both = tree_pss_bytes(first.pid, extra_pids=[second.pid])
     assert both - alone > 30 * MB
-    assert tree_pss_bytes(first.pid, extra_pids=[first.pid, second.pid, second.pid]) == pytest.approx(both, rel=0.02)
+    assert tree_pss_bytes(
+        first.pid, extra_pids=[first.pid, second.pid, second.pid]
+    ) == pytest.approx(both, rel=0.02)
 
 
 def test_shared_pages_are_not_counted_twice():
@@ -72,5 +76,6 @@ def test_a_process_that_vanishes_between_listing_and_reading(start, monkeypatch)
 
 
 def test_none_where_the_kernel_does_not_tell(monkeypatch):
-    monkeypatch.setattr(psutil.Process, "memory_full_info", psutil.Process.memory_info)  # as psutil has it there
+    # as psutil has it there
+    monkeypatch.setattr(psutil.Process, "memory_full_info", psutil.Process.memory_info)
     assert tree_pss_bytes() is None

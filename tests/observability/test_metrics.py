@@ -1,4 +1,5 @@
-"""The record of a run survives kill -9, and a resumed run continues it without a seam; so does TensorBoard's."""
+"""The record of a run survives kill -9, and a resumed run continues it without a seam; so does
+TensorBoard's."""
 
 import contextlib
 import json
@@ -49,7 +50,11 @@ def opened(sink, run_dir, resume=None, **settings):
         if resume is None:
             sink.start(run)
         else:
-            sink.resume(run, resume, [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] <= resume])
+            sink.resume(
+                run,
+                resume,
+                [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] <= resume],
+            )
         yield sink
     finally:
         sink.close()
@@ -58,7 +63,9 @@ def opened(sink, run_dir, resume=None, **settings):
 def test_a_step_is_on_disk_when_log_returns(tmp_path):
     with opened(JsonlFiles(), tmp_path) as sink:
         sink.step(1, {"reward/mean": 0.5, "entropy/mean": 0.1}, NONE)
-        assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5, "entropy/mean": 0.1}]
+        assert lines(tmp_path / "metrics.jsonl") == [
+            {"step": 1, "reward/mean": 0.5, "entropy/mean": 0.1}
+        ]
 
 
 def test_not_finite_is_null_on_disk_and_nan_when_read(tmp_path):
@@ -74,7 +81,8 @@ def test_not_finite_is_null_on_disk_and_nan_when_read(tmp_path):
 def test_read_leaves_out_a_torn_last_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     whole = '{"step": 1, "x": 1.0}\n{"step": 2, "é": 2.0}\n'.encode()
-    for cut in range(len(whole) - 2, whole.index(b"\n"), -1):  # also in the middle of a UTF-8 character
+    # also in the middle of a UTF-8 character
+    for cut in range(len(whole) - 2, whole.index(b"\n"), -1):
         path.write_bytes(whole[:cut])
         assert [row["step"] for row in read_metrics(path)] == [1]
     assert read_metrics(tmp_path / "none.jsonl") == []
@@ -90,10 +98,16 @@ def test_damage_before_the_last_line_is_named(tmp_path):
 def test_resume_cuts_back_to_the_checkpoint_and_drops_the_torn_line(tmp_path):
     with opened(JsonlFiles(), tmp_path) as sink:
         for step in range(1, 6):
-            shown = RolloutBatch.from_trajectories([sample(0), sample(0, 1)], step) if step in (2, 4) else NONE
+            shown = (
+                RolloutBatch.from_trajectories([sample(0), sample(0, 1)], step)
+                if step in (2, 4)
+                else NONE
+            )
             sink.step(step, {"x": float(step)}, shown)
         for step, weights in ((0, "base"), (2, "trained"), (4, "trained")):
-            sink.evaluation({"step": step, "weights": weights, "pass1": 0.5, "greedy": None, "problems": 2})
+            sink.evaluation(
+                {"step": step, "weights": weights, "pass1": 0.5, "greedy": None, "problems": 2}
+            )
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "x"')
     with opened(JsonlFiles(), tmp_path, 3) as sink:
@@ -128,14 +142,35 @@ def test_tensorboard_shows_the_run_as_if_it_had_never_stopped(tmp_path):
     with opened(TensorBoard(), tmp_path, 1) as sink:
         sink.step(2, {"reward/mean": 0.75}, NONE)
         sink.evaluation({"step": 2, "weights": "trained", "pass1": 0.5, "greedy": None})
-        sink.evaluation({"step": 2, "weights": "trained", "task": "aime", "pass1": 0.25, "greedy": 0.75, **OF_SEVERAL})
+        sink.evaluation(
+            {
+                "step": 2,
+                "weights": "trained",
+                "task": "aime",
+                "pass1": 0.25,
+                "greedy": 0.75,
+                **OF_SEVERAL,
+            }
+        )
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.75)]
     assert [(e.step, e.value) for e in events.Scalars("eval/pass1")] == [(2, 0.5)]
     assert [e.value for e in events.Scalars("eval/aime/pass1")] == [0.25]
     assert [e.value for e in events.Scalars("eval/aime/greedy")] == [0.75]
-    named = {tag.removeprefix("eval/aime/") for tag in events.Tags()["scalars"] if tag.startswith("eval/aime/")}
-    figures = {"avg@4", "pass@1", "pass@4", "maj@4", "full_solve", "length_mean", "reflection/backtracking"}
+    named = {
+        tag.removeprefix("eval/aime/")
+        for tag in events.Tags()["scalars"]
+        if tag.startswith("eval/aime/")
+    }
+    figures = {
+        "avg@4",
+        "pass@1",
+        "pass@4",
+        "maj@4",
+        "full_solve",
+        "length_mean",
+        "reflection/backtracking",
+    }
     assert named == figures | {"pass1", "greedy"}  # what a verifier does not say is left out
     assert [e.value for e in events.Scalars("eval/aime/maj@4")] == [0.5]
 
@@ -146,7 +181,9 @@ def test_the_line_of_an_evaluation_says_what_several_responses_come_to(capsys, t
         sink.evaluation({**about, "task": "aime", "decoding": {"samples": 4}, **OF_SEVERAL})
         sink.evaluation({**about, "results": {"avg@1": {"value": 0.25}, "pass@1": {"value": 0.25}}})
         sink.evaluation(about)  # of an earlier release
-    several, *one = [line for line in capsys.readouterr().out.splitlines() if "held-out problems" in line]
+    several, *one = [
+        line for line in capsys.readouterr().out.splitlines() if "held-out problems" in line
+    ]
     assert several.endswith("9 held-out problems of aime: sampled 0.250, pass@4 0.750, maj@4 0.500")
     assert {line.partition("problems: ")[2] for line in one} == {"sampled 0.250"}
 
@@ -154,7 +191,10 @@ def test_the_line_of_an_evaluation_says_what_several_responses_come_to(capsys, t
 def test_a_new_run_does_not_mix_with_an_old_one(tmp_path):
     with opened(JsonlFiles(), tmp_path) as sink:
         sink.step(1, {"x": 1.0}, NONE)
-    with pytest.raises(DataError, match="already holds the metrics"), opened(JsonlFiles(), tmp_path):
+    with (
+        pytest.raises(DataError, match="already holds the metrics"),
+        opened(JsonlFiles(), tmp_path),
+    ):
         pass
     with opened(JsonlFiles(), tmp_path, resume=0):  # starting over, said explicitly
         pass
@@ -162,7 +202,9 @@ def test_a_new_run_does_not_mix_with_an_old_one(tmp_path):
 
 
 def test_rollouts_are_spread_over_the_batch(tmp_path):
-    samples = [sample(cursor, index, text="<s>\n½") for cursor in (3, 1, 2, 0) for index in range(4)]
+    samples = [
+        sample(cursor, index, text="<s>\n½") for cursor in (3, 1, 2, 0) for index in range(4)
+    ]
     batch = RolloutBatch.from_trajectories(samples, 10)
     assert len(rollout_rows(12, samples, limit=99)) == 16
     with opened(JsonlFiles(), tmp_path, rollouts_kept=4, rollouts_every=5) as sink:

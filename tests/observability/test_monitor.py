@@ -1,4 +1,5 @@
-"""Every sink receives what a run reports, and one whose file or server fails keeps nothing from the others."""
+"""Every sink receives what a run reports, and one whose file or server fails keeps nothing from the
+others."""
 
 from __future__ import annotations
 
@@ -37,7 +38,10 @@ def settings(*overrides: str) -> Config:
 
 def batch(step: int) -> RolloutBatch:
     prompt = Prompt(cursor=0, id="p", text="2+2=", answer="4", token_ids=(1, 2))
-    samples = [sampled_trajectory(prompt, index, [5, 6], [-0.1, -0.2], version=step - 1) for index in range(2)]
+    samples = [
+        sampled_trajectory(prompt, index, [5, 6], [-0.1, -0.2], version=step - 1)
+        for index in range(2)
+    ]
     for sample, reward in zip(samples, (1.0, 0.0), strict=True):
         sample.text, sample.reward, sample.reward_status = "4", reward, "ok"
     return RolloutBatch.from_trajectories(samples, step)
@@ -61,12 +65,18 @@ def events(folder: Path) -> list[tuple[int, float]]:
 class Recorder(Sink):
     """Writes every call down."""
 
-    def __init__(self, calls: list[Any], fails: type[BaseException] | None = None, essential: bool = False) -> None:
+    def __init__(
+        self, calls: list[Any], fails: type[BaseException] | None = None, essential: bool = False
+    ) -> None:
         self.calls, self.fails = calls, fails
         self.essential = essential  # type: ignore[misc]
 
     def __getattribute__(self, name: str) -> Any:
-        if name.startswith("_") or name in ("calls", "fails", "essential") or name not in vars(Sink):
+        if (
+            name.startswith("_")
+            or name in ("calls", "fails", "essential")
+            or name not in vars(Sink)
+        ):
             return super().__getattribute__(name)
 
         def call(*args: Any) -> None:
@@ -89,7 +99,12 @@ def test_every_sink_is_told_everything_and_the_record_first(tmp_path: Path) -> N
             order.append(self.name)
 
     run = RunOutline(tmp_path, settings())
-    sinks = {"a": Ordered("a"), "seen": Recorder(shown), "b": Ordered("b"), "record": Ordered("record", True)}
+    sinks = {
+        "a": Ordered("a"),
+        "seen": Recorder(shown),
+        "b": Ordered("b"),
+        "record": Ordered("record", True),
+    }
     monitor = Monitor(sinks, run)
     monitor.start()
     with monitor.phase("start"):
@@ -121,10 +136,16 @@ def test_every_sink_is_told_everything_and_the_record_first(tmp_path: Path) -> N
         "time/rollout_s",
         "time/step_s",
     ]  # not the start's
-    assert [alert.name for alert in changed] == [alert.name for alert in active] == ["nothing to learn"]
+    assert (
+        [alert.name for alert in changed]
+        == [alert.name for alert in active]
+        == ["nothing to learn"]
+    )
 
 
-def test_a_resumed_run_is_told_once_and_remembers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_run_is_told_once_and_remembers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monitor = monitor_of(tmp_path)
     monitor.start()
     log(monitor, *range(1, 22), **{"optimizer/grad_norm": 1.0})
@@ -183,7 +204,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_panel_of_a_resumed_run_continues_its_charts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_panel_of_a_resumed_run_continues_its_charts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr(sys, "stdout", Terminal())
     evaluations = [
@@ -191,15 +214,22 @@ def test_the_panel_of_a_resumed_run_continues_its_charts(tmp_path: Path, monkeyp
     ]  # the last is made again
     write_atomically(tmp_path / "eval.jsonl", evaluations)
     console = Console()
-    console.resume(RunOutline(tmp_path, settings()), 2, [{"step": step, "entropy/mean": 0.5} for step in (1, 2)])
+    console.resume(
+        RunOutline(tmp_path, settings()),
+        2,
+        [{"step": step, "entropy/mean": 0.5} for step in (1, 2)],
+    )
     view = console._display._view()  # type: ignore[attr-defined]
     console.close()
     assert (view.step, list(view.values("entropy/mean"))) == (2, [0.5, 0.5])
     assert view.evaluated == [("pass@1", 0.2, 2)]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard writes in a thread
-def test_a_disk_that_fills_under_tensorboard_stops_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+# TensorBoard writes in a thread
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_disk_that_fills_under_tensorboard_stops_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     monitor = monitor_of(tmp_path)
     monitor.start()
     log(monitor, 1)
@@ -207,14 +237,21 @@ def test_a_disk_that_fills_under_tensorboard_stops_nothing(tmp_path: Path, capfd
     file.unlink()
     file.symlink_to("/dev/full")  # TensorBoard opens it anew for every flush
     log(monitor, 2, 3, 4)
-    monitor.evaluation({"step": 4, "weights": "trained", "problems": 1, "pass1": 0.5, "greedy": None})
+    monitor.evaluation(
+        {"step": 4, "weights": "trained", "problems": 1, "pass1": 0.5, "greedy": None}
+    )
     monitor.finish()
     monitor.close()
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
     assert json.loads((tmp_path / "eval.jsonl").read_text())["pass1"] == 0.5
     assert (tmp_path / "report.html").exists()
     said = capfd.readouterr()
-    assert said.err.count("warning: the sink 'tensorboard' of observability.sinks failed: OSError: [Errno 28]") == 1
+    assert (
+        said.err.count(
+            "warning: the sink 'tensorboard' of observability.sinks failed: OSError: [Errno 28]"
+        )
+        == 1
+    )
     assert all(f"step   {step}/300" in said.out for step in (1, 2, 3, 4))
 
 
@@ -228,42 +265,56 @@ def test_a_record_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
     ) as caught:
         log(monitor, 1)
     assert f"{tmp_path}: the record" in str(caught.value) and "--resume" in str(caught.value)
-    monitor.close()  # what could not be written fails once more, and is not told in the place of the first error
-    assert [call[0] for call in calls] == ["start", "close"]  # nothing was shown that is not recorded
+    # what could not be written fails once more, and is not told in the place of the first error
+    monitor.close()
+    # nothing was shown that is not recorded
+    assert [call[0] for call in calls] == ["start", "close"]
 
 
-def test_a_report_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "report.html").mkdir()
     monitor = monitor_of(tmp_path, ["jsonl", "report"])
     monitor.start()
     log(monitor, 1)
     monitor.finish()
     monitor.close()
-    assert "warning: the sink 'report' of observability.sinks failed: DataError: " in capsys.readouterr().err
+    assert (
+        "warning: the sink 'report' of observability.sinks failed: DataError: "
+        in capsys.readouterr().err
+    )
 
 
 def test_what_cannot_begin_ends_the_run_before_it_costs_anything(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").touch()
     calls: list[Any] = []
     monitor = monitor_of(tmp_path, ["jsonl", "tensorboard"], last=Recorder(calls))
-    with pytest.raises(UserError, match=r"observability\.sinks: 'tensorboard' cannot begin: FileExistsError"):
+    with pytest.raises(
+        UserError, match=r"observability\.sinks: 'tensorboard' cannot begin: FileExistsError"
+    ):
         monitor.start()
     monitor.close()
     assert calls == []  # what was not started is not closed
 
 
-def test_only_an_essential_sink_may_stop_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_an_essential_sink_may_stop_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     calls: list[Any] = []
     monitor = monitor_of(tmp_path, ["jsonl"], bad=Recorder(calls, ValueError), good=Recorder([]))
     monitor.start()
     log(monitor, 1, 2)
     monitor.close()
-    assert [call[0] for call in calls].count("step") == 2  # it is asked again: what failed may have passed
+    # it is asked again: what failed may have passed
+    assert [call[0] for call in calls].count("step") == 2
     assert capsys.readouterr().err.count("warning: ") == 1
 
     # an error of its code is not one of its disk; a signal is no error of a sink
     for fails, essential in ((ValueError, True), (KeyboardInterrupt, False)):
-        monitor = Monitor({"mine": Recorder([], fails, essential)}, RunOutline(tmp_path, settings()))
+        monitor = Monitor(
+            {"mine": Recorder([], fails, essential)}, RunOutline(tmp_path, settings())
+        )
         monitor.start()
         with pytest.raises(fails):
             log(monitor, 1)
@@ -273,7 +324,10 @@ def test_only_an_essential_sink_may_stop_a_run(tmp_path: Path, capsys: pytest.Ca
     ("names", "message"),
     [
         (["jsonl", "tensorbord"], "did you mean 'tensorboard'"),
-        (["jsonl", "collections.OrderedDict"], "is not a subclass of megatron_stare.observability.sink.Sink"),
+        (
+            ["jsonl", "collections.OrderedDict"],
+            "is not a subclass of megatron_stare.observability.sink.Sink",
+        ),
         (["jsonl", "no_such.Sink"], "there is no module 'no_such'"),
         (["console"], "none of them keeps the record .*\n.*add jsonl"),
         ([], "none of them keeps the record"),
@@ -300,7 +354,9 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_POST(self) -> None:
-        self.server.said.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
+        self.server.said.append(
+            json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"]
+        )
         self.send_response(200)
         self.end_headers()
 
@@ -338,7 +394,12 @@ def test_a_users_own_is_told_by_the_same_calls(
     monitor.evaluation({"step": 3, "pass1": 0.5})
     monitor.close()
     assert len((tmp_path / "eval.jsonl").read_text().splitlines()) == 3
-    assert capsys.readouterr().err.count(f"warning: the sink '{MINE}' of observability.sinks failed: URLError") == 1
+    assert (
+        capsys.readouterr().err.count(
+            f"warning: the sink '{MINE}' of observability.sinks failed: URLError"
+        )
+        == 1
+    )
 
 
 def test_a_users_own_that_cannot_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

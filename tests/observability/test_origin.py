@@ -1,4 +1,5 @@
-"""A run notes the commit of this package, wherever it is started, and none where there is no checkout."""
+"""A run notes the commit of this package, wherever it is started, and none where there is no
+checkout."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def test_the_commit_is_that_of_the_package_and_not_of_the_folder_one_stands_in(
 ) -> None:
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     monkeypatch.chdir(tmp_path)
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     commit = origin()["commit"].removesuffix("+changes")
     assert len(commit) >= 12 and head.startswith(commit)
 

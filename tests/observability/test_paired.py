@@ -20,9 +20,14 @@ def test_interval_worked_by_hand():
 
 
 def test_interval_level():
-    before, after = [0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 1.0]  # s = 1/sqrt(3), s / sqrt(n) = 0.288675
-    assert paired_interval(before, after, level=0.99)[2] - 0.5 == pytest.approx(5.8409093097333 * 0.2886751345948)
-    assert paired_interval(before, after, level=0.5)[1] == pytest.approx(0.5 - 0.7648923284043 * 0.2886751345948)
+    # s = 1/sqrt(3), s / sqrt(n) = 0.288675
+    before, after = [0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 1.0]
+    assert paired_interval(before, after, level=0.99)[2] - 0.5 == pytest.approx(
+        5.8409093097333 * 0.2886751345948
+    )
+    assert paired_interval(before, after, level=0.5)[1] == pytest.approx(
+        0.5 - 0.7648923284043 * 0.2886751345948
+    )
 
 
 def test_pairing_is_what_makes_it_narrow():
@@ -78,12 +83,21 @@ def test_summary_of_little_or_nothing():
     assert {key for key, value in summary([]).items() if value is not None} == {"steps"}
     s = summary([{"step": 1, "entropy/mean": 0.5, "reward/mean": math.nan}])
     assert s["entropy_last_share"] == s["entropy_last"] == 0.5
-    assert s["entropy_target"] is s["entropy_ratio"] is s["in_band_share"] is s["gate_on_share"] is None
+    assert (
+        s["entropy_target"]
+        is s["entropy_ratio"]
+        is s["in_band_share"]
+        is s["gate_on_share"]
+        is None
+    )
     assert s["reward_last"] is None
 
 
 def test_summary_skips_gaps():
-    s = summary([{"step": 1, "entropy/mean": 0.1}, {"step": 2, "entropy/mean": math.nan}, {"step": 3}], last_share=1)
+    s = summary(
+        [{"step": 1, "entropy/mean": 0.1}, {"step": 2, "entropy/mean": math.nan}, {"step": 3}],
+        last_share=1,
+    )
     assert s["entropy_last_share"] == 0.1
 
 
@@ -91,7 +105,8 @@ def test_prompts_of_one_problem_are_not_independent():
     before, after = [0, 1, 0, 0, 1, 0, 1, 0], [1, 1, 1, 1, 0, 0, 1, 1]
     once = paired_interval(before, after)
     twice = paired_interval(before * 2, after * 2, problems=[*range(8)] * 2)
-    assert twice == pytest.approx(once, rel=1e-12)  # asked twice with the same results, nothing more is known
+    # asked twice with the same results, nothing more is known
+    assert twice == pytest.approx(once, rel=1e-12)
     assert paired_interval(before, after, problems=range(8)) == once
     # d = 1, 0, 1, 1, mean 3/4; problems {0, 2}, {1}, {3}: e = 2/4, -3/4, 1/4, sum of squares 7/8,
     # G = 16/6, so G/(G - 1) = 8/5, and t of 5/3 degrees of freedom

@@ -10,7 +10,8 @@ SIZE = 200_000_000
 def test_the_peak_is_of_the_time_since_it_was_asked():
     take_peak_bytes()
     before = take_peak_bytes()
-    with mmap.mmap(-1, SIZE) as pages:  # the heap may hold as much, freed by whatever ran in this process before
+    # the heap may hold as much, freed by whatever ran in this process before
+    with mmap.mmap(-1, SIZE) as pages:
         for start in range(0, SIZE, mmap.PAGESIZE):
             pages[start] = 1
     peak, after = take_peak_bytes(), take_peak_bytes()

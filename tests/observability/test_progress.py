@@ -35,14 +35,20 @@ def printed(*steps, total=260, out=None):
 
 def test_the_line_says_it_all():
     (line,) = printed((12, METRICS))
-    assert line == (
-        "step  12/260  reward 0.734  entropy 0.112 (target 0.100)  gate on   length   17.3   4,210 tok/s   1.21 s/step"
-        "  left 5:00"
+    assert (
+        line
+        == "step  12/260  reward 0.734  entropy 0.112 (target 0.100)  gate on   length   17.3  "
+        " 4,210 tok/s   1.21 s/step  left 5:00"
     )
 
 
 def test_columns_stay_in_place():
-    off = METRICS | {"stare/gate": 0.0, "response/length_mean": 1234.5, "perf/tokens_per_s": 98.0, "time/step_s": 12.0}
+    off = METRICS | {
+        "stare/gate": 0.0,
+        "response/length_mean": 1234.5,
+        "perf/tokens_per_s": 98.0,
+        "time/step_s": 12.0,
+    }
     first, second = printed((1, METRICS), (100, off))
     for word in ("reward", "entropy", "gate", "length", "tok/s", "s/step", "left"):
         assert first.index(word) == second.index(word)
@@ -55,7 +61,9 @@ def test_a_method_without_target_or_gate_has_no_such_columns():
 
 
 def test_a_metric_missing_once_leaves_a_dash_in_its_column():
-    first, second = printed((1, METRICS), (2, {k: v for k, v in METRICS.items() if k != "reward/mean"}))
+    first, second = printed(
+        (1, METRICS), (2, {k: v for k, v in METRICS.items() if k != "reward/mean"})
+    )
     assert "reward     -  entropy" in second
     assert len(first) == len(second)
 
@@ -122,11 +130,18 @@ def test_remaining_time_forgets_the_warm_up_and_caps_a_stall():
     assert remaining.left(10) == 10.0
     for seconds in (1.0, 1.0, 1.0, 100.0):
         remaining.add(seconds)
-    assert remaining.left(10) == pytest.approx(10 * (4 * 1.0 + 3.0) / 5)  # 100 s counts as three medians
+    # 100 s counts as three medians
+    assert remaining.left(10) == pytest.approx(10 * (4 * 1.0 + 3.0) / 5)
     for _ in range(5):
         remaining.add(2.0)
     assert remaining.left(10) == 20.0
 
 
 def test_clock():
-    assert [clock(s) for s in (0, 61, 301, 3661, 90061)] == ["0:00", "1:01", "5:01", "1:01:01", "1d 01:01:01"]
+    assert [clock(s) for s in (0, 61, 301, 3661, 90061)] == [
+        "0:00",
+        "1:01",
+        "5:01",
+        "1:01:01",
+        "1d 01:01:01",
+    ]

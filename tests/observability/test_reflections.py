@@ -27,7 +27,9 @@ def count(*texts: str, words: list[str]) -> dict[str, float]:
 
 
 def test_the_mean_of_a_response() -> None:
-    assert count("+8 41 wait -8 25 wait +8", "+8", "wait", words=["wait"]) == {"response/reflections": 1.0}
+    assert count("+8 41 wait -8 25 wait +8", "+8", "wait", words=["wait"]) == {
+        "response/reflections": 1.0
+    }
     assert count("", words=["wait"]) == {"response/reflections": 0.0}
 
 
@@ -57,32 +59,43 @@ def test_an_empty_word_is_refused() -> None:
 
 
 def sampled(tokens: str, selected: str, outside: str = "") -> Any:
-    """A response of these tokens, cut at |, with a letter each: + selected, . not; `outside`: x carries no loss."""
+    """A response of these tokens, cut at |, with a letter each: + selected, . not; `outside`: x
+    carries no loss."""
     pieces = tokens.split("|")
-    marks = torch.tensor([{"+": 1, "-": -1, "u": 2, ".": 0}[letter] for letter in selected], dtype=torch.int8)
+    marks = torch.tensor(
+        [{"+": 1, "-": -1, "u": 2, ".": 0}[letter] for letter in selected], dtype=torch.int8
+    )
     mask = torch.tensor([letter != "x" for letter in outside or "." * len(pieces)])
     assert len(pieces) == len(marks) == len(mask)
     return SimpleNamespace(pieces=pieces, numbers=SimpleNamespace(selected=marks), loss_mask=mask)
 
 
 def test_the_six_categories_are_counted_among_the_selected_tokens() -> None:
-    """Ten tokens carry loss, four of them are selected: 'but', one of the two of 'should be', 'x', and 'verif|ication'
-    by its second."""
+    """Ten tokens carry loss, four of them are selected: 'but', one of the two of 'should be', 'x',
+    and 'verif|ication' by its second."""
     one = sampled("x|, |but| it| should| be| y|. |Verif|ication", "+.+..-...+")
     found = selected_reflections([one, SimpleNamespace(numbers=None)])  # type: ignore[list-item]
-    assert found["reflection/selected_re_evaluation"] == 1 / 4 and found["reflection/all_re_evaluation"] == 1 / 10
+    assert (
+        found["reflection/selected_re_evaluation"] == 1 / 4
+        and found["reflection/all_re_evaluation"] == 1 / 10
+    )
     assert found["reflection/selected_self_correction"] == 1 / 4
     assert found["reflection/all_self_correction"] == 2 / 10
-    assert found["reflection/selected_verification"] == 1 / 4 and found["reflection/all_verification"] == 2 / 10
+    assert (
+        found["reflection/selected_verification"] == 1 / 4
+        and found["reflection/all_verification"] == 2 / 10
+    )
     assert found["reflection/selected_uncertainty"] == found["reflection/all_uncertainty"] == 0
     assert len(found) == 2 * len(CATEGORIES) == 12
 
 
 def test_tokens_without_loss_and_empty_pieces_do_not_count() -> None:
-    """Words of an environment are no reflection; a byte of a character that is not whole has no text of its own."""
+    """Words of an environment are no reflection; a byte of a character that is not whole has no
+    text of its own."""
     first = sampled("maybe| it| may||be| so", "+.+++.", "x.....")
     found = selected_reflections([first])
-    assert found["reflection/selected_uncertainty"] == 2 / 3  # `may` and `be`, and not what is between them
+    # `may` and `be`, and not what is between them
+    assert found["reflection/selected_uncertainty"] == 2 / 3
     assert found["reflection/all_uncertainty"] == 2 / 5
     both = selected_reflections([first, sampled("Hmm|, but", "u.")])
     assert both["reflection/selected_self_questioning"] == 1 / 4

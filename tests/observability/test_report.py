@@ -1,4 +1,5 @@
-"""The report holds what the run directory holds, loads nothing, and trusts no text a model wrote."""
+"""The report holds what the run directory holds, loads nothing, and trusts no text a model
+wrote."""
 
 import json
 import math
@@ -11,7 +12,14 @@ import pytest
 
 from megatron_stare.errors import DataError
 from megatron_stare.observability.metrics.figures import verdict
-from megatron_stare.observability.metrics.scales import intervals_on, nice_ticks, short, smooth, thin, tick_label
+from megatron_stare.observability.metrics.scales import (
+    intervals_on,
+    nice_ticks,
+    short,
+    smooth,
+    thin,
+    tick_label,
+)
 from megatron_stare.observability.report.page import write_report
 from megatron_stare.run_dir.json_lines import to_line
 from megatron_stare.run_dir.run_files import read_run
@@ -53,7 +61,16 @@ class Page(HTMLParser):
         return sum(t == tag and kind in (a.get("class") or "").split() for t, a in self.tags)
 
 
-def make_run(directory, steps=40, name="tiny", target=0.1, evals=True, text="It is 4", algorithm="stare", drop=()):
+def make_run(
+    directory,
+    steps=40,
+    name="tiny",
+    target=0.1,
+    evals=True,
+    text="It is 4",
+    algorithm="stare",
+    drop=(),
+):
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text(
         f"run: {{name: {json.dumps(name)}, steps: {steps}}}\nmodel: {{path: models/tiny}}\n"
@@ -77,10 +94,26 @@ def make_run(directory, steps=40, name="tiny", target=0.1, evals=True, text="It 
             file.write(to_line({key: value for key, value in row.items() if key not in drop}))
     if evals:
         with (directory / "eval.jsonl").open("w") as file:
-            for step, weights, correct in ((0, "base", [0, 1, 0, 0]), (steps, "trained", [1, 1, 1, 0])):
-                shown = {"prompt": "What is 2 + 2?", "response": f"{weights}: {text}", "answer": "4", "reward": 1.0}
-                record = {"step": step, "weights": weights, "pass1": sum(correct) / 4, "greedy": None, "problems": 4}
-                file.write(to_line(record | {"correct": correct, "greedy_correct": [], "samples": [shown]}))
+            for step, weights, correct in (
+                (0, "base", [0, 1, 0, 0]),
+                (steps, "trained", [1, 1, 1, 0]),
+            ):
+                shown = {
+                    "prompt": "What is 2 + 2?",
+                    "response": f"{weights}: {text}",
+                    "answer": "4",
+                    "reward": 1.0,
+                }
+                record = {
+                    "step": step,
+                    "weights": weights,
+                    "pass1": sum(correct) / 4,
+                    "greedy": None,
+                    "problems": 4,
+                }
+                file.write(
+                    to_line(record | {"correct": correct, "greedy_correct": [], "samples": [shown]})
+                )
     return directory
 
 
@@ -94,7 +127,8 @@ def test_the_verdict_is_there(tmp_path):
     for words in (
         "stare · models/tiny · 4 prompts × 8 responses",
         "0.250 → 0.750",
-        "+0.500 [-0.419, +1.419], 95 %, paired, 4 problems",  # d = 1, 0, 1, 0: 3.182 s / sqrt(n) = 0.9187
+        # d = 1, 0, 1, 0: 3.182 s / sqrt(n) = 0.9187
+        "+0.500 [-0.419, +1.419], 95 %, paired, 4 problems",
         "1.10 × target 0.100, inside ±25%",
         "of 40 planned",
         "1 min 0 s",
@@ -112,9 +146,15 @@ def test_it_loads_nothing(tmp_path):
     text = out.read_text(encoding="utf-8")
     assert not re.search(r"https?://|//cdn|@import|url\((?!#)", text)
     page = Page(text)
-    assert {tag for tag, _ in page.tags}.isdisjoint({"link", "img", "iframe", "object", "embed", "base", "form"})
-    assert not any(key in attrs for _, attrs in page.tags for key in ("src", "href", "xlink:href", "srcset"))
-    policy = next(a["content"] for t, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert {tag for tag, _ in page.tags}.isdisjoint(
+        {"link", "img", "iframe", "object", "embed", "base", "form"}
+    )
+    assert not any(
+        key in attrs for _, attrs in page.tags for key in ("src", "href", "xlink:href", "srcset")
+    )
+    policy = next(
+        a["content"] for t, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"
+    )
     assert policy.startswith("default-src 'none'")
 
 
@@ -129,7 +169,8 @@ def test_text_from_outside_stays_text(tmp_path):
     assert f"trained: {ATTACK}" in "".join(page.texts)
     data = [json.loads(text) for text in page.data if text.startswith("{")]
     assert len(data) == charts
-    assert data[0]["rows"][0]["name"] == f"stare, {ATTACK}"  # whole, and still inside its script element
+    # whole, and still inside its script element
+    assert data[0]["rows"][0]["name"] == f"stare, {ATTACK}"
 
 
 def test_several_runs_share_the_charts(tmp_path):
@@ -140,22 +181,44 @@ def test_several_runs_share_the_charts(tmp_path):
     ]
     page = report(tmp_path, *runs)
     assert "3 runs compared" in page.text
-    for name in ("tiny (one)", "tiny (two)", "grpo"):  # two runs of one name are told apart by directory
+    # two runs of one name are told apart by directory
+    for name in ("tiny (one)", "tiny (two)", "grpo"):
         assert name in page.text
     assert page.count("path", "target") == page.count("path", "band") == 2
     assert page.count("rect", "gate") == 0
     assert page.count("rect", "lane") == 10  # five strips in each of two lanes
-    assert {f"c{i}" for i in range(3)} <= {c for t, a in page.tags if t == "path" for c in a["class"].split()}
+    assert {f"c{i}" for i in range(3)} <= {
+        c for t, a in page.tags if t == "path" for c in a["class"].split()
+    }
 
 
 def with_task(run, task, decoding, changed=None):
-    """The run, evaluated on one more task of four problems; `changed` is the decoding after training."""
+    """The run, evaluated on one more task of four problems; `changed` is the decoding after
+    training."""
     with (run / "eval.jsonl").open("a") as file:
-        for step, weights, correct in ((0, "base", [0.25, 0, 0.5, 0]), (40, "trained", [1, 0.5, 0.75, 0.25])):
+        for step, weights, correct in (
+            (0, "base", [0.25, 0, 0.5, 0]),
+            (40, "trained", [1, 0.5, 0.75, 0.25]),
+        ):
             settings = changed if changed and step else decoding
-            record = {"step": step, "weights": weights, "task": task, "decoding": settings, "pass1": sum(correct) / 4}
-            shown = {"prompt": "1 + 1?", "response": f"{task} {weights}", "answer": "2", "reward": 1.0}
-            file.write(to_line(record | {"greedy": None, "problems": 4, "correct": correct, "samples": [shown]}))
+            record = {
+                "step": step,
+                "weights": weights,
+                "task": task,
+                "decoding": settings,
+                "pass1": sum(correct) / 4,
+            }
+            shown = {
+                "prompt": "1 + 1?",
+                "response": f"{task} {weights}",
+                "answer": "2",
+                "reward": 1.0,
+            }
+            file.write(
+                to_line(
+                    record | {"greedy": None, "problems": 4, "correct": correct, "samples": [shown]}
+                )
+            )
     return run
 
 
@@ -167,7 +230,8 @@ def test_tasks_are_told_apart(tmp_path):
     for words in (
         "aime: avg@4, sampled",
         "0.188 → 0.625",
-        "+0.438 [+0.057, +0.818], 95 %, paired, 4 problems",  # d = 3/4, 1/2, 1/4, 1/4: 3.182 s / sqrt(n) = 0.3809
+        # d = 3/4, 1/2, 1/4, 1/4: 3.182 s / sqrt(n) = 0.3809
+        "+0.438 [+0.057, +0.818], 95 %, paired, 4 problems",
         "gsm: pass@1, sampled",
         "decoded differently before and after, so no interval",
         "Responses before and after, aime",
@@ -194,7 +258,11 @@ def test_entropy_far_above_its_target_gets_a_second_chart(tmp_path):
     assert "Entropy near the target" in page.text
     assert "3.67 × target 0.0300, outside ±25%" in page.text
     assert page.count("path", "band") == 2
-    assert len({attrs["id"] for tag, attrs in page.tags if "id" in attrs}) == page.count("figure", "chart") == 7
+    assert (
+        len({attrs["id"] for tag, attrs in page.tags if "id" in attrs})
+        == page.count("figure", "chart")
+        == 7
+    )
 
 
 def test_reading_a_report_needs_no_torch():
@@ -207,17 +275,26 @@ def test_short_runs(tmp_path, steps):
     page = report(tmp_path, make_run(tmp_path / "run", steps=steps))
     assert page.count("figure", "empty") == 0
     assert "NaN" not in page.text
-    assert not any("nan" in (value or "") for tag, attrs in page.tags if tag == "path" for value in attrs.values())
+    assert not any(
+        "nan" in (value or "")
+        for tag, attrs in page.tags
+        if tag == "path"
+        for value in attrs.values()
+    )
 
 
 def test_a_gap_breaks_the_line(tmp_path):
     page = report(tmp_path, make_run(tmp_path / "run"))
-    smoothed = [attrs["d"] for tag, attrs in page.tags if tag == "path" and attrs.get("class") == "line c0"]
+    smoothed = [
+        attrs["d"] for tag, attrs in page.tags if tag == "path" and attrs.get("class") == "line c0"
+    ]
     assert len(smoothed) == 7  # reward in two stretches, five charts in one
 
 
 def test_missing_metrics_and_evaluations(tmp_path):
-    run = make_run(tmp_path / "run", evals=False, target=None, drop=("reward/mean", "optimizer/grad_norm"))
+    run = make_run(
+        tmp_path / "run", evals=False, target=None, drop=("reward/mean", "optimizer/grad_norm")
+    )
     page = report(tmp_path, run)
     assert page.count("figure", "empty") == 2
     assert "no evaluation" in page.text
@@ -252,7 +329,8 @@ def test_a_repeated_step_counts_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("low", "high"), [(0, 1), (0, 0.87), (-0.3, 0.9), (3, 3), (0, 0), (0, 5e-5), (0, 1e-30), (0, 123456)]
+    ("low", "high"),
+    [(0, 1), (0, 0.87), (-0.3, 0.9), (3, 3), (0, 0), (0, 5e-5), (0, 1e-30), (0, 123456)],
 )
 def test_ticks_are_round_and_enclose(low, high):
     ticks = nice_ticks(low, high)
@@ -265,7 +343,9 @@ def test_ticks_are_round_and_enclose(low, high):
 
 
 def test_labels():
-    assert [tick_label(*pair) for pair in ((0.25, 0.05), (1200, 200), (15000, 5000), (2e-5, 1e-5))] == [
+    assert [
+        tick_label(*pair) for pair in ((0.25, 0.05), (1200, 200), (15000, 5000), (2e-5, 1e-5))
+    ] == [
         "0.25",
         "1,200",
         "15k",
@@ -305,14 +385,18 @@ def test_gate_intervals():
 
 
 def test_the_interval_minds_prompts_of_the_same_problem(tmp_path):
-    """Four prompts, two of them one problem: d = 1, 0, 1, 1 as in the worked interval of test_paired."""
+    """Four prompts, two of them one problem: d = 1, 0, 1, 1 as in the worked interval of
+    test_paired."""
     run = make_run(tmp_path / "run", evals=False)
 
     def note(*problems):
         records = [
-            {"step": step, "weights": weights, "pass1": p, "problems": 4, "correct": right} | problem
+            {"step": step, "weights": weights, "pass1": p, "problems": 4, "correct": right}
+            | problem
             for (step, weights, p, right), problem in zip(
-                ((0, "base", 0.0, [0, 0, 0, 0]), (40, "trained", 0.75, [1, 0, 1, 1])), problems, strict=True
+                ((0, "base", 0.0, [0, 0, 0, 0]), (40, "trained", 0.75, [1, 0, 1, 1])),
+                problems,
+                strict=True,
             )
         ]
         (run / "eval.jsonl").write_text("".join(map(to_line, records)))
@@ -320,9 +404,12 @@ def test_the_interval_minds_prompts_of_the_same_problem(tmp_path):
 
     shared, alone = {"problem": [0, 1, 0, 2]}, {"problem": [0, 1, 2, 3]}
     half = 5.2422651305838315 * math.sqrt(8 / 5 * 7 / 8) / 4
-    counted = f"{0.75 - half:+.3f}, {0.75 + half:+.3f}], 95 %, paired, 4 problems, 3 of them different"
+    counted = (
+        f"{0.75 - half:+.3f}, {0.75 + half:+.3f}], 95 %, paired, 4 problems, 3 of them different"
+    )
     assert note(shared, shared).endswith(counted)
     assert note(alone, alone).endswith("[-0.046, +1.546], 95 %, paired, 4 problems")
     assert note({}, {}) == note(alone, alone)  # of a run before the numbers were kept
     assert note(shared, alone) == "different problems before and after, so no interval"
-    assert note({}, shared).endswith(counted)  # begun by a release that did not say, and continued by this one
+    # begun by a release that did not say, and continued by this one
+    assert note({}, shared).endswith(counted)

@@ -1,4 +1,5 @@
-"""The report as a person meets it: no network, no overflow, and a token's numbers under the pointer."""
+"""The report as a person meets it: no network, no overflow, and a token's numbers under the
+pointer."""
 
 from __future__ import annotations
 
@@ -17,15 +18,17 @@ from megatron_stare.run_dir.rollout_files import Token, read_rollouts, rollout_f
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(browser() is None, reason="there is no Chromium here: apt-get install chromium"),
+    pytest.mark.skipif(
+        browser() is None, reason="there is no Chromium here: apt-get install chromium"
+    ),
 ]
 RESPONSE = 1  # of those in the page
 SPAN = "document.querySelectorAll('.run-of-tokens span')[{}]"
 
 
 async def look(page: Path, responses: int) -> dict[str, Any]:
-    """Opens the page at three widths. Returned are what it shows for the tokens of one response, what it asked for, and
-    how wide it is."""
+    """Opens the page at three widths. Returned are what it shows for the tokens of one response,
+    what it asked for, and how wide it is."""
     seen: dict[str, Any] = {}
     async with tab() as here:
         for width in (390, 900, 1400):
@@ -45,11 +48,17 @@ async def look(page: Path, responses: int) -> dict[str, Any]:
             await here.point_at(SPAN.format(token))
             rows = "[...document.querySelectorAll('.tokens .tip:not([hidden]) div')]"
             seen["tips"].append(
-                await here.value(f"{rows}.map(d => [d.firstChild.textContent, d.querySelector('b').textContent])")
+                await here.value(
+                    f"{rows}.map(d => [d.firstChild.textContent, d.querySelector('b').textContent])"
+                )
             )
-        shades = "[...document.querySelectorAll('.run-of-tokens span')].map(s => s.style.background)"
+        shades = (
+            "[...document.querySelectorAll('.run-of-tokens span')].map(s => s.style.background)"
+        )
         seen["shades"] = await here.value(shades)
-        seen["marks"] = await here.value("[...document.querySelectorAll('.run-of-tokens span')].map(s => s.className)")
+        seen["marks"] = await here.value(
+            "[...document.querySelectorAll('.run-of-tokens span')].map(s => s.className)"
+        )
         await here.point_at("document.querySelector('figure.chart svg')")
         seen["chart"] = await here.value("document.querySelector('figure.chart .tip').textContent")
         seen["requests"], seen["errors"] = here.requests, here.errors
@@ -63,7 +72,14 @@ def written(value: float) -> str:
 
 def tip(token: Token, number: int, of: int) -> list[list[str]]:
     """Rows that stand under the pointer at a token, by the stored file."""
-    sets = {"+": "L+", "-": "L−", "p": "U+", "m": "U−", ".": "neither L+ nor L−", " ": "not trained on"}
+    sets = {
+        "+": "L+",
+        "-": "L−",
+        "p": "U+",
+        "m": "U−",
+        ".": "neither L+ nor L−",
+        " ": "not trained on",
+    }
     place = {"r": "rare at its position", "c": "common at its position"}.get(token.rare, "")
     return [
         [f"token {number + 1} of {of}", json.dumps(token.text)],

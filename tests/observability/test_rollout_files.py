@@ -20,7 +20,12 @@ from megatron_stare.records.token_numbers import TokenNumbers
 from megatron_stare.records.trajectory import Trajectory, sampled_trajectory
 from megatron_stare.rollout.engines.model_folder import token_texts
 from megatron_stare.run_dir.json_lines import write_atomically
-from megatron_stare.run_dir.rollout_files import read_rollouts, rollout_file, rollout_files, rollout_rows
+from megatron_stare.run_dir.rollout_files import (
+    read_rollouts,
+    rollout_file,
+    rollout_files,
+    rollout_rows,
+)
 
 PIECES = ("4", "2", "\n", "ok", "<eos>")
 
@@ -36,7 +41,8 @@ def trajectory(sample: int = 0, *, numbers: bool = True) -> Trajectory:
         made.numbers = TokenNumbers(
             sample=torch.full((5,), 3),
             position=torch.arange(5),
-            log_prob=torch.tensor([-0.1234567, 1e-7, nan, -2.0, -3e-6]),  # rounding may leave a log-prob above 0
+            # rounding may leave a log-prob above 0
+            log_prob=torch.tensor([-0.1234567, 1e-7, nan, -2.0, -3e-6]),
             entropy=torch.tensor([0.5, 0.25, nan, 1.0, 0.125]),
             advantage=torch.tensor([-1.5, -1.5, nan, -1.5, -1.5]),
             weight=torch.tensor([1.0, 1.0, nan, 0.3, 0.0]),
@@ -47,14 +53,27 @@ def trajectory(sample: int = 0, *, numbers: bool = True) -> Trajectory:
 
 
 def test_numbers_are_read_back_as_they_were(tmp_path: Path) -> None:
-    write_atomically(tmp_path / "a.jsonl", rollout_rows(10, [trajectory(), trajectory(1, numbers=False)], 9))
+    write_atomically(
+        tmp_path / "a.jsonl", rollout_rows(10, [trajectory(), trajectory(1, numbers=False)], 9)
+    )
     with_numbers, without = read_rollouts(tmp_path / "a.jsonl")
-    assert (with_numbers.step, with_numbers.prompt, with_numbers.answer, with_numbers.reward) == (10, "6*7=", "42", 1.0)
+    assert (with_numbers.step, with_numbers.prompt, with_numbers.answer, with_numbers.reward) == (
+        10,
+        "6*7=",
+        "42",
+        1.0,
+    )
     assert without.tokens == () and without.response == "42\nok"
     tokens = with_numbers.tokens
     assert tuple(t.text for t in tokens) == PIECES
-    assert "".join(t.selected for t in tokens) == "p. -m" and "".join(t.rare for t in tokens) == "cr r?"
-    columns = {name: [getattr(t, name) for t in tokens] for name in ("surprisal", "entropy", "advantage", "weight")}
+    assert (
+        "".join(t.selected for t in tokens) == "p. -m"
+        and "".join(t.rare for t in tokens) == "cr r?"
+    )
+    columns = {
+        name: [getattr(t, name) for t in tokens]
+        for name in ("surprisal", "entropy", "advantage", "weight")
+    }
     assert all(math.isnan(column.pop(2)) for column in columns.values())
     assert columns == {
         "surprisal": [0.12346, 0.0, 2.0, 3e-6],  # five significant digits, never below 0
@@ -72,7 +91,9 @@ def test_they_are_compact(tmp_path: Path) -> None:
     made.pieces = ["ab "] * n
     noise = torch.rand(n, generator=torch.Generator().manual_seed(1))
     flags = torch.zeros(n, dtype=torch.int8)
-    made.numbers = TokenNumbers(flags.long(), flags.long(), -noise, noise, flags + 0.5, flags + 1.0, flags, flags)
+    made.numbers = TokenNumbers(
+        flags.long(), flags.long(), -noise, noise, flags + 0.5, flags + 1.0, flags, flags
+    )
     write_atomically(tmp_path / "a.jsonl", rollout_rows(1, [made], 1))
     assert (tmp_path / "a.jsonl").stat().st_size < 30 * n
 
@@ -97,7 +118,9 @@ def test_a_damaged_line_is_named(tmp_path: Path, damage: object) -> None:
 def test_the_view_shows_the_first_the_last_and_one_between_and_says_so(tmp_path: Path) -> None:
     assert view_of_run(tmp_path) is None
     for step in (10, 20, 30, 40):
-        write_atomically(rollout_file(tmp_path / "rollouts", step), rollout_rows(step, [trajectory()], 1))
+        write_atomically(
+            rollout_file(tmp_path / "rollouts", step), rollout_rows(step, [trajectory()], 1)
+        )
     assert rollout_files(tmp_path / "rollouts")[0].name == "step_000010.jsonl"
     view = view_of_run(tmp_path)
     assert view is not None and view.about == "Of steps 10, 30, 40; 4 files are in rollouts."
@@ -115,7 +138,8 @@ def test_the_view_leaves_out_what_there_is_no_room_for_and_says_so(tmp_path: Pat
     assert len(view.responses) * 5 == MOST_TOKENS
     assert (
         view.about
-        == f"{len(responses) - MOST_TOKENS // 5} responses are left out, for there is room for 40,000 tokens."
+        == f"{len(responses) - MOST_TOKENS // 5} responses are left out, for there is room for"
+        " 40,000 tokens."
     )
 
 
@@ -126,7 +150,9 @@ def test_reading_them_needs_no_torch() -> None:
 
 def test_a_character_of_several_tokens_stands_at_the_last_of_them() -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)} | {"<eos>": 256}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE({c: i for i, c in enumerate(alphabet)} | {"<eos>": 256}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
@@ -134,5 +160,6 @@ def test_a_character_of_several_tokens_stands_at_the_last_of_them() -> None:
     texts = token_texts(ids, fast)
     assert texts == ["a", " ", "", "é", "", "", "", "🙂", "\n", "b", "<eos>"]
     assert token_texts(ids[:6], fast)[:5] == ["a", " ", "", "é", ""]
-    assert "".join(token_texts(ids[:6], fast)) == fast.decode(ids[:6])  # cut within a character: nothing is lost
+    # cut within a character: nothing is lost
+    assert "".join(token_texts(ids[:6], fast)) == fast.decode(ids[:6])
     assert token_texts([], fast) == []

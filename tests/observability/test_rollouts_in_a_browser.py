@@ -1,4 +1,5 @@
-"""The page of sampled responses as a person meets it: filters, a long list, tokens and their reasons, two runs."""
+"""The page of sampled responses as a person meets it: filters, a long list, tokens and their
+reasons, two runs."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from megatron_stare.run_dir.rollout_files import read_rollouts, rollout_file
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(browser() is None, reason="there is no Chromium here: apt-get install chromium"),
+    pytest.mark.skipif(
+        browser() is None, reason="there is no Chromium here: apt-get install chromium"
+    ),
 ]
 STEPS, PER_STEP = 40, 50
 READY = """new Promise(done => {
@@ -50,14 +53,26 @@ TEXT = "document.querySelector('{}').textContent"
 
 
 def stored_run(folder: Path, kind: str, seed: int = 1) -> Path:
-    """A run that stored PER_STEP responses of every step; each tenth step has the numbers of its tokens."""
+    """A run that stored PER_STEP responses of every step; each tenth step has the numbers of its
+    tokens."""
     run = synthetic_run(folder, kind, STEPS, seed)
-    numbered = [json.loads(line) for line in rollout_file(run / "rollouts", STEPS).read_text().splitlines()]
+    numbered = [
+        json.loads(line) for line in rollout_file(run / "rollouts", STEPS).read_text().splitlines()
+    ]
     for step in range(1, STEPS + 1):
         rows = []
         for i in range(PER_STEP):
-            row = {**numbered[i % 4], "step": step, "cursor": step * PER_STEP + i, "prompt": f"{step}+{i}="}
-            row |= {"reward": float((i + step * seed) % 3 == 0), "answer": str(step + i), "tokens": 10 + i}
+            row = {
+                **numbered[i % 4],
+                "step": step,
+                "cursor": step * PER_STEP + i,
+                "prompt": f"{step}+{i}=",
+            }
+            row |= {
+                "reward": float((i + step * seed) % 3 == 0),
+                "answer": str(step + i),
+                "tokens": 10 + i,
+            }
             row["response"] = f"it is {step + i}" + (" </script><b>bold</b>" if i == 7 else "")
             if step % 10:
                 del row["by_token"]
@@ -106,10 +121,14 @@ def test_the_list_filters_searches_and_shows_what_the_files_hold(tmp_path: Path)
             await here.settled(ASKED.format(prompt="40+7="))
             seen["markup"] = await here.value("document.querySelectorAll('.shown b').length")
             seen["chosen"] = await here.value(TEXT.format(".facts"))
-            seen["why"] = await here.value("[...document.querySelectorAll('.why li')].map(l => l.textContent)")
+            seen["why"] = await here.value(
+                "[...document.querySelectorAll('.why li')].map(l => l.textContent)"
+            )
             spans = "document.querySelectorAll('.run-of-tokens span')"
             seen["marks"] = await here.value(f"[...{spans}].map(s => s.className)")
-            chosen = next((i for i, mark in enumerate(seen["marks"]) if mark in ("plus", "minus")), 0)
+            chosen = next(
+                (i for i, mark in enumerate(seen["marks"]) if mark in ("plus", "minus")), 0
+            )
             await here.point_at(f"{spans}[{chosen}]")
             seen["tip"] = await here.value(TEXT.format(".tokens .tip:not([hidden])"))
             seen["requests"], seen["errors"] = here.requests, here.errors
@@ -132,11 +151,16 @@ def test_the_list_filters_searches_and_shows_what_the_files_hold(tmp_path: Path)
     assert seen["tokens"] == told(sum(r.record["tokens"] <= 19 for r in right))
     assert seen["search"] == told(STEPS) and seen["nothing"] == told(0)
     assert seen["numbers"] == told(STEPS // 10 * PER_STEP)
-    assert seen["oldest"].startswith("step 0 · reward") and "plain" in seen["plain"]  # the first evaluation
+    # the first evaluation
+    assert seen["oldest"].startswith("step 0 · reward") and "plain" in seen["plain"]
     (wanted,) = [r for r in responses if r.prompt == "40+7="]
-    assert seen["markup"] == 0 and seen["chosen"].startswith(f"step 40 · prompt {40 * PER_STEP + 7} · sample 0")
+    assert seen["markup"] == 0 and seen["chosen"].startswith(
+        f"step 40 · prompt {40 * PER_STEP + 7} · sample 0"
+    )
     names = {"+": "plus", "-": "minus", " ": "untrained"}
-    assert seen["marks"] == [names.get(t.selected, "rare" if t.rare == "r" else "") for t in wanted.tokens]
+    assert seen["marks"] == [
+        names.get(t.selected, "rare" if t.rare == "r" else "") for t in wanted.tokens
+    ]
     assert seen["why"][0].startswith("stare put into L+ ")
     assert "because" in seen["tip"] and "surprisal ≥ " in seen["tip"]
 
@@ -144,7 +168,9 @@ def test_the_list_filters_searches_and_shows_what_the_files_hold(tmp_path: Path)
 def test_two_runs_show_what_they_said_to_the_same_prompt(tmp_path: Path) -> None:
     runs = [stored_run(tmp_path / "a", "closed"), stored_run(tmp_path / "b", "twin", seed=2)]
     extra = json.loads(rollout_file(runs[1] / "rollouts", 40).read_text().splitlines()[0])
-    write_atomically(rollout_file(runs[1] / "rollouts", 50), [{**extra, "step": 50, "prompt": "only here"}])
+    write_atomically(
+        rollout_file(runs[1] / "rollouts", 50), [{**extra, "step": 50, "prompt": "only here"}]
+    )
     page = write_rollouts(runs, tmp_path / "page.html")
 
     async def look() -> dict[str, Any]:
@@ -157,8 +183,9 @@ def test_two_runs_show_what_they_said_to_the_same_prompt(tmp_path: Path) -> None
             )
             halves = "[...document.querySelectorAll('.row')][1].querySelectorAll('.half')"
             seen["halves"] = await here.value(
-                f"(row => [...{halves}].map(h => h.getBoundingClientRect()).every(h => h.right <= row.right &&"
-                " h.bottom <= row.bottom))(document.querySelectorAll('.row')[1].getBoundingClientRect())"
+                f"(row => [...{halves}].map(h => h.getBoundingClientRect()).every(h => h.right <="
+                " row.right && h.bottom <="
+                " row.bottom))(document.querySelectorAll('.row')[1].getBoundingClientRect())"
             )
             await here.open(page, 1400)
             await here.settled(READY)
@@ -167,12 +194,18 @@ def test_two_runs_show_what_they_said_to_the_same_prompt(tmp_path: Path) -> None
             await set_field(here, "differ", "false")
             await set_field(here, "search", "'13+4='")
             await here.settled(ASKED.format(prompt="13+4="))
-            seen["asked"] = await here.value("[...document.querySelectorAll('.asked')].map(p => p.textContent)")
-            seen["facts"] = await here.value("[...document.querySelectorAll('.facts')].map(p => p.textContent)")
+            seen["asked"] = await here.value(
+                "[...document.querySelectorAll('.asked')].map(p => p.textContent)"
+            )
+            seen["facts"] = await here.value(
+                "[...document.querySelectorAll('.facts')].map(p => p.textContent)"
+            )
             await set_field(here, "both", "false")
             seen["alone"] = await set_field(here, "search", "'only here'")
             await here.settled(ASKED.format(prompt="only here"))
-            seen["hidden"] = await here.value("[...document.querySelectorAll('.one')].map(s => s.hidden)")
+            seen["hidden"] = await here.value(
+                "[...document.querySelectorAll('.one')].map(s => s.hidden)"
+            )
             seen["errors"] = here.errors
         return seen
 
@@ -180,7 +213,9 @@ def test_two_runs_show_what_they_said_to_the_same_prompt(tmp_path: Path) -> None
     assert seen["overflow"] == 0 and seen["errors"] == []
     assert seen["halves"]  # what both runs said of a prompt is in sight on a telephone too
     number = STEPS * PER_STEP
-    differ = sum(((i + s) % 3 == 0) != ((i + 2 * s) % 3 == 0) for s in range(1, 41) for i in range(50))
+    differ = sum(
+        ((i + s) % 3 == 0) != ((i + 2 * s) % 3 == 0) for s in range(1, 41) for i in range(50)
+    )
     assert seen["both"].startswith(f"{number + 4:,} of ")  # and what evaluations asked of both
     assert seen["differ"].startswith(f"{differ:,} of ")
     assert [text.split("\n")[0] for text in seen["asked"]] == ["13+4=", "13+4="]

@@ -1,4 +1,5 @@
-"""Decisions of the rules over runs of random figures, held to those of the engines that they replaced."""
+"""Decisions of the rules over runs of random figures, held to those of the engines that they
+replaced."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from megatron_stare.observability.metrics.rules import Watch
 RUNS, STEPS, WINDOW = 60, 60, 5
 Row = dict[str, float]
 
-# Of every rule: how often an alert began or a guard fired, and the sum of the steps at which it did.
-# Counted by the engines of ba78035; a rule that is meant to change changes its line.
+# Of every rule: how often an alert began or a guard fired, and the sum of the steps at which it
+# did. Counted by the engines of ba78035; a rule that is meant to change changes its line.
 RECORDED = {
     "agreement": (94, 3343),
     "engine and trainer differ": (95, 2885),
@@ -40,7 +41,8 @@ RECORDED = {
 
 
 def course(draw: Random, start: float, steady: float, odd: float) -> Iterator[float]:
-    """A figure that wanders, with odd steps far above it or below. Products alone: the same on every machine."""
+    """A figure that wanders, with odd steps far above it or below. Products alone: the same on
+    every machine."""
     value = start
     while True:
         value *= 1 + steady * (draw.random() - 0.5)
@@ -70,11 +72,14 @@ def run(draw: Random) -> Iterator[Row]:
         row |= {"optimizer/grad_norm_max": 1.5 * row["optimizer/grad_norm"]} if several else {}
         row |= {"entropy/target": 0.1} if target else {}
         kept = {name: value for name, value in row.items() if draw.random() >= lost}
-        yield {name: math.nan if draw.random() < lost / 4 else value for name, value in kept.items()}
+        yield {
+            name: math.nan if draw.random() < lost / 4 else value for name, value in kept.items()
+        }
 
 
 def decided(rows: list[Row], resumed_after: int) -> Iterator[tuple[str, int]]:
-    """Rules by name, and the steps at which their alerts begin, their guards fire or the drift reaches 1.5."""
+    """Rules by name, and the steps at which their alerts begin, their guards fire or the drift
+    reaches 1.5."""
     band = {"low": 0.05, "high": 0.4, "action": "stop"}
     spikes = {name: {"spreads": 6.0} for name in ("loss", "grad_norm", "agreement")}
     settings = {"window": 10, "known": 5, "entropy": band, **spikes}

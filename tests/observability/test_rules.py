@@ -1,4 +1,5 @@
-"""Every alert at its threshold, and none in a healthy run; what windows of earlier steps measure, by worked numbers."""
+"""Every alert at its threshold, and none in a healthy run; what windows of earlier steps measure,
+by worked numbers."""
 
 import math
 from typing import Any
@@ -32,7 +33,9 @@ GRPO = {key: value for key, value in HEALTHY.items() if key != "entropy/target"}
 def follow(rows, first=1, **settings):
     """Alerts that are announced, as (step, line)."""
     watch = Watch(**settings)
-    return [(step, a.announce()) for step, row in enumerate(rows, first) for a in watch.add(step, row)]
+    return [
+        (step, a.announce()) for step, row in enumerate(rows, first) for a in watch.add(step, row)
+    ]
 
 
 def test_a_healthy_run_has_none():
@@ -45,17 +48,49 @@ def test_a_healthy_run_has_none():
     ("change", "begins", "name"),
     [
         ({"reward/timeouts": 3.0}, "verifying answers: 3 timed out", "reward failures"),
-        ({"reward/timeouts": 1.0, "reward/crashes": 2.0}, "1 timed out and 2 crashed", "reward failures"),
+        (
+            {"reward/timeouts": 1.0, "reward/crashes": 2.0},
+            "1 timed out and 2 crashed",
+            "reward failures",
+        ),
         ({"response/truncated": 0.25}, "25% of the responses are cut off", "responses cut off"),
         ({"rollout/logprob_diff_max": 2e-3}, "differ by 0.002 nats", "engine and trainer differ"),
-        ({"optimizer/grad_norm": 10.5}, "gradient norm 10.5 is 10 times the median 1", "gradient spike"),
-        ({"update/finite": 0.0, "optimizer/grad_norm": math.inf}, "gradient norm inf, no optim", "no finite gradient"),
-        ({"update/finite": 0.0, "update/count": 3.0}, "3 of this step's optimizer steps", "no finite gradient"),
-        ({"update/empty": 2.0}, "no token had a loss in 2 of this step's mini-batches", "nothing to learn"),
-        ({"agreement/trend": 2.1}, "differ 2.1 times as much as at first, 0.02 nats", "engine and trainer drift apart"),
-        ({"rollout/retried": 3.0, "rollout/retried_late": 1.0}, "3 requests for responses were lost", "requests lost"),
+        (
+            {"optimizer/grad_norm": 10.5},
+            "gradient norm 10.5 is 10 times the median 1",
+            "gradient spike",
+        ),
+        (
+            {"update/finite": 0.0, "optimizer/grad_norm": math.inf},
+            "gradient norm inf, no optim",
+            "no finite gradient",
+        ),
+        (
+            {"update/finite": 0.0, "update/count": 3.0},
+            "3 of this step's optimizer steps",
+            "no finite gradient",
+        ),
+        (
+            {"update/empty": 2.0},
+            "no token had a loss in 2 of this step's mini-batches",
+            "nothing to learn",
+        ),
+        (
+            {"agreement/trend": 2.1},
+            "differ 2.1 times as much as at first, 0.02 nats",
+            "engine and trainer drift apart",
+        ),
+        (
+            {"rollout/retried": 3.0, "rollout/retried_late": 1.0},
+            "3 requests for responses were lost",
+            "requests lost",
+        ),
         ({"engine/dead": 2.0}, "engines were lost 2 times, 1 serve", "engines lost"),
-        ({"group/degenerate": 0.95}, "95% of the groups have equal rewards", "groups without signal"),
+        (
+            {"group/degenerate": 0.95},
+            "95% of the groups have equal rewards",
+            "groups without signal",
+        ),
     ],
 )
 def test_it_begins_once_and_is_over_once(change, begins, name):
@@ -83,12 +118,15 @@ def test_leaving_the_band_for_long_is():
     ((step, text),) = follow([HEALTHY] * 5 + [out] * 30)
     assert step == 15
     assert "entropy 0.07 is below its band 0.075 to 0.125" in text
-    assert follow([HEALTHY | {"entropy/mean": 0.2}] * 5 + [out] * 30)[0][0] == 16  # stepped over the band
+    # stepped over the band
+    assert follow([HEALTHY | {"entropy/mean": 0.2}] * 5 + [out] * 30)[0][0] == 16
 
 
 def test_collapse_without_a_target():
     def falling(halving, steps=120, **row):
-        return [GRPO | {"entropy/mean": 0.8 * 2 ** (-step / halving)} | row for step in range(steps)]
+        return [
+            GRPO | {"entropy/mean": 0.8 * 2 ** (-step / halving)} | row for step in range(steps)
+        ]
 
     (step, text), *_ = follow(falling(30))
     assert step >= 30  # not before half of it is gone
@@ -142,7 +180,11 @@ def window(values: tuple[float, ...] = FIVE) -> Window:
 
 def distance(figure: float, values: tuple[float, ...] = FIVE, **more: Any) -> Any:
     """In spreads, from the median of `values`; None where there is nothing to compare with."""
-    return Spike(("a/b",), steps=5, known=5, **more).judge({"a/b": figure}, window(values)).measured.get("away")
+    return (
+        Spike(("a/b",), steps=5, known=5, **more)
+        .judge({"a/b": figure}, window(values))
+        .measured.get("away")
+    )
 
 
 def test_a_distance_is_measured_in_median_absolute_deviations() -> None:
@@ -157,9 +199,11 @@ def test_a_distance_is_measured_in_median_absolute_deviations() -> None:
 def test_there_is_no_distance_without_anything_to_compare_with() -> None:
     assert distance(1e9, FIVE[:4]) is None
     assert distance(1e9, (0.0,) * 5) is None
-    assert distance(3.0, (2.0,) * 5) == pytest.approx(1 / (0.05 * 2))  # at least a twentieth of the median
+    # at least a twentieth of the median
+    assert distance(3.0, (2.0,) * 5) == pytest.approx(1 / (0.05 * 2))
     assert distance(math.nan) is None and distance(math.inf) is None
-    assert window((*FIVE, math.nan, math.inf)).scale() == (3.0, SPREAD)  # passed over: the five are still there
+    # passed over: the five are still there
+    assert window((*FIVE, math.nan, math.inf)).scale() == (3.0, SPREAD)
     assert window((7.0, *FIVE)).scale() == (3.0, SPREAD)  # the oldest has left the window
 
 
@@ -173,5 +217,6 @@ def growths(steps: int, values: tuple[float, ...]) -> list[float | None]:
 
 def test_growth_is_that_of_the_newest_median_over_the_first() -> None:
     told = growths(3, (0.02, 9.0, 0.01, 0.02, 0.04, 0.03, 0.08, 7.0, 0.06))
-    assert told[:5] == [None] * 5 and told[5:] == pytest.approx([1.5, 2.0, 4.0, 4.0])  # 9.0 and 7.0 are single steps
+    # 9.0 and 7.0 are single steps
+    assert told[:5] == [None] * 5 and told[5:] == pytest.approx([1.5, 2.0, 4.0, 4.0])
     assert growths(2, (0.0,) * 6) == [None] * 6

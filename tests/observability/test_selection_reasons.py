@@ -25,8 +25,14 @@ ROW = {
 def test_an_open_gate_says_rule_threshold_and_weights() -> None:
     found = selection_reasons(C2, ROW)
     assert found.lines == (
-        "stare put into L+ 1,300 tokens of positive advantage, the 0.1 of highest surprisal: at least 0.400 nats.",
-        "stare put into L− 110 tokens of negative advantage, the 0.1 of highest surprisal: at least 0.750 nats.",
+        (
+            "stare put into L+ 1,300 tokens of positive advantage, the 0.1 of highest surprisal: at"
+            " least 0.400 nats."
+        ),
+        (
+            "stare put into L− 110 tokens of negative advantage, the 0.1 of highest surprisal: at"
+            " least 0.750 nats."
+        ),
         "The gate was open (entropy 0.100 nats, target 0.120): L+ × 2.00, L− × 0.300.",
     )
     assert found.sets == {
@@ -37,19 +43,30 @@ def test_an_open_gate_says_rule_threshold_and_weights() -> None:
 
 def test_a_closed_gate_weighs_nothing() -> None:
     found = selection_reasons(C2, ROW | {"stare/gate": 0.0, "entropy/mean": 0.2})
-    assert found.lines[-1] == (
-        "The gate was closed (entropy 0.200 nats, target 0.120): these tokens are marked, and their weight is 1."
+    assert (
+        found.lines[-1]
+        == "The gate was closed (entropy 0.200 nats, target 0.120): these tokens are marked, and"
+        " their weight is 1."
     )
-    assert found.sets == {"+": "surprisal ≥ 0.400, gate closed", "-": "surprisal ≥ 0.750, gate closed"}
+    assert found.sets == {
+        "+": "surprisal ≥ 0.400, gate closed",
+        "-": "surprisal ≥ 0.750, gate closed",
+    }
 
 
 def test_common_tokens_lie_below_their_bound_and_take_the_other_weight() -> None:
-    row = {key: value for key, value in ROW.items() if not key.startswith(("stare/sel", "stare/thr"))}
-    row |= {"stare/threshold_common_plus": 0.2, "stare/selected_common_plus": 9.0}  # O2: U+ is attenuated
-    row |= {"stare/threshold_common_minus": 0.1, "stare/selected_common_minus": 8.0}  # O3: U- is amplified
+    row = {
+        key: value for key, value in ROW.items() if not key.startswith(("stare/sel", "stare/thr"))
+    }
+    # O2: U+ is attenuated
+    row |= {"stare/threshold_common_plus": 0.2, "stare/selected_common_plus": 9.0}
+    # O3: U- is amplified
+    row |= {"stare/threshold_common_minus": 0.1, "stare/selected_common_minus": 8.0}
     complement = selection_reasons({**C2, "variant": "C3", "common": "complement"}, row)
-    assert complement.lines[0] == (
-        "stare put into U+ 9 tokens of positive advantage, all that are not rare: at most 0.200 nats."
+    assert (
+        complement.lines[0]
+        == "stare put into U+ 9 tokens of positive advantage, all that are not rare: at most 0.200"
+        " nats."
     )
     assert complement.sets == {
         "p": "surprisal ≤ 0.200, gate open: × 0.300",
@@ -64,7 +81,10 @@ def test_a_fixed_bound_a_gate_by_token_and_several_updates() -> None:
     del row["stare/gate"]
     lines = selection_reasons({**C2, "rare_below": 0.2, "gate": "token"}, row).lines
     assert "a probability below 0.2: at least" in lines[0]
-    assert lines[2] == "Gate by token: open for 25% of the tokens, whose weights are L+ × 2.00, L− × 0.300."
+    assert (
+        lines[2]
+        == "Gate by token: open for 25% of the tokens, whose weights are L+ × 2.00, L− × 0.300."
+    )
     assert lines[3].startswith("Thresholds are means over the step's updates")
     assert len(selection_reasons(C2, ROW | {"update/count": 1.0}).lines) == 3
 
@@ -73,7 +93,11 @@ def test_a_fixed_bound_a_gate_by_token_and_several_updates() -> None:
     ("algorithm", "row", "said"),
     [
         ("grpo", {"entropy/mean": 0.1}, "grpo selects no tokens"),
-        ({"name": "stapo"}, {"stapo/entropy_threshold": 0.5}, "stapo of this step: stapo/entropy_threshold 0.500."),
+        (
+            {"name": "stapo"},
+            {"stapo/entropy_threshold": 0.5},
+            "stapo of this step: stapo/entropy_threshold 0.500.",
+        ),
         (C2, None, "stare: the metrics of this step are not recorded."),
         (None, None, "the method: the metrics of this step are not recorded."),
     ],

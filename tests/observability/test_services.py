@@ -1,4 +1,5 @@
-"""Sinks that report to services: each step once, an error told, a hanging service not waited for."""
+"""Sinks that report to services: each step once, an error told, a hanging service not waited
+for."""
 
 from __future__ import annotations
 
@@ -122,7 +123,9 @@ def test_a_step_made_again_in_the_same_process_is_not_given_again(tmp_path: Path
     assert steps_of(sink) == [1, 2, 3]
 
 
-def test_a_service_that_fails_ends_nothing_and_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_service_that_fails_ends_nothing_and_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sink = Recording()
     sink.fails_at = 2
     run = monitor(tmp_path, s=sink)
@@ -131,7 +134,12 @@ def test_a_service_that_fails_ends_nothing_and_is_told_once(tmp_path: Path, caps
     run.close()
     assert steps_of(sink) == [1, 3, 4]  # asked again, though it failed
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
-    assert capsys.readouterr().err.count("the sink 's' of observability.sinks failed: OSError: it is gone") == 1
+    assert (
+        capsys.readouterr().err.count(
+            "the sink 's' of observability.sinks failed: OSError: it is gone"
+        )
+        == 1
+    )
 
 
 def test_a_service_that_hangs_is_not_waited_for(
@@ -170,18 +178,22 @@ def test_what_was_delivered_is_not_guessed_where_its_file_is_damaged(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("sink", "package"), [("wandb", "wandb"), ("mlflow", "mlflow"), ("prometheus", "prometheus_client")]
+    ("sink", "package"),
+    [("wandb", "wandb"), ("mlflow", "mlflow"), ("prometheus", "prometheus_client")],
 )
 def test_a_package_that_is_missing_is_named_at_the_edge(
     sink: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == package else found(name)
+    )
     with pytest.raises(ConfigError) as caught:
         make_sinks(["jsonl", sink])
-    assert str(caught.value) == (
-        f"observability.sinks: the sink {sink!r} needs the package {package}, which is not installed\n"
-        f"  fix: pip install 'megatron_stare[{sink}]', or leave this sink out"
+    assert (
+        str(caught.value)
+        == f"observability.sinks: the sink {sink!r} needs the package {package}, which is not"
+        f" installed\n  fix: pip install 'megatron_stare[{sink}]', or leave this sink out"
     )
 
 
@@ -238,7 +250,9 @@ def alerting(folder: Path, **own: Any) -> Monitor:
     return Monitor({**make_sinks(["jsonl", hook])}, RunOutline(folder, settings()))
 
 
-def test_alerts_are_posted_with_value_and_range_as_they_begin_and_end(hook: Hook, tmp_path: Path) -> None:
+def test_alerts_are_posted_with_value_and_range_as_they_begin_and_end(
+    hook: Hook, tmp_path: Path
+) -> None:
     run = alerting(tmp_path)
     run.start()
     log(run, 1, **{"group/degenerate": 1.0})
@@ -247,7 +261,8 @@ def test_alerts_are_posted_with_value_and_range_as_they_begin_and_end(hook: Hook
     began, over = hook.posts
     entry = explained("group/degenerate")
     assert entry and {
-        key: began[key] for key in ("run", "dir", "step", "alert", "state", "metric", "value", "range")
+        key: began[key]
+        for key in ("run", "dir", "step", "alert", "state", "metric", "value", "range")
     } == {
         "run": "quickstart",
         "dir": str(tmp_path),
@@ -262,7 +277,9 @@ def test_alerts_are_posted_with_value_and_range_as_they_begin_and_end(hook: Hook
     assert (over["state"], over["text"]) == ("over", "over: groups without signal (step 1)")
 
 
-def test_an_alert_of_a_step_that_is_made_again_is_not_posted_again(hook: Hook, tmp_path: Path) -> None:
+def test_an_alert_of_a_step_that_is_made_again_is_not_posted_again(
+    hook: Hook, tmp_path: Path
+) -> None:
     run = alerting(tmp_path)
     run.start()
     log(run, 1, 2)
@@ -318,7 +335,9 @@ def test_a_hook_that_hangs_keeps_no_step_and_no_end(
     hook.hangs.set()
 
 
-def test_a_slow_hook_is_given_up_after_its_time(hook: Hook, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slow_hook_is_given_up_after_its_time(
+    hook: Hook, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     hook.hangs = threading.Event()
     run = alerting(tmp_path, timeout_s=0.05, attempts=2)
     run.start()
@@ -333,8 +352,14 @@ def test_a_slow_hook_is_given_up_after_its_time(hook: Hook, tmp_path: Path, caps
 def test_a_hook_without_an_address_is_refused_before_the_run(
     address: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("HOOK", raising=False) if address is None else monkeypatch.setenv("HOOK", address)
-    with pytest.raises(UserError, match="the environment variable HOOK holds no http address") as caught:
+    (
+        monkeypatch.delenv("HOOK", raising=False)
+        if address is None
+        else monkeypatch.setenv("HOOK", address)
+    )
+    with pytest.raises(
+        UserError, match="the environment variable HOOK holds no http address"
+    ) as caught:
         alerting(tmp_path).start()
     assert SECRET not in str(caught.value)
 
@@ -368,7 +393,9 @@ def endpoint(tmp_path: Path) -> Iterator[Callable[[], tuple[Monitor, int]]]:
         each.close()
 
 
-def test_prometheus_scrapes_the_newest_step_with_its_glossary(endpoint: Callable[[], tuple[Monitor, int]]) -> None:
+def test_prometheus_scrapes_the_newest_step_with_its_glossary(
+    endpoint: Callable[[], tuple[Monitor, int]],
+) -> None:
     run, port = endpoint()
     run.start()
     of = '{run="quickstart"}'
@@ -381,14 +408,17 @@ def test_prometheus_scrapes_the_newest_step_with_its_glossary(endpoint: Callable
     seen = scrape(port)
     assert seen[f"megatron_stare_step{of}"] == 1.0 and seen[f"megatron_stare_own_figure{of}"] == 2.5
     assert seen[f"megatron_stare_response_length_mean{of}"] == 2.0
-    assert seen[f"megatron_stare_loss_policy{of}"] != seen[f"megatron_stare_loss_policy{of}"]  # NaN, as it was logged
+    # NaN, as it was logged
+    assert seen[f"megatron_stare_loss_policy{of}"] != seen[f"megatron_stare_loss_policy{of}"]
     assert seen['megatron_stare_alert{alert="nothing to learn",run="quickstart"}'] == 1.0
     assert seen['megatron_stare_eval_pass1{run="quickstart",task="sums"}'] == 0.1
     entry = explained("response/length_mean")
     assert (
         entry
         and f"# HELP megatron_stare_response_length_mean {entry.meaning} [{entry.unit}]; healthy: "
-        in " ".join(line for line in seen if line.startswith("# HELP megatron_stare_response_length_mean"))
+        in " ".join(
+            line for line in seen if line.startswith("# HELP megatron_stare_response_length_mean")
+        )
     )
     log(run, *range(2, 8))
     seen = scrape(port)
@@ -410,7 +440,8 @@ def test_prometheus_goes_on_from_the_record_and_a_taken_port_is_named(
     run.resume(1)
     assert scrape(port)['megatron_stare_step{run="quickstart"}'] == 1.0
     taken = Monitor(
-        make_sinks(["jsonl", Extension("prometheus", {"port": port})]), RunOutline(tmp_path / "other", settings())
+        make_sinks(["jsonl", Extension("prometheus", {"port": port})]),
+        RunOutline(tmp_path / "other", settings()),
     )
     (tmp_path / "other").mkdir()
     with pytest.raises(UserError, match=f"port {port} cannot be served at"):

@@ -1,5 +1,6 @@
-"""W&B offline and MLflow in a folder, as their packages write them: of runs that are killed and continued, and of
-services that die or hang under a run. Needs `pip install wandb mlflow-skinny` in the environment of the tests."""
+"""W&B offline and MLflow in a folder, as their packages write them: of runs that are killed and
+continued, and of services that die or hang under a run. Needs `pip install wandb mlflow-skinny` in
+the environment of the tests."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def mlflow_history(run_dir: Path, metric: str) -> list[tuple[int, float]]:
 
     client = MlflowClient(tracking_uri=(run_dir / "mlflow").as_uri())
     (run,) = client.search_runs([client.get_experiment_by_name("megatron_stare").experiment_id])
-    return [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, metric)]
+    return [
+        (point.step, point.value) for point in client.get_metric_history(run.info.run_id, metric)
+    ]
 
 
 def test_a_run_that_is_killed_and_continued_stands_once_in_both(
@@ -41,15 +44,28 @@ def test_a_run_that_is_killed_and_continued_stands_once_in_both(
     pytest.importorskip("wandb")
     pytest.importorskip("mlflow")
     run = tmp_path / "run"
-    given = {"runtime.runner": "inline", "parallel.tensor": 1, "run.steps": 8, "run.checkpoint_every": 2}
+    given = {
+        "runtime.runner": "inline",
+        "parallel.tensor": 1,
+        "run.steps": 8,
+        "run.checkpoint_every": 2,
+    }
     sinks = (f"observability.sinks=[jsonl,console,{WANDB},mlflow]", f"run.dir={run}", model())
     arguments = command(*sinks, **given | {"eval.prompts": 8, "eval.every": 2})
-    process = subprocess.Popen(arguments, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True)
-    assert process.stdout and any("step 5/8" in line for line in process.stdout)  # after a checkpoint of step 2 or 4
+    process = subprocess.Popen(
+        arguments, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    # after a checkpoint of step 2 or 4
+    assert process.stdout and any("step 5/8" in line for line in process.stdout)
     process.kill()
     process.wait()
     done = subprocess.run(
-        [*arguments, "--resume"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240
+        [*arguments, "--resume"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr
@@ -62,12 +78,22 @@ def test_a_run_that_is_killed_and_continued_stands_once_in_both(
     assert all(row["reward/mean"] == metrics[row["step"]]["reward/mean"] for row in rows)
     evaluations = [row["step"] for row in told if "eval/pass1" in row]
     assert evaluations == [0, 2, 4, 6, 8]
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # for who reads it here; the runs above had to do without
+    # for who reads it here; the runs above had to do without
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     points = mlflow_history(run, "reward/mean")
-    assert len(points) == len({step for step, _ in points}) and {step for step, _ in points} >= {1, 2, 3, 4, 7, 8}
+    assert len(points) == len({step for step, _ in points}) and {step for step, _ in points} >= {
+        1,
+        2,
+        3,
+        4,
+        7,
+        8,
+    }
     assert all(value == metrics[step]["reward/mean"] for step, value in points)
     results = mlflow_history(run, "eval/avg_at_1")
-    assert len(results) == len({step for step, _ in results}) and {0, 8} <= {step for step, _ in results}
+    assert len(results) == len({step for step, _ in results}) and {0, 8} <= {
+        step for step, _ in results
+    }
     assert len(list(run.glob("wandb/offline-run-*"))) == 2
 
 
@@ -84,7 +110,9 @@ def wandb_monitor(folder: Path) -> tuple[Monitor, psutil.Process]:
     return monitor, core
 
 
-def test_the_death_of_its_service_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_death_of_its_service_ends_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monitor, core = wandb_monitor(tmp_path)
     log(monitor, 1)
     core.kill()
@@ -93,7 +121,10 @@ def test_the_death_of_its_service_ends_nothing(tmp_path: Path, capsys: pytest.Ca
     monitor.close()
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
     said = capsys.readouterr().err
-    assert said.count("the sink 'wandb' of observability.sinks failed: ") == 1 and "Traceback" not in said
+    assert (
+        said.count("the sink 'wandb' of observability.sinks failed: ") == 1
+        and "Traceback" not in said
+    )
 
 
 def test_a_service_that_stands_still_keeps_neither_steps_nor_the_end(
@@ -122,7 +153,9 @@ def test_a_tracking_server_that_is_not_there_is_named_before_the_run(
     monitor.close()
 
 
-def test_a_folder_of_mlflow_that_is_gone_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_mlflow_that_is_gone_ends_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("mlflow")
     monitor = Monitor(make_sinks(["jsonl", "mlflow"]), RunOutline(tmp_path, settings()))
     monitor.start()
@@ -138,7 +171,10 @@ def test_checks_of_a_run_open_nothing(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     sinks = "observability.sinks=[jsonl,wandb]"
     done = subprocess.run(
-        [*command(sinks, f"run.dir={tmp_path / 'run'}", model(), **{"eval.prompts": 0}), "--dry-run"],
+        [
+            *command(sinks, f"run.dir={tmp_path / 'run'}", model(), **{"eval.prompts": 0}),
+            "--dry-run",
+        ],
         cwd=tmp_path,
         env=environment() | {"WANDB_MODE": "online"},
         capture_output=True,

@@ -22,7 +22,8 @@ def test_a_tensor_in_shared_memory(size: int) -> None:
     assert not overlap(tensor)
     tensor.share_memory_()
     assert overlap(tensor)
-    assert overlap(torch.from_dlpack(tensor)) and not torch.from_dlpack(tensor).is_shared()  # whatever torch knows
+    # whatever torch knows
+    assert overlap(torch.from_dlpack(tensor)) and not torch.from_dlpack(tensor).is_shared()
 
 
 @pytest.mark.parametrize(("flags", "shared"), [(mmap.MAP_SHARED, True), (mmap.MAP_PRIVATE, False)])

@@ -29,7 +29,8 @@ def sample(length=4, reward=1.0, text="", answer_at=None, status="ok", ids=None)
 
 
 def test_length_and_reward():
-    # lengths 1, 2, 3, 6 (mean 3), rewards 0, 0, 1, 1: covariance sum 1 + 0.5 + 0 + 1.5, squares 14 and 1
+    # lengths 1, 2, 3, 6 (mean 3), rewards 0, 0, 1, 1: covariance sum 1 + 0.5 + 0 + 1.5, squares 14
+    # and 1
     lengths, rewards = (1, 2, 3, 6), (0.0, 0.0, 1.0, 1.0)
     samples = [sample(n, r) for n, r in zip(lengths, rewards, strict=True)]
     assert length_reward_correlation(samples) == pytest.approx(3 / math.sqrt(14))
@@ -64,7 +65,9 @@ def test_repetition_equals_counting_tuples(responses, n):
     grams = [[tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)] for ids in responses]
     total = sum(map(len, grams))
     got = repetition(columns(responses), n)
-    assert got == (total - sum(len(set(each)) for each in grams)) / total if total else math.isnan(got)
+    assert (
+        got == (total - sum(len(set(each)) for each in grams)) / total if total else math.isnan(got)
+    )
 
 
 def test_no_n_grams():
@@ -97,7 +100,9 @@ def test_a_step():
 
 def test_a_verifier_that_does_not_say_where_the_answer_stands():
     signals = hacking_signals([sample(), sample(reward=0.0)])
-    assert signals.keys() == {f"signal/{n}" for n in ("length_reward", "length_right", "length_wrong", "repetition")}
+    assert signals.keys() == {
+        f"signal/{n}" for n in ("length_reward", "length_right", "length_wrong", "repetition")
+    }
 
 
 def test_nothing_was_scored():
@@ -106,8 +111,9 @@ def test_nothing_was_scored():
 
 
 def test_groups_that_teach_nothing():
-    """Three of four groups teach nothing. Rewards are all one in the first, differ in the second, differ without a
-    verdict on one of them in the third, and have no verdict at all in the fourth."""
+    """Three of four groups teach nothing. Rewards are all one in the first, differ in the second,
+    differ without a verdict on one of them in the third, and have no verdict at all in the
+    fourth."""
     rewards = {0: [1.0, 1.0], 1: [0.0, 1.0], 2: [0.0, 1.0], 3: [0.0, 1.0]}
     unknown = {(2, 1), (3, 0), (3, 1)}
     batch = RolloutBatch.from_trajectories(

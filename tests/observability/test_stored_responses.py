@@ -1,4 +1,5 @@
-"""The page's data is what the rollout files hold: nothing lost, paired by prompt, evenly thinned where room lacks."""
+"""The page's data is what the rollout files hold: nothing lost, paired by prompt, evenly thinned
+where room lacks."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ import pytest
 from support.synthetic_runs import synthetic_run
 
 from megatron_stare.errors import DataError
-from megatron_stare.observability.report.rollouts_page import BLOCK, Stored, pairs, stored_responses, write_rollouts
+from megatron_stare.observability.report.rollouts_page import (
+    BLOCK,
+    Stored,
+    pairs,
+    stored_responses,
+    write_rollouts,
+)
 from megatron_stare.run_dir.json_lines import to_line, write_atomically
 from megatron_stare.run_dir.rollout_files import rollout_file
 from megatron_stare.run_dir.run_files import read_run
@@ -41,7 +48,9 @@ def response(step: int, number: int, **more: Any) -> dict[str, Any]:
 def run_of(folder: Path, steps: list[list[dict[str, Any]]]) -> Path:
     folder.mkdir()
     (folder / "config.yaml").write_text("run: {name: made}\nalgorithm: {name: grpo}\n")
-    (folder / "metrics.jsonl").write_text("".join(to_line({"step": n}) for n in range(1, len(steps) + 1)))
+    (folder / "metrics.jsonl").write_text(
+        "".join(to_line({"step": n}) for n in range(1, len(steps) + 1))
+    )
     for step, rows in enumerate(steps, start=1):
         write_atomically(rollout_file(folder / "rollouts", step), rows)
     return folder
@@ -51,7 +60,9 @@ def shown(stored: Stored, row: int) -> tuple[dict[str, Any], Any]:
     """Text and numbers of a row, found as the page finds them."""
     block, place = stored.rows["at"][row]
     numbers = stored.rows["numbers"][row]
-    return unpacked(stored.texts[block])[place], None if numbers < 0 else unpacked(stored.numbers[numbers])[place]
+    return unpacked(stored.texts[block])[place], None if numbers < 0 else unpacked(
+        stored.numbers[numbers]
+    )[place]
 
 
 def test_every_response_is_found_through_its_row(tmp_path: Path) -> None:
@@ -65,16 +76,19 @@ def test_every_response_is_found_through_its_row(tmp_path: Path) -> None:
         "selected": "+.",
         "rare": "rc",
     }
-    steps = [[response(1, i) for i in range(number)], [response(2, 0, by_token=by_token), response(2, 1)]]
+    steps = [
+        [response(1, i) for i in range(number)],
+        [response(2, 0, by_token=by_token), response(2, 1)],
+    ]
     stored = stored_responses(read_run(run_of(tmp_path / "run", steps)))
     assert len(stored) == number + 2 and len(stored.texts) == 4 and len(stored.numbers) == 1
     for row, record in enumerate([*steps[0], *steps[1]]):
         text, numbers = shown(stored, row)
         assert (text["prompt"], text["response"]) == (record["prompt"], record["response"])
         assert numbers == record.get("by_token")
-        assert [stored.rows[name][row] for name in ("step", "cursor", "sample", "reward", "tokens")] == [
-            record[name] for name in ("step", "cursor", "sample", "reward", "tokens")
-        ]
+        assert [
+            stored.rows[name][row] for name in ("step", "cursor", "sample", "reward", "tokens")
+        ] == [record[name] for name in ("step", "cursor", "sample", "reward", "tokens")]
     assert (stored.rows["plus"][number], stored.rows["minus"][number]) == (1, 0)
     assert stored.rows["plus"][number + 1] is None  # not 0: it was not written with its tokens
     assert stored.left_out == (0, 0)
@@ -93,7 +107,9 @@ def test_evaluations_are_a_task_of_their_own(tmp_path: Path) -> None:
 
 
 def test_without_room_an_even_choice_is_kept_and_the_rest_counted(tmp_path: Path) -> None:
-    run = read_run(run_of(tmp_path / "run", [[response(step, i) for i in range(4)] for step in range(1, 41)]))
+    run = read_run(
+        run_of(tmp_path / "run", [[response(step, i) for i in range(4)] for step in range(1, 41)])
+    )
     whole = stored_responses(run)
     room = sum(map(len, whole.texts)) // 4
     part = stored_responses(run, text_bytes=room)
@@ -107,9 +123,13 @@ def test_without_room_an_even_choice_is_kept_and_the_rest_counted(tmp_path: Path
 
 def test_without_room_for_numbers_the_texts_stay(tmp_path: Path) -> None:
     run = read_run(synthetic_run(tmp_path / "run", "held", 5))
-    stored = stored_responses(run, number_bytes=0)  # the first block stays: a page without any would show nothing
+    # the first block stays: a page without any would show nothing
+    stored = stored_responses(run, number_bytes=0)
     assert len(stored.numbers) == 1
-    write_atomically(rollout_file(run.directory / "rollouts", 4), [r | {"step": 4} for r in lines(run.directory, 5)])
+    write_atomically(
+        rollout_file(run.directory / "rollouts", 4),
+        [r | {"step": 4} for r in lines(run.directory, 5)],
+    )
     stored = stored_responses(run, number_bytes=0)
     assert len(stored.numbers) == 1 and stored.left_out == (0, 4)
     places = zip(stored.rows["numbers"], stored.rows["step"], strict=True)
@@ -117,12 +137,16 @@ def test_without_room_for_numbers_the_texts_stay(tmp_path: Path) -> None:
 
 
 def lines(run: Path, step: int) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in rollout_file(run / "rollouts", step).read_text().splitlines()]
+    return [
+        json.loads(line) for line in rollout_file(run / "rollouts", step).read_text().splitlines()
+    ]
 
 
 def test_two_runs_are_paired_by_prompt_the_same_sample_first() -> None:
     def stored(*keys: tuple[str, int, int]) -> Stored:
-        return Stored("x", keys=[("training", prompt, step, sample) for prompt, step, sample in keys])
+        return Stored(
+            "x", keys=[("training", prompt, step, sample) for prompt, step, sample in keys]
+        )
 
     first = stored(("p", 1, 0), ("p", 1, 1), ("q", 1, 0), ("r", 2, 0))
     second = stored(("p", 1, 1), ("q", 9, 5), ("p", 1, 7), ("s", 1, 0))
@@ -138,12 +162,15 @@ def test_nothing_that_a_model_wrote_is_markup(tmp_path: Path) -> None:
     page = write_rollouts([run], tmp_path / "page.html").read_text()
     assert "alert(1)" not in page
     assert "default-src 'none'" in page and not re.search(r"https?://", page)
-    assert page == write_rollouts([run], tmp_path / "page.html").read_text()  # the same for the same files
+    # the same for the same files
+    assert page == write_rollouts([run], tmp_path / "page.html").read_text()
 
 
 def test_what_cannot_be_shown_says_why(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", [[]])
-    with pytest.raises(DataError, match=r"no sampled responses are stored[\s\S]*run\.rollouts_every"):
+    with pytest.raises(
+        DataError, match=r"no sampled responses are stored[\s\S]*run\.rollouts_every"
+    ):
         write_rollouts([run], tmp_path / "page.html")
     with pytest.raises(DataError, match="3 runs are given"):
         write_rollouts([run] * 3, tmp_path / "page.html")

@@ -1,5 +1,6 @@
-"""The three ways through the output layer give the same numbers, and the chunked ones refuse what they cannot do: on a
-GPU where there is one, but for what speaks gloo or raises there only after the fact."""
+"""The three ways through the output layer give the same numbers, and the chunked ones refuse what
+they cannot do: on a GPU where there is one, but for what speaks gloo or raises there only after the
+fact."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def case(
     dtype: torch.dtype = torch.float64, n: int = N, device: str = "cpu"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states, weight, targets, and what a loss knows of every token: an old log-prob and an advantage."""
+    """Hidden states, weight, targets, and what a loss knows of every token: an old log-prob and an
+    advantage."""
     generator = torch.Generator().manual_seed(n)
     hidden = torch.randn(n, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
     weight = torch.randn(WIDTH, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
@@ -40,7 +42,15 @@ def clipped(old: Tensor, advantage: Tensor):
     return loss_of
 
 
-def run(mode: Mode, chunk: int, dtype: torch.dtype = torch.float64, *, of_entropy: bool = True, n: int = N, **options):
+def run(
+    mode: Mode,
+    chunk: int,
+    dtype: torch.dtype = torch.float64,
+    *,
+    of_entropy: bool = True,
+    n: int = N,
+    **options,
+):
     """The loss, what it logged, both gradients, and the scores."""
     hidden, weight, targets, *known = case(dtype, n, DEVICE)
     hidden.requires_grad_(), weight.requires_grad_()
@@ -65,7 +75,9 @@ def test_how_far_a_slope_may_move() -> None:
 @pytest.mark.parametrize("mode", CHUNKED)
 def test_chunked_equals_materialised(mode: Mode, chunk: int, of_entropy: bool) -> None:
     for got, wanted in zip(
-        run(mode, chunk, of_entropy=of_entropy), run("materialised", 1, of_entropy=of_entropy), strict=True
+        run(mode, chunk, of_entropy=of_entropy),
+        run("materialised", 1, of_entropy=of_entropy),
+        strict=True,
     ):
         torch.testing.assert_close(got, wanted, atol=1e-12, rtol=1e-12)
 
@@ -117,8 +129,9 @@ def test_weight_gradient_is_added_to_a_buffer_in_float32(mode: Mode) -> None:
     truth = LinearHead(Problem(REAL, 0.8, entropy_gradient=True))
     loss, _ = truth.loss(hidden, weight.requires_grad_(), targets, clipped(*known))
     loss.backward()
-    # every row's logits are rounded to bfloat16, and their gradient: less than a part in 100, row by row at random. The
-    # sum over rows, were it kept in bfloat16 beside the 1, would be off by up to 23 roundings of 2^-8
+    # every row's logits are rounded to bfloat16, and their gradient: less than a part in 100, row
+    # by row at random. The sum over rows, were it kept in bfloat16 beside the 1, would be off by up
+    # to 23 roundings of 2^-8
     torch.testing.assert_close(buffer.double() - 1, weight.grad, atol=0.02, rtol=0.02)
     assert (buffer != buffer.bfloat16()).any()
 
@@ -127,7 +140,9 @@ def test_a_loss_that_couples_tokens_is_refused() -> None:
     hidden, weight, targets, *_ = case()
     head = LinearHead(Problem(REAL), "gradient_in_forward", chunk=5)
     with pytest.raises(RuntimeError, match="couples tokens"):
-        head.loss(hidden.requires_grad_(), weight, targets, lambda log_prob, _: (log_prob.sum().exp(), {}))
+        head.loss(
+            hidden.requires_grad_(), weight, targets, lambda log_prob, _: (log_prob.sum().exp(), {})
+        )
 
 
 def test_a_scaled_loss() -> None:
@@ -140,7 +155,9 @@ def test_a_scaled_loss() -> None:
         gradients.append(mine.grad)
     torch.testing.assert_close(3 * gradients[0], gradients[1])
     buffer = torch.zeros_like(weight)
-    loss, _ = head.loss(hidden, weight.requires_grad_(), targets, clipped(*known), weight_gradient=buffer)
+    loss, _ = head.loss(
+        hidden, weight.requires_grad_(), targets, clipped(*known), weight_gradient=buffer
+    )
     with pytest.raises(RuntimeError, match="must not be scaled"):
         (3 * loss).backward()
 
@@ -150,7 +167,9 @@ def _split(rank: int, init: str, world: int, mode: Mode) -> tuple[Tensor, Tensor
     hidden, weight, targets, *known = case()
     mine = weight.chunk(world)[rank].clone().requires_grad_()
     problem = Problem(REAL, 0.8, dist.group.WORLD, entropy_gradient=True)
-    loss, _ = LinearHead(problem, mode, 5).loss(hidden.requires_grad_(), mine, targets, clipped(*known))
+    loss, _ = LinearHead(problem, mode, 5).loss(
+        hidden.requires_grad_(), mine, targets, clipped(*known)
+    )
     loss.backward()
     dist.all_reduce(hidden.grad)
     dist.destroy_process_group()
@@ -161,7 +180,8 @@ def _split(rank: int, init: str, world: int, mode: Mode) -> tuple[Tensor, Tensor
 @pytest.mark.parametrize("mode", MODES)
 def test_split_vocabulary(ranks, mode: Mode) -> None:
     loss, _, of_hidden, of_weight, *_ = (x.cpu() for x in run("materialised", 1))
-    results = ranks.run(_split, 4, 4, mode)  # 19 of 24 columns in four parts: the last rank holds one
+    # 19 of 24 columns in four parts: the last rank holds one
+    results = ranks.run(_split, 4, 4, mode)
     for result in results:
         torch.testing.assert_close(result[0], loss)
         torch.testing.assert_close(result[1], of_hidden)

@@ -47,7 +47,9 @@ def chosen(threshold: Threshold, x: Tensor, index: Tensor, mask: Tensor) -> set[
 
 
 @settings(max_examples=200, deadline=None)
-@given(rows=st.lists(st.tuples(floats, st.booleans()), min_size=0, max_size=40), share=st.floats(0, 1))
+@given(
+    rows=st.lists(st.tuples(floats, st.booleans()), min_size=0, max_size=40), share=st.floats(0, 1)
+)
 def test_one_rank_equals_sorting(rows: list[tuple[float, bool]], share: float) -> None:
     x = torch.tensor([value for value, _ in rows], dtype=torch.float32)
     mask = torch.tensor([flag for _, flag in rows], dtype=torch.bool)
@@ -80,20 +82,31 @@ def test_one_rank_quantiles_equal_numpy(rows: list[tuple[float, bool]], q: float
             continue
         want = float(np.quantile(values, q, method=name))
         # numpy works from the end for q above half a step, which rounds differently
-        assert got == pytest.approx(want, rel=1e-9, abs=1e-9 * float(np.abs(values).max()) if name == "linear" else 0)
+        assert got == pytest.approx(
+            want, rel=1e-9, abs=1e-9 * float(np.abs(values).max()) if name == "linear" else 0
+        )
 
 
 def test_a_count_may_stand_in_for_a_share() -> None:
-    x, index, mask = torch.tensor([3.0, 1.0, 2.0, 5.0]), torch.arange(4), torch.tensor([True, True, True, False])
+    x, index, mask = (
+        torch.tensor([3.0, 1.0, 2.0, 5.0]),
+        torch.arange(4),
+        torch.tensor([True, True, True, False]),
+    )
     for count, want in ((0, set()), (2, {0, 2}), (9, {0, 1, 2})):
-        top = threshold(answer({"t": TopK(x, index, mask, count=torch.tensor(float(count)))}, None), "t")
+        top = threshold(
+            answer({"t": TopK(x, index, mask, count=torch.tensor(float(count)))}, None), "t"
+        )
         assert chosen(top, x, index, mask) == want
 
 
 def test_sums_by_segment() -> None:
     x = torch.tensor([1.0, 2.0, float("nan"), 4.0, 8.0])
     segment, mask = torch.tensor([0, 2, 0, 2, 3]), torch.tensor([True, True, False, True, True])
-    answers = answer({"a": SegmentSum(x, segment, 5, mask), "b": SegmentSum(x, segment, 4, ~mask & ~x.isnan())}, None)
+    answers = answer(
+        {"a": SegmentSum(x, segment, 5, mask), "b": SegmentSum(x, segment, 4, ~mask & ~x.isnan())},
+        None,
+    )
     assert tensor(answers, "a").tolist() == [1.0, 0.0, 6.0, 8.0, 0.0]
     assert tensor(answers, "b").tolist() == [0.0] * 4
 
@@ -115,7 +128,9 @@ def shared_batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, mask, owner
 
 
-def _part(rank: int, init: str, world: int, seed: int, share: float) -> tuple[set[int], dict[str, float], list[float]]:
+def _part(
+    rank: int, init: str, world: int, seed: int, share: float
+) -> tuple[set[int], dict[str, float], list[float]]:
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
     x, mask, owner = shared_batch(seed)
     here = owner == rank
@@ -135,7 +150,10 @@ def _part(rank: int, init: str, world: int, seed: int, share: float) -> tuple[se
     dist.destroy_process_group()
     top = answers["top"]
     assert isinstance(top, Threshold)
-    numbers = {name: float(scalar(answers, name)) for name in ("mean", "sum", "max", "count", "none", *INTERPOLATIONS)}
+    numbers = {
+        name: float(scalar(answers, name))
+        for name in ("mean", "sum", "max", "count", "none", *INTERPOLATIONS)
+    }
     return chosen(top, x[here], index, mask[here]), numbers, tensor(answers, "segments").tolist()
 
 
@@ -149,7 +167,9 @@ def test_four_ranks_select_what_one_would(ranks, seed: int, share: float) -> Non
     parts = [part for part, _, _ in results]
     assert set().union(*parts) == expected(x, mask, k)
     assert sum(len(part) for part in parts) == k
-    sums = [float(x[mask & (torch.arange(97) % 7 == segment)].double().sum()) for segment in range(7)]
+    sums = [
+        float(x[mask & (torch.arange(97) % 7 == segment)].double().sum()) for segment in range(7)
+    ]
     for _, numbers, segments in results:
         assert segments == pytest.approx(sums, abs=1e-12)
         assert np.isnan(numbers["none"])
@@ -163,12 +183,17 @@ def test_four_ranks_select_what_one_would(ranks, seed: int, share: float) -> Non
 
 
 def test_what_a_select_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six histograms of 11 bits, the last of 9, with a bucket more at each end: 16 KB a round, whatever the batch."""
+    """Six histograms of 11 bits, the last of 9, with a bucket more at each end: 16 KB a round,
+    whatever the batch."""
     sent: list[int] = []
-    monkeypatch.setattr(statistics_executor, "all_reduce", lambda histogram, group: sent.append(histogram.numel()))
+    monkeypatch.setattr(
+        statistics_executor, "all_reduce", lambda histogram, group: sent.append(histogram.numel())
+    )
     generator = torch.Generator().manual_seed(0)
     keys = torch.randint(-(2**62), 2**62, (1000,), generator=generator)
-    found = statistics_executor.kth_largest([keys], [torch.ones(1000, dtype=torch.bool)], torch.tensor([10]), object())  # type: ignore[arg-type]
+    found = statistics_executor.kth_largest(
+        [keys], [torch.ones(1000, dtype=torch.bool)], torch.tensor([10]), object()
+    )  # type: ignore[arg-type]
     assert int(found) == int(keys.sort(descending=True).values[9])
     assert sent == [2**11 + 2] * 5 + [2**9 + 2]
 

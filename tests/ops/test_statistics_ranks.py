@@ -1,7 +1,8 @@
-"""Statistics and STARE's weights of a batch in any split over one to four ranks: those of one process.
+"""Statistics and STARE's weights of a batch in any split over one to four ranks: those of one
+process.
 
-Hypothesis draws the batches, degenerate ones among them; all of them go to the ranks in one call, because a process
-group costs more than an example.
+Hypothesis draws the batches, degenerate ones among them; all of them go to the ranks in one call,
+because a process group costs more than an example.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class Example:
 
 
 def tokens(n: int, *kinds: st.SearchStrategy) -> st.SearchStrategy:
-    """n values, drawn from one kind all of them; so degenerate batches are as common as mixed ones."""
+    """n values, drawn from one kind all of them; so degenerate batches are as common as mixed
+    ones."""
     return st.one_of(*(st.lists(kind, min_size=n, max_size=n) for kind in kinds))
 
 
@@ -94,11 +96,15 @@ def examples(draw: st.DrawFn) -> Example:
     return Example(
         surprisal=draw(surprisals),
         # right, wrong, all groups alike, mixed
-        advantage=draw(tokens(n, st.just(1.0), st.just(-1.0), st.just(0.0), st.sampled_from([-1.5, 0.0, 0.7]))),
-        # multiples of 1/64, whose sums are exact: a mean that is the target must be it in every split
+        advantage=draw(
+            tokens(n, st.just(1.0), st.just(-1.0), st.just(0.0), st.sampled_from([-1.5, 0.0, 0.7]))
+        ),
+        # multiples of 1/64, whose sums are exact: a mean that is the target must be it in every
+        # split
         entropy=draw(tokens(n, st.integers(0, 255).map(lambda i: i / 64))),
         mask=draw(tokens(n, st.just(True), st.booleans(), st.just(False))),
-        owner=draw(tokens(n, st.integers(0, world - 1), st.just(world - 1))),  # the second leaves ranks empty
+        # the second leaves ranks empty
+        owner=draw(tokens(n, st.integers(0, world - 1), st.just(world - 1))),
         world=world,
         share=draw(st.sampled_from([0.0, 0.1, 1.0]) | st.floats(0, 1)),
         count=draw(st.sampled_from([0, n]) | st.integers(0, n + 2)),
@@ -111,7 +117,9 @@ def drawn(number: int) -> list[Example]:
     found: list[Example] = []
     quiet = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
-    @settings(max_examples=number, phases=[Phase.generate], database=None, suppress_health_check=quiet)
+    @settings(
+        max_examples=number, phases=[Phase.generate], database=None, suppress_health_check=quiet
+    )
     @given(examples())
     def collect(example: Example) -> None:
         found.append(example)
@@ -122,7 +130,9 @@ def drawn(number: int) -> list[Example]:
 
 def asked(batch: TokenBatch, example: Example) -> dict[str, Request]:
     x, mask = batch.surprisal, batch.loss_mask
-    quantiles = {f"quantile {how}": Quantile(x, mask, example.q, how) for how in get_args(Interpolation)}
+    quantiles = {
+        f"quantile {how}": Quantile(x, mask, example.q, how) for how in get_args(Interpolation)
+    }
     return {
         "top": TopK(x, batch.index, mask, example.share),
         "lowest": TopK(-x, batch.index, mask, count=torch.tensor(example.count)),
@@ -135,8 +145,11 @@ def asked(batch: TokenBatch, example: Example) -> dict[str, Request]:
     }
 
 
-def measured(example: Example, batch: TokenBatch, group: ProcessGroup | None) -> tuple[Statistics, Tensor]:
-    """The answers to everything that can be asked, and the weights [methods, N] of these tokens by STARE's variants."""
+def measured(
+    example: Example, batch: TokenBatch, group: ProcessGroup | None
+) -> tuple[Statistics, Tensor]:
+    """The answers to everything that can be asked, and the weights [methods, N] of these tokens by
+    STARE's variants."""
     answers = answer(asked(batch, example), group)
     share, weights = example.share, []
     for method in (
@@ -146,12 +159,16 @@ def measured(example: Example, batch: TokenBatch, group: ProcessGroup | None) ->
         Stare(variant="C4", rare_below=0.3, gate="token", entropy_target=1.0),
     ):
         statistics = gather_statistics(lambda known, m=method: m.requests(batch, known), group)
-        before = {name: torch.tensor(x, dtype=torch.float64) for name, x in method.initial_state().items()}
+        before = {
+            name: torch.tensor(x, dtype=torch.float64) for name, x in method.initial_state().items()
+        }
         weights.append(method.weights(batch, statistics, method.control(before, statistics)))
     return answers, torch.stack(weights)
 
 
-def _parts(rank: int, init: str, world: int, batches: list[Example]) -> list[tuple[Statistics, Tensor] | None]:
+def _parts(
+    rank: int, init: str, world: int, batches: list[Example]
+) -> list[tuple[Statistics, Tensor] | None]:
     """This rank's findings for every example; None where it has no part in it."""
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
     groups = {size: dist.new_group(list(range(size))) for size in range(1, world + 1)}
@@ -186,8 +203,14 @@ def same(got: Tensor | Threshold, want: Tensor | Threshold) -> bool:
     """Bit for bit; NaN is NaN."""
     if isinstance(want, Threshold):
         fields = ("key", "k", "n", "value")
-        return isinstance(got, Threshold) and all(same(getattr(got, each), getattr(want, each)) for each in fields)
-    return isinstance(got, Tensor) and got.dtype == want.dtype and np.array_equal(got, want, equal_nan=True)
+        return isinstance(got, Threshold) and all(
+            same(getattr(got, each), getattr(want, each)) for each in fields
+        )
+    return (
+        isinstance(got, Tensor)
+        and got.dtype == want.dtype
+        and np.array_equal(got, want, equal_nan=True)
+    )
 
 
 def close(got: Tensor, want: Tensor) -> bool:
@@ -199,7 +222,10 @@ keys = st.integers(INT64.min, INT64.max - 1) | st.sampled_from([INT64.min, -1, 0
 
 
 @settings(max_examples=200)
-@given(data=st.data(), rows=st.lists(st.lists(st.tuples(keys, st.booleans()), max_size=40), min_size=1, max_size=4))
+@given(
+    data=st.data(),
+    rows=st.lists(st.lists(st.tuples(keys, st.booleans()), max_size=40), min_size=1, max_size=4),
+)
 def test_the_select_equals_sorting(data: st.DataObject, rows: list[list[tuple[int, bool]]]) -> None:
     """Keys of all 64 bits, several selects at once, any k from none to all."""
     unique = [list(dict.fromkeys(row)) for row in rows]

@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from megatron_stare.ops.statistics_executor import answer
-from megatron_stare.records.batch_statistics import Count, Max, Mean, Quantile, SegmentSum, Sum, Threshold, TopK
+from megatron_stare.records.batch_statistics import (
+    Count,
+    Max,
+    Mean,
+    Quantile,
+    SegmentSum,
+    Sum,
+    Threshold,
+    TopK,
+)
 
 N, SEGMENTS = 60, 4
 
@@ -40,7 +49,10 @@ def test_only_masked_positions_count(hidden: float) -> None:
     assert found["segments"].tolist() == pytest.approx(sums)
     for q in (0.0, 0.3, 0.77, 1.0):
         assert float(found[f"{q}"]) == pytest.approx(np.quantile(kept, q))
-    for name, k, ordered in (("share", int(np.ceil(0.2 * len(kept))), np.sort(kept)), ("number", 5, np.sort(-kept))):
+    for name, k, ordered in (
+        ("share", int(np.ceil(0.2 * len(kept))), np.sort(kept)),
+        ("number", 5, np.sort(-kept)),
+    ):
         threshold = found[name]
         assert isinstance(threshold, Threshold)
         assert (int(threshold.k), int(threshold.n)) == (k, len(kept))

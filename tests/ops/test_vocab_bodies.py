@@ -1,4 +1,5 @@
-"""Every body of the log-prob operator against float64 autograd: the extremes, and the gradient over the logits."""
+"""Every body of the log-prob operator against float64 autograd: the extremes, and the gradient over
+the logits."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def test_extremes(name: str, temperature: float, body: str) -> None:
     torch.testing.assert_close(entropy.double(), want[1], atol=3e-6, rtol=0)
     for got, wanted in zip((p2, p2_log_p), moments(logits, real, temperature), strict=True):
         torch.testing.assert_close(got.double(), wanted, atol=1e-6, rtol=2e-6)
-    finite = log_prob.detach().isfinite()  # a column of -inf may be a target, whose log-prob has no gradient
+    # a column of -inf may be a target, whose log-prob has no gradient
+    finite = log_prob.detach().isfinite()
     (log_prob[finite].sum() + 2 * entropy.sum()).backward()
     # by hand, because autograd's own gradient of -inf columns is nan
     log_p = (logits[:, :real].double() / temperature).log_softmax(1)
@@ -102,7 +104,9 @@ def test_gradcheck_of_both_outputs(body: str, temperature: float) -> None:
 
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_bodies_agree_over_many_blocks(monkeypatch, dtype: torch.dtype, entropy_gradient: bool) -> None:
+def test_bodies_agree_over_many_blocks(
+    monkeypatch, dtype: torch.dtype, entropy_gradient: bool
+) -> None:
     monkeypatch.setattr(vocab_chunked, "ROWS", 1)
     monkeypatch.setattr(vocab_chunked, "BLOCK", 64)  # blocks of three rows, and a last one of one
     logits, targets, real = case(8, n=31, v=24, real=19)
@@ -135,7 +139,12 @@ def test_gradient_over_the_logits_is_the_gradient(body: str, dtype: torch.dtype,
         leaf = logits.clone().to(dtype).requires_grad_()
         mine = leaf * 1
         log_prob, entropy = log_prob_and_entropy(
-            mine, targets, vocab_size=real, entropy_gradient=True, body=body, overwrite_logits=overwrite
+            mine,
+            targets,
+            vocab_size=real,
+            entropy_gradient=True,
+            body=body,
+            overwrite_logits=overwrite,
         )
         (log_prob.sum() + entropy.sum()).backward()
         gradients.append(leaf.grad)
@@ -147,7 +156,9 @@ def test_gradient_over_the_logits_is_the_gradient(body: str, dtype: torch.dtype,
 def test_a_backward_that_needs_overwritten_logits_raises(body: str) -> None:
     logits, targets, real = case(10)
     mine = logits.requires_grad_() * 1
-    log_prob, _ = log_prob_and_entropy(mine, targets, vocab_size=real, body=body, overwrite_logits=True)
+    log_prob, _ = log_prob_and_entropy(
+        mine, targets, vocab_size=real, body=body, overwrite_logits=True
+    )
     other = mine.square().sum()  # saves the logits
     log_prob.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -181,7 +192,9 @@ def test_a_rank_that_holds_padding_alone(body: ModuleType, second_moment: bool) 
 def test_a_leaf_is_not_overwritten() -> None:
     logits, targets, real = case(11)
     with pytest.raises(ValueError, match="leaf"):
-        log_prob_and_entropy(logits.requires_grad_(), targets, vocab_size=real, overwrite_logits=True)
+        log_prob_and_entropy(
+            logits.requires_grad_(), targets, vocab_size=real, overwrite_logits=True
+        )
 
 
 def test_another_consumer_of_the_logits_gets_its_gradient_too() -> None:
@@ -190,7 +203,9 @@ def test_another_consumer_of_the_logits_gets_its_gradient_too() -> None:
     for overwrite in (False, True):
         leaf = logits.clone().requires_grad_()
         mine = leaf * 1
-        log_prob, _ = log_prob_and_entropy(mine, targets, vocab_size=real, overwrite_logits=overwrite)
+        log_prob, _ = log_prob_and_entropy(
+            mine, targets, vocab_size=real, overwrite_logits=overwrite
+        )
         (log_prob.sum() + (3 * mine).sum() + mine[:2].sum()).backward()
         gradients.append(leaf.grad)
     torch.testing.assert_close(*gradients)

@@ -18,7 +18,9 @@ COLUMNS = 151936
 @pytest.mark.parametrize("rows", [2048, pytest.param(8192, marks=pytest.mark.slow)])
 def test_forward_and_backward_within_imports_logits_and_360_mb(tmp_path: Path, rows: int) -> None:
     out = tmp_path / "result.json"
-    done = subprocess.run([sys.executable, SCRIPT, "--rows", str(rows), "--out", out], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--rows", str(rows), "--out", out], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())
     if torch.version.cuda is None:  # whose imports take more

@@ -13,7 +13,9 @@ from megatron_stare.ops import vocab_parallel
 from megatron_stare.ops.vocab_parallel import log_prob_and_entropy
 
 
-def reference(logits: Tensor, targets: Tensor, vocab_size: int, temperature: float) -> tuple[Tensor, Tensor]:
+def reference(
+    logits: Tensor, targets: Tensor, vocab_size: int, temperature: float
+) -> tuple[Tensor, Tensor]:
     """In float64 and in the plainest way."""
     log_p = (logits[:, :vocab_size].double() / temperature).log_softmax(1)
     p = log_p.exp()
@@ -54,7 +56,9 @@ def test_values_and_gradients_of_both_outputs(temperature: float) -> None:
 def test_gradcheck_in_float64() -> None:
     logits, targets, real = case(1, n=4, v=9, real=7)
     assert torch.autograd.gradcheck(
-        lambda x: log_prob_and_entropy(x, targets[:4], vocab_size=real, temperature=1.3, entropy_gradient=True),
+        lambda x: log_prob_and_entropy(
+            x, targets[:4], vocab_size=real, temperature=1.3, entropy_gradient=True
+        ),
         logits.double().requires_grad_(),
     )
 
@@ -77,7 +81,9 @@ def test_extremes_are_finite(scale: float) -> None:
     logits = torch.zeros(3, 8)
     logits[:, 2] = scale
     ours = logits.clone().requires_grad_()
-    log_prob, entropy = log_prob_and_entropy(ours, torch.tensor([2, 0, 7]), vocab_size=8, entropy_gradient=True)
+    log_prob, entropy = log_prob_and_entropy(
+        ours, torch.tensor([2, 0, 7]), vocab_size=8, entropy_gradient=True
+    )
     want = reference(logits, torch.tensor([2, 0, 7]), 8, 1.0)
     torch.testing.assert_close(log_prob.double(), want[0], atol=1e-3, rtol=1e-6)
     torch.testing.assert_close(entropy.double(), want[1], atol=1e-6, rtol=1e-6)
@@ -93,7 +99,9 @@ def test_minus_infinity_logits() -> None:
     log_prob, entropy = log_prob_and_entropy(ours, targets, vocab_size=real, entropy_gradient=True)
     (log_prob.sum() + entropy.sum()).backward()
     assert ours.grad.isfinite().all()
-    torch.testing.assert_close(entropy.double(), reference(logits, targets, real, 1.0)[1], atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        entropy.double(), reference(logits, targets, real, 1.0)[1], atol=2e-6, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,10 +115,16 @@ def test_minus_infinity_logits() -> None:
     ],
 )
 def test_which_logits_the_kernels_take(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, capability: tuple[int, int], installed: bool, taken: bool
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    installed: bool,
+    taken: bool,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(vocab_parallel.importlib.util, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(
+        vocab_parallel.importlib.util, "find_spec", lambda name: object() if installed else None
+    )
     on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
     assert vocab_parallel._runs_triton(on_gpu) == taken  # type: ignore[arg-type]
     assert not vocab_parallel._runs_triton(torch.zeros(1, dtype=dtype))
@@ -118,7 +132,9 @@ def test_which_logits_the_kernels_take(
 
 def test_no_rows() -> None:
     logits = torch.zeros(0, 8, requires_grad=True)
-    log_prob, entropy = log_prob_and_entropy(logits, torch.zeros(0, dtype=torch.int64), vocab_size=8)
+    log_prob, entropy = log_prob_and_entropy(
+        logits, torch.zeros(0, dtype=torch.int64), vocab_size=8
+    )
     assert log_prob.shape == entropy.shape == (0,)
     log_prob.sum().backward()
     assert logits.grad.shape == (0, 8)
@@ -138,8 +154,11 @@ def test_second_moments(scale: float, temperature: float) -> None:
     logits = scale * logits
     logits[:, real:] = 100.0  # padding that would take everything
     plain = log_prob_and_entropy(logits, targets, vocab_size=real, temperature=temperature)
-    asked = log_prob_and_entropy(logits, targets, vocab_size=real, temperature=temperature, second_moment=True)
-    assert torch.equal(asked[0], plain[0]) and torch.equal(asked[1], plain[1])  # what is trained on does not move
+    asked = log_prob_and_entropy(
+        logits, targets, vocab_size=real, temperature=temperature, second_moment=True
+    )
+    # what is trained on does not move
+    assert torch.equal(asked[0], plain[0]) and torch.equal(asked[1], plain[1])
     for got, want in zip(asked[2:], moments(logits, real, temperature), strict=True):
         torch.testing.assert_close(got.double(), want, atol=1e-6, rtol=2e-6)
 
@@ -178,7 +197,8 @@ def _split_rank(rank: int, init: str, world: int, real: int) -> tuple[Tensor, ..
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("world", "real"), [(2, 19), (4, 19), (4, 11)])  # 11 of 24: a rank with padding alone
+# 11 of 24: a rank with padding alone
+@pytest.mark.parametrize(("world", "real"), [(2, 19), (4, 19), (4, 11)])
 def test_split_over_ranks_equals_whole(ranks, world: int, real: int) -> None:
     results = ranks.run(_split_rank, world, world, real)
     logits, _, _ = case(5, n=9, v=24, real=real)
@@ -196,7 +216,9 @@ def test_split_over_ranks_equals_whole(ranks, world: int, real: int) -> None:
     torch.testing.assert_close(gradient.double(), truth.grad, atol=3e-6, rtol=1e-5)
 
 
-def _padded_rank(rank: int, init: str, world: int, second_moment: bool) -> tuple[tuple[Tensor, ...], list[int]]:
+def _padded_rank(
+    rank: int, init: str, world: int, second_moment: bool
+) -> tuple[tuple[Tensor, ...], list[int]]:
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
     sent = []
 
@@ -207,7 +229,8 @@ def _padded_rank(rank: int, init: str, world: int, second_moment: bool) -> tuple
     vocab_parallel.all_gather_into_tensor = counted
     try:
         logits, _, real = case(13, n=50, v=61, real=61)
-        width = -(-real // (8 * world)) * 8  # padded as Megatron pads: to a multiple that depends on the ranks
+        # padded as Megatron pads: to a multiple that depends on the ranks
+        width = -(-real // (8 * world)) * 8
         padded = torch.cat([logits, torch.full((50, width * world - real), 50.0)], dim=1)
         targets = torch.arange(50) % real  # on every rank
         mine = padded[:, rank * width : (rank + 1) * width].contiguous()
@@ -224,11 +247,14 @@ def _padded_rank(rank: int, init: str, world: int, second_moment: bool) -> tuple
 @pytest.mark.parametrize("second_moment", [False, True])
 def test_a_padded_vocabulary_is_the_same_in_every_split(ranks, second_moment: bool) -> None:
     logits, _, real = case(13, n=50, v=61, real=61)
-    whole = log_prob_and_entropy(logits, torch.arange(50) % real, vocab_size=real, second_moment=second_moment)
+    whole = log_prob_and_entropy(
+        logits, torch.arange(50) % real, vocab_size=real, second_moment=second_moment
+    )
     for world in (1, 2, 4):
         results = ranks.run(_padded_rank, world, world, second_moment)
         for outputs, sent in results:
-            assert sent == ([50 * (24 if second_moment else 16)] if world > 1 else [])  # one collective, 4 or 6 numbers
+            # one collective, 4 or 6 numbers
+            assert sent == ([50 * (24 if second_moment else 16)] if world > 1 else [])
             for mine, first, wanted in zip(outputs, results[0][0], whole, strict=True):
                 assert torch.equal(mine, first)  # the same bits on every rank
                 torch.testing.assert_close(mine, wanted, atol=1e-6, rtol=0)

@@ -1,4 +1,5 @@
-"""The Triton kernels against float64: on a GPU where there is one, else through Triton's interpreter."""
+"""The Triton kernels against float64: on a GPU where there is one, else through Triton's
+interpreter."""
 
 from __future__ import annotations
 
@@ -25,11 +26,18 @@ def small_blocks(monkeypatch) -> None:
         monkeypatch.setitem(settings, "num_warps", 1)
 
 
-def run(logits: Tensor, targets: Tensor, real: int, *, overwrite: bool = False, **options) -> tuple[Tensor, ...]:
+def run(
+    logits: Tensor, targets: Tensor, real: int, *, overwrite: bool = False, **options
+) -> tuple[Tensor, ...]:
     """Outputs, and the gradient of their mix, on the CPU."""
     leaf = logits.to(DEVICE).clone().requires_grad_()
     outputs = log_prob_and_entropy(
-        leaf * 1, targets.to(DEVICE), vocab_size=real, body="triton", overwrite_logits=overwrite, **options
+        leaf * 1,
+        targets.to(DEVICE),
+        vocab_size=real,
+        body="triton",
+        overwrite_logits=overwrite,
+        **options,
     )
     mix = outputs[0].sum()
     if options.get("entropy_gradient"):
@@ -44,7 +52,9 @@ def test_extremes(name: str) -> None:
     logits = logits.clone()
     logits[:, real:] = 100.0
     targets = torch.tensor([2, 1, real - 1])
-    log_prob, entropy, p2, p2_log_p, _ = run(logits, targets, real, temperature=0.6, second_moment=True)
+    log_prob, entropy, p2, p2_log_p, _ = run(
+        logits, targets, real, temperature=0.6, second_moment=True
+    )
     want = reference(logits.double(), targets, real, 0.6)
     torch.testing.assert_close(log_prob.double(), want[0], atol=3e-6, rtol=2e-7)
     torch.testing.assert_close(entropy.double(), want[1], atol=3e-6, rtol=0)
@@ -55,7 +65,9 @@ def test_extremes(name: str) -> None:
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("width", "real"), [(61, 61), (64, 50), (7, 7), (1, 1)])
-def test_values_and_gradients(dtype: torch.dtype, entropy_gradient: bool, width: int, real: int) -> None:
+def test_values_and_gradients(
+    dtype: torch.dtype, entropy_gradient: bool, width: int, real: int
+) -> None:
     logits, targets, real = case(14, n=5, v=width, real=real)
     logits = logits.to(dtype)
     logits[:, real:] = 60.0
@@ -77,8 +89,9 @@ def test_values_and_gradients(dtype: torch.dtype, entropy_gradient: bool, width:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_both_passes_launch_one_kernel(monkeypatch, dtype: torch.dtype) -> None:
-    """The log-prob pass asks for the squares and the training pass does not. What either launches is the same binary
-    with the same arguments, so the sums they share are equal bit for bit; those of two binaries need not be."""
+    """The log-prob pass asks for the squares and the training pass does not. What either launches
+    is the same binary with the same arguments, so the sums they share are equal bit for bit; those
+    of two binaries need not be."""
     logits, targets, real = case(14, n=5, v=61, real=50)
     logits, targets = logits.to(DEVICE, dtype), targets.to(DEVICE)
     launched, kernel = [], vocab_triton._sums
@@ -92,12 +105,19 @@ def test_both_passes_launch_one_kernel(monkeypatch, dtype: torch.dtype) -> None:
             return launch
 
     monkeypatch.setattr(vocab_triton, "_sums", Seen())
-    with_squares, without = (vocab_triton.sums(logits, targets, real, 0.7, asked) for asked in (True, False))
+    with_squares, without = (
+        vocab_triton.sums(logits, targets, real, 0.7, asked) for asked in (True, False)
+    )
     (grid, arguments, constants), (other_grid, others, other_constants) = launched
     assert (grid, constants) == (other_grid, other_constants)
     for mine, theirs in zip(arguments, others, strict=True):
-        if isinstance(mine, torch.Tensor):  # of the output, which is another, all that a compilation depends on
-            assert (mine.dtype, mine.shape, mine.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
+        # of the output, which is another, all that a compilation depends on
+        if isinstance(mine, torch.Tensor):
+            assert (mine.dtype, mine.shape, mine.stride()) == (
+                theirs.dtype,
+                theirs.shape,
+                theirs.stride(),
+            )
         else:
             assert mine == theirs
     assert with_squares.shape == (6, 5)
@@ -107,7 +127,9 @@ def test_both_passes_launch_one_kernel(monkeypatch, dtype: torch.dtype) -> None:
 def test_overwritten_logits_are_not_used_again() -> None:
     logits, targets, real = case(10)
     mine = logits.to(DEVICE).requires_grad_() * 1
-    log_prob, _ = log_prob_and_entropy(mine, targets.to(DEVICE), vocab_size=real, body="triton", overwrite_logits=True)
+    log_prob, _ = log_prob_and_entropy(
+        mine, targets.to(DEVICE), vocab_size=real, body="triton", overwrite_logits=True
+    )
     other = mine.square().sum()
     log_prob.sum().backward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -1,4 +1,5 @@
-"""The kernels compile for the GPUs they are meant for, on a machine that has none, and keep everything in registers."""
+"""The kernels compile for the GPUs they are meant for, on a machine that has none, and keep
+everything in registers."""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ def test_what_a_program_holds_is_a_power_of_two() -> None:
 def test_kernels_compile_without_spilling(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert len(found) == 12

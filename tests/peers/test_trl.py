@@ -1,4 +1,5 @@
-"""TRL's loss beside ours, from its installed package: what docs/from_trl.md says is equal, and what differs.
+"""TRL's loss beside ours, from its installed package: what docs/from_trl.md says is equal, and what
+differs.
 
 pip install --no-deps trl==1.16.0        and what its import asks for, in an environment of its own
 """
@@ -27,7 +28,8 @@ LENGTH_NORM = 13  # of the batch's padding
 def their_loss(
     batch: Padded, advantage: Tensor, tmp: str, ratio: Tensor | None = None, **settings: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """TRL's loss of one micro-batch and its leaves, log-probs and entropies, which a model would give it.
+    """TRL's loss of one micro-batch and its leaves, log-probs and entropies, which a model would
+    give it.
 
     Args:
         ratio: of the correction, [B, T] or [B, 1]; None: without vLLM.
@@ -63,7 +65,9 @@ def their_loss(
         vllm_importance_sampling_correction=ratio is not None,
         get_off_policy_mask=trainer.GRPOTrainer.get_off_policy_mask,
     )
-    holder.get_high_entropy_mask = lambda *given: trainer.GRPOTrainer.get_high_entropy_mask(holder, *given)
+    holder.get_high_entropy_mask = lambda *given: trainer.GRPOTrainer.get_high_entropy_mask(
+        holder, *given
+    )
     empty = torch.zeros(len(batch.now), 0)
     inputs = {
         "prompt_ids": empty,
@@ -79,7 +83,11 @@ def their_loss(
     }
     loss = trainer.GRPOTrainer._compute_loss(holder, holder.model, inputs)
     # one micro-batch stands for all of its accumulation window
-    return loss * (1 if args.loss_type in ("dapo", "cispo") else args.steps_per_generation), now, entropy
+    return (
+        loss * (1 if args.loss_type in ("dapo", "cispo") else args.steps_per_generation),
+        now,
+        entropy,
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +104,12 @@ def test_loss_types(tmp_path: Any, loss_type: str, ours: dict[str, Any], width: 
     batch = padded(width)
     settings = {"name": "grpo", "clip_low": 0.2, "clip_high": 0.28} | ours
     loss, now, _ = their_loss(
-        batch, advantages(settings, batch), str(tmp_path), loss_type=loss_type, epsilon=0.2, epsilon_high=0.28
+        batch,
+        advantages(settings, batch),
+        str(tmp_path),
+        loss_type=loss_type,
+        epsilon=0.2,
+        epsilon_high=0.28,
     )
     assert_equal(our_loss(settings, batch), loss, now)
 
@@ -120,7 +133,9 @@ def test_cispo(tmp_path: Any) -> None:
     """Its `epsilon_high` is the bound itself, 1 + clip_high here."""
     batch = padded(1.5)
     settings = {"name": "cispo", "clip_low": 1.0, "clip_high": 0.3}
-    loss, now, _ = their_loss(batch, advantages(settings, batch), str(tmp_path), loss_type="cispo", epsilon_high=1.3)
+    loss, now, _ = their_loss(
+        batch, advantages(settings, batch), str(tmp_path), loss_type="cispo", epsilon_high=1.3
+    )
     assert_equal(our_loss(settings, batch), loss, now)
 
 
@@ -128,7 +143,9 @@ def test_forks_with_the_settings_of_the_page(tmp_path: Any) -> None:
     found = re.search(r"`(\{[^}]*\})`", row_of("from_trl.md", "top_entropy_quantile")[2])
     assert found, "the page names no settings"
     batch = padded()
-    settings = {"name": "twenty_entropy", "share": 0.3, "dual_clip": None} | yaml.safe_load(found[1])
+    settings = {"name": "twenty_entropy", "share": 0.3, "dual_clip": None} | yaml.safe_load(
+        found[1]
+    )
     loss, now, _ = their_loss(
         batch,
         advantages(settings, batch),
@@ -144,9 +161,14 @@ def test_forks_with_the_settings_of_the_page(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-@pytest.mark.parametrize("mode", ["sequence_mask", "token_mask", "sequence_truncate", "token_truncate"])
-def test_importance_correction_with_the_settings_of_the_page(tmp_path: Any, mode: str, loss_type: str) -> None:
-    """The ratio, which TRL makes while it generates, is written out by GRPOConfig's description of the modes."""
+@pytest.mark.parametrize(
+    "mode", ["sequence_mask", "token_mask", "sequence_truncate", "token_truncate"]
+)
+def test_importance_correction_with_the_settings_of_the_page(
+    tmp_path: Any, mode: str, loss_type: str
+) -> None:
+    """The ratio, which TRL makes while it generates, is written out by GRPOConfig's description of
+    the modes."""
     found = re.search(mode + r"[^`]*`(\{[^}]*\})`", IMPORTANCE)
     assert found, f"the page names no settings of {mode}"
     batch = padded(3.0)
@@ -161,10 +183,14 @@ def test_importance_correction_with_the_settings_of_the_page(tmp_path: Any, mode
         "aggregation": {"grpo": "sequence_mean", "dapo": "token_mean"}[loss_type],
         "correction": yaml.safe_load(found[1]),
     }
-    loss, now, _ = their_loss(batch, advantages(settings, batch), str(tmp_path), ratio, loss_type=loss_type)
+    loss, now, _ = their_loss(
+        batch, advantages(settings, batch), str(tmp_path), ratio, loss_type=loss_type
+    )
     assert_equal(our_loss(settings, batch), loss, now)
     if mode.endswith("mask"):  # where the old page said it was
-        shrunk = our_loss(settings | {"correction": settings["correction"] | {"mode": "mask"}}, batch)
+        shrunk = our_loss(
+            settings | {"correction": settings["correction"] | {"mode": "mask"}}, batch
+        )
         assert not torch.allclose(shrunk[0], loss.double(), rtol=1e-2)
 
 
@@ -173,7 +199,10 @@ def test_the_pages_default_is_trls(tmp_path: Any) -> None:
     assert default.vllm_importance_sampling_mode == "sequence_mask"
     assert default.vllm_importance_sampling_clip_max == 3
     assert default.vllm_importance_sampling_clip_min is None
-    assert "TRL's default, sequence_mask up to 3: `{level: sequence, mode: icepop, low: 0, high: 3}`" in IMPORTANCE
+    assert (
+        "TRL's default, sequence_mask up to 3: `{level: sequence, mode: icepop, low: 0, high: 3}`"
+        in IMPORTANCE
+    )
 
 
 def test_fields_of_the_page_are_trls(tmp_path: Any) -> None:

@@ -1,4 +1,5 @@
-"""verl's losses beside ours, from its installed package: what docs/from_verl.md says is equal, and what differs.
+"""verl's losses beside ours, from its installed package: what docs/from_verl.md says is equal, and
+what differs.
 
 pip install --no-deps verl==0.9.1        and what its import asks for, in an environment of its own:
 its dependencies change others of this project's
@@ -11,7 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.peer_batches import GROUPS, Padded, advantages, assert_equal, our_loss, padded, rollout_batch, row_of
+from support.peer_batches import (
+    GROUPS,
+    Padded,
+    advantages,
+    assert_equal,
+    our_loss,
+    padded,
+    rollout_batch,
+    row_of,
+)
 
 from megatron_stare.algorithms.kl import kl_estimate
 from megatron_stare.rewards.dapo_verifier import verify
@@ -23,7 +33,9 @@ corrections = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
 math_dapo = pytest.importorskip("verl.utils.reward_score.math_dapo")
 
 LENGTH_NORM = 11
-MODES = dict(pair.strip().split(": ") for pair in row_of("from_verl.md", "actor.loss_agg_mode")[2].split(";"))
+MODES = dict(
+    pair.strip().split(": ") for pair in row_of("from_verl.md", "actor.loss_agg_mode")[2].split(";")
+)
 
 
 def actor(**settings: Any) -> Any:
@@ -35,7 +47,11 @@ def actor(**settings: Any) -> Any:
 
 
 def their_loss(
-    name: str, batch: Padded, advantage: torch.Tensor, weights: torch.Tensor | None = None, **settings: Any
+    name: str,
+    batch: Padded,
+    advantage: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    **settings: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """verl's policy loss and its leaf."""
     now = batch.now.clone().requires_grad_()
@@ -55,14 +71,18 @@ def their_loss(
 def aggregation(mode: str) -> dict[str, Any]:
     """Our settings of a `loss_agg_mode`, as the page has them."""
     ours = MODES[mode]
-    return {"aggregation": ours} | ({"length_norm": LENGTH_NORM} if ours.startswith("dr_grpo") else {})
+    return {"aggregation": ours} | (
+        {"length_norm": LENGTH_NORM} if ours.startswith("dr_grpo") else {}
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("width", [0.8, 6.0])
 def test_ppo_loss_in_every_aggregation_that_the_page_names(mode: str, width: float) -> None:
     batch = padded(width)
-    settings = {"name": "grpo", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0} | aggregation(mode)
+    settings = {"name": "grpo", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0} | aggregation(
+        mode
+    )
     loss, now = their_loss(
         "vanilla",
         batch,
@@ -83,7 +103,9 @@ def test_the_page_names_all_aggregations_but_one() -> None:
 def test_to_release_0_7_the_norm_forgot_the_number_of_responses() -> None:
     batch = padded()
     now = our_loss({"name": "grpo", "aggregation": "dr_grpo", "length_norm": LENGTH_NORM}, batch)
-    then = our_loss({"name": "grpo", "aggregation": "dr_grpo_verl", "length_norm": LENGTH_NORM}, batch)
+    then = our_loss(
+        {"name": "grpo", "aggregation": "dr_grpo_verl", "length_norm": LENGTH_NORM}, batch
+    )
     torch.testing.assert_close(then[1], len(GROUPS) * now[1])
 
 
@@ -96,7 +118,9 @@ def test_advantages(spread: bool) -> None:
     theirs, _ = core.compute_grpo_outcome_advantage(
         rewards, batch.mask, np.array(GROUPS), norm_adv_by_std_in_grpo=spread
     )
-    torch.testing.assert_close(advantages(settings, batch).double(), theirs[:, 0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        advantages(settings, batch).double(), theirs[:, 0], rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("form", ["token", "sequence"])
@@ -138,7 +162,9 @@ def test_gspo_of_far_policies_is_cut_where_the_page_says(form: str, limit: float
 def test_cispo() -> None:
     batch = padded(1.5)
     settings = {"name": "cispo", "clip_low": 0.2, "clip_high": 0.3}
-    loss, now = their_loss("cispo", batch, advantages(settings, batch), clip_ratio_low=0.2, clip_ratio_high=0.3)
+    loss, now = their_loss(
+        "cispo", batch, advantages(settings, batch), clip_ratio_low=0.2, clip_ratio_high=0.3
+    )
     assert_equal(our_loss(settings, batch), loss, now)
 
 
@@ -158,16 +184,22 @@ def test_kl_cov_of_a_first_update_and_its_unbounded_ratio() -> None:
 def test_clip_cov_that_draws_all_candidates() -> None:
     """The draw itself is another one: seeded here, and of the batch."""
     batch = padded(moved=False)
-    policy = workers.PolicyLossConfig(loss_mode="clip_cov", clip_cov_ratio=1.0, clip_cov_lb=0.2, clip_cov_ub=3.0)
+    policy = workers.PolicyLossConfig(
+        loss_mode="clip_cov", clip_cov_ratio=1.0, clip_cov_lb=0.2, clip_cov_ub=3.0
+    )
     settings = {"name": "clip_cov", "share": 1.0, "cov_low": 0.2, "cov_high": 3.0}
     bounds = {"clip_ratio_low": 1.0, "clip_ratio_high": 1.0}
-    loss, now = their_loss("clip_cov", batch, advantages(settings, batch), policy_loss=policy, **bounds)
+    loss, now = their_loss(
+        "clip_cov", batch, advantages(settings, batch), policy_loss=policy, **bounds
+    )
     ours = our_loss(settings, batch)
     assert (ours[1] == 0).sum() > (batch.mask == 0).sum()
     assert_equal(ours, loss, now)
 
 
-@pytest.mark.parametrize(("theirs", "estimator"), [("kl", "k1"), ("k2", "k2"), ("low_var_kl", "k3")])
+@pytest.mark.parametrize(
+    ("theirs", "estimator"), [("kl", "k1"), ("k2", "k2"), ("low_var_kl", "k3")]
+)
 def test_kl_to_a_reference(theirs: str, estimator: str) -> None:
     batch = padded()
     settings = {"name": "grpo", "aggregation": "token_mean"}
@@ -198,7 +230,11 @@ def test_entropy_bonus() -> None:
     batch = padded()
     settings = {"name": "grpo", "aggregation": "sequence_mean"}
     loss, now = their_loss(
-        "vanilla", batch, advantages(settings, batch), clip_ratio_c=1e6, loss_agg_mode="seq-mean-token-mean"
+        "vanilla",
+        batch,
+        advantages(settings, batch),
+        clip_ratio_c=1e6,
+        loss_agg_mode="seq-mean-token-mean",
     )
     entropy = batch.entropy.clone().requires_grad_()
     bonus = core.agg_loss(entropy, batch.mask, "seq-mean-token-mean")
@@ -209,17 +245,26 @@ def test_entropy_bonus() -> None:
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize(
     ("threshold", "ours"),
-    [("1.2", {"mode": "truncate", "high": 1.2}), ("0.8_1.25", {"mode": "icepop", "low": 0.8, "high": 1.25})],
+    [
+        ("1.2", {"mode": "truncate", "high": 1.2}),
+        ("0.8_1.25", {"mode": "icepop", "low": 0.8, "high": 1.25}),
+    ],
 )
 @pytest.mark.parametrize("normalise", [False, True])
 def test_correction(level: str, threshold: str, ours: dict[str, Any], normalise: bool) -> None:
     batch = padded()
     weights, _ = corrections.compute_rollout_correction_weights(
-        batch.old - batch.rollout, batch.mask, level, threshold, rollout_is_batch_normalize=normalise
+        batch.old - batch.rollout,
+        batch.mask,
+        level,
+        threshold,
+        rollout_is_batch_normalize=normalise,
     )
     if level == "sequence" and normalise:  # the mean over responses, ours over tokens
         one_each = weights.max(1).values
-        weights = weights * one_each.mean() / ((one_each * batch.lengths).sum() / batch.lengths.sum())
+        weights = (
+            weights * one_each.mean() / ((one_each * batch.lengths).sum() / batch.lengths.sum())
+        )
     settings = {
         "name": "grpo",
         "aggregation": "token_mean",
@@ -231,11 +276,16 @@ def test_correction(level: str, threshold: str, ours: dict[str, Any], normalise:
 
 def test_rejection_by_token_has_mirrored_bounds() -> None:
     batch = padded()
-    mask, _ = corrections.compute_rollout_rejection_mask(batch.old - batch.rollout, batch.mask, "token_k1", "0.8_1.1")
+    mask, _ = corrections.compute_rollout_rejection_mask(
+        batch.old - batch.rollout, batch.mask, "token_k1", "0.8_1.1"
+    )
     kept = Padded(**{**vars(batch), "mask": batch.mask * mask})
     assert 0 < kept.mask.sum() < batch.mask.sum()
     settings = {"name": "grpo", "aggregation": "token_mean"}
-    ours = our_loss(settings | {"correction": {"mode": "truncate", "high": 1e6, "reject": [1 / 1.1, 1 / 0.8]}}, batch)
+    ours = our_loss(
+        settings | {"correction": {"mode": "truncate", "high": 1e6, "reject": [1 / 1.1, 1 / 0.8]}},
+        batch,
+    )
     weights = (batch.old - batch.rollout).exp()
     loss, now = their_loss("vanilla", kept, advantages(settings, batch), weights, clip_ratio_c=1e6)
     assert_equal(ours, loss, now)

@@ -23,7 +23,12 @@ from megatron_stare.planning.phase_times import Lengths, step_time
 GPU = find_gpu("h100-80g")
 # both rates of decoding are assumed ones by one factor
 TRUE = Coefficients(
-    log_prob_mfu=0.3, update_mfu=0.25, prefill_mfu=0.2, decode_efficiency=0.3, sync_bytes_s=5e9, fixed_s=7.0
+    log_prob_mfu=0.3,
+    update_mfu=0.25,
+    prefill_mfu=0.2,
+    decode_efficiency=0.3,
+    sync_bytes_s=5e9,
+    fixed_s=7.0,
 )
 
 
@@ -35,7 +40,8 @@ def a_run(
     true: Coefficients = TRUE,
     model: str = "qwen3-32b",
 ) -> Path:
-    """A run on H100s whose phases took what the model says with these, but for its first two steps."""
+    """A run on H100s whose phases took what the model says with these, but for its first two
+    steps."""
     sections: dict[str, Any] = {
         "model": {"path": str(ROOT / f"assets/architectures/{model}"), "dtype": "bfloat16"},
         "parallel": {"tensor": 4, "sequence": True, "pipeline": 2, "data": 2},
@@ -59,7 +65,9 @@ def a_run(
     lines = []
     for n in range(steps):  # updates lie evenly about the model's, but for the first two
         factor = 1e6 if n < 2 else 1 + 0.01 * (n - (steps + 1) / 2)
-        lines.append(json.dumps({"step": n, **found, "time/update_s": found["time/update_s"] * factor}))
+        lines.append(
+            json.dumps({"step": n, **found, "time/update_s": found["time/update_s"] * factor})
+        )
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(dump_yaml(config))
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -130,7 +138,12 @@ def test_coefficients_are_kept_by_gpu(tmp_path: Path) -> None:
     assert read_coefficients(path, "a100-80g").coefficients.fixed_s == 1.0
     assert read_coefficients(path, "b200-180g") == Fitted(Coefficients())
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
-    for wrong in ("[]", "{", '{"h100-80g": {"coefficients": {"speed": 1}}}', '{"h100-80g": {"coefficients": {}}}'):
+    for wrong in (
+        "[]",
+        "{",
+        '{"h100-80g": {"coefficients": {"speed": 1}}}',
+        '{"h100-80g": {"coefficients": {}}}',
+    ):
         path.write_text(wrong)
         with pytest.raises(DataError, match="not a file of coefficients"):
             read_coefficients(path, "h100-80g")

@@ -36,15 +36,23 @@ def _a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 
 def run_of(**sections: Any) -> ResolvedRun:
-    return resolve_run(validate({"model": {"path": TINY}, "algorithm": "grpo", **sections}, "this test"))
+    return resolve_run(
+        validate({"model": {"path": TINY}, "algorithm": "grpo", **sections}, "this test")
+    )
 
 
 @pytest.mark.wide
 @pytest.mark.distributed
 def test_a_run_logs_the_plan_of_itself_and_what_it_took(tmp_path: Path) -> None:
-    """In micro-batches that are nearly full, as the plan's are, what is kept for backward is nearly what was said."""
+    """In micro-batches that are nearly full, as the plan's are, what is kept for backward is nearly
+    what was said."""
     inline = ("runtime.runner=inline", "parallel.tensor=1", "eval.prompts=0", model())
-    small = {"batch.prompts": 8, "batch.micro_batch_tokens": 256, "plan.response_tokens": 20, "run.steps": 7}
+    small = {
+        "batch.prompts": 8,
+        "batch.micro_batch_tokens": 256,
+        "plan.response_tokens": 20,
+        "run.steps": 7,
+    }
     done = train(*inline, f"run.dir={tmp_path / 'run'}", cwd=tmp_path, **small)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -53,14 +61,24 @@ def test_a_run_logs_the_plan_of_itself_and_what_it_took(tmp_path: Path) -> None:
     (stage,) = plan["stages"]
     for row in rows:
         assert row["plan/response_tokens"] == plan["lengths"]["response"] == 20
-        assert not [name for name in row if name.startswith("plan/") and name.endswith("_s")]  # nothing is calibrated
+        # nothing is calibrated
+        assert not [name for name in row if name.startswith("plan/") and name.endswith("_s")]
         for phase in ("log_probs", "update"):
-            held = {item: size for item, size in stage["phases"][phase].items() if item != "processes"}
+            held = {
+                item: size for item, size in stage["phases"][phase].items() if item != "processes"
+            }
             assert row[f"plan/{phase}_mb"] == pytest.approx(sum(held.values()) / 1e6)
         assert 0.8 < row["memory/update_live_mb"] / row["plan/update_mb"] <= 1
-        state = sum(stage["phases"]["update"][item] for item in ("parameters", "gradients", "optimizer"))
-        assert row["memory/sync_live_mb"] == pytest.approx(state / 1e6, rel=1e-3)  # nothing is kept any more
-    assert {each.name for each in planned_and_measured(rows)} == {"memory in log_probs", "memory in update", "response"}
+        state = sum(
+            stage["phases"]["update"][item] for item in ("parameters", "gradients", "optimizer")
+        )
+        # nothing is kept any more
+        assert row["memory/sync_live_mb"] == pytest.approx(state / 1e6, rel=1e-3)
+    assert {each.name for each in planned_and_measured(rows)} == {
+        "memory in log_probs",
+        "memory in update",
+        "response",
+    }
     assert "Planned and measured" in (tmp_path / "run/report.html").read_text()
     assert "  planned     memory in " in as_text(status_of(tmp_path / "run"))
 
@@ -72,15 +90,20 @@ def test_a_run_logs_the_plan_of_itself_and_what_it_took(tmp_path: Path) -> None:
     for phase, seconds in plan["step"]["phases"].items():
         assert said[f"plan/{phase}_s"] == pytest.approx(seconds)
     found = {each.name: each for each in planned_and_measured([{**row, **said} for row in rows])}
-    assert found["update"].measured == statistics.median(row["time/update_s"] for row in rows[2:] or rows)
+    assert found["update"].measured == statistics.median(
+        row["time/update_s"] for row in rows[2:] or rows
+    )
     for phase in ("rollout", "update", "sync"):
         assert 0.2 < found[phase].planned / found[phase].measured < 5
 
 
 def test_a_run_on_an_unknown_gpu_is_not_predicted_and_says_why() -> None:
     found = own_plan(run_of(plan={"gpu": "h100"}))
-    assert not found.metrics and len(found.notes) == 1 and "did you mean 'h100-80g'?" in found.notes[0]
-    found = own_plan(run_of(runtime={"ray_address": "head:6379"}))  # whose GPUs this machine does not know
+    assert (
+        not found.metrics and len(found.notes) == 1 and "did you mean 'h100-80g'?" in found.notes[0]
+    )
+    # whose GPUs this machine does not know
+    found = own_plan(run_of(runtime={"ray_address": "head:6379"}))
     assert not found.metrics and "set plan.gpu" in found.notes[0]
     told = own_plan(run_of(runtime={"ray_address": "head:6379"}, plan={"gpu": "h100-80g"}))
     assert told.metrics["plan/update_mb"] > 0 and not told.notes
@@ -113,7 +136,8 @@ def test_seconds_are_those_that_a_calibration_has_fitted(tmp_path: Path) -> None
 
 
 def test_every_stage_is_looked_at_and_servers_are_not_the_ranks(tmp_path: Path) -> None:
-    """The last of two stages holds the output layer; the cache of colocated servers is no rank's tensor."""
+    """The last of two stages holds the output layer; the cache of colocated servers is no rank's
+    tensor."""
     layout = {"model": {"path": str(ROOT / "assets/architectures/qwen2.5-7b"), "dtype": "bfloat16"}}
     servers = {"rollout": {"engine": "sglang"}, "plan": {"gpu": "h100-80g"}}
     small, large = (
@@ -122,7 +146,9 @@ def test_every_stage_is_looked_at_and_servers_are_not_the_ranks(tmp_path: Path) 
     )
     assert small.metrics == large.metrics and small.metrics
     whole = own_plan(run_of(**layout, **servers)).metrics["plan/update_mb"]
-    halves = own_plan(run_of(**layout, **servers, parallel={"pipeline": 2})).metrics["plan/update_mb"]
+    halves = own_plan(run_of(**layout, **servers, parallel={"pipeline": 2})).metrics[
+        "plan/update_mb"
+    ]
     assert halves > 0.5 * whole
 
 
@@ -159,7 +185,9 @@ def test_memory_kept_for_backward_is_counted_once_and_let_go() -> None:
     assert count.take_peak() == 2 * 4 * 5000 and count.take_peak() == 0
 
 
-def test_what_a_signal_ends_before_it_is_counted_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_signal_ends_before_it_is_counted_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", said.append)
 
@@ -177,7 +205,12 @@ def test_what_a_signal_ends_before_it_is_counted_says_nothing(monkeypatch: pytes
 
 def test_medians_leave_the_first_steps_out_and_memory_is_the_largest() -> None:
     rows = [
-        {"plan/step_s": 3.0, "plan/update_mb": 7.0, "time/step_s": float(n), "memory/update_peak_mb": float(m)}
+        {
+            "plan/step_s": 3.0,
+            "plan/update_mb": 7.0,
+            "time/step_s": float(n),
+            "memory/update_peak_mb": float(m),
+        }
         for n, m in ((100, 9), (90, 1), (4, 2), (1, 3), (2, 4))
     ]
     found = {each.name: (each.planned, each.measured) for each in planned_and_measured(rows)}

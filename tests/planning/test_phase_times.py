@@ -1,4 +1,5 @@
-"""Operations and seconds by worked numbers; a model of each published architecture counted tensor by tensor."""
+"""Operations and seconds by worked numbers; a model of each published architecture counted tensor
+by tensor."""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ def step(run: ResolvedRun) -> Step:
 @pytest.mark.parametrize("name", sorted(folder.name for folder in ARCHITECTURES.iterdir()))
 def test_matrices_are_those_of_the_model(name: str) -> None:
     shape = read_shape(ARCHITECTURES / name)
-    assert parameters(shape) == sum(math.prod(sizes) for sizes in expected(shape).values() if len(sizes) > 1)
+    assert parameters(shape) == sum(
+        math.prod(sizes) for sizes in expected(shape).values() if len(sizes) > 1
+    )
 
 
 def test_a_token_goes_through_its_own_experts() -> None:
@@ -103,7 +106,9 @@ def test_what_does_not_grow_with_products() -> None:
     assert found["update"] - base["update"] == pytest.approx(11 * once)
     assert found["rollout"] - base["rollout"] == pytest.approx(12 * 2 * 0.25)
     piped = run_of(parallel__pipeline=2, parallel__tensor=2, batch__mini_batch_prompts=2)
-    with_it, without = (step_time(piped, GPU, each, Lengths(4, 6), HELD, None).phases for each in (of, OF))
+    with_it, without = (
+        step_time(piped, GPU, each, Lengths(4, 6), HELD, None).phases for each in (of, OF)
+    )
     assert with_it["log_probs"] - without["log_probs"] == pytest.approx(7 * once / 4 * (1 + 1 / 4))
     assert with_it["update"] - without["update"] == pytest.approx(11 * once / 4 * (1 + 1 / 2))
 
@@ -113,7 +118,10 @@ def test_recomputation_passes_and_epochs() -> None:
     full = step(run_of(model__recompute="full")).phases
     assert full["update"] - base["update"] == pytest.approx(8 * body_flops(TINY, 4, 6) / 1e6 / 0.25)
     twice = step(run_of(batch__epochs=2)).phases
-    assert twice["update"] == pytest.approx(2 * base["update"]) and twice["log_probs"] == base["log_probs"]
+    assert (
+        twice["update"] == pytest.approx(2 * base["update"])
+        and twice["log_probs"] == base["log_probs"]
+    )
     beside = step(run_of(algorithm={"name": "grpo", "reference_kl": {"coef": 0.1}})).phases
     assert beside["log_probs"] - base["log_probs"] == pytest.approx(forward / 1e6 / 0.5)
 
@@ -131,7 +139,9 @@ def test_ranks_of_every_kind_together() -> None:
     forward = 8 * forward_flops(TINY, 4, 6)
     found = step(run_of(parallel__tensor=2, parallel__pipeline=2, parallel__data=2)).phases
     sent = 4 * 80 * 4 * 2 * 2 / 2
-    assert found["log_probs"] == pytest.approx(forward / 8 / 1e6 / 0.5 * (1 + 1 / 2) + sent / 2 / 2 / (1e5 * 0.5))
+    assert found["log_probs"] == pytest.approx(
+        forward / 8 / 1e6 / 0.5 * (1 + 1 / 2) + sent / 2 / 2 / (1e5 * 0.5)
+    )
 
 
 def test_servers_share_responses_and_their_ranks_share_a_server() -> None:
@@ -156,23 +166,31 @@ def test_a_checkpoint_holds_parameters_masters_and_moments() -> None:
 
 def test_links() -> None:
     forward = 8 * forward_flops(TINY, 4, 6)
-    sent = 4 * 80 * 4 * 2 * 2 / 2  # four times all hidden states of two layers in bfloat16, half of them away
+    # four times all hidden states of two layers in bfloat16, half of them away
+    sent = 4 * 80 * 4 * 2 * 2 / 2
     found = step(run_of(parallel__tensor=2)).phases
     assert found["log_probs"] == pytest.approx(forward / 2 / 1e6 / 0.5 + sent / (1e5 * 0.5))
     assert found["update"] == pytest.approx(3 * forward / 2 / 1e6 / 0.25 + 3 * sent / (1e5 * 0.5))
-    found = step(run_of(parallel__data=2, batch__mini_batch_prompts=2, optimizer__distributed=True)).phases
-    assert found["update"] == pytest.approx(3 * forward / 2 / 1e6 / 0.25 + 2 * (200 + 100) / (NETWORK * 0.5), rel=1e-12)
+    found = step(
+        run_of(parallel__data=2, batch__mini_batch_prompts=2, optimizer__distributed=True)
+    ).phases
+    assert found["update"] == pytest.approx(
+        3 * forward / 2 / 1e6 / 0.25 + 2 * (200 + 100) / (NETWORK * 0.5), rel=1e-12
+    )
 
 
 def test_decoding_reads_weights_by_step_and_cache_by_token() -> None:
-    """8 responses of 6 tokens, of which 2 fit a time: 18 steps for those that wait, 12 to the longest's end."""
+    """8 responses of 6 tokens, of which 2 fit a time: 18 steps for those that wait, 12 to the
+    longest's end."""
     served = ServedMemory(weights=1, cache=2 * 10 * 7, token=7, setting="", unit=1)
     run = run_of()
     weights = 2 * (2 * LAYER + 2 * 64)
     cache = 8 * (4 + 6 / 2) * 6 * 2 * 2 * 2 * 2
     prefill = 4 * body_flops(TINY, 4, 0) / (1e6 * 0.5)
     waiting = rollout_seconds(run.config, TINY, GPU, OF, Lengths(4, 6), served)
-    assert waiting == pytest.approx((((8 - 2) * 6 / 2 + 12) * weights + cache) / 1e4 / 0.5 + prefill)
+    assert waiting == pytest.approx(
+        (((8 - 2) * 6 / 2 + 12) * weights + cache) / 1e4 / 0.5 + prefill
+    )
     wide = rollout_seconds(run.config, TINY, GPU, OF, Lengths(4, 6), None)
     assert wide == pytest.approx((12 * weights + cache) / 1e4 / 0.5 + prefill)
     decoded = 8 * (forward_flops(TINY, 4, 6) - body_flops(TINY, 4, 0))
@@ -197,8 +215,8 @@ def test_what_leaves_a_shared_device_comes_back() -> None:
 
 
 def test_partial_rollouts_take_rounds_and_read_what_they_carry_over_again() -> None:
-    """Two groups of two responses a step, four under way, by rounds of 8 tokens. The flow's numbers have tests of their
-    own (test_partial_flow.py); here they are put into the sums."""
+    """Two groups of two responses a step, four under way, by rounds of 8 tokens. The flow's numbers
+    have tests of their own (test_partial_flow.py); here they are put into the sums."""
     run = run_of(
         partial__tokens=8, partial__prompts=4, batch__prompts=2, rollout__max_new_tokens=24,
         algorithm={"name": "grpo", "correction": {}},
@@ -211,10 +229,13 @@ def test_partial_rollouts_take_rounds_and_read_what_they_carry_over_again() -> N
     again = flow.continued * body_flops(TINY, 4 + flow.carried / flow.continued, 0)
     prefill = (2 * body_flops(TINY, 4, 0) + again) / (1e6 * 0.5)
     assert found == pytest.approx((weights + cache) / 1e4 / 0.5 + prefill)
-    # of those that grow one has room at a time: the others of a round wait, and its last grows by all of it
+    # of those that grow one has room at a time: the others of a round wait, and its last grows by
+    # all of it
     served = ServedMemory(weights=1, cache=7, token=7, setting="", unit=1)
     growth = 4 * 8 / (flow.rounds * flow.growing)
     steps = flow.rounds * ((flow.growing - 1) * growth + 8)
     waiting = rollout_seconds(run.config, TINY, GPU, OF, lengths, served)
-    assert waiting == pytest.approx((steps * 2 * (2 * LAYER + 2 * 64) + cache) / 1e4 / 0.5 + prefill)
+    assert waiting == pytest.approx(
+        (steps * 2 * (2 * LAYER + 2 * 64) + cache) / 1e4 / 0.5 + prefill
+    )
     assert step(run).partial == partial_flow(2, 2, 4, 8, 6.0, 24) and step(run_of()).partial is None

@@ -1,4 +1,5 @@
-"""Limits held against the plan of a run: at their edges, of every shipped recipe, and by a dry run."""
+"""Limits held against the plan of a run: at their edges, of every shipped recipe, and by a dry
+run."""
 
 from __future__ import annotations
 
@@ -41,7 +42,11 @@ def changed(config: Config, where: str, value: float) -> Config:
 
 
 def longest(where: str) -> float:
-    return max(each.planned_s for each in held(of(RECIPE, "faults.requests.rollout_s=9e5")) if each.where == where)
+    return max(
+        each.planned_s
+        for each in held(of(RECIPE, "faults.requests.rollout_s=9e5"))
+        if each.where == where
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,31 +58,50 @@ def longest(where: str) -> float:
         ("faults.hangs.first_s", "the first response of a rollout"),
     ],
 )
-def test_a_limit_of_just_what_is_planned_holds_and_a_second_less_is_refused(where: str, what: str) -> None:
+def test_a_limit_of_just_what_is_planned_holds_and_a_second_less_is_refused(
+    where: str, what: str
+) -> None:
     run, planned = of(), longest(where)
     check_limits(replace(run, config=changed(run.config, where, planned)))
     short = replace(run, config=changed(run.config, where, planned - 1))
     with pytest.raises(ConfigError) as refused:
         check_limits(short)
     assert refused.value.where == where
-    assert refused.value.what == (f"{what} takes {planned:,.0f} s by the plan, and {where} allows {planned - 1:,.0f}")
+    assert (
+        refused.value.what
+        == f"{what} takes {planned:,.0f} s by the plan, and {where} allows {planned - 1:,.0f}"
+    )
     assert refused.value.fix.startswith(f"at least {int(planned) + 1:,}, ")
 
 
 def test_what_is_held_against_the_limit_of_a_call() -> None:
-    """Each is one call of a rank: of the optimizer steps of a batch one, and the log-prob pass as a whole."""
+    """Each is one call of a rank: of the optimizer steps of a batch one, and the log-prob pass as a
+    whole."""
     one, four = of(), of(RECIPE, "batch.mini_batch_prompts=128")
     updates = one.config.batch.updates
     assert (updates, four.config.batch.updates) == (16, 4)
-    calls = [{each.what: each for each in held(run) if each.where == "runtime.timeout_s"} for run in (one, four)]
-    assert list(calls[0]) == ["the log-prob pass", "an update of a mini-batch", "a weight sync", "a checkpoint"]
+    calls = [
+        {each.what: each for each in held(run) if each.where == "runtime.timeout_s"}
+        for run in (one, four)
+    ]
+    assert list(calls[0]) == [
+        "the log-prob pass",
+        "an update of a mini-batch",
+        "a weight sync",
+        "a checkpoint",
+    ]
     assert {each.limit_s for each in calls[0].values()} == {one.config.runtime.timeout_s}
     update, fewer = (call["an update of a mini-batch"].planned_s for call in calls)
     assert 3.5 < fewer / update < 4.5
 
 
 def test_without_a_limit_of_its_own_a_request_has_its_share_of_a_call() -> None:
-    run = of(RECIPE, "faults.requests.request_s=null", "runtime.timeout_s=6000", "faults.requests.attempts=4")
+    run = of(
+        RECIPE,
+        "faults.requests.request_s=null",
+        "runtime.timeout_s=6000",
+        "faults.requests.attempts=4",
+    )
     (found,) = (each for each in held(run) if each.where == "faults.requests.request_s")
     assert found.limit_s == 1500
 
@@ -92,7 +116,8 @@ def test_nothing_is_held_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None
         "not checked: limits against the plan, as the kind of GPU is not known here (plan.gpu)"
     ]
     assert limits_not_checked(of().config) == []
-    assert limits_not_checked(load_config(str(ROOT / "configs/quickstart.yaml"), [])) == []  # on no GPU
+    # on no GPU
+    assert limits_not_checked(load_config(str(ROOT / "configs/quickstart.yaml"), [])) == []
     monkeypatch.setattr(forecast, "name_here", lambda: "NVIDIA H100 80GB HBM3")
     with pytest.raises(ConfigError, match=r"faults\.requests\.request_s allows 1\n"):
         check_limits(short)
@@ -110,12 +135,14 @@ def test_a_run_that_cannot_be_planned_is_held_to_nothing(tmp_path: Path) -> None
 def test_without_the_black_box_no_phase_has_to_get_on() -> None:
     where = "faults.hangs.first_s"
     assert [each for each in held(of()) if each.where == where]
-    assert not [each for each in held(of(RECIPE, "faults.hangs.enabled=false")) if each.where == where]
+    assert not [
+        each for each in held(of(RECIPE, "faults.hangs.enabled=false")) if each.where == where
+    ]
 
 
 def test_the_time_of_a_request_by_hand() -> None:
-    """A server of one GPU has a cache for ten requests, each of 100 and 300 tokens. Its token step reads all weights
-    and ten caches of 250 tokens, which takes longer than their products."""
+    """A server of one GPU has a cache for ten requests, each of 100 and 300 tokens. Its token step
+    reads all weights and ten caches of 250 tokens, which takes longer than their products."""
     run = of(
         "recipes/short_cot_qwen2.5_math_7b",
         "sglang.tensor_parallel=1",
@@ -123,12 +150,17 @@ def test_the_time_of_a_request_by_hand() -> None:
         "rollout.max_new_tokens=1000",
         "batch.generate_prompts=null",
     )
-    shape, gpu, rates = run.shape, GPUS[GPU], Coefficients(decode_efficiency=0.5, decode_layer_s=1e-4)
+    shape, gpu, rates = (
+        run.shape,
+        GPUS[GPU],
+        Coefficients(decode_efficiency=0.5, decode_layer_s=1e-4),
+    )
     token = 2 * shape.layers * shape.kv_heads * shape.head_dim * 2
     served = ServedMemory(0, 4000 * token, token, "", 1)
     found = request_time(run.config, shape, gpu, rates, Lengths(100.0, 300.0), served)
     matrices = shape.layers * (
-        2 * shape.hidden * (shape.heads + shape.kv_heads) * shape.head_dim + 3 * shape.hidden * shape.ffn
+        2 * shape.hidden * (shape.heads + shape.kv_heads) * shape.head_dim
+        + 3 * shape.hidden * shape.ffn
     )
     entries = matrices + 2 * shape.hidden * shape.vocab_size
     step = (entries * 2 + 10 * 250 * token) / (gpu.bandwidth * 0.5) + shape.layers * 1e-4
@@ -137,7 +169,9 @@ def test_the_time_of_a_request_by_hand() -> None:
     assert found.beside == 9
     assert found.longest_s == pytest.approx(prefill + 1000 * step)
     assert found.first_s == pytest.approx(prefill + 300 * step)
-    alone = request_time(run.config, shape, gpu, rates, Lengths(100.0, 300.0), replace(served, cache=token))
+    alone = request_time(
+        run.config, shape, gpu, rates, Lengths(100.0, 300.0), replace(served, cache=token)
+    )
     assert alone.beside == 0 and alone.longest_s < found.longest_s
 
 
@@ -148,7 +182,16 @@ def test_every_recipe_s_limits_leave_it_time(nodes: int | None, colocated: bool)
     for name in recipes():
         config = TOOL.recipe(name) if nodes is None else TOOL.scaled(name, nodes, colocated, "disk")
         config = config.model_copy(update={"plan": config.plan.model_copy(update={"gpu": GPU})})
-        key = str((config.parallel, config.rollout, config.batch, config.model, config.sglang, config.faults))
+        key = str(
+            (
+                config.parallel,
+                config.rollout,
+                config.batch,
+                config.model,
+                config.sglang,
+                config.faults,
+            )
+        )
         if key not in checked:
             checked[key] = list(held(resolve_run(config, published=True)))
             for each in checked[key]:
@@ -160,5 +203,8 @@ def test_a_dry_run_refuses_a_limit_with_both_numbers(capsys: pytest.CaptureFixtu
     words = ["train", RECIPE, "--dry-run", f"plan.gpu={GPU}", "faults.requests.request_s=100"]
     assert main(words) == 2
     said = capsys.readouterr().err
-    assert "faults.requests.request_s: a response of 20,480 tokens beside 61 others at its server takes" in said
+    assert (
+        "faults.requests.request_s: a response of 20,480 tokens beside 61 others at its server"
+        " takes" in said
+    )
     assert "faults.requests.request_s allows 100" in said and "Traceback" not in said

@@ -14,7 +14,13 @@ from support.runs import SMALL, command, model
 from megatron_stare.cli import main
 from megatron_stare.planning import preflight
 
-INLINE = {"runtime.runner": "inline", "parallel.tensor": 1, "eval.prompts": 0, "run.steps": 1, **SMALL}
+INLINE = {
+    "runtime.runner": "inline",
+    "parallel.tensor": 1,
+    "eval.prompts": 0,
+    "run.steps": 1,
+    **SMALL,
+}
 
 
 @pytest.fixture
@@ -22,14 +28,18 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each check of a run is made."""
     counts: Counter[str] = Counter()
 
-    def counted(name: str, check: Callable[[preflight.Asked], None]) -> Callable[[preflight.Asked], None]:
+    def counted(
+        name: str, check: Callable[[preflight.Asked], None]
+    ) -> Callable[[preflight.Asked], None]:
         def counting(asked: preflight.Asked) -> None:
             counts[name] += 1
             check(asked)
 
         return counting
 
-    monkeypatch.setattr(preflight, "RUN", {name: counted(name, check) for name, check in preflight.RUN.items()})
+    monkeypatch.setattr(
+        preflight, "RUN", {name: counted(name, check) for name, check in preflight.RUN.items()}
+    )
     return counts
 
 
@@ -40,9 +50,13 @@ def test_a_run_makes_each_check_once(made: Counter[str], tmp_path: Path, how: li
     assert made == dict.fromkeys(preflight.RUN, 1)
 
 
-def test_what_is_wrong_is_told_by_the_first_check_that_finds_it(made: Counter[str], tmp_path: Path) -> None:
+def test_what_is_wrong_is_told_by_the_first_check_that_finds_it(
+    made: Counter[str], tmp_path: Path
+) -> None:
     settings = {**INLINE, "optimizer.name": "sgd", "parallel.data": 2}  # not saved, and not inline
-    assert main([*command(model(), f"run.dir={tmp_path / 'run'}", **settings)[3:], "--dry-run"]) == 2
+    assert (
+        main([*command(model(), f"run.dir={tmp_path / 'run'}", **settings)[3:], "--dry-run"]) == 2
+    )
     names = list(preflight.RUN)
     assert list(made) == names[: names.index("checkpoints") + 1]
 
@@ -50,11 +64,17 @@ def test_what_is_wrong_is_told_by_the_first_check_that_finds_it(made: Counter[st
 def test_every_check_of_the_module_is_in_the_list() -> None:
     """But those that others call by name: of one task, of an evaluation's checkpoint."""
     tree = ast.parse(inspect.getsource(preflight))
-    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef) if node.name.startswith("check_")}
+    defined = {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        if node.name.startswith("check_")
+    }
     listed = {
         call.func.id
         for node in tree.body
-        if isinstance(node, (ast.AnnAssign, ast.FunctionDef)) and not ast.unparse(node).startswith("def check_")
+        if isinstance(node, (ast.AnnAssign, ast.FunctionDef))
+        and not ast.unparse(node).startswith("def check_")
         for call in ast.walk(node)
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
     }

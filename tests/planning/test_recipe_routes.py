@@ -15,7 +15,9 @@ from megatron_stare.planning.placement import Demand, Node, plan
 
 
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_route_docs", ROOT / "tools" / "make_route_docs.py")
+    spec = importlib.util.spec_from_file_location(
+        "make_route_docs", ROOT / "tools" / "make_route_docs.py"
+    )
     assert spec is not None and spec.loader is not None
     made = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
@@ -45,13 +47,17 @@ def test_every_recipe_runs_or_is_refused_by_name(nodes: int, colocated: bool, sy
         assert found.pairs == servers * (case.served if sync == "tensor" else case.pipeline), name
 
 
-def test_each_of_a_colocated_server_s_ranks_has_a_rank_of_the_trainer_on_its_own_node_and_gpu() -> None:
+def test_each_of_a_colocated_server_s_ranks_has_a_rank_of_the_trainer_on_its_own_node_and_gpu() -> (
+    None
+):
     """At 16 nodes of 8, where one sender a stage would be seen by one server of them all."""
     config = TOOL.scaled("short_cot_qwen2.5_32b", 16, True, "tensor")
     nodes = [Node(f"node{n:02d}", f"10.0.0.{n}", 8, 8) for n in range(16)]
     placed = plan(Demand.of(config), nodes)
     found = TOOL.pairs(config, placed)
-    assert len({server for server, _ in found}) == 32 and sorted(rank for _, rank in found) == list(range(128))
+    assert len({server for server, _ in found}) == 32 and sorted(rank for _, rank in found) == list(
+        range(128)
+    )
     assert all(placed.parts[server] == placed.ranks[rank] for server, rank in found)
 
 
@@ -60,7 +66,9 @@ def test_the_page_has_the_table_that_the_tool_makes(monkeypatch: pytest.MonkeyPa
     assert TOOL.main() == 0, "run tools/make_route_docs.py"
 
 
-def test_a_page_that_is_out_of_date_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_page_that_is_out_of_date_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     page = tmp_path / "cluster.md"
     page.write_text(TOOL.PAGE.read_text().replace("| runs, ", "| runs, 1", 1))
     monkeypatch.setattr(TOOL, "PAGE", page)

@@ -1,4 +1,5 @@
-"""Which checkpoints stay: the newest, every so many-th, the best by a metric; and what a real run leaves."""
+"""Which checkpoints stay: the newest, every so many-th, the best by a metric; and what a real run
+leaves."""
 
 from __future__ import annotations
 
@@ -97,8 +98,15 @@ def test_settings_that_say_nothing_are_refused(settings: dict[str, Any], said: s
         ("eval/aime/pass1", [], "of no task of this run"),
     ],
 )
-def test_an_evaluation_that_is_not_made_is_no_measure(metric: str, more: list[str], said: str) -> None:
-    asked = [f"checkpoint={{keep_best: 1, best_by: {metric}}}", "eval.every=10", "eval.prompts=4", *more]
+def test_an_evaluation_that_is_not_made_is_no_measure(
+    metric: str, more: list[str], said: str
+) -> None:
+    asked = [
+        f"checkpoint={{keep_best: 1, best_by: {metric}}}",
+        "eval.every=10",
+        "eval.prompts=4",
+        *more,
+    ]
     config = load_config(ROOT / "configs/quickstart.yaml", asked)
     if not said:
         check_best(config)
@@ -108,7 +116,9 @@ def test_an_evaluation_that_is_not_made_is_no_measure(metric: str, more: list[st
 
 
 @pytest.mark.distributed
-def test_a_run_leaves_the_newest_the_regular_and_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_leaves_the_newest_the_regular_and_the_best(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = {
         "runtime.runner": "inline",
         "parallel.tensor": 1,

@@ -22,10 +22,19 @@ from megatron_stare.planning.memory import Fit, PlannedFit
 from megatron_stare.planning.preflight import check_lengths
 
 BASE = {
-    "model": {"path": str(ROOT / "assets/architectures/qwen2.5-32b"), "dtype": "bfloat16", "recompute": "full"},
+    "model": {
+        "path": str(ROOT / "assets/architectures/qwen2.5-32b"),
+        "dtype": "bfloat16",
+        "recompute": "full",
+    },
     "parallel": {"tensor": 8, "sequence": True, "pipeline": 4},
     "batch": {"prompts": 64, "micro_batch_tokens": 16384},
-    "rollout": {"engine": "sglang", "engines": 8, "max_prompt_tokens": 1024, "max_new_tokens": 7168},
+    "rollout": {
+        "engine": "sglang",
+        "engines": 8,
+        "max_prompt_tokens": 1024,
+        "max_new_tokens": 7168,
+    },
     "sglang": {"colocated": True, "tensor_parallel": 4, "memory_fraction": 0.7},
     "optimizer": {"distributed": True},
 }
@@ -44,21 +53,32 @@ def config(tmp_path: Path) -> str:
     return str(tmp_path / "run.yaml")
 
 
-def test_a_32b_run_is_planned_with_its_nearest_layouts(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_32b_run_is_planned_with_its_nearest_layouts(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", config, "--nodes", "8", "--json", "plan.json", "run.steps=1000"]) == 0
     shown, plan = capsys.readouterr().out, json.loads(Path("plan.json").read_text())
-    assert (plan["layout"]["data"], plan["gpus"], plan["engines"]) == (2, 64, 16)  # adapted to the nodes
+    # adapted to the nodes
+    assert (plan["layout"]["data"], plan["gpus"], plan["engines"]) == (2, 64, 16)
     assert plan["searched"] >= 200 and plan["fitting"] < plan["searched"]
     assert plan["days"] == pytest.approx(1000 * plan["step"]["seconds"] / 86400)
     peak = plan["peak"]
-    assert sum(plan["stages"][peak["stage"]]["phases"][peak["phase"]].values()) == peak["bytes"] <= plan["capacity"]
+    assert (
+        sum(plan["stages"][peak["stage"]]["phases"][peak["phase"]].values())
+        == peak["bytes"]
+        <= plan["capacity"]
+    )
     assert [stage["rank"] for stage in plan["stages"]] == [0, 16, 32, 48]
     assert f"fits: peak {peak['bytes'] / 1e9:.1f} GB of 80.0, in {peak['phase']}" in shown
     assert sum(line.startswith("stage ") for line in shown.splitlines()) == 4
     distances = [each["distance"] for each in plan["nearest"]]
     assert distances == sorted(distances) and distances[0] > 0
     ways = [
-        {name: value for name, value in each["settings"].items() if name.startswith(("parallel.", "model."))}
+        {
+            name: value
+            for name, value in each["settings"].items()
+            if name.startswith(("parallel.", "model."))
+        }
         for each in plan["nearest"]
     ]
     assert len(ways) == 8 and all(ways.count(way) == 1 for way in ways)
@@ -70,21 +90,32 @@ def test_a_32b_run_is_planned_with_its_nearest_layouts(config: str, capsys: pyte
         assert max(map((found := fit.budget(run)).total, found.phases)) == each["peak"]
 
 
-def test_what_does_not_fit_ends_with_1_and_names_what_does(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["parallel.tensor=1", "parallel.sequence=false", "parallel.data=8", "--gpus-per-node", "4"]
+def test_what_does_not_fit_ends_with_1_and_names_what_does(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = [
+        "parallel.tensor=1",
+        "parallel.sequence=false",
+        "parallel.data=8",
+        "--gpus-per-node",
+        "4",
+    ]
     assert main(["plan", config, *small, "--json", "plan.json"]) == 1
     plan = json.loads(Path("plan.json").read_text())
     assert not plan["fits"] and "too small for the phases" in plan["faults"][0]
     assert f"does not fit: peak {plan['peak']['bytes'] / 1e9:.1f} GB" in capsys.readouterr().out
     assert plan["nearest"] and all(each["peak"] <= plan["capacity"] for each in plan["nearest"])
-    assert all(each["settings"].get("parallel.tensor", 1) <= 4 for each in plan["nearest"])  # inside a node
+    # inside a node
+    assert all(each["settings"].get("parallel.tensor", 1) <= 4 for each in plan["nearest"])
 
 
 def test_every_layout_found_runs_and_is_inside_its_nodes(config: str) -> None:
     run, fit = resolve_run(load_config(config)), PlannedFit(80 * 10**9)
     wide, found = (search(run, 32, 32 // size, size, fit) for size in (8, 4))
     assert {each.run.config.parallel.tensor for each in wide[1]} >= {4, 8}
-    assert {each.run.config.parallel.tensor for each in found[1]} == {1, 2, 4} and found[0] < wide[0]
+    assert {each.run.config.parallel.tensor for each in found[1]} == {1, 2, 4} and found[0] < wide[
+        0
+    ]
     for each in found[1]:
         assert each.run.config.parallel.world_size == 32
         check_layout(each.run.config.parallel, run.shape)
@@ -96,7 +127,10 @@ def test_what_was_found_of_one_layout_is_not_taken_for_another(config: str) -> N
     run, fit = resolve_run(load_config(config)), PlannedFit(80 * 10**9)
     changes = ({"data": 2}, {"data": 4}, {"pipeline": 2}, {"tensor": 4}, {"context": 4})
     layouts = [run.config.parallel.model_copy(update=change) for change in changes]
-    each = [fit.stages(ResolvedRun(run.config.model_copy(update={"parallel": one}), run.shape)) for one in layouts]
+    each = [
+        fit.stages(ResolvedRun(run.config.model_copy(update={"parallel": one}), run.shape))
+        for one in layouts
+    ]
     assert [len(stages) for stages in each] == [4, 4, 2, 4, 4]
     assert each[1] == each[4]  # as many replicas
     assert all(each[0][0] != other[0] for other in each[1:])
@@ -151,9 +185,13 @@ def test_published_steps_are_near_or_have_a_cause() -> None:
         (arithmetic,) = (line for line in lines if line.startswith(f"- {row.name}: "))
         assert near or "It is beyond 30%" in arithmetic
         # the rate is that of the published tokens over the predicted time
-        assert step.tokens_s_gpu == pytest.approx(row.tokens_s_gpu * row.seconds / step.seconds, rel=0.02)
+        assert step.tokens_s_gpu == pytest.approx(
+            row.tokens_s_gpu * row.seconds / step.seconds, rel=0.02
+        )
     assert len(off) == 3 and sum(each <= 0.3 for each in off) >= 2 and max(off) < 0.35
 
 
 def test_a_sync_is_as_fast_as_the_benchmarks_model_has_it() -> None:
-    assert Coefficients().sync_bytes_s == pytest.approx(tool("benchmarks", "sync_model").SLIME_GB_S * 1e9)
+    assert Coefficients().sync_bytes_s == pytest.approx(
+        tool("benchmarks", "sync_model").SLIME_GB_S * 1e9
+    )

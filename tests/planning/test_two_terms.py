@@ -17,7 +17,8 @@ def test_runs_of_other_parts_tell_the_terms_apart() -> None:
 
 
 def test_each_run_counts_by_its_share_of_error() -> None:
-    """No two terms explain these three runs, and the long run does not outweigh the others: errors are equal shares."""
+    """No two terms explain these three runs, and the long run does not outweigh the others: errors
+    are equal shares."""
     seen = [Seen(1.0, 1.0, 4.0), Seen(1.0, 2.0, 8.0), Seen(100.0, 100.0, 600.0)]
     inverse, times = solve(seen, 0.0)
     # columns over seconds: (1/4, 1/4), (1/8, 1/4), (1/6, 1/6); the normal equations by hand
@@ -27,7 +28,9 @@ def test_each_run_counts_by_its_share_of_error() -> None:
     assert times == pytest.approx((a * f - b * e) / (a * d - b * b))
 
 
-@pytest.mark.parametrize("parts", [[(1.0, 0.1)], [(1.0, 0.1), (4.0, 0.4)], [(1.0, 0.1), (4.0, 0.45)], [(1.0, 0.0)] * 2])
+@pytest.mark.parametrize(
+    "parts", [[(1.0, 0.1)], [(1.0, 0.1), (4.0, 0.4)], [(1.0, 0.1), (4.0, 0.45)], [(1.0, 0.0)] * 2]
+)
 def test_runs_of_the_same_parts_do_not(parts: list[tuple[float, float]]) -> None:
     seen = [Seen(ideal, other, 5.0 * ideal) for ideal, other in parts]
     assert solve(seen, 1.0) == (pytest.approx(5.0), 0.0)
@@ -40,7 +43,9 @@ def test_no_term_is_below_its_bound() -> None:
     inverse, times = solve(pinned, 1.0)
     assert inverse == 1.0
     first, second = 0.5 / 2.0, 4.0 / 13.0
-    assert times == pytest.approx((first * (1 - 1 / 2.0) + second * (1 - 2 / 13.0)) / (first**2 + second**2))
+    assert times == pytest.approx(
+        (first * (1 - 1 / 2.0) + second * (1 - 2 / 13.0)) / (first**2 + second**2)
+    )
 
 
 def test_runs_faster_than_the_rate_say_so() -> None:

@@ -14,7 +14,11 @@ from torch import Tensor
 from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.errors import DataError
 from megatron_stare.megatron.batching.microbatch import RankBatch
-from megatron_stare.megatron.batching.sequence_layout import SequenceLayout, SplitSequences, WholeSequences
+from megatron_stare.megatron.batching.sequence_layout import (
+    SequenceLayout,
+    SplitSequences,
+    WholeSequences,
+)
 from megatron_stare.megatron.batching.zigzag import Zigzag
 from megatron_stare.ops.plan import PlanRules, plan_mini_batches
 from megatron_stare.records.batch import Prompt
@@ -27,12 +31,17 @@ GROUP = 2
 
 
 def two_turns(prompt: Prompt, index: int, length: int) -> Trajectory:
-    """Trajectory of `length` tokens: the second third is an observation, the last third is by newer weights."""
+    """Trajectory of `length` tokens: the second third is an observation, the last third is by newer
+    weights."""
     third = length // 3
-    made = sampled_trajectory(prompt, index, range(100 * index + 10, 100 * index + 10 + length), [-0.5] * length)
+    made = sampled_trajectory(
+        prompt, index, range(100 * index + 10, 100 * index + 10 + length), [-0.5] * length
+    )
     made.loss_mask[third : 2 * third] = False
     made.log_probs[third : 2 * third] = 0.0
-    made.versions = ((4, third), (NOT_SAMPLED, third), (5, length - 2 * third)) if third else ((5, length),)
+    made.versions = (
+        ((4, third), (NOT_SAMPLED, third), (5, length - 2 * third)) if third else ((5, length),)
+    )
     made.reward, made.reward_status = float(index), "ok"
     return made
 
@@ -47,7 +56,9 @@ def batch_of(lengths: list[int]) -> RolloutBatch:
 
 
 def rules(ranks: int, *, packed: bool = True, mini_batch: int | None = None) -> PlanRules:
-    return PlanRules(data_parallel=ranks, budget=10**6, packed=packed, mini_batch_prompts=mini_batch)
+    return PlanRules(
+        data_parallel=ranks, budget=10**6, packed=packed, mini_batch_prompts=mini_batch
+    )
 
 
 def plan(batch: RolloutBatch, of: PlanRules):
@@ -58,7 +69,11 @@ def test_columns_in_canonical_order() -> None:
     batch = batch_of([3, 0, 4])
     assert batch.tokens.tolist() == [1, 2, 10, 11, 12, 1, 2, 1, 2, 3, 10, 11, 12, 13]
     assert batch.tokens.dtype == torch.int32
-    assert batch.prompt_lengths.tolist() == [2, 2, 3] and batch.response_lengths.tolist() == [3, 0, 4]
+    assert batch.prompt_lengths.tolist() == [2, 2, 3] and batch.response_lengths.tolist() == [
+        3,
+        0,
+        4,
+    ]
     assert batch.loss_mask.tolist() == [True, False, True, True, False, True, True]
     assert batch.loss_lengths.tolist() == [2, 0, 3]
     assert batch.weight_versions.tolist() == [4, NOT_SAMPLED, 5, 4, NOT_SAMPLED, 5, 5]
@@ -88,8 +103,12 @@ def test_columns_that_do_not_belong_together_are_refused(column: str) -> None:
 
 
 def test_a_cursor_is_of_one_prompt() -> None:
-    """A group's prompt is kept once: another of the same cursor would be trained on in its place."""
-    one, other = (two_turns(Prompt(4, "p", "", "", ids), index, 3) for index, ids in enumerate([(1, 2), (1, 3)]))
+    """A group's prompt is kept once: another of the same cursor would be trained on in its
+    place."""
+    one, other = (
+        two_turns(Prompt(4, "p", "", "", ids), index, 3)
+        for index, ids in enumerate([(1, 2), (1, 3)])
+    )
     with pytest.raises(DataError, match="cursor 4"):
         RolloutBatch.from_trajectories([one, other])
     other.prompt = Prompt(4, "p", "", "", (1, 2))
@@ -103,7 +122,11 @@ def test_the_first_samples() -> None:
     assert [t.sample_index for t in got.trajectories] == [t.sample_index for t in want.trajectories]
     for name, column in vars(replace(want, trajectories=())).items():
         got = replace(got, trajectories=())
-        same = torch.equal(getattr(got, name), column) if isinstance(column, Tensor) else getattr(got, name) == column
+        same = (
+            torch.equal(getattr(got, name), column)
+            if isinstance(column, Tensor)
+            else getattr(got, name) == column
+        )
         assert same, name
 
 
@@ -112,7 +135,19 @@ def test_a_share_has_the_tokens_of_its_own_samples_alone() -> None:
     share = batch.share([1, 4, 5])
     second, last_two = batch.tokens[5:12], batch.tokens[-(4 + 0 + 4 + 6) :]
     assert torch.equal(share.tokens, torch.cat([second, last_two]))
-    assert share.loss_mask.tolist() == [True, False, True, True, True, True, True, False, False, True, True]
+    assert share.loss_mask.tolist() == [
+        True,
+        False,
+        True,
+        True,
+        True,
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
     assert share.weight_versions.tolist() == [4, -1, 5, 5, 5, 4, 4, -1, -1, 5, 5]
     assert share.starts(share.response_lengths).tolist() == [0, 0, 0, 0, 5, 5]
     assert share.loss_lengths.tolist() == batch.loss_lengths.tolist()  # of all, as N and means are
@@ -144,7 +179,9 @@ def layouts(context: int, packed: bool) -> list[SequenceLayout]:
     mini_batch=st.sampled_from([None, 1, 2]),
     context=st.integers(1, 3),
 )
-def test_every_position_of_the_loss_mask_lies_on_one_rank(lengths, ranks, packed, mini_batch, context) -> None:
+def test_every_position_of_the_loss_mask_lies_on_one_rank(
+    lengths, ranks, packed, mini_batch, context
+) -> None:
     batch = batch_of(lengths)
     cut = plan(batch, rules(ranks, packed=packed, mini_batch=mini_batch))
     seen = []
@@ -162,10 +199,18 @@ def test_every_position_of_the_loss_mask_lies_on_one_rank(lengths, ranks, packed
             assert torch.equal(tokens.rollout_log_prob, batch.rollout_log_probs[here.index])
             assert torch.equal(share.weight_versions[here.held], batch.weight_versions[here.index])
             for micro in here.micro_batches:  # the row before a target is fed the token before it
-                fed, place = micro.tokens.flatten()[micro.rows], micro.positions.flatten()[micro.rows]
+                fed, place = (
+                    micro.tokens.flatten()[micro.rows],
+                    micro.positions.flatten()[micro.rows],
+                )
                 sample = here.sequence[micro.span]
-                assert torch.equal(fed, batch.tokens[(batch.lengths.cumsum(0) - batch.lengths)[sample] + place].long())
-                assert torch.equal(place, batch.prompt_lengths[sample] + here.position[micro.span] - 1)
+                assert torch.equal(
+                    fed,
+                    batch.tokens[(batch.lengths.cumsum(0) - batch.lengths)[sample] + place].long(),
+                )
+                assert torch.equal(
+                    place, batch.prompt_lengths[sample] + here.position[micro.span] - 1
+                )
     assert torch.equal(torch.cat(seen).sort().values, batch.loss_mask.nonzero().squeeze(1))
 
 

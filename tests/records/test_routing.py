@@ -1,4 +1,5 @@
-"""The column of experts: compact, whole tokens, and with every token where it belongs in batches and shares."""
+"""The column of experts: compact, whole tokens, and with every token where it belongs in batches
+and shares."""
 
 from __future__ import annotations
 
@@ -9,13 +10,23 @@ import torch
 from megatron_stare.errors import DataError
 from megatron_stare.records.batch import Prompt
 from megatron_stare.records.rollout_batch import RolloutBatch
-from megatron_stare.records.trajectory import Trajectory, covering, routing_column, sampled_trajectory, unknown
+from megatron_stare.records.trajectory import (
+    Trajectory,
+    covering,
+    routing_column,
+    sampled_trajectory,
+    unknown,
+)
 
 PROMPTS = [Prompt(0, "0", "", "", (5, 6, 7)), Prompt(1, "1", "", "", (8, 9))]
 
 
-@pytest.mark.parametrize(("experts", "dtype"), [(4, torch.uint8), (255, torch.uint8), (256, torch.int16)])
-def test_an_entry_takes_as_few_bytes_as_tell_all_experts_from_none(experts: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("experts", "dtype"), [(4, torch.uint8), (255, torch.uint8), (256, torch.int16)]
+)
+def test_an_entry_takes_as_few_bytes_as_tell_all_experts_from_none(
+    experts: int, dtype: torch.dtype
+) -> None:
     numbers = np.array([0, 1, 2, experts - 1] * 3, dtype=np.int32)
     column = routing_column(numbers, layers=2, each=2, experts=experts)
     assert column.dtype == dtype
@@ -33,21 +44,29 @@ def test_what_is_no_column_is_refused() -> None:
 
 
 def named(prompt: Prompt, sample: int, tokens: int, known: int) -> Trajectory:
-    """A response whose first `known` tokens, the prompt's among them, went to experts of their own."""
+    """A response whose first `known` tokens, the prompt's among them, went to experts of their
+    own."""
     trajectory = sampled_trajectory(prompt, sample, range(10, 10 + tokens), [-1.0] * tokens)
     first = 20 * prompt.cursor + 10 * sample
-    trajectory.experts = torch.arange(first, first + known, dtype=torch.uint8)[:, None, None].expand(known, 2, 3)
+    trajectory.experts = torch.arange(first, first + known, dtype=torch.uint8)[
+        :, None, None
+    ].expand(known, 2, 3)
     return trajectory
 
 
 def test_a_batch_and_its_shares_have_a_row_a_token() -> None:
-    trajectories = [named(PROMPTS[1], 0, 3, 4), named(PROMPTS[0], 1, 2, 4), named(PROMPTS[0], 0, 1, 0)]
+    trajectories = [
+        named(PROMPTS[1], 0, 3, 4),
+        named(PROMPTS[0], 1, 2, 4),
+        named(PROMPTS[0], 0, 1, 0),
+    ]
     batch = RolloutBatch.from_trajectories(trajectories)
     wanted = [*[255] * 4, *[10, 11, 12, 13, 255], *[20, 21, 22, 23, 255]]
     assert batch.experts is not None
     assert batch.experts.shape == (batch.tokens.numel(), 2, 3)
     assert batch.experts[:, 1, 2].tolist() == wanted
-    assert all(trajectory.experts is None for trajectory in batch.trajectories)  # which the driver keeps as well
+    # which the driver keeps as well
+    assert all(trajectory.experts is None for trajectory in batch.trajectories)
     share, other = batch.shares([[0, 2], [1]])
     assert share.experts is not None and other.experts is not None
     assert share.experts[:, 0, 0].tolist() == wanted[:4] + wanted[9:]

@@ -9,10 +9,15 @@ from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import sampled_trajectory
 
 
-@pytest.mark.parametrize(("reason", "truncated"), [("stop", False), ("length", True), ("abort", False)])
+@pytest.mark.parametrize(
+    ("reason", "truncated"), [("stop", False), ("length", True), ("abort", False)]
+)
 def test_only_the_limit_of_length_truncates(reason: str, truncated: bool) -> None:
-    """A response that was given up was not cut at the limit: no metric and no method may take it for one that was."""
-    made = sampled_trajectory(Prompt(0, "0", "", "", (1,)), 0, [2, 3], [-1.0, -1.0], finish_reason=reason)  # type: ignore[arg-type]
+    """A response that was given up was not cut at the limit: no metric and no method may take it
+    for one that was."""
+    made = sampled_trajectory(
+        Prompt(0, "0", "", "", (1,)), 0, [2, 3], [-1.0, -1.0], finish_reason=reason
+    )  # type: ignore[arg-type]
     assert made.truncated is truncated
     made.reward, made.reward_status = 1.0, "ok"
     assert RolloutBatch.from_trajectories([made]).truncated.tolist() == [truncated]

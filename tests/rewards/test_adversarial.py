@@ -1,4 +1,5 @@
-"""Answers made to hurt: huge powers, deep nesting, megabytes, null bytes. Real workers, real deadlines."""
+"""Answers made to hurt: huge powers, deep nesting, megabytes, null bytes. Real workers, real
+deadlines."""
 
 from __future__ import annotations
 
@@ -38,7 +39,10 @@ def judge(hangs, workers):
     texts = [*hangs.values(), *WRONG.values(), *RIGHT.values()]
     with VerifierPool("math", workers=workers, timeout_s=2) as pool:
         verdicts = dict(zip([*hangs, *WRONG, *RIGHT], pool.verify(texts), strict=True))
-        assert pool.verify([(r"\boxed{42}", "42")] * 20) == [Verdict(1.0, "ok", answer_at=0, answer="42")] * 20
+        assert (
+            pool.verify([(r"\boxed{42}", "42")] * 20)
+            == [Verdict(1.0, "ok", answer_at=0, answer="42")] * 20
+        )
         return verdicts
 
 
@@ -52,4 +56,6 @@ def test_the_deadline_holds_and_the_pool_lives_on():
 @pytest.mark.slow
 def test_the_deadline_holds_for_more_that_hang():
     verdicts = judge(SLOW_HANGS, workers=2)
-    assert {name: verdicts[name].status for name in SLOW_HANGS} == dict.fromkeys(SLOW_HANGS, "timeout")
+    assert {name: verdicts[name].status for name in SLOW_HANGS} == dict.fromkeys(
+        SLOW_HANGS, "timeout"
+    )

@@ -1,4 +1,5 @@
-r"""How answers are written: units, money, times, lists, sets, tuples, intervals, equations, Unicode and words.
+r"""How answers are written: units, money, times, lists, sets, tuples, intervals, equations, Unicode
+and words.
 
 Right and wrong answers were labelled by hand."""
 
@@ -59,7 +60,15 @@ def test_a_quantity(text: str, value: str, kind: str | None, size: Fraction) -> 
 
 
 @pytest.mark.parametrize(
-    "text", [r"7\text{ squared}", r"7\text{ dozen}", "7 halves", r"7\text{ or more}", r"7\text{ PM}", "7 times"]
+    "text",
+    [
+        r"7\text{ squared}",
+        r"7\text{ dozen}",
+        "7 halves",
+        r"7\text{ or more}",
+        r"7\text{ PM}",
+        "7 times",
+    ],
 )
 def test_words_that_change_a_number_are_no_unit(text: str) -> None:
     assert answer_units.quantity(text) is None
@@ -78,7 +87,10 @@ def test_units_agree_or_do_not() -> None:
     assert factor("5", "1 hour 5 minutes") is None  # which of the two would it be in?
     assert factor(r"65\text{ minutes}", "1 hour 5 minutes") == 1
     assert factor("5 ways", "5 arrangements") == 1
-    assert factor(r"5\text{ units}", r"5\text{ cm}") is None or factor(r"5\text{ units}", r"5\text{ cm}") == 1
+    assert (
+        factor(r"5\text{ units}", r"5\text{ cm}") is None
+        or factor(r"5\text{ units}", r"5\text{ cm}") == 1
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The reward pool against verifiers that hang, crash, lie and print. Every process, kill and crash is real."""
+"""The reward pool against verifiers that hang, crash, lie and print. Every process, kill and crash
+is real."""
 
 from __future__ import annotations
 
@@ -115,7 +116,13 @@ def test_answers_are_not_waited_for_once_too_many_have_failed(tmp_path, borne, t
 
 def test_failures_up_to_the_limit_are_borne(pool):
     texts = [RIGHT, ("raise", ""), RIGHT, ("hang", ""), WRONG]
-    assert [s.status for s in pool.verify(texts, most_failures=2)] == ["ok", "crash", "ok", "timeout", "ok"]
+    assert [s.status for s in pool.verify(texts, most_failures=2)] == [
+        "ok",
+        "crash",
+        "ok",
+        "timeout",
+        "ok",
+    ]
 
 
 def test_every_answer_crashing_is_still_an_answer_each(pool):
@@ -124,7 +131,10 @@ def test_every_answer_crashing_is_still_an_answer_each(pool):
 
 
 def test_numbers_of_other_kinds_and_interrupts_are_harmless(pool):
-    assert [verdict.reward for verdict in pool.verify([("true", ""), ("int", ""), ("interrupt", "interrupt")])] == [
+    assert [
+        verdict.reward
+        for verdict in pool.verify([("true", ""), ("int", ""), ("interrupt", "interrupt")])
+    ] == [
         1,
         2,
         1,
@@ -148,7 +158,8 @@ def test_a_worker_that_died_between_calls_costs_nothing():
 
 
 def test_a_worker_that_is_killed_costs_no_answer(pool, tmp_path):
-    """From outside, in the middle of an answer: that one is judged by another worker, and those behind it once."""
+    """From outside, in the middle of an answer: that one is judged by another worker, and those
+    behind it once."""
     (tmp_path / "order").touch()
     killing = f"kill once {tmp_path / 'order'}"
     verdicts = pool.verify([RIGHT] * 10 + [(killing, killing)] + [WRONG] * 10, most_failures=0)
@@ -157,7 +168,9 @@ def test_a_worker_that_is_killed_costs_no_answer(pool, tmp_path):
 
 
 @pytest.mark.parametrize("times", [2, 3])
-def test_a_worker_that_is_killed_as_it_starts_is_started_again_and_not_for_ever(tmp_path, monkeypatch, times):
+def test_a_worker_that_is_killed_as_it_starts_is_started_again_and_not_for_ever(
+    tmp_path, monkeypatch, times
+):
     orders = tmp_path / "orders"
     orders.write_text("x" * times)
     monkeypatch.setenv("KILL_AT_START", str(orders))
@@ -193,7 +206,8 @@ def test_256_short_answers_are_quick():
             assert [verdict.reward for verdict in pool.verify(texts)] == [1.0] * 256
             return time.perf_counter() - start
 
-        assert min(seconds() for _ in range(5)) < 0.05  # the best: the machine may be busy with something else
+        # the best: the machine may be busy with something else
+        assert min(seconds() for _ in range(5)) < 0.05
 
 
 @pytest.mark.parametrize(
@@ -226,7 +240,8 @@ def test_close_leaves_no_process():
 
 @pytest.fixture
 def interruptible():
-    """Whatever this process inherited: SIGINT raises KeyboardInterrupt, until the test has ended."""
+    """Whatever this process inherited: SIGINT raises KeyboardInterrupt, until the test has
+    ended."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -246,7 +261,8 @@ def test_ctrl_c_closes_the_pool():
 
 
 def test_workers_leave_when_the_parent_is_killed(tmp_path):
-    # One worker is idle, the other hangs in its verifier after starting a process: all three have to go.
+    # One worker is idle, the other hangs in its verifier after starting a process: all three have
+    # to go.
     os.mkfifo(tmp_path / "pid")
     script = f"""
 from megatron_stare.rewards.verifier_pool import VerifierPool
@@ -254,13 +270,19 @@ pool = VerifierPool({OBEY!r}, workers=2, timeout_s=600)
 print(*pool.pids, flush=True)
 pool.verify([("child {tmp_path / "pid"}", "")])
 """
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join(
+        [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     parent = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
     )
     with parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        pids.append(int((tmp_path / "pid").read_text()))  # waits for the verifier to have written it
+        # waits for the verifier to have written it
+        pids.append(int((tmp_path / "pid").read_text()))
         parent.kill()
     assert len(pids) == 3
     assert all(gone(pid, within_s=5) for pid in pids)

@@ -1,4 +1,5 @@
-"""The verifier of signs: the attempt after the last 'wait' counts, and nothing but an attempt may stand there."""
+"""The verifier of signs: the attempt after the last 'wait' counts, and nothing but an attempt may
+stand there."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def test_operands_and_totals_of_other_problems():
     assert verify("+2 -3", "1 2 3 = 6") == 0.0
 
 
-@pytest.mark.parametrize("answer", ["38", "33 = 38", "33 8 5 2 = 38 :", "33 8 5 2 38", "33 8 x 2 = 38"])
+@pytest.mark.parametrize(
+    "answer", ["38", "33 = 38", "33 8 5 2 = 38 :", "33 8 5 2 38", "33 8 x 2 = 38"]
+)
 def test_an_answer_that_is_no_problem_is_an_error_not_a_zero(answer):
     with pytest.raises(ValueError, match="is no problem"):
         verify("+8 -5 +2", answer)
@@ -58,7 +61,15 @@ def test_an_answer_that_is_no_problem_is_an_error_not_a_zero(answer):
 
 @pytest.mark.parametrize(
     ("response", "start"),
-    [("+8 -5", 0), ("  +8", 2), ("+8 41 wait  -8 25 ", 12), ("+8 wait", -1), ("", -1), ("7 +8", -1), ("+8 x", -1)],
+    [
+        ("+8 -5", 0),
+        ("  +8", 2),
+        ("+8 41 wait  -8 25 ", 12),
+        ("+8 wait", -1),
+        ("", -1),
+        ("7 +8", -1),
+        ("+8 x", -1),
+    ],
 )
 def test_where_the_answer_stands(response, start):
     assert answer_start(response) == start

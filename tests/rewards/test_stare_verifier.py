@@ -1,4 +1,5 @@
-r"""STARE's three-way scorer: which part of a response is read, and that each of the three ways can say right alone."""
+r"""STARE's three-way scorer: which part of a response is read, and that each of the three ways can
+say right alone."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def test_each_way_is_enough(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     response = r"Answer: so \boxed{5}"
     boxed = {"region": r"so \boxed{5}", "box": "5"}.get(way)
     monkeypatch.setattr(stare_verifier, "_read", lambda text, answer: text == boxed)
-    monkeypatch.setattr(stare_verifier.math_verifier, "equal", lambda wanted, given: way == "comparison")
+    monkeypatch.setattr(
+        stare_verifier.math_verifier, "equal", lambda wanted, given: way == "comparison"
+    )
     assert verify(response, "5") == 1.0
     monkeypatch.setattr(stare_verifier, "_read", lambda text, answer: False)
     assert verify(response, "5") == float(way == "comparison")

@@ -1,4 +1,5 @@
-"""Answers verified as they come: by real worker processes, in an event loop that has other things to do."""
+"""Answers verified as they come: by real worker processes, in an event loop that has other things
+to do."""
 
 from __future__ import annotations
 
@@ -9,12 +10,19 @@ import pytest
 
 from megatron_stare.errors import ConfigError
 from megatron_stare.rewards.verdicts import EARLY, verdicts
-from megatron_stare.rewards.verifier_pool import Answers, TooManyFailuresError, Verdict, VerifierPool
+from megatron_stare.rewards.verifier_pool import (
+    Answers,
+    TooManyFailuresError,
+    Verdict,
+    VerifierPool,
+)
 
 HERE = "support.verifiers"
 
 
-async def all_of(pool: VerifierPool, answers: list[tuple[str, str]], most_failures: int | None = None):
+async def all_of(
+    pool: VerifierPool, answers: list[tuple[str, str]], most_failures: int | None = None
+):
     async with verdicts(pool, most_failures) as judge:
         return await asyncio.gather(*(judge.of(*answer) for answer in answers))
 
@@ -24,11 +32,13 @@ def test_each_answer_gets_its_own_verdict():
         answers = [(f"1+1={i}", str(i if i % 3 else i + 1)) for i in range(200)]
         verdicts = asyncio.run(all_of(pool, answers))
         assert [verdict.reward for verdict in verdicts] == [float(i % 3 != 0) for i in range(200)]
-        assert [verdict.reward for verdict in asyncio.run(all_of(pool, answers[:2]))] == [0.0, 1.0]  # and again
+        # and again
+        assert [verdict.reward for verdict in asyncio.run(all_of(pool, answers[:2]))] == [0.0, 1.0]
 
 
 def test_a_verdict_is_given_while_other_answers_are_still_being_made():
-    """The second answer is made of the first one's verdict: a pool that waited for both would never begin."""
+    """The second answer is made of the first one's verdict: a pool that waited for both would never
+    begin."""
 
     async def story(pool: VerifierPool) -> list[float | None]:
         async with verdicts(pool) as judge:
@@ -41,13 +51,15 @@ def test_a_verdict_is_given_while_other_answers_are_still_being_made():
 
 
 def test_workers_begin_before_the_loop_comes_to_them():
-    """Whoever makes answers may have a whole batch of them to make before anybody else has a turn."""
+    """Whoever makes answers may have a whole batch of them to make before anybody else has a
+    turn."""
 
     async def story(pool: VerifierPool) -> None:
         async with verdicts(pool) as judge:
             answers = [judge.of("1+1=2", "2") for _ in range(EARLY)]
             for answer in answers:
-                answer.send(None)  # up to where it waits for its verdict; nothing else runs meanwhile
+                # up to where it waits for its verdict; nothing else runs meanwhile
+                answer.send(None)
             assert select.select([pool.fileno()], [], [], 30)[0], "no worker has spoken"
             waiting = [asyncio.ensure_future(judge.of("1+1=3", "2")) for _ in range(2)]
             assert [verdict.reward for verdict in await asyncio.gather(*waiting)] == [0.0, 0.0]
@@ -89,7 +101,9 @@ def test_nobody_gets_the_verdict_of_an_answer_that_was_given_up():
 
 
 @pytest.mark.parametrize("answers", [2, EARLY])
-def test_a_worker_that_cannot_be_started_again_is_an_error_of_whoever_waits(tmp_path, monkeypatch, answers):
+def test_a_worker_that_cannot_be_started_again_is_an_error_of_whoever_waits(
+    tmp_path, monkeypatch, answers
+):
     module = tmp_path / "verifier_that_goes.py"
     module.write_text("import os\ndef verify(response, answer):\n    os._exit(3)\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -105,7 +105,8 @@ def test_a_sum_of_verifiers():
 
 def test_a_function_of_a_file(tmp_path, monkeypatch):
     (tmp_path / "judge.py").write_text(
-        "def verify(response, answer):\n    return len(response)\n\n\nKNOWN_ANSWERS = [('abc', '', 3.0)]\n"
+        "def verify(response, answer):\n    return len(response)\n\n\nKNOWN_ANSWERS = [('abc', '',"
+        " 3.0)]\n"
     )
     (tmp_path / "worse.py").write_text(
         "def verify(response, answer):\n    return 1\n\n\nKNOWN_ANSWERS = [('a', '', 0)]\n"
@@ -126,7 +127,8 @@ def test_a_function_of_a_file(tmp_path, monkeypatch):
 
 @pytest.fixture
 def server():
-    """A judge over HTTP that answers as its list `plan` says, then with whether the answer is in the response."""
+    """A judge over HTTP that answers as its list `plan` says, then with whether the answer is in
+    the response."""
 
     class Judge(BaseHTTPRequestHandler):
         plan: ClassVar[list[int]] = []
@@ -141,7 +143,9 @@ def server():
                 return
             self.send_response(status)
             self.end_headers()
-            self.wfile.write(json.dumps({"reward": float(asked["answer"] in asked["response"])}).encode())
+            self.wfile.write(
+                json.dumps({"reward": float(asked["answer"] in asked["response"])}).encode()
+            )
 
         def log_message(self, *args):
             pass
@@ -178,7 +182,10 @@ def test_the_users_known_answers_are_judged_through_the_pool(server, tmp_path):
     reward = RewardConfig(verifier=url, known_answers=str(file))
     open_pool(url, reward, workers=1).close()
     file.write_text(json.dumps(right) + "\n" + json.dumps({**right, "answer": "6"}))
-    with pytest.raises(ConfigError, match=r"1 of 2 known answers wrong: 'it is 5' against '6' earns 0.0, expected 1.0"):
+    with pytest.raises(
+        ConfigError,
+        match=r"1 of 2 known answers wrong: 'it is 5' against '6' earns 0.0, expected 1.0",
+    ):
         open_pool(url, reward, workers=1)
     open_pool("exact", reward, workers=1).close()  # another task's verifier: they are not about it
     for text, what in (("", "no answers"), ("{}", r"known.jsonl:1: expected"), ("[1]", "expected")):

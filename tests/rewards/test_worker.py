@@ -15,7 +15,13 @@ def test_a_worker_says_that_it_is_ready_judges_in_order_and_ends_with_the_stream
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_stare.rewards.worker", "arithmetic", str(theirs.fileno())],
+            [
+                sys.executable,
+                "-m",
+                "megatron_stare.rewards.worker",
+                "arithmetic",
+                str(theirs.fileno()),
+            ],
             pass_fds=(theirs.fileno(),),
             start_new_session=True,
         )

@@ -44,14 +44,21 @@ SPELLS = char_tokenizer()
 CANARY = canary_batch(canary_sequences(SPELLS, 42, 4, 32))
 POSITIONS = torch.cat([torch.arange(n) for n in CANARY.response_lengths.tolist()])
 SEQUENCES = torch.repeat_interleave(torch.arange(4), CANARY.response_lengths)
-FIRSTS, QUANTILES = (0, 1, 8, 64, 512, 4096), {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999, "max": 1.0}
+FIRSTS, QUANTILES = (
+    (0, 1, 8, 64, 512, 4096),
+    {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999, "max": 1.0},
+)
 
 
-def difference(values: Tensor, versions: Tensor | None = None, unlikely: Tensor | None = None) -> LogProbDifference:
+def difference(
+    values: Tensor, versions: Tensor | None = None, unlikely: Tensor | None = None
+) -> LogProbDifference:
     versions = torch.zeros_like(POSITIONS) if versions is None else versions
     unlikely = torch.zeros_like(POSITIONS, dtype=torch.bool) if unlikely is None else unlikely
     all_versions = versions.unique().tolist()
-    return Compared(values, POSITIONS, SEQUENCES == 0, unlikely, versions, all_versions, len(values)).summary(None)
+    return Compared(
+        values, POSITIONS, SEQUENCES == 0, unlikely, versions, all_versions, len(values)
+    ).summary(None)
 
 
 def noise(scale: float, seed: int = 0) -> Tensor:
@@ -61,19 +68,25 @@ def noise(scale: float, seed: int = 0) -> Tensor:
 def same(found: dict[str, float], want: dict[str, float]) -> bool:
     """To the last bit, but for means, whose sums are taken in another order."""
     means = {name for name in want if name.endswith("mean")}
-    return {n: x for n, x in found.items() if n not in means} == {n: x for n, x in want.items() if n not in means} and {
-        name: found[name] for name in means
-    } == pytest.approx({name: want[name] for name in means}, rel=1e-12)
+    return {n: x for n, x in found.items() if n not in means} == {
+        n: x for n, x in want.items() if n not in means
+    } and {name: found[name] for name in means} == pytest.approx(
+        {name: want[name] for name in means}, rel=1e-12
+    )
 
 
 def metrics_by_sorting(
     values: Tensor, positions: Tensor, versions: Tensor, step: int, trainer: Tensor
 ) -> dict[str, float]:
-    """Metrics of all tokens in one place, by sorting them. `trainer` has the trainer's log-probs."""
+    """Metrics of all tokens in one place, by sorting them. `trainer` has the trainer's
+    log-probs."""
     size = values.abs().double()
     ordered = size.sort().values
     unlikely = trainer < math.log(1e-3)
-    metrics = {f"agreement/{name}": float(ordered[round(q * (size.numel() - 1))]) for name, q in QUANTILES.items()}
+    metrics = {
+        f"agreement/{name}": float(ordered[round(q * (size.numel() - 1))])
+        for name, q in QUANTILES.items()
+    }
     metrics["agreement/mean"] = float(size.mean())
     for name, part in (("likely", ~unlikely), ("unlikely", unlikely)):
         if part.any():
@@ -99,8 +112,12 @@ def test_the_canary_is_the_same_in_every_run_and_ragged():
 
 def alone(batch: RolloutBatch) -> RankBatch:
     """The whole batch on one rank."""
-    plan = plan_micro_batches(batch.lengths.tolist(), PlanRules(data_parallel=1, budget=64, packed=True))
-    return RankBatch(batch.share(plan.samples_of(0)), plan, 0, torch.device("cpu"), WholeSequences(packed=True))
+    plan = plan_micro_batches(
+        batch.lengths.tolist(), PlanRules(data_parallel=1, budget=64, packed=True)
+    )
+    return RankBatch(
+        batch.share(plan.samples_of(0)), plan, 0, torch.device("cpu"), WholeSequences(packed=True)
+    )
 
 
 def test_differences_are_taken_token_by_token():
@@ -142,10 +159,15 @@ def test_metrics_by_quantile_position_and_age():
     )
 )
 def test_metrics_equal_those_by_sorting(rows):
-    """Bit for bit; of even and odd numbers of tokens, for between two the quantile is the even place."""
-    values, positions, versions, trainer = (torch.tensor(column) for column in zip(*rows, strict=True))
+    """Bit for bit; of even and odd numbers of tokens, for between two the quantile is the even
+    place."""
+    values, positions, versions, trainer = (
+        torch.tensor(column) for column in zip(*rows, strict=True)
+    )
     everyone = torch.ones(len(rows), dtype=torch.bool)
-    compared = Compared(values.float(), positions, everyone, trainer < UNLIKELY, versions, (3, 4, 5), len(rows))
+    compared = Compared(
+        values.float(), positions, everyone, trainer < UNLIKELY, versions, (3, 4, 5), len(rows)
+    )
     want = metrics_by_sorting(values.float(), positions, versions, 6, trainer)
     assert same(agreement_metrics(compared.summary(None), 6), want)
 
@@ -156,7 +178,9 @@ def test_tokens_that_were_not_sampled_are_left_out():
     here = alone(batch)
     trainer = torch.zeros(batch.loss_mask.numel())
     trainer[0] = 9.0
-    found = Compared.of(here, batch.rollout_log_probs[here.index], trainer[here.index], (0,)).summary(None)
+    found = Compared.of(
+        here, batch.rollout_log_probs[here.index], trainer[here.index], (0,)
+    ).summary(None)
     assert found.largest == 0.0
     assert found.everywhere.tokens == batch.loss_mask.numel() - 1
 
@@ -164,7 +188,15 @@ def test_tokens_that_were_not_sampled_are_left_out():
 def test_a_token_that_nobody_compared_is_not_a_number():
     values = noise(1e-7)
     likely = torch.zeros_like(POSITIONS, dtype=torch.bool)
-    lost = Compared(values, POSITIONS, SEQUENCES == 0, likely, torch.zeros_like(POSITIONS), (0,), len(values) + 1)
+    lost = Compared(
+        values,
+        POSITIONS,
+        SEQUENCES == 0,
+        likely,
+        torch.zeros_like(POSITIONS),
+        (0,),
+        len(values) + 1,
+    )
     found = lost.summary(None)
     assert found.largest != found.largest and found.everywhere.mean != found.everywhere.mean
     for limits in (LIMIT, IN_BF16):
@@ -201,7 +233,12 @@ def test_an_engine_is_named_by_its_number_though_others_are_lost():
         ("sampling support", noise(0.3).abs(), noise(0.3), 1.0),
         ("cache or batching", noise(0.3) * (POSITIONS > 0), noise(0.3), 1.0),
         ("a penalty or a bias", noise(0.3), noise(0.3), 1.0),
-        ("a penalty or a bias", noise(1e-7).masked_fill(POSITIONS == 3, torch.nan), noise(0.3), 1.0),
+        (
+            "a penalty or a bias",
+            noise(1e-7).masked_fill(POSITIONS == 3, torch.nan),
+            noise(0.3),
+            1.0,
+        ),
     ],
 )
 def test_what_sampled_tokens_show(blamed, sampled, unscaled, temperature):
@@ -237,9 +274,15 @@ def test_of_a_canary_in_16_bits_the_likely_tokens_are_judged():
     assert reverse == "by 0.8 nats in their mean, the limit is 0.1"
     few = torch.arange(len(POSITIONS)) >= 4  # too few likely ones to say anything
     assert IN_BF16.canary_passed(difference(torch.where(few, 0.8, 0.02), unlikely=few))
-    found = summary([difference(apart, unlikely=unlikely), difference(2 * apart, unlikely=unlikely)])
+    found = summary(
+        [difference(apart, unlikely=unlikely), difference(2 * apart, unlikely=unlikely)]
+    )
     assert found == pytest.approx(
-        {"agreement/canary_max": 1.6, "agreement/canary_likely_mean": 0.04, "agreement/canary_unlikely_mean": 1.6}
+        {
+            "agreement/canary_max": 1.6,
+            "agreement/canary_likely_mean": 0.04,
+            "agreement/canary_unlikely_mean": 1.6,
+        }
     )
 
 
@@ -254,7 +297,9 @@ def test_of_a_canary_in_16_bits_the_likely_tokens_are_judged():
 )
 def test_what_sampled_tokens_show_in_16_bits(blamed, sampled, unscaled, temperature):
     assert IN_BF16.passed(difference(sampled))
-    assert blamed in rollout_verdict(difference(sampled), difference(unscaled), temperature, IN_BF16)
+    assert blamed in rollout_verdict(
+        difference(sampled), difference(unscaled), temperature, IN_BF16
+    )
 
 
 @pytest.mark.parametrize(
@@ -274,15 +319,21 @@ def test_mean_and_quantiles_decide_in_16_bits_and_the_maximum_does_not(share, si
     assert IN_BF16.passed(found) == words
     values = torch.full((2000,), 1e-3)
     values[0] = 20.0
-    assert IN_BF16.passed(Compared(values, zeros, apart, apart, zeros, (0,), 2000).summary(None)) == ""
+    assert (
+        IN_BF16.passed(Compared(values, zeros, apart, apart, zeros, (0,), 2000).summary(None)) == ""
+    )
 
 
 def test_a_run_whose_difference_grows_stops():
     require_steady({"agreement/mean": 0.04}, IN_BF16, "step 3")
     require_steady({"agreement/trend": 2.9, "agreement/mean": 0.04}, IN_BF16, "step 30")
-    require_steady({"agreement/trend": 8.0, "agreement/mean": 0.004}, IN_BF16, "step 30")  # nearly nothing still
+    # nearly nothing still
+    require_steady({"agreement/trend": 8.0, "agreement/mean": 0.004}, IN_BF16, "step 30")
     require_steady({"agreement/trend": 8.0, "agreement/mean": 0.04}, LIMIT, "step 30")
-    with pytest.raises(AgreementError, match=r"lie 3\.1 times as far apart .* 0\.04 nats in the mean, the limit is 3"):
+    with pytest.raises(
+        AgreementError,
+        match=r"lie 3\.1 times as far apart .* 0\.04 nats in the mean, the limit is 3",
+    ):
         require_steady({"agreement/trend": 3.1, "agreement/mean": 0.04}, IN_BF16, "step 30")
 
 
@@ -295,7 +346,9 @@ def test_a_run_stops_past_the_limit_and_at_nan():
             require_agreement("x", passed, "weights", "step 3")
 
 
-def limits(trained: str, served: str | None = None, own: float | None = None, **agreement: float) -> Limits:
+def limits(
+    trained: str, served: str | None = None, own: float | None = None, **agreement: float
+) -> Limits:
     return Limits.of(
         Config.model_validate(
             {
@@ -313,12 +366,24 @@ def test_the_limits_are_those_of_the_coarser_dtype():
     assert limits("float32", own=0.2) == Limits(0.2)
     in_16 = limits("bfloat16")
     assert in_16.largest is None and in_16.bounds == IN_BF16.bounds and in_16.trend == IN_BF16.trend
-    for pair in (("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "bfloat16"), ("bfloat16", "float16")):
+    for pair in (
+        ("float32", "bfloat16"),
+        ("bfloat16", "float32"),
+        ("float16", "bfloat16"),
+        ("bfloat16", "float16"),
+    ):
         assert limits(*pair) == in_16
     finer = limits("float32", "float16")
-    assert finer == limits("float16") and all(finer.bounds[name] < bound for name, bound in in_16.bounds.items())
+    assert finer == limits("float16") and all(
+        finer.bounds[name] < bound for name, bound in in_16.bounds.items()
+    )
     mine = limits("bfloat16", own=0.3, p99=0.25, trend=2.0)
-    assert (mine.largest, mine.bounds["p99"], mine.bounds["mean"], mine.trend) == (0.3, 0.25, in_16.bounds["mean"], 2.0)
+    assert (mine.largest, mine.bounds["p99"], mine.bounds["mean"], mine.trend) == (
+        0.3,
+        0.25,
+        in_16.bounds["mean"],
+        2.0,
+    )
 
 
 VERSIONS = (3, 5)  # of the weights that sampled the tokens, one after the other in every response
@@ -326,11 +391,14 @@ STEP = 6
 
 
 def engine_batch() -> RolloutBatch:
-    """Log-probs of an engine, some tokens that no policy sampled, and two versions of the weights."""
+    """Log-probs of an engine, some tokens that no policy sampled, and two versions of the
+    weights."""
     batch = random_batch(5, 10)
     total = len(batch.loss_mask)
     draw = torch.Generator().manual_seed(3)
-    lengths = torch.stack([batch.response_lengths // 2, batch.response_lengths - batch.response_lengths // 2], 1)
+    lengths = torch.stack(
+        [batch.response_lengths // 2, batch.response_lengths - batch.response_lengths // 2], 1
+    )
     return replace(
         batch,
         rollout_log_probs=-4 * torch.rand(total, generator=draw),
@@ -361,7 +429,8 @@ def servers_of(canary: RolloutBatch) -> Tensor:
 
 
 def _compared(rank: int, init: str, config: Config) -> dict[str, Any]:
-    """Compares in every way. Returned are what this rank tells of the comparisons, and the log-probs they rest on."""
+    """Compares in every way. Returned are what this rank tells of the comparisons, and the
+    log-probs they rest on."""
     trainer = Trainer(resolve_run(config), rank, init)
     batch, canary = engine_batch(), canary_batch(canary_sequences(SPELLS, 37, 3, 16))
     log_prob_pass(trainer, batch)
@@ -373,7 +442,9 @@ def _compared(rank: int, init: str, config: Config) -> dict[str, Any]:
         "run": trainer.compare(VERSIONS),
         "at 1": trainer.compare(VERSIONS, 1.0),
         "canary": trainer.compare_with(share, plan, servers_of(canary), 1.0),
-        "scores": None if measured is None else (measured.tokens.index, measured.tokens.old_log_prob),
+        "scores": None
+        if measured is None
+        else (measured.tokens.index, measured.tokens.old_log_prob),
         "kept": measured is None or trainer.step.measured is measured,
         "unscaled": trainer._log_probs(trainer.step.batch, 1.0),
         "canary_scores": (here.index, trainer._log_probs(here, 1.0)),
@@ -389,7 +460,9 @@ def _compared(rank: int, init: str, config: Config) -> dict[str, Any]:
     [{"tensor": 2}, {"data": 2}, {"tensor": 2, "data": 2}, {"data": 4}, {"pipeline": 2}],
     ids=["tp2", "dp2", "tp2-dp2", "dp4", "pp2"],
 )
-def test_ranks_find_what_one_process_finds(ranks: RankPool, tmp_path: Path, parallel: dict[str, int]) -> None:
+def test_ranks_find_what_one_process_finds(
+    ranks: RankPool, tmp_path: Path, parallel: dict[str, int]
+) -> None:
     save_model(tmp_path, "qwen2_tied")
     config = config_of(tmp_path, parallel)
     results = ranks.run(_compared, config.parallel.world_size, config)
@@ -403,14 +476,23 @@ def test_ranks_find_what_one_process_finds(ranks: RankPool, tmp_path: Path, para
         kept = batch.loss_mask
         values = (batch.rollout_log_probs - trainer)[kept]
         (found,) = [each[name] for each in results if each[name] is not None]
-        want = metrics_by_sorting(values, position[kept], batch.weight_versions[kept], STEP, trainer[kept])
+        want = metrics_by_sorting(
+            values, position[kept], batch.weight_versions[kept], STEP, trainer[kept]
+        )
         assert same(agreement_metrics(found, STEP), want)
-        assert want.keys() >= {"agreement/max_of_age_3", "agreement/max_of_age_1", "agreement/max_from_position_8"}
+        assert want.keys() >= {
+            "agreement/max_of_age_3",
+            "agreement/max_of_age_1",
+            "agreement/max_from_position_8",
+        }
         assert found.lowest == float(values.amin())
         assert found.everywhere.tokens == int(kept.sum())
         first = torch.repeat_interleave(torch.arange(batch.size), batch.response_lengths)[kept]
-        assert found.longest.largest == float(values[first == batch.response_lengths.argmax()].abs().amax())
-    assert all(each["kept"] for each in results)  # the canary and the other temperature leave the step as it was
+        assert found.longest.largest == float(
+            values[first == batch.response_lengths.argmax()].abs().amax()
+        )
+    # the canary and the other temperature leave the step as it was
+    assert all(each["kept"] for each in results)
     (canary,) = [each["canary"] for each in results if each["canary"] is not None]
     sequences = canary_batch(canary_sequences(SPELLS, 37, 3, 16))
     servers, trainer = servers_of(sequences), torch.full((len(sequences.loss_mask),), torch.nan)
@@ -420,4 +502,7 @@ def test_ranks_find_what_one_process_finds(ranks: RankPool, tmp_path: Path, para
     place = torch.cat([torch.arange(n) for n in sequences.response_lengths.tolist()])
     for server, found in zip(servers, canary, strict=True):
         want = metrics_by_sorting(server - trainer, place, torch.zeros_like(place), STEP, trainer)
-        assert same(agreement_metrics(found, STEP), {name: x for name, x in want.items() if "age" not in name})
+        assert same(
+            agreement_metrics(found, STEP),
+            {name: x for name, x in want.items() if "age" not in name},
+        )

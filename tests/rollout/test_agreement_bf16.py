@@ -1,4 +1,5 @@
-"""Faults that are planted in an engine which computes in bfloat16, held against a trainer that does too."""
+"""Faults that are planted in an engine which computes in bfloat16, held against a trainer that does
+too."""
 
 from __future__ import annotations
 
@@ -58,18 +59,32 @@ def rollout(fault: str) -> RolloutBatch:
     tokenizer, draw = load_tokenizer(str(MODEL)), random.Random(5)
     engine = LocalEngine(str(MODEL), dtype="bfloat16")
     engine.begin_weight_update(0)
-    engine.update_weights([(name, t.bfloat16()) for name, t in load_file(MODEL / "model.safetensors").items()])
+    engine.update_weights(
+        [(name, t.bfloat16()) for name, t in load_file(MODEL / "model.safetensors").items()]
+    )
     engine.end_weight_update()
     plant(engine, fault)
     temperature = 0.7 if fault == "temperature" else 1.0
-    params = SamplingParams(temperature, 32, seed=3, step=1, stop_token_ids=engine.model_info().stop_token_ids)
+    params = SamplingParams(
+        temperature, 32, seed=3, step=1, stop_token_ids=engine.model_info().stop_token_ids
+    )
     texts = ["+".join(str(draw.randrange(100)) for _ in range(3)) + "=" for _ in range(PROMPTS)]
-    prompts = [Prompt(n, str(n), text, "", tuple(tokenizer(text).input_ids)) for n, text in enumerate(texts)]
-    requests = [GenerateRequest(f"{p.cursor}:{i}", p.token_ids, p.cursor, i) for p in prompts for i in range(SAMPLES)]
+    prompts = [
+        Prompt(n, str(n), text, "", tuple(tokenizer(text).input_ids))
+        for n, text in enumerate(texts)
+    ]
+    requests = [
+        GenerateRequest(f"{p.cursor}:{i}", p.token_ids, p.cursor, i)
+        for p in prompts
+        for i in range(SAMPLES)
+    ]
     made = []
     for request, result in zip(requests, engine.generate(requests, params), strict=True):
         trajectory = sampled_trajectory(
-            prompts[request.prompt_cursor], request.sample_index, result.output_ids, result.output_log_probs
+            prompts[request.prompt_cursor],
+            request.sample_index,
+            result.output_ids,
+            result.output_log_probs,
         )
         trajectory.reward = 0.0
         made.append(trajectory)
@@ -102,17 +117,24 @@ def test_an_undisturbed_engine_passes_with_room(compared: dict[str, LogProbDiffe
     found = compared[""]
     assert LIMITS.passed(found) == ""
     assert 1e-4 < found.everywhere.mean < LIMITS.bounds["mean"] / 5
-    assert found.quantiles["p99"] < LIMITS.bounds["p99"] / 3 and found.quantiles["p999"] < LIMITS.bounds["p999"] / 5
+    assert (
+        found.quantiles["p99"] < LIMITS.bounds["p99"] / 3
+        and found.quantiles["p999"] < LIMITS.bounds["p999"] / 5
+    )
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("fault", ["positions", "temperature"])
-def test_a_gross_fault_is_caught_at_once(compared: dict[str, LogProbDifference], fault: str) -> None:
+def test_a_gross_fault_is_caught_at_once(
+    compared: dict[str, LogProbDifference], fault: str
+) -> None:
     assert LIMITS.passed(compared[fault])
 
 
 @pytest.mark.distributed
-def test_a_layer_that_goes_stale_is_caught_by_the_trend(compared: dict[str, LogProbDifference]) -> None:
+def test_a_layer_that_goes_stale_is_caught_by_the_trend(
+    compared: dict[str, LogProbDifference],
+) -> None:
     """Though each step by itself would pass."""
     assert LIMITS.passed(compared["stale layer"]) == ""
     right, stale = (compared[fault].everywhere.mean for fault in ("", "stale layer"))

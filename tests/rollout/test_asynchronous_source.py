@@ -1,4 +1,5 @@
-"""Rollouts sampled ahead of training: how old a token may be, which prompts make which batch, what a publish stops."""
+"""Rollouts sampled ahead of training: how old a token may be, which prompts make which batch, what
+a publish stops."""
 
 from __future__ import annotations
 
@@ -38,19 +39,34 @@ WEIGHTS: Any = SimpleNamespace(layouts=(), buckets=lambda checksums=True: iter((
 
 
 class TokenByToken:
-    """A replica that adds a token to each response it has, whenever it is asked: of the weights of then.
+    """A replica that adds a token to each response it has, whenever it is asked: of the weights of
+    then.
 
     lengths: of a response, by prompt and sample; the last token stops it.
     asked: is told each time.
     per_version: tokens it makes of a response with the same weights, at most.
     """
 
-    def __init__(self, capacity: int | None, lengths: Any, asked: Any = lambda: None, per_version: int = 10**9) -> None:
-        self._capacity, self._lengths, self._asked, self._per_version = capacity, lengths, asked, per_version
-        self.made: dict[str, tuple[GenerateRequest, list[int]]] = {}  # versions of a response's tokens
+    def __init__(
+        self,
+        capacity: int | None,
+        lengths: Any,
+        asked: Any = lambda: None,
+        per_version: int = 10**9,
+    ) -> None:
+        self._capacity, self._lengths, self._asked, self._per_version = (
+            capacity,
+            lengths,
+            asked,
+            per_version,
+        )
+        # versions of a response's tokens
+        self.made: dict[str, tuple[GenerateRequest, list[int]]] = {}
         self.version: int | None = None
 
-    def advance(self, new: Sequence[GenerateRequest], params: SamplingParams, wait_s: float) -> list[GenerateResult]:
+    def advance(
+        self, new: Sequence[GenerateRequest], params: SamplingParams, wait_s: float
+    ) -> list[GenerateResult]:
         self._asked()
         assert self.version is not None, "asked for tokens in the middle of a weight update"
         self.made |= {request.rid: (request, []) for request in new}
@@ -68,7 +84,9 @@ class TokenByToken:
         ids = torch.full((n,), 3 + request.sample_index, dtype=torch.int32)
         ids[-1] = STOP
         runs = tuple((version, versions.count(version)) for version in sorted(set(versions)))
-        return GenerateResult(request.rid, ids, torch.zeros(n), runs, "stop", 2, text=str(request.sample_index))
+        return GenerateResult(
+            request.rid, ids, torch.zeros(n), runs, "stop", 2, text=str(request.sample_index)
+        )
 
     def bring_up(self) -> ModelInfo:
         return ModelInfo(None, EngineState.DIRTY, 64, 64, (STOP,), self._capacity)
@@ -87,7 +105,8 @@ class TokenByToken:
 
 
 class Fleet(Workers):
-    """Replicas of this process, whose answers take some turns of the event loop, drawn from a seed."""
+    """Replicas of this process, whose answers take some turns of the event loop, drawn from a
+    seed."""
 
     def __init__(self, replicas: Sequence[Any], seed: int = 0) -> None:
         self._replicas, self._order = list(replicas), random.Random(seed)
@@ -98,7 +117,9 @@ class Fleet(Workers):
     def start_on(self, worker: int, method: str, *args: Any) -> Any:
         return getattr(self._replicas[worker], method)(*args)
 
-    def wait(self, handles: Sequence[Any], on_done: Any = None, timeout_s: float | None = None) -> list[Any]:
+    def wait(
+        self, handles: Sequence[Any], on_done: Any = None, timeout_s: float | None = None
+    ) -> list[Any]:
         return list(handles)
 
     async def result(self, handle: Any) -> Any:
@@ -114,7 +135,8 @@ class Fleet(Workers):
 
 @contextlib.asynccontextmanager
 async def judged(answers: int):
-    """Right where sample and prompt are both even or both odd, but no sample of every third prompt."""
+    """Right where sample and prompt are both even or both odd, but no sample of every third
+    prompt."""
 
     class Judge:
         async def of(self, response: str, answer: str) -> Verdict:
@@ -125,7 +147,9 @@ async def judged(answers: int):
 
 
 def params(step: int) -> SamplingParams:
-    return SamplingParams(temperature=1.0, max_new_tokens=24, seed=3, step=step, stop_token_ids=(STOP,))
+    return SamplingParams(
+        temperature=1.0, max_new_tokens=24, seed=3, step=step, stop_token_ids=(STOP,)
+    )
 
 
 @contextlib.contextmanager
@@ -142,12 +166,16 @@ def source(
     queue = PromptQueue(Numbered())
     groups = InformativeGroups(queue, 2, 2, 1, 9) if dynamic else EveryGroup(queue, 2, 2)
     made = Rollouts(EnginePool(Fleet(replicas, seed)), SingleTurn(CONFIG, TOKENIZER), judged)
-    found = AsynchronousSource(made, groups, sampling, queue.state, staleness, steps, masked_from=masked_from)
+    found = AsynchronousSource(
+        made, groups, sampling, queue.state, staleness, steps, masked_from=masked_from
+    )
     try:
         yield found
     finally:
         found.close()
-        assert threading.active_count() == 1 or all(thread.name != "rollouts" for thread in threading.enumerate())
+        assert threading.active_count() == 1 or all(
+            thread.name != "rollouts" for thread in threading.enumerate()
+        )
 
 
 def all_of_length(n: int) -> Any:
@@ -163,7 +191,8 @@ def ages(batch: Any, step: int) -> set[int]:
 
 
 async def whatever_may_be(found: AsynchronousSource, steps: int) -> None:
-    """Waits until so many steps have been sampled ahead, and then long enough for another one to begin."""
+    """Waits until so many steps have been sampled ahead, and then long enough for another one to
+    begin."""
     async with found._changed:
         await found._changed.wait_for(lambda: len(found._ahead) >= steps)
     await asyncio.gather(*found._ahead.values())
@@ -173,15 +202,21 @@ async def whatever_may_be(found: AsynchronousSource, steps: int) -> None:
 
 async def stuck(slow: TokenByToken, responses: int) -> None:
     """Waits until it has so many responses, each with three tokens of its weights."""
-    while len(slow.made) < responses or any(made[-3:].count(slow.version) < 3 for _, made in slow.made.values()):
+    while len(slow.made) < responses or any(
+        made[-3:].count(slow.version) < 3 for _, made in slow.made.values()
+    ):
         await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("capacity", [None, 64])
 @pytest.mark.parametrize("bound", [0, 1, 3])
-def test_a_stalled_trainer_is_run_ahead_of_as_far_as_allowed(capacity: int | None, bound: int) -> None:
+def test_a_stalled_trainer_is_run_ahead_of_as_far_as_allowed(
+    capacity: int | None, bound: int
+) -> None:
     """Engines that finish at once: what they sample is as old as it may be, and they stop there."""
-    with source([TokenByToken(capacity, all_of_length(3)) for _ in range(2)], bound, steps=9) as found:
+    with source(
+        [TokenByToken(capacity, all_of_length(3)) for _ in range(2)], bound, steps=9
+    ) as found:
         found.publish(WEIGHTS, 0)
         for step in range(1, 10):
             begun = min(step + bound, 9)
@@ -202,9 +237,12 @@ def test_a_stalled_trainer_is_run_ahead_of_as_far_as_allowed(capacity: int | Non
 
 @pytest.mark.parametrize("bound", [0, 1, 2])
 def test_stalled_engines_go_on_with_the_weights_of_then(bound: int) -> None:
-    """Responses are under way while weights are published, and carry on where they were: engines that make three tokens
-    of a response with each version finish it with the last that it may have."""
-    slow = TokenByToken(64, lambda cursor, sample: 3 * min(cursor // 2 + 1, bound + 1), per_version=3)
+    """Responses are under way while weights are published, and carry on where they were: engines
+    that make three tokens of a response with each version finish it with the last that it may
+    have."""
+    slow = TokenByToken(
+        64, lambda cursor, sample: 3 * min(cursor // 2 + 1, bound + 1), per_version=3
+    )
 
     with source([slow], bound, steps=15) as found:
         found.publish(WEIGHTS, 0)
@@ -213,7 +251,9 @@ def test_stalled_engines_go_on_with_the_weights_of_then(bound: int) -> None:
             found._wait(partial(stuck, slow, 4 * (min(step + bound, 15) - step)))
             assert cursors(batch) == [2 * step - 2, 2 * step - 1]
             for trajectory in batch.trajectories:
-                assert trajectory.versions == tuple((v, 3) for v in range(max(0, step - 1 - bound), step))
+                assert trajectory.versions == tuple(
+                    (v, 3) for v in range(max(0, step - 1 - bound), step)
+                )
             found.publish(WEIGHTS, step)
 
 
@@ -227,7 +267,9 @@ def test_stale_tokens_may_be_masked() -> None:
             found._wait(partial(stuck, slow, 4 * (min(step + 2, 6) - step)))
             ages = step - 1 - batch.weight_versions
             assert batch.loss_mask.tolist() == (ages < 2).tolist()
-            assert found.metrics["staleness/masked"] == pytest.approx(float((ages >= 2).double().mean()))
+            assert found.metrics["staleness/masked"] == pytest.approx(
+                float((ages >= 2).double().mean())
+            )
             assert set(ages.tolist()) <= {0, 1, 2} and (step < 3 or set(ages.tolist()) == {0, 1, 2})
             found.publish(WEIGHTS, step)
 
@@ -235,10 +277,12 @@ def test_stale_tokens_may_be_masked() -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("bound", [0, 2])
 def test_refills_beside_weight_updates(bound: int, seed: int) -> None:
-    """Rounds open and close the way to the replicas while weights are published: none is asked in the middle, and the
-    groups are those of the stream's order."""
+    """Rounds open and close the way to the replicas while weights are published: none is asked in
+    the middle, and the groups are those of the stream's order."""
     rng = random.Random(seed)
-    lengths = {(cursor, sample): rng.randrange(1, 9) for cursor in range(200) for sample in range(2)}
+    lengths = {
+        (cursor, sample): rng.randrange(1, 9) for cursor in range(200) for sample in range(2)
+    }
     replicas = [TokenByToken(3, lambda *which: lengths[which]) for _ in range(2)]
     with source(replicas, bound, steps=12, dynamic=True, seed=seed) as found:
         found.publish(WEIGHTS, 0)
@@ -273,7 +317,8 @@ def test_an_error_is_that_of_the_step_that_waits_for_it() -> None:
 
 
 def test_a_hold_does_not_outlive_the_error_that_it_met() -> None:
-    """A step that was begun has failed. Whoever wanted the engines is told, and steps may begin as before."""
+    """A step that was begun has failed. Whoever wanted the engines is told, and steps may begin as
+    before."""
     broken = threading.Event()
 
     def asked() -> None:
@@ -297,7 +342,9 @@ class Mortal(TokenByToken):
         super().__init__(*settings)
         self._fatal, self.lost, self._to, self.asked_of = fatal, False, -1, set[str]()
 
-    def advance(self, new: Sequence[GenerateRequest], params: SamplingParams, wait_s: float) -> list[GenerateResult]:
+    def advance(
+        self, new: Sequence[GenerateRequest], params: SamplingParams, wait_s: float
+    ) -> list[GenerateResult]:
         assert not self.lost, "asked for tokens after it was lost"
         self.asked_of |= {request.rid for request in new}
         return super().advance(new, params, wait_s)
@@ -322,11 +369,14 @@ class Mortal(TokenByToken):
 
 @pytest.mark.parametrize("fatal", ["begin_weight_update", "update_weights", "end_weight_update"])
 def test_a_replica_lost_in_a_weight_update_gives_what_it_had_to_the_other(fatal: str) -> None:
-    """With responses of it under way, of steps ahead: every prompt is in its batch once, none older than the bound; the
-    update has reached the other one."""
-    lost = Mortal(fatal, 3, lambda cursor, sample: 3 if cursor < 8 else 10**9)  # it never ends those of step 5
+    """With responses of it under way, of steps ahead: every prompt is in its batch once, none older
+    than the bound; the update has reached the other one."""
+    # it never ends those of step 5
+    lost = Mortal(fatal, 3, lambda cursor, sample: 3 if cursor < 8 else 10**9)
     left = Mortal("", 3, all_of_length(3))
-    weights = SimpleNamespace(layouts=(), buckets=lambda checksums=True: iter([(0, []), (1, [])]), checksums=dict)
+    weights = SimpleNamespace(
+        layouts=(), buckets=lambda checksums=True: iter([(0, []), (1, [])]), checksums=dict
+    )
     with source([lost, left], 2, steps=9) as found:
         found.publish(weights, 0)
         for step in range(1, 10):
@@ -350,7 +400,9 @@ async def at_work(replica: Any) -> None:
 
 def test_sampling_that_cuts_the_support_is_refused() -> None:
     with source(
-        [TokenByToken(None, all_of_length(2))], 0, sampling=lambda step: replace(params(step), top_p=0.9)
+        [TokenByToken(None, all_of_length(2))],
+        0,
+        sampling=lambda step: replace(params(step), top_p=0.9),
     ) as it:
         it.publish(WEIGHTS, 0)
         with pytest.raises(ValueError, match="whole distribution"):

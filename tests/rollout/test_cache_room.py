@@ -1,4 +1,5 @@
-"""A server is given no more requests than its cache holds, so that a request's limit does not pass in its queue."""
+"""A server is given no more requests than its cache holds, so that a request's limit does not pass
+in its queue."""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ from support.sglang_fake import STOP, FakeServer
 from megatron_stare.config.load import validate
 from megatron_stare.records.batch import SamplingParams
 from megatron_stare.rollout.engines.engine import GenerateRequest
-from megatron_stare.rollout.engines.sglang.server_engine import EXPECTED, REMEMBERED, CacheRoom, SGLangEngine
+from megatron_stare.rollout.engines.sglang.server_engine import (
+    EXPECTED,
+    REMEMBERED,
+    CacheRoom,
+    SGLangEngine,
+)
 from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync
 
 MODEL = str(Path(__file__).parents[2] / "assets" / "tiny-adder")
@@ -31,7 +37,9 @@ def requests(count: int) -> list[GenerateRequest]:
 @contextlib.contextmanager
 def engine(fake: FakeServer, **settings: float) -> Iterator[SGLangEngine]:
     client = fake.client()
-    made = SGLangEngine(client, TensorSync([client]), MODEL, "float32", 256, asyncio.new_event_loop(), **settings)
+    made = SGLangEngine(
+        client, TensorSync([client]), MODEL, "float32", 256, asyncio.new_event_loop(), **settings
+    )
     try:
         made.begin_weight_update(1)
         made.update_weights(BUCKET)
@@ -49,8 +57,8 @@ def engine(fake: FakeServer, **settings: float) -> Iterator[SGLangEngine]:
 def test_a_server_gets_what_its_cache_holds_of_the_expected_length(
     monkeypatch: pytest.MonkeyPatch, tokens: float, at_once: int
 ) -> None:
-    """One at least, and never more than it decodes together or there are. Each is asked for as it has room: until then
-    its limit does not count."""
+    """One at least, and never more than it decodes together or there are. Each is asked for as it
+    has room: until then its limit does not count."""
     monkeypatch.setattr(CacheRoom, "came", lambda *_: None)  # what came is another test's matter
     fake = FakeServer("one")
     with engine(fake, request_tokens=tokens) as made:
@@ -146,7 +154,8 @@ def test_those_that_wait_enter_though_others_give_up() -> None:
 
 
 def test_a_place_that_was_given_to_one_that_gives_up_is_the_next_one_s() -> None:
-    """A request is cancelled between the turn in which it is given its place and the one in which it would take it."""
+    """A request is cancelled between the turn in which it is given its place and the one in which
+    it would take it."""
 
     async def given_up() -> list[int]:
         room, entered, leave = CacheRoom(10, 1, 10.0), [], asyncio.Event()
@@ -199,7 +208,9 @@ def test_groups_with_requests_of_their_own_have_a_cache_each(tmp_path: Path) -> 
     save_model(tmp_path, "qwen3")
     client = Groups("one").client()
     loop = asyncio.new_event_loop()
-    made = SGLangEngine(client, TensorSync([client]), str(tmp_path), "float32", 256, loop, request_tokens=1000.0)
+    made = SGLangEngine(
+        client, TensorSync([client]), str(tmp_path), "float32", 256, loop, request_tokens=1000.0
+    )
     assert made._room.size == 20
     made.close()
 
@@ -209,6 +220,11 @@ def test_what_is_expected_is_the_plan_s_or_what_is_assumed_of_every_run() -> Non
     config = validate({"model": {"path": "m"}, "rollout": lengths}, "a.yaml")
     assert config.expected_lengths == (100.0, 1500.0)
     config = validate(
-        {"model": {"path": "m"}, "rollout": lengths, "plan": {"prompt_tokens": 90, "response_tokens": 700}}, "a.yaml"
+        {
+            "model": {"path": "m"},
+            "rollout": lengths,
+            "plan": {"prompt_tokens": 90, "response_tokens": 700},
+        },
+        "a.yaml",
     )
     assert config.expected_lengths == (90.0, 700.0)

@@ -17,7 +17,8 @@ ADDER = load_tokenizer(str(ROOT / "assets" / "tiny-adder"))
 
 
 def test_it_is_text_that_the_tokenizer_gives_back() -> None:
-    """Two lines can be made of the tiny model's fifteen characters, and neither holds an unknown one."""
+    """Two lines can be made of the tiny model's fifteen characters, and neither holds an unknown
+    one."""
     found = canary_sequences(ADDER, 16, 4, 48)
     assert [len(sequence) for sequence in found] == [48, 36, 24, 12]
     assert canary_sequences(ADDER, 16, 4, 48) == found

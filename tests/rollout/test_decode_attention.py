@@ -1,4 +1,5 @@
-"""Attention of one new token a row, against the formula in float64; and what goes to torch's kernel."""
+"""Attention of one new token a row, against the formula in float64; and what goes to torch's
+kernel."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def by_the_formula(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def by_the_formula(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
     """A row and a head at a time, [b, 1, n, v] float64."""
     rows, heads = query.shape[:2]
     shared = heads // key.shape[1]
@@ -46,11 +49,19 @@ def by_the_formula(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
 @pytest.mark.parametrize("masked", [False, True])
 def test_it_is_the_formula(heads: int, groups: int, scaling: float | None, masked: bool) -> None:
     query = drawn(5, 1, heads, 8, seed=1).transpose(1, 2)
-    key, value = (drawn(5, groups, 32, 8, seed=seed)[:, :, :11] for seed in (2, 3))  # views of roomier buffers
-    mask = (torch.arange(11) >= torch.tensor([0, 3, 10, 1, 0])[:, None])[:, None, None] if masked else None
+    # views of roomier buffers
+    key, value = (drawn(5, groups, 32, 8, seed=seed)[:, :, :11] for seed in (2, 3))
+    mask = (
+        (torch.arange(11) >= torch.tensor([0, 3, 10, 1, 0])[:, None])[:, None, None]
+        if masked
+        else None
+    )
     out, _ = attend(Layer(heads // groups), query, key, value, mask, scaling=scaling)
     torch.testing.assert_close(
-        out.double(), by_the_formula(query, key, value, mask, scaling or 8**-0.5), atol=1e-6, rtol=1e-5
+        out.double(),
+        by_the_formula(query, key, value, mask, scaling or 8**-0.5),
+        atol=1e-6,
+        rtol=1e-5,
     )
 
 
@@ -59,7 +70,9 @@ def test_values_may_be_of_another_width_than_keys() -> None:
     query = drawn(3, 1, 4, 8, seed=1).transpose(1, 2)
     key, value = drawn(3, 2, 7, 8, seed=2), drawn(3, 2, 7, 6, seed=3)
     out, _ = attend(Layer(2), query, key, value, None)
-    torch.testing.assert_close(out.double(), by_the_formula(query, key, value, None, 8**-0.5), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        out.double(), by_the_formula(query, key, value, None, 8**-0.5), atol=1e-6, rtol=1e-5
+    )
 
 
 def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -98,6 +111,8 @@ def test_the_engine_decodes_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path) -
     engine, calls = LocalEngine(str(tmp_path), max_batch=8), kernel_calls(monkeypatch)
     requests = [GenerateRequest(str(i), (3,) * (4 + i), i, 0) for i in range(3)]
     with torch.inference_mode():
-        decoded = decode_batch(engine._model, requests, SamplingParams(1.0, 5, seed=1, step=1, stop_token_ids=()))
+        decoded = decode_batch(
+            engine._model, requests, SamplingParams(1.0, 5, seed=1, step=1, stop_token_ids=())
+        )
     assert [len(each.ids) for each in decoded] == [5, 5, 5]
     assert set(calls) == {6}

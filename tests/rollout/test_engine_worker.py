@@ -1,4 +1,5 @@
-"""Workers close an engine that they brought up, return results with their text, and ask no servers where none are."""
+"""Workers close an engine that they brought up, return results with their text, and ask no servers
+where none are."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ def test_a_worker_closes_the_engine_that_it_brought_up_and_none_before() -> None
 
 @pytest.mark.parametrize("kept", [True, False], ids=["stop token said", "stop token left out"])
 def test_results_leave_the_worker_with_their_text(kept: bool) -> None:
-    """Without the token that stopped a response, though `;` is not special to its tokenizer, and with all of it where
-    the length cut it."""
+    """Without the token that stopped a response, though `;` is not special to its tokenizer, and
+    with all of it where the length cut it."""
     worker = EngineWorker(Config.model_validate({"model": {"path": str(ADDER)}}), 0)
     worker.bring_up()
     worker.begin_weight_update(1)
@@ -67,8 +68,12 @@ def test_results_leave_the_worker_with_their_text(kept: bool) -> None:
     semicolon = tokenizer.convert_tokens_to_ids(";")
     params = SamplingParams(1.0, 24, seed=3, step=2, stop_token_ids=() if kept else (semicolon,))
     prompt = tuple(tokenizer("12+7=").input_ids)
-    found = worker.advance([GenerateRequest(f"{i}:0", prompt, i, 0) for i in range(16)], params, 0.0)
-    assert {result.finish_reason for result in found} == ({"length"} if kept else {"stop", "length"})
+    found = worker.advance(
+        [GenerateRequest(f"{i}:0", prompt, i, 0) for i in range(16)], params, 0.0
+    )
+    assert {result.finish_reason for result in found} == (
+        {"length"} if kept else {"stop", "length"}
+    )
     for result in found:
         ids = result.output_ids.tolist()
         said = ids[:-1] if result.finish_reason == "stop" else ids

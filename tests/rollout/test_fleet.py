@@ -1,4 +1,5 @@
-"""A pool whose replicas are lost and come back: who is sent which weights, by which way, and who is asked for them."""
+"""A pool whose replicas are lost and come back: who is sent which weights, by which way, and who is
+asked for them."""
 
 from __future__ import annotations
 
@@ -44,18 +45,23 @@ HEALTHY, STARTING, DEAD = Health.HEALTHY, Health.STARTING, Health.DEAD
 
 
 class Mortal(JoiningServer):
-    """Dies when it is asked for `fatal`, once it has taken weights: it answers nothing any more, and the kernel
-    closes its connections."""
+    """Dies when it is asked for `fatal`, once it has taken weights: it answers nothing any more,
+    and the kernel closes its connections."""
 
     def __init__(self, name: str, fatal: str = "") -> None:
         super().__init__(name, 1)
         self.fatal, self.echo, self._armed = fatal, True, False
-        self.asked_for: list[str] = []  # prompts' requests, by their names; stop tokens are probed with others
+        # prompts' requests, by their names; stop tokens are probed with others
+        self.asked_for: list[str] = []
 
-    async def request(self, method: str, path: str, headers: Any, body: bytes | None) -> tuple[int, bytes]:
+    async def request(
+        self, method: str, path: str, headers: Any, body: bytes | None
+    ) -> tuple[int, bytes]:
         if path == self.fatal and self._armed:
             self.die()
-        if path == "/generate" and not (rid := json.loads(body or b"{}")["rid"]).startswith("probe"):
+        if path == "/generate" and not (rid := json.loads(body or b"{}")["rid"]).startswith(
+            "probe"
+        ):
             self.asked_for.append(rid)
         answer = await super().request(method, path, headers, body)
         self._armed |= path == "/continue_generation"
@@ -66,11 +72,16 @@ class Mortal(JoiningServer):
         self.groups.clear()
 
     def _answer(self, path: str, body: dict[str, Any]) -> Any:
-        return {"weight_version": self.version} if path == "/model_info" else super()._answer(path, body)
+        return (
+            {"weight_version": self.version}
+            if path == "/model_info"
+            else super()._answer(path, body)
+        )
 
 
 class Fakes:
-    """A run over fakes, of each replica one after the other; None: one that does not come up until it is closed."""
+    """A run over fakes, of each replica one after the other; None: one that does not come up until
+    it is closed."""
 
     def __init__(
         self,
@@ -79,7 +90,9 @@ class Fakes:
         sync: str = "distributed",
         **settings: Any,
     ) -> None:
-        by_url = {f"http://{fake.name}": fake for fakes in replicas for fake in fakes if fake is not None}
+        by_url = {
+            f"http://{fake.name}": fake for fakes in replicas for fake in fakes if fake is not None
+        }
         monkeypatch.setattr(target, "SGLangClient", lambda url, key, timeout: by_url[url].client())
         left = [list(fakes) for fakes in replicas]
 
@@ -96,24 +109,43 @@ class Fakes:
                     self._closed.wait(60.0)
                     raise ConfigError("it was closed")
                 client = fake.client()
-                own, to = make_sync(sync, [client], str(MODEL), 60.0), ServersTarget(sync, 60.0, str(MODEL))
+                own, to = (
+                    make_sync(sync, [client], str(MODEL), 60.0),
+                    ServersTarget(sync, 60.0, str(MODEL)),
+                )
                 return SGLangEngine(
-                    client, own, str(MODEL), "float32", 2, asyncio.new_event_loop(), target=to, probe_s=5.0
+                    client,
+                    own,
+                    str(MODEL),
+                    "float32",
+                    2,
+                    asyncio.new_event_loop(),
+                    target=to,
+                    probe_s=5.0,
                 )
 
             def close(self) -> None:
                 self._closed.set()
 
-        monkeypatch.setattr(engine_worker, "make_replica", lambda config, number, beside: Coming(number))
+        monkeypatch.setattr(
+            engine_worker, "make_replica", lambda config, number, beside: Coming(number)
+        )
         self.run = Run(CONFIG, len(replicas), tensors=lambda version: TENSORS, **settings)
         self.run.publish()
         self.run.pool.news()
 
     def roll_out(self) -> None:
-        """Every sample of every prompt once, each with the answer to its own prompt, of the newest weights."""
-        found = Rollouts(self.run.pool, SingleTurn(CONFIG, TOKENIZER), judged).make(PROMPTS, 2, PARAMS)
-        assert [(t.prompt.cursor, t.sample_index) for t in found] == [(p.cursor, i) for p in PROMPTS for i in range(2)]
-        assert [t.tokens.tolist() for t in found] == [[p.token_ids[-1], STOP] for p in PROMPTS for _ in range(2)]
+        """Every sample of every prompt once, each with the answer to its own prompt, of the newest
+        weights."""
+        found = Rollouts(self.run.pool, SingleTurn(CONFIG, TOKENIZER), judged).make(
+            PROMPTS, 2, PARAMS
+        )
+        assert [(t.prompt.cursor, t.sample_index) for t in found] == [
+            (p.cursor, i) for p in PROMPTS for i in range(2)
+        ]
+        assert [t.tokens.tolist() for t in found] == [
+            [p.token_ids[-1], STOP] for p in PROMPTS for _ in range(2)
+        ]
         check_versions(found, self.run.version)
 
 
@@ -138,7 +170,8 @@ SYNC_CALLS = [
 def test_a_server_lost_anywhere_in_a_sync_leaves_the_other_with_all_weights_proved(
     monkeypatch: pytest.MonkeyPatch, fatal: str
 ) -> None:
-    """By the same call; and groups are made anew, for one and then for two, so that nobody waits for who is gone."""
+    """By the same call; and groups are made anew, for one and then for two, so that nobody waits
+    for who is gone."""
     other, spare = Mortal("localhost:2"), Mortal("localhost:3")
     fakes = Fakes(monkeypatch, [Mortal("localhost:1", fatal), spare], [other])
     run = fakes.run
@@ -161,9 +194,15 @@ def test_a_server_lost_anywhere_in_a_sync_leaves_the_other_with_all_weights_prov
     run.close()
 
 
-def test_one_that_comes_back_is_proved_whatever_was_proved_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_comes_back_is_proved_whatever_was_proved_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Between two proofs, which are far apart."""
-    first, spare, other = Mortal("localhost:1", "/generate"), Mortal("localhost:3"), Mortal("localhost:2")
+    first, spare, other = (
+        Mortal("localhost:1", "/generate"),
+        Mortal("localhost:3"),
+        Mortal("localhost:2"),
+    )
     fakes = Fakes(monkeypatch, [first, spare], [other], sync="tensor", prove_every=9)
     run = fakes.run
     proofs = other.calls.count("/weights_checker")
@@ -172,7 +211,10 @@ def test_one_that_comes_back_is_proved_whatever_was_proved_before(monkeypatch: p
     fakes.roll_out()
     assert first.dead and run.health == [STARTING, HEALTHY]
     run.bring_back(0)
-    assert spare.calls.count("/weights_checker") == 1 and other.calls.count("/weights_checker") == proofs + 1
+    assert (
+        spare.calls.count("/weights_checker") == 1
+        and other.calls.count("/weights_checker") == proofs + 1
+    )
     run.publish()
     assert spare.calls.count("/weights_checker") == 1
     run.close()
@@ -186,19 +228,27 @@ def test_what_is_sent_anew_is_proved_whatever_was_to_be(monkeypatch: pytest.Monk
     proofs = other.calls.count("/weights_checker")
     fakes.run.publish()
     assert first.dead and other.calls.count("/weights_checker") == proofs + 1
-    assert "engine 1 is dirty (it was healthy): the weight update is begun anew" in " ".join(fakes.run.pool.news())
+    assert "engine 1 is dirty (it was healthy): the weight update is begun anew" in " ".join(
+        fakes.run.pool.news()
+    )
     fakes.roll_out()
     fakes.run.close()
 
 
-def test_one_that_comes_back_with_wrong_weights_is_not_asked_for_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_comes_back_with_wrong_weights_is_not_asked_for_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     first, spare = Mortal("localhost:1", "/generate"), Mortal("localhost:3")
-    fakes = Fakes(monkeypatch, [first, spare], [Mortal("localhost:2")], sync="tensor", prove_every=9)
+    fakes = Fakes(
+        monkeypatch, [first, spare], [Mortal("localhost:2")], sync="tensor", prove_every=9
+    )
     fakes.roll_out()
     spare.lose = "model.norm.weight"
     run = fakes.run
     run.pool._fleet._coming[0].result(60.0)
-    with pytest.raises(WeightUpdateError, match=r"http://localhost:3: .* model\.norm\.weight has other values"):
+    with pytest.raises(
+        WeightUpdateError, match=r"http://localhost:3: .* model\.norm\.weight has other values"
+    ):
         run.publish()
     assert Health.HEALTHY not in run.health  # what the run holds of any of them is not one version
     spare.lose = None
@@ -207,8 +257,11 @@ def test_one_that_comes_back_with_wrong_weights_is_not_asked_for_tokens(monkeypa
     run.close()
 
 
-def test_a_server_that_was_started_anew_in_between_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that answers under its old address, with weights that nobody sent, is found when given the next."""
+def test_a_server_that_was_started_anew_in_between_is_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server that answers under its old address, with weights that nobody sent, is found when
+    given the next."""
     first, other = Mortal("localhost:1"), Mortal("localhost:2")
     fakes = Fakes(monkeypatch, [first, first], [other])
     run = fakes.run
@@ -222,8 +275,12 @@ def test_a_server_that_was_started_anew_in_between_is_found_out(monkeypatch: pyt
     run.close()
 
 
-def test_one_that_does_not_come_up_is_begun_again_and_then_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    fakes = Fakes(monkeypatch, [Mortal("localhost:1", "/generate")], [Mortal("localhost:2")], sync="tensor")
+def test_one_that_does_not_come_up_is_begun_again_and_then_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fakes = Fakes(
+        monkeypatch, [Mortal("localhost:1", "/generate")], [Mortal("localhost:2")], sync="tensor"
+    )
     run = fakes.run
     fakes.roll_out()
     for _ in range(9):
@@ -243,12 +300,19 @@ def test_one_that_loses_request_after_request_is_begun_again_though_it_is_there(
     """A server whose GPU has failed answers each with 500."""
 
     class Failing(Mortal):
-        async def request(self, method: str, path: str, headers: Any, body: bytes | None) -> tuple[int, bytes]:
+        async def request(
+            self, method: str, path: str, headers: Any, body: bytes | None
+        ) -> tuple[int, bytes]:
             if path == "/generate" and self.version != "none":
                 return 500, b"an illegal memory access was encountered"
             return await super().request(method, path, headers, body)
 
-    fakes = Fakes(monkeypatch, [Failing("localhost:1"), Mortal("localhost:3")], [Mortal("localhost:2")], sync="tensor")
+    fakes = Fakes(
+        monkeypatch,
+        [Failing("localhost:1"), Mortal("localhost:3")],
+        [Mortal("localhost:2")],
+        sync="tensor",
+    )
     for _ in range(3):
         fakes.roll_out()
     run = fakes.run
@@ -260,14 +324,27 @@ def test_one_that_loses_request_after_request_is_begun_again_though_it_is_there(
 
 def test_no_engine_left_ends_a_rollout_and_a_sync_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for act, fatal in (("roll_out", "/generate"), ("publish", "/weights_checker")):
-        fakes = Fakes(monkeypatch, [Mortal("localhost:1", fatal)], [Mortal("localhost:2", fatal)], sync="tensor")
-        with pytest.raises(NoEngineError, match=r"no engine is left: engine 0 is .*does not answer(?s:.*)engine 1 is"):
+        fakes = Fakes(
+            monkeypatch,
+            [Mortal("localhost:1", fatal)],
+            [Mortal("localhost:2", fatal)],
+            sync="tensor",
+        )
+        with pytest.raises(
+            NoEngineError,
+            match=r"no engine is left: engine 0 is .*does not answer(?s:.*)engine 1 is",
+        ):
             getattr(fakes if act == "roll_out" else fakes.run, act)()
         fakes.run.close()
 
 
 def test_a_run_that_ends_ends_who_is_on_its_way_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    fakes = Fakes(monkeypatch, [Mortal("localhost:1", "/generate"), None], [Mortal("localhost:2")], sync="tensor")
+    fakes = Fakes(
+        monkeypatch,
+        [Mortal("localhost:1", "/generate"), None],
+        [Mortal("localhost:2")],
+        sync="tensor",
+    )
     fakes.roll_out()
     fakes.run.publish()
     assert fakes.run.health == [STARTING, HEALTHY]
@@ -276,7 +353,9 @@ def test_a_run_that_ends_ends_who_is_on_its_way_up(monkeypatch: pytest.MonkeyPat
     assert "it was closed" in str(coming.exception(0.0))
 
 
-def test_replicas_are_not_held_from_the_loop_that_asks_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_are_not_held_from_the_loop_that_asks_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A hold from the event loop would wait for itself: it is refused, and holds nobody."""
     fakes = Fakes(monkeypatch, [Mortal("localhost:1")], sync="tensor")
     pool = fakes.run.pool

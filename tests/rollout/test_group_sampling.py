@@ -1,4 +1,5 @@
-"""Dynamic sampling: which groups a step takes hangs on the samples alone, and every prompt is used exactly once."""
+"""Dynamic sampling: which groups a step takes hangs on the samples alone, and every prompt is used
+exactly once."""
 
 from __future__ import annotations
 
@@ -33,14 +34,20 @@ MODEL = Path(__file__).parents[2] / "assets" / "tiny-adder"
 STOP = 1
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=24, seed=3, step=2, stop_token_ids=(STOP,))
 CONFIG = Config.model_validate(
-    {"model": {"path": str(MODEL)}, "rollout": {"max_new_tokens": 24}, "data": {"source": "arithmetic"}}
+    {
+        "model": {"path": str(MODEL)},
+        "rollout": {"max_new_tokens": 24},
+        "data": {"source": "arithmetic"},
+    }
 )
 
 
 class Script(Workers):
-    """Servers that hold any number of requests, answer in an order drawn from a seed, and can be told to forget.
+    """Servers that hold any number of requests, answer in an order drawn from a seed, and can be
+    told to forget.
 
-    A response is `length(cursor)` tokens, of which the first is the sample's number: its text is its reward's key.
+    A response is `length(cursor)` tokens, of which the first is the sample's number: its text is
+    its reward's key.
     """
 
     def __init__(self, engines: int, seed: int, length: Any = lambda cursor: 3) -> None:
@@ -63,7 +70,9 @@ class Script(Workers):
         assert method == "advance"
         mine += args[0]
         for request in args[0]:
-            self._at[request.rid] = self._order.randrange(1, 4) * self._length(request.prompt_cursor)
+            self._at[request.rid] = self._order.randrange(1, 4) * self._length(
+                request.prompt_cursor
+            )
         for request in mine:
             self._at[request.rid] -= 1
         done = [request for request in mine if self._at[request.rid] <= 0]
@@ -75,7 +84,9 @@ class Script(Workers):
         n = self._length(request.prompt_cursor)
         ids = torch.full((n,), 3 + request.sample_index, dtype=torch.int32)
         ids[-1] = STOP
-        return GenerateResult(request.rid, ids, torch.zeros(n), ((5, n),), "stop", 4, str(request.sample_index))
+        return GenerateResult(
+            request.rid, ids, torch.zeros(n), ((5, n),), "stop", 4, str(request.sample_index)
+        )
 
     def wait(self, handles: Any, on_done: Any = None) -> list[Any]:
         return list(handles)
@@ -92,7 +103,8 @@ class Script(Workers):
 
 
 def rewarded(rewards: dict[int, list[float | None]], order: random.Random) -> Any:
-    """Judges by cursor and sample; a reward of None is a verifier that crashed. Verdicts come in any order."""
+    """Judges by cursor and sample; a reward of None is a verifier that crashed. Verdicts come in
+    any order."""
 
     class Judge:
         async def of(self, response: str, answer: str) -> Verdict:
@@ -109,7 +121,9 @@ def rewarded(rewards: dict[int, list[float | None]], order: random.Random) -> An
 
 
 def rollouts(workers: Workers, rewards: dict[int, list[float | None]], seed: int = 0) -> Rollouts:
-    return Rollouts(EnginePool(workers), SingleTurn(CONFIG, TOKENIZER), rewarded(rewards, random.Random(seed)))
+    return Rollouts(
+        EnginePool(workers), SingleTurn(CONFIG, TOKENIZER), rewarded(rewards, random.Random(seed))
+    )
 
 
 def collected(groups: Any, made: Rollouts, params: SamplingParams) -> Collected:
@@ -123,7 +137,9 @@ def drawn(seed: int, prompts: int) -> dict[int, list[float | None]]:
     found: dict[int, list[float | None]] = {}
     for cursor in range(prompts):
         rewards: list[float | None] = (
-            [float(order.random() < 0.5)] * 3 if order.random() < 0.5 else [1.0, 0.0, float(order.random() < 0.5)]
+            [float(order.random() < 0.5)] * 3
+            if order.random() < 0.5
+            else [1.0, 0.0, float(order.random() < 0.5)]
         )
         if order.random() < 0.2:
             rewards[order.randrange(3)] = None
@@ -156,7 +172,8 @@ def test_the_first_informative_groups_whatever_finishes_first(engines: int, seed
     for step in range(5):
         found = collected(groups, made, PARAMS)
         here, said = cursors(found), found.metrics
-        assert here == informative[4 * step : 4 * step + 4]  # none left out, none twice, over all steps
+        # none left out, none twice, over all steps
+        assert here == informative[4 * step : 4 * step + 4]
         assert queue.state() == {"cursor": here[-1] + 1}
         used = range(informative[4 * step - 1] + 1 if step else 0, here[-1] + 1)
         assert said["sampling/dropped"] == pytest.approx(1 - 4 / len(used))
@@ -200,7 +217,8 @@ def test_rounds_are_bounded_and_dropped_groups_fill_the_step_up() -> None:
 
 
 def test_a_saved_state_gives_the_same_steps_again() -> None:
-    """On the real engine, whose samples are keyed by seed, step and prompt: bit for bit, from any step on."""
+    """On the real engine, whose samples are keyed by seed, step and prompt: bit for bit, from any
+    step on."""
 
     def local() -> LocalEngine:
         engine = LocalEngine(str(MODEL), 16)
@@ -217,20 +235,27 @@ def test_a_saved_state_gives_the_same_steps_again() -> None:
 
         yield Judge()
 
-    def steps(first: int, state: dict[str, int] | None, engines: int, seed: int) -> list[tuple[Any, dict[str, int]]]:
+    def steps(
+        first: int, state: dict[str, int] | None, engines: int, seed: int
+    ) -> list[tuple[Any, dict[str, int]]]:
         queue = PromptQueue(ArithmeticPrompts(CONFIG, TOKENIZER, "train"))
         if state is not None:
             queue.restore(state)
         replicas = Replicas([local() for _ in range(engines)], seed)
         made = Rollouts(EnginePool(replicas), SingleTurn(CONFIG, TOKENIZER), verify)
-        batch = CONFIG.batch.model_copy(update={"prompts": 3, "samples_per_prompt": 4, "generate_prompts": 5})
+        batch = CONFIG.batch.model_copy(
+            update={"prompts": 3, "samples_per_prompt": 4, "generate_prompts": 5}
+        )
         groups = make_groups(CONFIG.model_copy(update={"batch": batch}), queue)
         found = []
         for step in range(first, 5):
             made_here = collected(groups, made, replace(PARAMS, step=step)).trajectories
             found.append(
                 (
-                    [(t.prompt.cursor, t.tokens.tolist(), t.log_probs.tolist(), t.reward) for t in made_here],
+                    [
+                        (t.prompt.cursor, t.tokens.tolist(), t.log_probs.tolist(), t.reward)
+                        for t in made_here
+                    ],
                     queue.state(),
                 )
             )
@@ -245,7 +270,9 @@ def test_a_saved_state_gives_the_same_steps_again() -> None:
 def test_without_rounds_every_group_is_taken() -> None:
     made = rollouts(Script(1, 0), {i: [1.0] * 3 for i in range(8)})
     queue = PromptQueue(Numbered())
-    groups = make_groups(CONFIG.model_copy(update={"batch": BatchConfig(prompts=2, samples_per_prompt=3)}), queue)
+    groups = make_groups(
+        CONFIG.model_copy(update={"batch": BatchConfig(prompts=2, samples_per_prompt=3)}), queue
+    )
     assert isinstance(groups, EveryGroup)
     steps = [collected(groups, made, PARAMS) for _ in range(2)]
     assert [cursors(step) for step in steps] == [[0, 1], [2, 3]]

@@ -8,7 +8,14 @@ import pytest
 from support import sglang_servers as servers
 
 from megatron_stare.config.schema import Config
-from megatron_stare.rollout.fleet.health import SERVING, FleetHealth, Health, HealthError, NoEngineError, RestartRule
+from megatron_stare.rollout.fleet.health import (
+    SERVING,
+    FleetHealth,
+    Health,
+    HealthError,
+    NoEngineError,
+    RestartRule,
+)
 
 STARTING, DIRTY, HEALTHY, SUSPECT, RELEASED, DEAD = (
     Health.STARTING,
@@ -23,22 +30,33 @@ WAYS: dict[Health, Callable[[FleetHealth], object]] = {
     STARTING: lambda fleet: None,
     DIRTY: lambda fleet: fleet.came_up(0),
     HEALTHY: lambda fleet: (fleet.came_up(0), fleet.synced(0, 1, True)),
-    SUSPECT: lambda fleet: (fleet.came_up(0), fleet.synced(0, 1, True), fleet.lost_request(0, "cut", 0.0, 0.5)),
+    SUSPECT: lambda fleet: (
+        fleet.came_up(0),
+        fleet.synced(0, 1, True),
+        fleet.lost_request(0, "cut", 0.0, 0.5),
+    ),
     RELEASED: lambda fleet: (fleet.came_up(0), fleet.released(0)),
     DEAD: lambda fleet: (fleet.came_up(0), fleet.lost(0, "killed", 0.0)),
 }
-# what may be said of a replica, and where it leads from each state; from any other it is refused, or changes nothing
+# what may be said of a replica, and where it leads from each state; from any other it is refused,
+# or changes nothing
 SAID: dict[str, tuple[Callable[[FleetHealth], object], dict[Health, Health]]] = {
     "came up": (lambda fleet: fleet.came_up(0), {STARTING: DIRTY}),
     "synced and proved": (
         lambda fleet: fleet.synced(0, 2, True),
         {DIRTY: HEALTHY, HEALTHY: HEALTHY, SUSPECT: SUSPECT},
     ),
-    "synced unproved": (lambda fleet: fleet.synced(0, 2, False), {HEALTHY: HEALTHY, SUSPECT: SUSPECT}),
+    "synced unproved": (
+        lambda fleet: fleet.synced(0, 2, False),
+        {HEALTHY: HEALTHY, SUSPECT: SUSPECT},
+    ),
     "mixed": (lambda fleet: fleet.mixed(0, "failed"), {HEALTHY: DIRTY, SUSPECT: DIRTY}),
     "lost a request": (lambda fleet: fleet.lost_request(0, "cut", 0.0, 0.5), {HEALTHY: SUSPECT}),
     "answered": (lambda fleet: fleet.answered(0), {SUSPECT: HEALTHY}),
-    "released": (lambda fleet: fleet.released(0), {DIRTY: RELEASED, HEALTHY: RELEASED, SUSPECT: RELEASED}),
+    "released": (
+        lambda fleet: fleet.released(0),
+        {DIRTY: RELEASED, HEALTHY: RELEASED, SUSPECT: RELEASED},
+    ),
     "resumed": (lambda fleet: fleet.resumed(0), {RELEASED: DIRTY}),
     "lost": (lambda fleet: fleet.lost(0, "killed", 1.0), dict.fromkeys(set(Health) - {DEAD}, DEAD)),
     "begun again": (lambda fleet: fleet.begun_again(0, 1.0), {DEAD: STARTING}),
@@ -78,7 +96,8 @@ def test_every_word_leads_where_it_may_and_nowhere_else(state: Health, said: str
 
 
 def test_a_lost_replica_serves_again_by_restart_and_proof_alone() -> None:
-    """Tries all ways of five steps: only restart, coming up and proved sync, in this order, lead back to service."""
+    """Tries all ways of five steps: only restart, coming up and proved sync, in this order, lead
+    back to service."""
     found = []
 
     def go(done: list[str]) -> None:
@@ -99,7 +118,12 @@ def test_a_lost_replica_serves_again_by_restart_and_proof_alone() -> None:
     go([])
     assert ["begun again", "came up", "synced and proved"] in found
     for way in found:
-        assert way.index("begun again") < way.index("came up") < way.index("synced and proved") == len(way) - 1
+        assert (
+            way.index("begun again")
+            < way.index("came up")
+            < way.index("synced and proved")
+            == len(way) - 1
+        )
 
 
 def test_weights_that_were_released_are_proved_as_often_as_others_and_mixtures_always() -> None:
@@ -152,9 +176,15 @@ def test_servers_of_others_are_waited_for_without_bound_and_none_where_most_is_z
 
 @pytest.mark.parametrize(
     ("settings", "most"),
-    [({}, 5), ({"sglang": {"urls": ["http://localhost:1"]}}, None), ({"sglang": {"colocated": True}}, 0)],
+    [
+        ({}, 5),
+        ({"sglang": {"urls": ["http://localhost:1"]}}, None),
+        ({"sglang": {"colocated": True}}, 0),
+    ],
 )
-def test_the_rule_is_that_of_the_configuration(settings: dict[str, object], most: int | None) -> None:
+def test_the_rule_is_that_of_the_configuration(
+    settings: dict[str, object], most: int | None
+) -> None:
     config = Config.model_validate(
         {
             "model": {"path": str(servers.MODEL)},
@@ -167,11 +197,13 @@ def test_the_rule_is_that_of_the_configuration(settings: dict[str, object], most
 
 
 def test_losing_one_request_after_the_other_is_being_lost_where_another_is_left() -> None:
-    """Losses of requests that were under way together count as one. An answer in between begins the count anew, and so
-    does being lost."""
+    """Losses of requests that were under way together count as one. An answer in between begins the
+    count anew, and so does being lost."""
     fleet = fleet_of(rule=RestartRule(losses=3))
     WAYS[HEALTHY](fleet)
-    assert [fleet.lost_request(0, "500", given, now) for given, now in ((0, 3), (1, 4), (3, 5), (6, 7))] == [False] * 4
+    assert [
+        fleet.lost_request(0, "500", given, now) for given, now in ((0, 3), (1, 4), (3, 5), (6, 7))
+    ] == [False] * 4
     fleet.answered(0)
     assert [fleet.lost_request(0, "500", now, now) for now in (8, 9, 10)] == [False, False, True]
     assert fleet.state(0) is SUSPECT
@@ -186,7 +218,8 @@ def test_losing_one_request_after_the_other_is_being_lost_where_another_is_left(
     fleet.came_up(0)
     fleet.synced(0, 2, True)
     assert fleet.lost_request(0, "500", 13, 13) is False
-    assert fleet.open_again(0) == 13.5 and fleet.avoided(13.4) == {0}  # nor is it left alone for longer
+    # nor is it left alone for longer
+    assert fleet.open_again(0) == 13.5 and fleet.avoided(13.4) == {0}
 
 
 def test_the_run_goes_on_with_one_and_ends_by_name_with_none() -> None:
@@ -199,8 +232,8 @@ def test_the_run_goes_on_with_one_and_ends_by_name_with_none() -> None:
     with pytest.raises(NoEngineError) as error:
         fleet.require(SERVING)
     assert (
-        "no engine is left: engine 0 is starting, the server ended with -9; engine 1 is dead, the server says"
-        in str(error.value)
+        "no engine is left: engine 0 is starting, the server ended with -9; engine 1 is dead, the"
+        " server says" in str(error.value)
     )
 
 

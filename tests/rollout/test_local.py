@@ -10,7 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.models import FAMILIES, save_model
-from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from megatron_stare.errors import ConfigError, DataError, NonFiniteError
 from megatron_stare.records.batch import SamplingParams
@@ -38,10 +44,19 @@ CONFIGS = {
     "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3-untied": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False),
     "qwen2-window": Qwen2Config(
-        **SIZES, tie_word_embeddings=True, use_sliding_window=True, sliding_window=6, max_window_layers=1
+        **SIZES,
+        tie_word_embeddings=True,
+        use_sliding_window=True,
+        sliding_window=6,
+        max_window_layers=1,
     ),
     "qwen3-moe": Qwen3MoeConfig(
-        **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, tie_word_embeddings=False
+        **SIZES,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        tie_word_embeddings=False,
     ),
 }
 PARAMS = SamplingParams(temperature=0.8, max_new_tokens=16, seed=11, step=4, stop_token_ids=(STOP,))
@@ -49,7 +64,8 @@ PARAMS = SamplingParams(temperature=0.8, max_new_tokens=16, seed=11, step=4, sto
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Models this small gain nothing from threads, and lose much to their spinning where cores are shared."""
+    """Models this small gain nothing from threads, and lose much to their spinning where cores are
+    shared."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -97,8 +113,14 @@ def tied(tmp_path):
 
 def requests(prompts=6, samples=4, lengths=(3, 9)):
     rnd = random.Random(prompts)
-    drawn = [tuple(rnd.randrange(2, VOCAB) for _ in range(rnd.randint(*lengths))) for _ in range(prompts)]
-    return [GenerateRequest(f"{c}:{i}", ids, c, i) for c, ids in enumerate(drawn) for i in range(samples)]
+    drawn = [
+        tuple(rnd.randrange(2, VOCAB) for _ in range(rnd.randint(*lengths))) for _ in range(prompts)
+    ]
+    return [
+        GenerateRequest(f"{c}:{i}", ids, c, i)
+        for c, ids in enumerate(drawn)
+        for i in range(samples)
+    ]
 
 
 def ids_of(result):
@@ -128,9 +150,13 @@ def test_every_family_takes_its_checkpoint_and_says_what_transformers_does(tmp_p
     model = save_model(tmp_path, family)
     engine = LocalEngine(str(tmp_path), max_batch=64)
     checksums = sync(engine, model)
-    assert checksums == {name: tensor_checksum(t) for name, t in load_file(tmp_path / "model.safetensors").items()}
+    assert checksums == {
+        name: tensor_checksum(t) for name, t in load_file(tmp_path / "model.safetensors").items()
+    }
     wanted = requests(prompts=3, samples=2)
-    for request, result in zip(wanted, engine.generate(wanted, replace(PARAMS, greedy=True)), strict=True):
+    for request, result in zip(
+        wanted, engine.generate(wanted, replace(PARAMS, greedy=True)), strict=True
+    ):
         ids = torch.tensor([[*request.input_ids, *result.output_ids]])
         with torch.no_grad():
             log_probs = torch.log_softmax(model(ids).logits[0, len(request.input_ids) - 1 : -1], -1)
@@ -139,7 +165,8 @@ def test_every_family_takes_its_checkpoint_and_says_what_transformers_does(tmp_p
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_an_engine_computes_in_the_dtype_it_is_made_with(tmp_path, dtype):
-    """Its log-probs are those of transformers in that dtype, up to the shapes of products, and not those of float32."""
+    """Its log-probs are those of transformers in that dtype, up to the shapes of products, and not
+    those of float32."""
     exact = save_model(tmp_path, "qwen2").to(getattr(torch, dtype)).float()
     model = copy.deepcopy(exact).to(getattr(torch, dtype))
     engine = LocalEngine(str(tmp_path), dtype=dtype)
@@ -148,14 +175,19 @@ def test_an_engine_computes_in_the_dtype_it_is_made_with(tmp_path, dtype):
     engine.update_weights(named)
     assert engine.end_weight_update() == {name: tensor_checksum(tensor) for name, tensor in named}
     wanted = requests(prompts=3, samples=2)
-    near = {"bfloat16": 0.25, "float16": 0.03}[dtype]  # nats; the weights of this model make logits near 10
+    # nats; the weights of this model make logits near 10
+    near = {"bfloat16": 0.25, "float16": 0.03}[dtype]
     differences = []
-    for request, result in zip(wanted, engine.generate(wanted, replace(PARAMS, temperature=1.0)), strict=True):
+    for request, result in zip(
+        wanted, engine.generate(wanted, replace(PARAMS, temperature=1.0)), strict=True
+    ):
         ids = torch.tensor([[*request.input_ids, *result.output_ids]])
         start, targets = len(request.input_ids) - 1, result.output_ids.long()[:, None]
         with torch.no_grad():
             rounded, unrounded = (
-                torch.log_softmax(each(ids).logits[0, start:-1].float(), -1).gather(-1, targets)[:, 0]
+                torch.log_softmax(each(ids).logits[0, start:-1].float(), -1).gather(-1, targets)[
+                    :, 0
+                ]
                 for each in (model, exact)
             )
         assert result.output_log_probs.dtype == torch.float32
@@ -167,12 +199,17 @@ def test_an_engine_computes_in_the_dtype_it_is_made_with(tmp_path, dtype):
 def test_greedy_is_transformers_greedy(pair):
     engine, model = pair
     wanted = requests(prompts=8, samples=1)
-    for request, result in zip(wanted, engine.generate(wanted, replace(PARAMS, greedy=True)), strict=True):
+    for request, result in zip(
+        wanted, engine.generate(wanted, replace(PARAMS, greedy=True)), strict=True
+    ):
         want = model.generate(
             torch.tensor([request.input_ids]),
             attention_mask=torch.ones(1, len(request.input_ids), dtype=torch.int64),
             generation_config=GenerationConfig(
-                do_sample=False, max_new_tokens=PARAMS.max_new_tokens, eos_token_id=STOP, pad_token_id=0
+                do_sample=False,
+                max_new_tokens=PARAMS.max_new_tokens,
+                eos_token_id=STOP,
+                pad_token_id=0,
             ),
         )
         assert ids_of(result) == want[0, len(request.input_ids) :].tolist()
@@ -182,7 +219,8 @@ def test_the_companions_of_a_request_do_not_matter(pair):
     engine, _ = pair
     wanted = requests()
     together = tokens_of(engine.generate(wanted, PARAMS))
-    assert len({tuple(t) for t in together.values()}) > len(wanted) // 2  # the samples of a group differ
+    # the samples of a group differ
+    assert len({tuple(t) for t in together.values()}) > len(wanted) // 2
     alone = {r.rid: ids_of(engine.generate([r], PARAMS)[0]) for r in wanted}
     assert alone == together
     shuffled = random.Random(1).sample(wanted, len(wanted))
@@ -207,7 +245,8 @@ def test_seed_and_step_change_the_draw(pair):
     engine, _ = pair
     wanted = requests()
     drawn = [
-        tokens_of(engine.generate(wanted, replace(PARAMS, seed=s, step=t))) for s, t in [(11, 4), (12, 4), (11, 5)]
+        tokens_of(engine.generate(wanted, replace(PARAMS, seed=s, step=t)))
+        for s, t in [(11, 4), (12, 4), (11, 5)]
     ]
     assert drawn[0] != drawn[1] != drawn[2] != drawn[0]
 
@@ -226,7 +265,8 @@ def test_responses_end_at_a_stop_token_or_at_the_limit(pair):
 
 def test_without_stop_tokens_every_response_fills_the_limit(pair):
     engine, _ = pair
-    long = replace(PARAMS, stop_token_ids=(), max_new_tokens=CONTEXT - 9)  # past the first room of the cache
+    # past the first room of the cache
+    long = replace(PARAMS, stop_token_ids=(), max_new_tokens=CONTEXT - 9)
     wanted = requests(prompts=2, samples=2)
     results = engine.generate(wanted, long)
     assert {(r.completion_tokens, r.finish_reason) for r in results} == {(CONTEXT - 9, "length")}
@@ -236,16 +276,24 @@ def test_without_stop_tokens_every_response_fills_the_limit(pair):
 
 @pytest.mark.parametrize(
     ("ids", "message"),
-    [((3, VOCAB), "outside the model's vocabulary"), ((-1,), "token id -1"), ((), "no tokens"), ((2,) * 60, "context")],
+    [
+        ((3, VOCAB), "outside the model's vocabulary"),
+        ((-1,), "token id -1"),
+        ((), "no tokens"),
+        ((2,) * 60, "context"),
+    ],
 )
 def test_a_prompt_the_model_cannot_take_is_refused(pair, ids, message):
     engine, _ = pair
     with pytest.raises(DataError, match=message):
-        engine.generate([GenerateRequest("0:0", (2,), 0, 0), GenerateRequest("1:0", ids, 1, 0)], PARAMS)
+        engine.generate(
+            [GenerateRequest("0:0", (2,), 0, 0), GenerateRequest("1:0", ids, 1, 0)], PARAMS
+        )
 
 
 def test_a_response_is_continued_where_only_the_rest_of_it_fits(pair):
-    """The context is held against what may still come, not against what might have come at first."""
+    """The context is held against what may still come, not against what might have come at
+    first."""
     engine, _ = pair
     params = replace(PARAMS, stop_token_ids=(), max_new_tokens=CONTEXT - 2)
     (whole,) = engine.generate([GenerateRequest("0:0", (2, 3), 0, 0)], params)
@@ -276,7 +324,10 @@ def test_a_new_engine_is_dirty_and_a_sync_heals_it(tied):
     checksums = sync(engine, model, version=7)
     assert checksums == {name: tensor_checksum(p) for name, p in model.named_parameters()}
     assert "lm_head.weight" not in checksums
-    assert (engine.model_info().state, engine.model_info().weight_version) == (EngineState.HEALTHY, 7)
+    assert (engine.model_info().state, engine.model_info().weight_version) == (
+        EngineState.HEALTHY,
+        7,
+    )
     assert engine.generate(requests(), PARAMS)[0].versions[0][0] == 7
 
 
@@ -297,9 +348,14 @@ def test_a_missing_tensor_leaves_the_engine_dirty_until_a_complete_sync(tied):
     sync(engine, model, version=1)
     engine.begin_weight_update(2)
     engine.update_weights(list(model.named_parameters())[:-1])
-    with pytest.raises(WeightUpdateError, match=r"not sent in the update to version 2: model\.norm\.weight"):
+    with pytest.raises(
+        WeightUpdateError, match=r"not sent in the update to version 2: model\.norm\.weight"
+    ):
         engine.end_weight_update()
-    assert (engine.model_info().state, engine.model_info().weight_version) == (EngineState.DIRTY, None)
+    assert (engine.model_info().state, engine.model_info().weight_version) == (
+        EngineState.DIRTY,
+        None,
+    )
     with pytest.raises(EngineStateError, match="complete weight sync"):
         engine.generate(requests(), PARAMS)
     sync(engine, reference_model(CONFIGS["qwen2-tied"], seed=5), version=3)
@@ -343,7 +399,10 @@ def test_a_closed_engine_is_dead(tied):
     engine.close()
     engine.close()
     assert engine.model_info().state is EngineState.DEAD
-    for call in (lambda: engine.generate(requests(), PARAMS), lambda: engine.begin_weight_update(1)):
+    for call in (
+        lambda: engine.generate(requests(), PARAMS),
+        lambda: engine.begin_weight_update(1),
+    ):
         with pytest.raises(EngineStateError, match="DEAD"):
             call()
 
@@ -396,16 +455,23 @@ def test_engines_are_found_by_name():
 
 
 def test_a_response_in_two_parts_is_the_response_at_one_go(pair):
-    """The noise belongs to the place in the response, so what is asked for later is drawn as if it had been at once."""
+    """The noise belongs to the place in the response, so what is asked for later is drawn as if it
+    had been at once."""
     engine, _ = pair
     wanted = requests(prompts=6, samples=2)
     whole = tokens_of(engine.generate(wanted, PARAMS))
     first = engine.generate([replace(r, max_new_tokens=5) for r in wanted], PARAMS)
     assert {len(r.output_ids) for r in first if r.finish_reason == "length"} == {5}
-    going_on = [(w, ids_of(r)) for w, r in zip(wanted, first, strict=True) if r.finish_reason == "length"]
+    going_on = [
+        (w, ids_of(r)) for w, r in zip(wanted, first, strict=True) if r.finish_reason == "length"
+    ]
     assert len(going_on) > 4
     rest = engine.generate(
-        [replace(w, input_ids=(*w.input_ids, *ids), start=5, max_new_tokens=11) for w, ids in going_on], PARAMS
+        [
+            replace(w, input_ids=(*w.input_ids, *ids), start=5, max_new_tokens=11)
+            for w, ids in going_on
+        ],
+        PARAMS,
     )
     for (request, ids), result in zip(going_on, rest, strict=True):
         assert ids + ids_of(result) == whole[request.rid]
@@ -422,7 +488,8 @@ def test_rows_with_limits_of_their_own_end_there_and_change_nobody(pair):
 
 
 def test_top_p_draws_from_the_fewest_tokens_that_reach_it():
-    """By hand: 0.5 and 0.3 reach 0.7 together, 0.5 alone does not; of equally likely tokens the lower id is in."""
+    """By hand: 0.5 and 0.3 reach 0.7 together, 0.5 alone does not; of equally likely tokens the
+    lower id is in."""
     logits = torch.tensor([[0.3, 0.5, 0.15, 0.05], [0.25, 0.25, 0.25, 0.25]]).log()
     noise = torch.linspace(0, 0.999, 200, dtype=torch.float64)
     for row, top_p, expected in (
@@ -437,7 +504,8 @@ def test_top_p_draws_from_the_fewest_tokens_that_reach_it():
         # log-probs are those of the whole distribution, which is what the trainer computes
         torch.testing.assert_close(log_probs, logits[row][tokens])
     tokens, _ = choose_tokens(logits[0].expand(200, 4), 1.0, noise, 0.7)
-    assert float((tokens == 1).double().mean()) == pytest.approx(0.5 / 0.8, abs=0.01)  # renormalised
+    # renormalised
+    assert float((tokens == 1).double().mean()) == pytest.approx(0.5 / 0.8, abs=0.01)
 
 
 def test_what_is_submitted_is_answered_once_and_forgotten_when_told(pair):

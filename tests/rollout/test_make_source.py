@@ -1,4 +1,5 @@
-"""Which groups and which source a configuration asks for, and what is refused before anything starts."""
+"""Which groups and which source a configuration asks for, and what is refused before anything
+starts."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ MASK = {"stale_tokens": "mask"}
 
 
 def config(algorithm: dict[str, Any] = PLAIN, **sections: dict[str, Any]) -> Config:
-    tree: dict[str, Any] = {"model": {"path": MODEL}, "batch": {"prompts": 8}, "rollout": {"max_new_tokens": 64}}
+    tree: dict[str, Any] = {
+        "model": {"path": MODEL},
+        "batch": {"prompts": 8},
+        "rollout": {"max_new_tokens": 64},
+    }
     for name, section in sections.items():
         tree[name] = {**tree.get(name, {}), **section}
     return Config.model_validate({**tree, "algorithm": algorithm})
@@ -34,20 +39,35 @@ def config(algorithm: dict[str, Any] = PLAIN, **sections: dict[str, Any]) -> Con
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"partial": CUT}, "partial.tokens: .* older than those a step trains, and nothing corrects the loss"),
-        ({"rollout": {"staleness": 2}}, "rollout.staleness: .* 2 steps old, and nothing corrects the loss"),
+        (
+            {"partial": CUT},
+            "partial.tokens: .* older than those a step trains, and nothing corrects the loss",
+        ),
+        (
+            {"rollout": {"staleness": 2}},
+            "rollout.staleness: .* 2 steps old, and nothing corrects the loss",
+        ),
         # those of age 1 still carry loss
         ({"partial": CUT, "rollout": {**MASK, "stale_from": 2}}, "nothing corrects the loss"),
         ({"rollout": {"staleness": 2, **MASK, "stale_from": 2}}, "nothing corrects the loss"),
         ({"rollout": {"stale_from": 2}}, "rollout.stale_from: no token is masked for its age"),
-        ({"partial": CUT, "rollout": {"staleness": 0}}, "partial.tokens: what is sampled ahead .* is not cut"),
+        (
+            {"partial": CUT, "rollout": {"staleness": 0}},
+            "partial.tokens: what is sampled ahead .* is not cut",
+        ),
         ({"partial": {"tokens": 64}}, "partial.tokens: no response of 64 tokens is cut after 64"),
-        ({"partial": {**CUT, "prompts": 7}}, "partial.prompts: a step takes 8 prompt groups, and 7 are under way"),
+        (
+            {"partial": {**CUT, "prompts": 7}},
+            "partial.prompts: a step takes 8 prompt groups, and 7 are under way",
+        ),
         (
             {"partial": {**CUT, "prompts": 9}, "batch": {"generate_prompts": 9}},
             "partial.prompts: with dynamic sampling batch.generate_prompts says",
         ),
-        ({"partial": CUT, "batch": {"generate_prompts": 7}}, "batch.generate_prompts: .* and 7 are under way"),
+        (
+            {"partial": CUT, "batch": {"generate_prompts": 7}},
+            "batch.generate_prompts: .* and 7 are under way",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(sections: dict[str, Any], message: str) -> None:
@@ -80,11 +100,18 @@ def test_what_may_be(algorithm: dict[str, Any], sections: dict[str, Any]) -> Non
         ({"partial": CUT, "batch": {"generate_prompts": 24, "max_rounds": 5}}, 24, 5),
     ],
 )
-def test_how_many_groups_are_under_way(sections: dict[str, Any], under_way: int, refills: int | None) -> None:
+def test_how_many_groups_are_under_way(
+    sections: dict[str, Any], under_way: int, refills: int | None
+) -> None:
     queue: Any = PromptQueue(None)  # type: ignore[arg-type]
     groups = make_groups(config(CORRECTED, **sections), queue)
     assert isinstance(groups, PartialGroups)
-    assert (groups._most, groups._groups, groups._tokens, groups._refills) == (under_way, 8, 16, refills)
+    assert (groups._most, groups._groups, groups._tokens, groups._refills) == (
+        under_way,
+        8,
+        16,
+        refills,
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,9 +125,13 @@ def test_how_many_groups_are_under_way(sections: dict[str, Any], under_way: int,
         ({"rollout": {"staleness": 2, **MASK}}, AsynchronousSource, Ages(2, 1)),
     ],
 )
-def test_what_is_done_about_older_tokens(sections: dict[str, Any], kind: type, ages: Ages | None) -> None:
+def test_what_is_done_about_older_tokens(
+    sections: dict[str, Any], kind: type, ages: Ages | None
+) -> None:
     nothing: Any = None
-    source = make_source(config(CORRECTED, **sections), nothing, nothing, nothing, nothing, nothing, nothing)
+    source = make_source(
+        config(CORRECTED, **sections), nothing, nothing, nothing, nothing, nothing, nothing
+    )
     source.close()
     assert isinstance(source, kind) and source._ages == ages
 

@@ -1,4 +1,5 @@
-"""The experts that an engine names reach the batch: of one turn, of two with something said in between, and after."""
+"""The experts that an engine names reach the batch: of one turn, of two with something said in
+between, and after."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ CONFIG = Config.model_validate({"model": {"path": str(MODEL)}, "rollout": {"max_
 
 
 class Naming(LocalEngine):
-    """Stands for a server that names experts: of one layer, one a token, and it is the number of tokens it was fed."""
+    """Stands for a server that names experts: of one layer, one a token, and it is the number of
+    tokens it was fed."""
 
     def collect(self, wait_s: float) -> list[GenerateResult]:
         return [self._named(result) for result in super().collect(wait_s)]
@@ -79,9 +81,12 @@ def made_by(environment: type[Environment]) -> tuple[Trajectory, list[int]]:
     return made, experts.flatten().tolist()
 
 
-@pytest.mark.parametrize(("environment", "said_last"), [(SingleTurn, 0), (CheckAgain, 0), (HasTheLastWord, 3)])
+@pytest.mark.parametrize(
+    ("environment", "said_last"), [(SingleTurn, 0), (CheckAgain, 0), (HasTheLastWord, 3)]
+)
 def test_the_last_turn_names_all_before_it(environment: type[Environment], said_last: int) -> None:
-    """The server was fed what was said in between with the second turn; what was said last it never saw."""
+    """The server was fed what was said in between with the second turn; what was said last it never
+    saw."""
     made, column = made_by(environment)
     tokens = len(made.prompt.token_ids) + len(made)
     fed = tokens - 1 - said_last

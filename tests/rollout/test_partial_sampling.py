@@ -1,4 +1,5 @@
-"""Partial rollouts: what a cut keeps and how it is continued, which groups a step takes, and how old its tokens are."""
+"""Partial rollouts: what a cut keeps and how it is continued, which groups a step takes, and how
+old its tokens are."""
 
 from __future__ import annotations
 
@@ -49,7 +50,10 @@ def publish(engine: LocalEngine, version: int) -> None:
 
 def prompts(count: int) -> list[Prompt]:
     texts = [f"{10 + 7 * i}+{99 - i}+{20 + i}=" for i in range(count)]
-    return [Prompt(40 + i, str(i), t, str(i), tuple(TOKENIZER(t).input_ids)) for i, t in enumerate(texts)]
+    return [
+        Prompt(40 + i, str(i), t, str(i), tuple(TOKENIZER(t).input_ids))
+        for i, t in enumerate(texts)
+    ]
 
 
 @pytest.mark.parametrize(("environment", "longest"), [(SingleTurn, 20), (CheckAgain, 24)])
@@ -75,7 +79,11 @@ def test_a_response_cut_over_steps_equals_the_uncut_one_under_frozen_weights(
     for one, other in zip(cut, whole, strict=True):
         assert one is not None
         assert torch.equal(one.tokens, other.tokens) and torch.equal(one.loss_mask, other.loss_mask)
-        assert (one.text, one.finish_reason, one.reward) == (other.text, other.finish_reason, other.reward)
+        assert (one.text, one.finish_reason, one.reward) == (
+            other.text,
+            other.finish_reason,
+            other.reward,
+        )
         # the prefix is computed at one go where it had been computed token by token
         torch.testing.assert_close(one.log_probs, other.log_probs, rtol=0, atol=1e-5)
         sampled = [version for version, n in one.versions for _ in range(n) if version >= 0]
@@ -84,14 +92,16 @@ def test_a_response_cut_over_steps_equals_the_uncut_one_under_frozen_weights(
 
 
 class Growing(Workers):
-    """Servers whose responses are known beforehand: token i of the response to a prompt is 3 + (cursor + i) % 50, and
-    the last one stops it.
+    """Servers whose responses are known beforehand: token i of the response to a prompt is 3 +
+    (cursor + i) % 50, and the last one stops it.
 
     length: of a response, by cursor and sample.
     version: of the weights they hold.
     """
 
-    def __init__(self, length: Any, capacity: int | None = 16, engines: int = 2, seed: int = 0) -> None:
+    def __init__(
+        self, length: Any, capacity: int | None = 16, engines: int = 2, seed: int = 0
+    ) -> None:
         self.length, self.version, self.asked = length, 0, 0
         self._capacity, self._engines, self._order = capacity, engines, random.Random(seed)
         self._pending: list[list[GenerateRequest]] = [[] for _ in range(engines)]
@@ -118,7 +128,9 @@ class Growing(Workers):
         self.asked += len(new)
         reason = "stop" if new[-1] == STOP else "length"
         ids = torch.tensor(new, dtype=torch.int32)
-        return GenerateResult(request.rid, ids, ids / -100, ((self.version, len(ids)),), reason, 2, text=str(new[0]))
+        return GenerateResult(
+            request.rid, ids, ids / -100, ((self.version, len(ids)),), reason, 2, text=str(new[0])
+        )
 
     def response(self, cursor: int, sample: int) -> list[int]:
         return [3 + (cursor + i) % 50 for i in range(self.length(cursor, sample) - 1)] + [STOP]
@@ -141,10 +153,14 @@ def rollouts(workers: Workers, verify: Any = judged) -> Rollouts:
     return Rollouts(EnginePool(workers), SingleTurn(CONFIG, TOKENIZER), verify)
 
 
-def step_of(groups: PartialGroups, workers: Growing, step: int, verify: Any = judged, longest: int = 24) -> Collected:
+def step_of(
+    groups: PartialGroups, workers: Growing, step: int, verify: Any = judged, longest: int = 24
+) -> Collected:
     workers.version = step - 1
     params = replace(PARAMS, step=step, max_new_tokens=longest)
-    return asyncio.run(groups.collect(rollouts(workers, verify), params, lambda *_: None, lambda: None))
+    return asyncio.run(
+        groups.collect(rollouts(workers, verify), params, lambda *_: None, lambda: None)
+    )
 
 
 def cursors(step: Collected, samples: int) -> list[int]:
@@ -162,7 +178,8 @@ def test_steps_worked_by_hand(capacity: int | None) -> None:
     workers = Growing(lambda cursor, sample: max(1, lengths[cursor] - sample), capacity)
     queue = PromptQueue(Numbered())
     groups = PartialGroups(queue, 2, 2, under_way=3, tokens=4)
-    one = step_of(groups, workers, 1)  # 1 after a round, 2 after the second, when 0 has eight tokens
+    # 1 after a round, 2 after the second, when 0 has eight tokens
+    one = step_of(groups, workers, 1)
     assert cursors(one, 2) == [1, 2]
     assert one.metrics == {
         "partial/rounds": 2,
@@ -173,7 +190,12 @@ def test_steps_worked_by_hand(capacity: int | None) -> None:
     assert queue.state() == {"cursor": 3}
     two = step_of(groups, workers, 2)  # 0 ends; 3 and 4 are begun and whole at once, and 4 waits
     assert cursors(two, 2) == [0, 3]
-    assert [t.versions for t in two.trajectories] == [((0, 8), (1, 1)), ((0, 8),), ((1, 2),), ((1, 1),)]
+    assert [t.versions for t in two.trajectories] == [
+        ((0, 8), (1, 1)),
+        ((0, 8),),
+        ((1, 2),),
+        ((1, 1),),
+    ]
     assert two.metrics["partial/continued"] == 1 / 4 and two.metrics["partial/kept_tokens"] == 2
     three = step_of(groups, workers, 3)  # 4 is older than 6, and 5 has four of its twelve tokens
     assert cursors(three, 2) == [4, 6]
@@ -186,9 +208,13 @@ def test_steps_worked_by_hand(capacity: int | None) -> None:
 
 @pytest.mark.parametrize("capacity", [None, 3])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_prompt_once_and_no_token_older_than_promised(seed: int, capacity: int | None) -> None:
+def test_every_prompt_once_and_no_token_older_than_promised(
+    seed: int, capacity: int | None
+) -> None:
     rng = random.Random(seed)
-    lengths = {(c, i): min(24, 1 + int(rng.lognormvariate(1.5, 1))) for c in range(300) for i in range(2)}
+    lengths = {
+        (c, i): min(24, 1 + int(rng.lognormvariate(1.5, 1))) for c in range(300) for i in range(2)
+    }
     tokens, most = rng.choice([3, 5, 8]), rng.choice([3, 5, 9])
     workers = Growing(lambda *which: lengths[which], capacity, engines=3, seed=seed)
     queue = PromptQueue(Numbered())
@@ -218,8 +244,8 @@ def test_every_prompt_once_and_no_token_older_than_promised(seed: int, capacity:
 
 
 def by_sample(answer_of: dict[int, list[float]]) -> Any:
-    """Judges by the prompt, whose answer is its cursor, and the first token, which is the same for all samples: so by
-    the order of verdicts within a prompt."""
+    """Judges by the prompt, whose answer is its cursor, and the first token, which is the same for
+    all samples: so by the order of verdicts within a prompt."""
 
     @contextlib.asynccontextmanager
     async def verify(answers: int):
@@ -233,14 +259,16 @@ def by_sample(answer_of: dict[int, list[float]]) -> Any:
 
 
 def test_groups_that_teach_nothing_are_dropped_and_others_begun_meanwhile() -> None:
-    """One group a step of two under way. Prompts 0 and 1 are always solved; 0 takes three rounds."""
+    """One group a step of two under way. Prompts 0 and 1 are always solved; 0 takes three
+    rounds."""
     flat, mixed = [1.0, 1.0], [1.0, 0.0]
     rewards = {0: flat, 1: flat, 2: flat, 3: mixed, 4: mixed}
     verify = by_sample({cursor: list(each) for cursor, each in rewards.items()})
     workers = Growing(lambda cursor, sample: 9 if cursor in (0, 3) else 2)
     queue = PromptQueue(Numbered())
     groups = PartialGroups(queue, 1, 2, under_way=2, tokens=4, refills=9)
-    one = step_of(groups, workers, 1, verify)  # 1 dropped, 2 begun and dropped, 3 begun; 0 dropped, 4 begun and whole
+    # 1 dropped, 2 begun and dropped, 3 begun; 0 dropped, 4 begun and whole
+    one = step_of(groups, workers, 1, verify)
     assert cursors(one, 2) == [4]
     assert one.metrics["sampling/rounds"] == 4 and one.metrics["sampling/filled_up"] == 0
     assert one.metrics["sampling/dropped"] == 3 / 4
@@ -263,12 +291,16 @@ def test_a_token_of_other_weights_than_the_newest_is_refused_where_it_is_sampled
     workers = Growing(lambda cursor, sample: 20)
     groups = PartialGroups(PromptQueue(Numbered()), 1, 2, under_way=1, tokens=4)
     workers.version = 1
-    with pytest.raises(WeightVersionError, match="trainer holds version 0, but the rollout was sampled by version 1"):
+    with pytest.raises(
+        WeightVersionError,
+        match="trainer holds version 0, but the rollout was sampled by version 1",
+    ):
         asyncio.run(groups.collect(rollouts(workers), PARAMS, lambda *_: None, lambda: None))
 
 
 def test_a_response_that_ends_for_want_of_context_is_whole() -> None:
-    """An engine that gives fewer tokens than it was asked for, and says nothing but "length", gives no more."""
+    """An engine that gives fewer tokens than it was asked for, and says nothing but "length", gives
+    no more."""
 
     class Short(Growing):
         def _answer(self, request: GenerateRequest) -> GenerateResult:
@@ -314,7 +346,9 @@ class Forgetful(Fickle):
 
 
 @pytest.mark.parametrize("environment", [Fickle, Forgetful])
-def test_an_environment_that_does_not_say_the_same_again_is_refused(environment: type[Fickle]) -> None:
+def test_an_environment_that_does_not_say_the_same_again_is_refused(
+    environment: type[Fickle],
+) -> None:
     Fickle.runs = 0
     engine = LocalEngine(str(MODEL))
     publish(engine, 0)
@@ -329,22 +363,39 @@ def test_an_environment_that_does_not_say_the_same_again_is_refused(environment:
 def test_what_is_kept_comes_back_bit_for_bit() -> None:
     def same(one: Any, other: Any) -> bool:
         if isinstance(one, torch.Tensor):
-            return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+            return one.dtype == other.dtype and torch.equal(
+                one.view(torch.uint8), other.view(torch.uint8)
+            )
         return one == other
 
     prompt = Prompt(7, "p-7", "2 + 2 = ?", "vier — 4", (5, 6), "sum")
     log_probs = torch.tensor([-0.1, -1e-30, 0.0, -17.25])
     experts = torch.arange(2 * 3 * 2, dtype=torch.uint8).view(2, 3, 2)
     done = sampled_trajectory(prompt, 0, [4, 9], [-0.5, -0.25], version=2)
-    done.loss_mask, done.text, done.reward, done.reward_status = torch.tensor([True, False]), "ünï\n", None, "timeout"
+    done.loss_mask, done.text, done.reward, done.reward_status = (
+        torch.tensor([True, False]),
+        "ünï\n",
+        None,
+        "timeout",
+    )
     done.finish_reason, done.answer_at, done.experts = "length", 3, experts[:1]
     cut = UnderWay(prompt, 1, 3, context="abc", replica=1)
     cut.answers = [
-        Answer(torch.tensor([3, 2**31 - 1], dtype=torch.int32), log_probs[:2], ((1, 2),), "stop", "x", experts),
+        Answer(
+            torch.tensor([3, 2**31 - 1], dtype=torch.int32),
+            log_probs[:2],
+            ((1, 2),),
+            "stop",
+            "x",
+            experts,
+        ),
         Answer(torch.tensor([8, 9], dtype=torch.int32), log_probs[2:], ((1, 1), (2, 1))),
     ]
     silent = UnderWay(
-        replace(prompt, cursor=8), 1, 4, trajectory=sampled_trajectory(replace(prompt, cursor=8), 1, [], [])
+        replace(prompt, cursor=8),
+        1,
+        4,
+        trajectory=sampled_trajectory(replace(prompt, cursor=8), 1, [], []),
     )
     groups: list[Any] = [
         [UnderWay(prompt, 0, 2, trajectory=done), cut],
@@ -352,7 +403,10 @@ def test_what_is_kept_comes_back_bit_for_bit() -> None:
     ]
     data = to_bytes(groups)
     back = from_bytes(data)
-    assert [[each.prompt for each in group] for group in back] == [[prompt] * 2, [replace(prompt, cursor=8)] * 2]
+    assert [[each.prompt for each in group] for group in back] == [
+        [prompt] * 2,
+        [replace(prompt, cursor=8)] * 2,
+    ]
     (finished, continued), (begun, nothing) = back
     assert nothing.trajectory is not None and len(nothing.trajectory) == 0
     assert finished.trajectory is not None
@@ -370,5 +424,15 @@ def test_what_is_kept_comes_back_bit_for_bit() -> None:
 
 
 def test_runs_of_versions_are_joined() -> None:
-    runs: Sequence[Any] = [(((1, 2),), ((1, 3), (2, 1))), (((1, 2),), ((2, 3),)), ((), ((4, 1),)), (((4, 1),), ())]
-    assert [joined(*each) for each in runs] == [((1, 5), (2, 1)), ((1, 2), (2, 3)), ((4, 1),), ((4, 1),)]
+    runs: Sequence[Any] = [
+        (((1, 2),), ((1, 3), (2, 1))),
+        (((1, 2),), ((2, 3),)),
+        ((), ((4, 1),)),
+        (((4, 1),), ()),
+    ]
+    assert [joined(*each) for each in runs] == [
+        ((1, 5), (2, 1)),
+        ((1, 2), (2, 3)),
+        ((4, 1),),
+        ((4, 1),),
+    ]

@@ -1,4 +1,5 @@
-"""Recorded exchanges of the unit tests are what a server says: they are recorded anew, and compared."""
+"""Recorded exchanges of the unit tests are what a server says: they are recorded anew, and
+compared."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ pytestmark = [
     pytest.mark.skipif(servers.MISSING is not None, reason=str(servers.MISSING)),
 ]
 
-# of another length in every recording: how far a response is when it is aborted, or when weights are swapped
+# of another length in every recording: how far a response is when it is aborted, or when weights
+# are swapped
 CUT = {"abort", "two versions"}
 
 
@@ -32,9 +34,12 @@ def test_a_server_says_what_was_recorded() -> None:
     recorded = json.loads(OUT.read_text())
     again = json.loads(json.dumps(record_all()))
     assert again["sampling_fields"] == recorded["sampling_fields"]
-    assert again["answers"]["/server_info"] == recorded["answers"]["/server_info"], "another release, or other flags"
+    assert again["answers"]["/server_info"] == recorded["answers"]["/server_info"], (
+        "another release, or other flags"
+    )
     assert shape(again["answers"]) == shape(recorded["answers"])
-    assert again["answers"]["/weights_checker"] == recorded["answers"]["/weights_checker"]  # the same weights
+    # the same weights
+    assert again["answers"]["/weights_checker"] == recorded["answers"]["/weights_checker"]
     assert again["generate"].keys() == recorded["generate"].keys()
     for name, exchange in recorded["generate"].items():
         new = again["generate"][name]
@@ -44,8 +49,13 @@ def test_a_server_says_what_was_recorded() -> None:
         assert new["answer"]["meta_info"]["finish_reason"] == reason, name
         if name not in CUT:
             assert new["answer"]["output_ids"] == exchange["answer"]["output_ids"], name
-            assert log_probs(new["answer"], "output") == alike(log_probs(exchange["answer"], "output"))
-    versions = [each["version"] for each in again["generate"]["two versions"]["answer"]["meta_info"]["weight_versions"]]
+            assert log_probs(new["answer"], "output") == alike(
+                log_probs(exchange["answer"], "output")
+            )
+    versions = [
+        each["version"]
+        for each in again["generate"]["two versions"]["answer"]["meta_info"]["weight_versions"]
+    ]
     assert versions == ["2", "3"]
     assert again["score"]["body"] == recorded["score"]["body"]
     assert shape(again["score"]["answer"]) == shape(recorded["score"]["answer"])
@@ -54,8 +64,8 @@ def test_a_server_says_what_was_recorded() -> None:
 
 
 def alike(recorded: list[float]) -> Any:
-    """These log-probs to 1e-5 nats, or to a few units of float32 where that is more: one of a token that is impossible
-    is about -960, where two machines differ by 1e-4."""
+    """These log-probs to 1e-5 nats, or to a few units of float32 where that is more: one of a token
+    that is impossible is about -960, where two machines differ by 1e-4."""
     return pytest.approx(recorded, abs=1e-5, rel=5e-7)
 
 

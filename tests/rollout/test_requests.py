@@ -1,4 +1,5 @@
-"""Requests that are lost: real sockets that fail, in front of fake servers, and the bookkeeping by itself."""
+"""Requests that are lost: real sockets that fail, in front of fake servers, and the bookkeeping by
+itself."""
 
 from __future__ import annotations
 
@@ -61,7 +62,11 @@ def engines(
         for url in urls:
             client = SGLangClient(url, "key", 60.0, response_s=response_s, router=router)
             loop = asyncio.new_event_loop()
-            made.append(SGLangEngine(client, TensorSync([client]), MODEL, "float32", capacity, loop, probe_s=probe_s))
+            made.append(
+                SGLangEngine(
+                    client, TensorSync([client]), MODEL, "float32", capacity, loop, probe_s=probe_s
+                )
+            )
             stack.callback(made[-1].close)
             sync(made[-1], VERSION)
         yield made
@@ -75,7 +80,10 @@ def servers(*faults: Faults | None) -> tuple[list[FakeServer], list[Handler]]:
 
 
 def rolled_out(
-    made: Sequence[SGLangEngine], rule: RequestRule = RULE, prompts: Sequence[Prompt] = PROMPTS, samples: int = SAMPLES
+    made: Sequence[SGLangEngine],
+    rule: RequestRule = RULE,
+    prompts: Sequence[Prompt] = PROMPTS,
+    samples: int = SAMPLES,
 ) -> tuple[list[Any], Counter[str]]:
     """The trajectories of the prompts, and what became of requests."""
     pool = EnginePool(Replicas(made), rule=rule)
@@ -84,11 +92,14 @@ def rolled_out(
 
 
 def require_right(found: Sequence[Any]) -> None:
-    """Every sample of every prompt once, each with the answer to its own prompt, of the newest weights."""
+    """Every sample of every prompt once, each with the answer to its own prompt, of the newest
+    weights."""
     assert [(t.prompt.cursor, t.sample_index) for t in found] == [
         (p.cursor, i) for p in PROMPTS for i in range(SAMPLES)
     ]
-    assert [t.tokens.tolist() for t in found] == [[p.token_ids[-1], STOP] for p in PROMPTS for _ in range(SAMPLES)]
+    assert [t.tokens.tolist() for t in found] == [
+        [p.token_ids[-1], STOP] for p in PROMPTS for _ in range(SAMPLES)
+    ]
     check_versions(found, VERSION)
 
 
@@ -98,12 +109,18 @@ def test_a_rollout_survives_requests_that_are_lost(kind: str, replicas: int) -> 
     """One in five, of one replica; with another beside it, that one is asked next."""
     faults = Faults(kind, every=5 if kind != "late" else 15)
     _, handlers = servers(faults, *[None] * (replicas - 1))
-    with listening(*handlers) as urls, engines(urls, response_s=60.0 if kind != "late" else 1.5) as made:
+    with (
+        listening(*handlers) as urls,
+        engines(urls, response_s=60.0 if kind != "late" else 1.5) as made,
+    ):
         found, counts = rolled_out(made)
     require_right(found)
     assert faults.planted > 0
     if kind == "late":  # another may be late on a machine as busy as this
-        assert counts["rollout/retried"] >= faults.planted and counts["rollout/retried_late"] >= faults.planted
+        assert (
+            counts["rollout/retried"] >= faults.planted
+            and counts["rollout/retried_late"] >= faults.planted
+        )
     else:
         assert (counts["rollout/retried"], counts["rollout/retried_late"]) == (faults.planted, 0)
 
@@ -121,7 +138,9 @@ def test_a_replica_that_answers_nothing_loses_what_it_has_room_for_to_the_other(
 def test_attempts_are_bounded_and_each_is_named(kind: str) -> None:
     _, handlers = servers(Faults(kind), Faults(kind))
     with listening(*handlers) as urls, engines(urls) as made:
-        with pytest.raises(RequestLostError, match="asked for 3 times and did not come: attempt 1") as lost:
+        with pytest.raises(
+            RequestLostError, match="asked for 3 times and did not come: attempt 1"
+        ) as lost:
             rolled_out(made, RequestRule(attempts=3, back_off_s=0.01), PROMPTS[:1], 1)
         assert all(url in str(lost.value) for url in urls)  # the second attempt was the other's
         assert ("refused (500): for now" in str(lost.value)) == (kind == "500")
@@ -134,7 +153,8 @@ def test_what_the_server_refuses_for_good_is_not_asked_again() -> None:
             fake.broken, fake.calls = {"/generate"}, []
         with pytest.raises(SGLangError, match="/generate is broken"):
             rolled_out(made)
-        assert sum(fake.calls.count("/generate") for fake in fakes) <= 4  # what was under way at first
+        # what was under way at first
+        assert sum(fake.calls.count("/generate") for fake in fakes) <= 4
 
 
 def test_a_rollout_has_a_limit_of_its_own() -> None:
@@ -143,13 +163,16 @@ def test_a_rollout_has_a_limit_of_its_own() -> None:
         listening(*handlers) as urls,
         engines(urls) as made,
         pytest.raises(
-            RolloutLateError, match=r"0 of 20 trajectories were made in 0\.3 s, and 2 requests are under way"
+            RolloutLateError,
+            match=r"0 of 20 trajectories were made in 0\.3 s, and 2 requests are under way",
         ),
     ):
         rolled_out(made, RequestRule(rollout_s=0.3))
 
 
-def test_a_server_that_hangs_does_not_hold_up_who_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_hangs_does_not_hold_up_who_leaves_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The last call to a server has its own limit, and is not waited for as long as any call."""
     monkeypatch.setattr("megatron_stare.rollout.engines.sglang.server_engine.ABORT_S", 0.2)
     _, handlers = servers(Faults("hung"))
@@ -180,8 +203,13 @@ def test_a_router_is_asked_for_responses_and_for_nothing_else() -> None:
         with engines(urls, router=router) as made:
             before = [fake.calls.count("/generate") for fake in fakes]
             found, _ = rolled_out(made)
-            asked = [fake.calls.count("/generate") - count for fake, count in zip(fakes, before, strict=True)]
-            assert [engine.prompt_log_probs([(3, 4, 5)]) for engine in made] == [[[-0.25, -0.25]]] * 2
+            asked = [
+                fake.calls.count("/generate") - count
+                for fake, count in zip(fakes, before, strict=True)
+            ]
+            assert [engine.prompt_log_probs([(3, 4, 5)]) for engine in made] == [
+                [[-0.25, -0.25]]
+            ] * 2
         require_right(found)
         assert asked == [10, 10]  # which engine was asked had no say
         assert seen == ["/generate"] * 20
@@ -190,7 +218,11 @@ def test_a_router_is_asked_for_responses_and_for_nothing_else() -> None:
 def test_tokens_that_come_through_a_router_are_held_against_their_versions() -> None:
     """One of the servers behind it is another run's, or was not synced."""
     fakes, handlers = servers(None, None)
-    with listening(*handlers) as urls, listening(routing(urls, [])) as (router,), engines(urls, router=router) as made:
+    with (
+        listening(*handlers) as urls,
+        listening(routing(urls, [])) as (router,),
+        engines(urls, router=router) as made,
+    ):
         fakes[1].version = str(VERSION - 1)
         found, _ = rolled_out(made)
         with pytest.raises(WeightVersionError, match="version 6: 20 tokens, version 7: 20 tokens"):
@@ -202,7 +234,11 @@ def test_tokens_that_come_through_a_router_are_held_against_their_versions() -> 
 
 def test_a_router_that_loses_requests_is_asked_again() -> None:
     _, handlers = servers(Faults("500", every=3), Faults("reset", every=4))
-    with listening(*handlers) as urls, listening(routing(urls, [])) as (router,), engines(urls, router=router) as made:
+    with (
+        listening(*handlers) as urls,
+        listening(routing(urls, [])) as (router,),
+        engines(urls, router=router) as made,
+    ):
         found, counts = rolled_out(made)
     require_right(found)
     assert counts["rollout/retried"] > 0
@@ -212,11 +248,18 @@ class Told:
     """Retries of requests and health of the two replicas that lose them, without a pool."""
 
     def __init__(self, attempts: int = 3) -> None:
-        self.retries, self.health = Retries(RequestRule(attempts)), FleetHealth(2, RestartRule(), back_off_s=1.0)
+        self.retries, self.health = (
+            Retries(RequestRule(attempts)),
+            FleetHealth(2, RestartRule(), back_off_s=1.0),
+        )
         for replica in range(2):
             self.health.came_up(replica)
             self.health.synced(replica, VERSION, True)
-        self.give, self.room, self.metrics = self.retries.give, self.health.room, self.retries.metrics
+        self.give, self.room, self.metrics = (
+            self.retries.give,
+            self.health.room,
+            self.retries.metrics,
+        )
 
     def choose(self, rid: str, rooms: Sequence[int | None], now: float) -> int | None:
         return self.retries.choose(rid, rooms, self.health.avoided(now), self.health.suspected())
@@ -238,10 +281,15 @@ def test_another_replica_is_asked_though_the_first_has_more_room() -> None:
     assert told.choose("a", [5, 2], 0.0) == 0
     told.give("a", 0, 0.0)
     assert told.lost(LostRequest("a", "cut"), 0, 0.1) == 1.1  # open again
-    assert told.room(0, 8, 0, 1.0) == 0 and told.room(0, 8, 0, 1.1) == 1 and told.room(0, 8, 1, 1.1) == 0
+    assert (
+        told.room(0, 8, 0, 1.0) == 0
+        and told.room(0, 8, 0, 1.1) == 1
+        and told.room(0, 8, 1, 1.1) == 0
+    )
     assert told.choose("a", [1, 1], 2.0) == 1
     assert told.choose("a", [9, 0], 2.0) is None  # it waits for the other
-    assert told.choose("b", [1, 9], 2.0) == 0  # which another request has no reason to, and so is the test
+    # which another request has no reason to, and so is the test
+    assert told.choose("b", [1, 9], 2.0) == 0
     assert told.choose("b", [0, 9], 2.0) == 1  # while that is under way, the other
     told.give("a", 1, 2.0)
     told.lost(LostRequest("a", "cut"), 1, 2.1)

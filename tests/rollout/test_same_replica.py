@@ -1,4 +1,5 @@
-"""The turns of a trajectory go to the replica that had the ones before, which holds their keys and values."""
+"""The turns of a trajectory go to the replica that had the ones before, which holds their keys and
+values."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ from megatron_stare.config.schema import Config
 from megatron_stare.environments.environment import Environment, Response
 from megatron_stare.process.workers import Workers
 from megatron_stare.records.batch import Prompt, SamplingParams
-from megatron_stare.rollout.engines.engine import GenerateRequest, GenerateResult, LostRequest, ModelInfo
+from megatron_stare.rollout.engines.engine import (
+    GenerateRequest,
+    GenerateResult,
+    LostRequest,
+    ModelInfo,
+)
 from megatron_stare.rollout.engines.state import EngineState
 from megatron_stare.rollout.fleet.dispatch import Dispatch, Serving
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
@@ -36,11 +42,14 @@ TURNS = 4
 def answer(request: GenerateRequest) -> GenerateResult:
     """Answers with as many tokens as were asked for."""
     n = request.max_new_tokens or 1
-    return GenerateResult(request.rid, torch.full((n,), 5, dtype=torch.int32), torch.zeros(n), ((0, n),), "length", 2)
+    return GenerateResult(
+        request.rid, torch.full((n,), 5, dtype=torch.int32), torch.zeros(n), ((0, n),), "length", 2
+    )
 
 
 class Servers(Workers):
-    """They answer in an order, and after a number of turns of the event loop, that are drawn from a seed."""
+    """They answer in an order, and after a number of turns of the event loop, that are drawn from a
+    seed."""
 
     def __init__(self, replicas: int, capacity: int, seed: int) -> None:
         self._capacity, self._order = capacity, random.Random(seed)
@@ -104,7 +113,9 @@ def test_the_turns_of_a_trajectory_stay_where_the_first_was(capacity: int, seed:
     prompts = [Prompt(cursor, str(cursor), "", "", (7, 8)) for cursor in range(15)]
     made = Rollouts(EnginePool(servers), Turns(CONFIG, TOKENIZER), judged).make(prompts, 2, PARAMS)
     assert len(made) == 30
-    assert all(len(replicas) == TURNS and len(set(replicas)) == 1 for replicas in servers.had.values())
+    assert all(
+        len(replicas) == TURNS and len(set(replicas)) == 1 for replicas in servers.had.values()
+    )
     assert {replicas[0] for replicas in servers.had.values()} == {0, 1, 2}
     assert servers.most_open <= 3 * capacity  # what is begun comes before what is not
 
@@ -119,7 +130,9 @@ def test_a_response_that_was_cut_is_continued_where_it_was() -> None:
         random.Random(4).shuffle(left)
         asyncio.run(made.carry_on(left, PARAMS, tokens=2))
     assert all(response.trajectory is not None for response in responses)
-    assert all(len(replicas) == TURNS and len(set(replicas)) == 1 for replicas in servers.had.values())
+    assert all(
+        len(replicas) == TURNS and len(set(replicas)) == 1 for replicas in servers.had.values()
+    )
 
 
 class Held(Workers):
@@ -169,7 +182,9 @@ class Scene:
         await settle()
 
     async def answer(self, replica: int, rid: str, lost: bool = False) -> None:
-        await self.servers.answers[replica].put([LostRequest(rid, "cut") if lost else answer(self.requests[rid])])
+        await self.servers.answers[replica].put(
+            [LostRequest(rid, "cut") if lost else answer(self.requests[rid])]
+        )
         await settle()
 
     @property
@@ -221,7 +236,8 @@ def test_one_whose_replica_is_full_lets_others_have_the_rest() -> None:
             await it.ask("continues", replica=0)
             await it.ask("begins")
             await it.answer(1, "b")
-            assert it.where == {"a": 0, "begins": 1}  # it had come later, and waits for no replica of its own
+            # it had come later, and waits for no replica of its own
+            assert it.where == {"a": 0, "begins": 1}
             await it.ask("begins too")
             await it.answer(0, "a")
             assert it.where == {"continues": 0, "begins": 1}  # in front of what is begun
@@ -248,7 +264,8 @@ def test_a_replica_that_lost_a_request_is_not_waited_for() -> None:
             await it.ask("b", replica=1)
             await it.ask("c", replica=1)
             await it.ask("continues", replica=0)
-            await it.answer(0, "a", lost=lost)  # which is asked of the other, whose two places are taken
+            # which is asked of the other, whose two places are taken
+            await it.answer(0, "a", lost=lost)
             await it.ask("more", replica=0)
             await it.ask("begins")
             await it.answer(1, "b")

@@ -29,7 +29,8 @@ def test_the_hash_is_the_documented_one():
     keys = row_keys(7, 3, [0, 5, -2], [1, 0, 4])
     want = [splitmix_reference(7, 3, c, s, 11) for c, s in [(0, 1), (5, 0), (-2, 4)]]
     assert uniforms(keys, 11).tolist() == [(w >> 11) * 2.0**-53 for w in want]
-    assert splitmix_reference(0) == 0xE220A8397B1DCDAF  # first output of the published splitmix64 seeded with 0
+    # first output of the published splitmix64 seeded with 0
+    assert splitmix_reference(0) == 0xE220A8397B1DCDAF
 
 
 @pytest.mark.parametrize("walk", ["position", "sample", "cursor", "step", "seed"])
@@ -42,7 +43,9 @@ def test_uniform_along_every_component(walk):
         cursors, samples = (zeros, ramp) if walk == "sample" else (ramp, zeros)
         u = uniforms(row_keys(1, 1, cursors, samples), 0).numpy()
     else:
-        keys = [row_keys(i, 1, [1], [1]) if walk == "seed" else row_keys(1, i, [1], [1]) for i in ramp]
+        keys = [
+            row_keys(i, 1, [1], [1]) if walk == "seed" else row_keys(1, i, [1], [1]) for i in ramp
+        ]
         u = uniforms(np.concatenate(keys), 0).numpy()
     assert u.min() >= 0
     assert u.max() < 1
@@ -52,7 +55,9 @@ def test_uniform_along_every_component(walk):
 
 
 def test_keys_that_differ_anywhere_draw_differently():
-    grid = list(itertools.product((0, 1, 2, 2**31 - 1), (0, 1, 2), (-1, 0, 1, 2**40), (0, 1, 2), (0, 1, 2)))
+    grid = list(
+        itertools.product((0, 1, 2, 2**31 - 1), (0, 1, 2), (-1, 0, 1, 2**40), (0, 1, 2), (0, 1, 2))
+    )
     drawn = [uniforms(row_keys(seed, step, [c], [s]), p).item() for seed, step, c, s, p in grid]
     assert len(set(drawn)) == len(grid)
 
@@ -69,7 +74,9 @@ def test_a_draw_does_not_depend_on_its_neighbours():
     assert torch.equal(moved_log_probs, log_probs[order])
     for i in range(5):
         alone, _ = choose_tokens(
-            logits[i : i + 1], 0.7, uniforms(row_keys(3, 8, cursors[i : i + 1], samples[i : i + 1]), 6)
+            logits[i : i + 1],
+            0.7,
+            uniforms(row_keys(3, 8, cursors[i : i + 1], samples[i : i + 1]), 6),
         )
         assert alone.item() == tokens[i].item()
 
@@ -91,7 +98,9 @@ def test_draws_follow_the_scaled_distribution(temperature):
 def test_tokens_of_probability_zero_are_never_drawn(u, token):
     """Also at the very ends of the noise, where the impossible tokens sit here."""
     inf = float("inf")
-    logits = torch.tensor([[-inf, -inf, 0.0, -inf, 1.0, -inf], [-inf, -800.0, 0.0, -inf, 0.1, -800.0]])
+    logits = torch.tensor(
+        [[-inf, -inf, 0.0, -inf, 1.0, -inf], [-inf, -800.0, 0.0, -inf, 0.1, -800.0]]
+    )
     tokens, _ = choose_tokens(logits, 1.0, torch.full((2,), u, dtype=torch.float64))
     assert tokens.tolist() == [token, token]
 
@@ -99,7 +108,9 @@ def test_tokens_of_probability_zero_are_never_drawn(u, token):
 def test_no_rounding_of_the_total_leaves_the_vocabulary():
     logits = torch.randn(500, 1000, generator=torch.Generator().manual_seed(1)) * 3
     logits[:, -5:] = float("-inf")
-    tokens, log_probs = choose_tokens(logits, 1.0, torch.full((500,), 1 - 2.0**-53, dtype=torch.float64))
+    tokens, log_probs = choose_tokens(
+        logits, 1.0, torch.full((500,), 1 - 2.0**-53, dtype=torch.float64)
+    )
     assert tokens.max() < 995
     assert log_probs.isfinite().all()
 

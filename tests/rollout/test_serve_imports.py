@@ -1,7 +1,8 @@
-"""SGLang imports torchvision, whose library defines operators that a CPU wheel lacks: a server starts with either.
+"""SGLang imports torchvision, whose library defines operators that a CPU wheel lacks: a server
+starts with either.
 
-Stand-ins for torchvision's package do what its wheels do at import; the real CPU wheel is imported by every test with a
-real server.
+Stand-ins for torchvision's package do what its wheels do at import; the real CPU wheel is imported
+by every test with a real server.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ def test_torchvision_imports_after_the_server_s_module(tmp_path: Path, package: 
     )
     paths = f"{tmp_path}:{ROOT}"
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**environment(), "PYTHONPATH": paths}, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        env={**environment(), "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stdout.strip()) == (0, "torchvision.nms.default"), done.stderr

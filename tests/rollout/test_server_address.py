@@ -55,7 +55,9 @@ def test_a_part_on_another_node_listens_on_that_node_s_address(tmp_path: Path) -
     assert part._options.host == OWN  # type: ignore[attr-defined]
 
 
-def test_an_address_that_the_node_does_not_have_is_refused_with_those_it_has(tmp_path: Path) -> None:
+def test_an_address_that_the_node_does_not_have_is_refused_with_those_it_has(
+    tmp_path: Path,
+) -> None:
     """Before the server is started; its worker says so, who alone knows where it is."""
     with pytest.raises(ConfigError, match=r"has no address 203\.0\.113\.7 to listen on") as error:
         make_replica(config(stand_in(tmp_path), host="203.0.113.7"), 0, Site())
@@ -68,8 +70,14 @@ def test_an_address_that_the_node_does_not_have_is_refused_with_those_it_has(tmp
     [
         ({"host": "node7"}, "'node7' is no IPv4 address"),
         ({"host": "::1"}, "'::1' is no IPv4 address"),
-        ({"host": "10.0.0.7", "tensor_parallel": 2, "nodes": 2}, "10.0.0.7 is an address that one node alone can have"),
-        ({"host": "127.0.0.1", "tensor_parallel": 2, "nodes": 2}, "127.0.0.1 is an address that other nodes do not"),
+        (
+            {"host": "10.0.0.7", "tensor_parallel": 2, "nodes": 2},
+            "10.0.0.7 is an address that one node alone can have",
+        ),
+        (
+            {"host": "127.0.0.1", "tensor_parallel": 2, "nodes": 2},
+            "127.0.0.1 is an address that other nodes do not",
+        ),
     ],
 )
 def test_an_address_that_cannot_be_that_of_all_servers_is_refused(
@@ -84,11 +92,17 @@ def test_a_cluster_s_servers_have_their_node_s_address_and_a_run_s_own_ray_loopb
     ray = pytest.importorskip("megatron_stare.cluster.ray")
 
     def told(**runtime: object) -> str:
-        return ray.server_address(servers.config().model_copy(update={"runtime": RuntimeConfig(**runtime)}))
+        return ray.server_address(
+            servers.config().model_copy(update={"runtime": RuntimeConfig(**runtime)})
+        )
 
     joined = {"ray_address": "10.0.0.1:6379"}
     assert told(interface="lo") == told(interface="lo", **joined) == "127.0.0.1"
-    elsewhere = [name for name, found in psutil.net_if_addrs().items() if name != "lo" and found[0].family == 2]
+    elsewhere = [
+        name
+        for name, found in psutil.net_if_addrs().items()
+        if name != "lo" and found[0].family == 2
+    ]
     for name in elsewhere[:1]:
         assert told(interface=name, **joined) != "127.0.0.1" and told(interface=name) == "127.0.0.1"
     with pytest.raises(ConfigError, match="no network interface 'eth99'"):

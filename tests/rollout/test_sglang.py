@@ -1,4 +1,5 @@
-"""The engine on real SGLang servers: what it samples, what weight updates prove, and what is left behind."""
+"""The engine on real SGLang servers: what it samples, what weight updates prove, and what is left
+behind."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync
 from megatron_stare.rollout.engines.sglang.update import WeightUpdate
 from megatron_stare.rollout.engines.state import EngineState, EngineStateError
 
-pytestmark = [pytest.mark.sglang, pytest.mark.skipif(servers.MISSING is not None, reason=str(servers.MISSING))]
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.skipif(servers.MISSING is not None, reason=str(servers.MISSING)),
+]
 
 SHAPE = read_shape(servers.MODEL)
 STOP = 1
@@ -59,7 +63,10 @@ def ids_of(result):
 
 
 def requests(count, prompt=(3, 14, 4, 14, 5, 15)):
-    return [GenerateRequest(f"{i}:0", prompt[: 2 + i % 5], prompt_cursor=i, sample_index=0) for i in range(count)]
+    return [
+        GenerateRequest(f"{i}:0", prompt[: 2 + i % 5], prompt_cursor=i, sample_index=0)
+        for i in range(count)
+    ]
 
 
 def test_log_probs_are_those_of_transformers(engine):
@@ -72,7 +79,9 @@ def test_log_probs_are_those_of_transformers(engine):
         ids = torch.tensor([[*request.input_ids, *ids_of(result)]])
         with torch.no_grad():
             logits = model(ids).logits[0, len(request.input_ids) - 1 : -1] / PARAMS.temperature
-        want = torch.log_softmax(logits, -1).gather(-1, ids[0, len(request.input_ids) :, None])[:, 0]
+        want = torch.log_softmax(logits, -1).gather(-1, ids[0, len(request.input_ids) :, None])[
+            :, 0
+        ]
         worst = max(worst, float((want - result.output_log_probs).abs().max()))
         assert result.versions == ((3, len(result.output_ids)),)
         assert (result.finish_reason == "stop") == (ids_of(result)[-1] == STOP)
@@ -93,20 +102,28 @@ def assert_log_probs_are_those_of(model, engine):
         ids = torch.tensor([tokens])
         with torch.no_grad():
             log_probs = torch.log_softmax(model(ids).logits[0, :-1], -1)
-        torch.testing.assert_close(torch.tensor(found), log_probs.gather(-1, ids[0, 1:, None])[:, 0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(found), log_probs.gather(-1, ids[0, 1:, None])[:, 0], atol=1e-5, rtol=0
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "deepseek_v3_short"])  # it wants YaRN on CPUs
+# it wants YaRN on CPUs
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "deepseek_v3_short"])
 def test_models_of_every_family_arrive_whole(tmp_path, family):
-    """Every tensor compared by SGLang's name and checksum, then what it computes, but for latent attention, which its
-    attention for CPUs lacks."""
-    widths = {"intermediate_size": 64} | ({"moe_intermediate_size": 32} if family in MIXTURES else {})
-    if family == "deepseek_v3":  # with a latent as wide as a head the server answers, if not rightly, and so starts
+    """Every tensor compared by SGLang's name and checksum, then what it computes, but for latent
+    attention, which its attention for CPUs lacks."""
+    widths = {"intermediate_size": 64} | (
+        {"moe_intermediate_size": 32} if family in MIXTURES else {}
+    )
+    # with a latent as wide as a head the server answers, if not rightly, and so starts
+    if family == "deepseek_v3":
         widths |= {"kv_lora_rank": 8, "v_head_dim": 8}
     model = save_model(tmp_path, family, **widths)
     with servers.running(tmp_path) as engine:
-        servers.sync(engine, 1, servers.weights(tmp_path), count=1 if family == "deepseek_v3" else 3)
+        servers.sync(
+            engine, 1, servers.weights(tmp_path), count=1 if family == "deepseek_v3" else 3
+        )
         assert engine.model_info().state is EngineState.HEALTHY
         if not family.startswith("deepseek"):
             assert_log_probs_are_those_of(model, engine)
@@ -115,21 +132,37 @@ def test_models_of_every_family_arrive_whole(tmp_path, family):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in MIXTURES if not name.startswith("deepseek")])
 def test_a_server_names_the_experts_of_every_token_but_the_last(tmp_path, family):
-    """Experts are those that transformers sends the same tokens to. This holds too where the prompt is in the server's
-    cache, and where the request continues another's response."""
-    model = save_model(tmp_path, family, intermediate_size=64, moe_intermediate_size=32, max_position_embeddings=128)
+    """Experts are those that transformers sends the same tokens to. This holds too where the prompt
+    is in the server's cache, and where the request continues another's response."""
+    model = save_model(
+        tmp_path,
+        family,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        max_position_embeddings=128,
+    )
     asked = replace(PARAMS, return_experts=True)
     with servers.running(tmp_path, routing_replay=True) as engine:
         servers.sync(engine, 1, servers.weights(tmp_path))
-        first, second = (GenerateRequest(rid, (3, 14, 4, 15, 7), 0, i) for i, rid in enumerate(("a", "b")))
+        first, second = (
+            GenerateRequest(rid, (3, 14, 4, 15, 7), 0, i) for i, rid in enumerate(("a", "b"))
+        )
         (one,), (two,) = engine.generate([first], asked), engine.generate([second], asked)
-        going_on = GenerateRequest("c", (*first.input_ids, *one.output_ids.tolist(), 9, 8), 0, 0, start=7)
+        going_on = GenerateRequest(
+            "c", (*first.input_ids, *one.output_ids.tolist(), 9, 8), 0, 0, start=7
+        )
         (three,) = engine.generate([going_on], asked)
         for request, result in ((first, one), (second, two), (going_on, three)):
             tokens = torch.tensor([*request.input_ids, *result.output_ids.tolist()])
             assert result.experts.dtype == torch.uint8
-            routed = [number for number, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")]
-            assert torch.equal(result.experts[:, routed].sort(-1).values, experts_of(model, tokens[:-1]))
+            routed = [
+                number
+                for number, layer in enumerate(model.model.layers)
+                if hasattr(layer.mlp, "gate")
+            ]
+            assert torch.equal(
+                result.experts[:, routed].sort(-1).values, experts_of(model, tokens[:-1])
+            )
         assert engine.generate([first], PARAMS)[0].experts is None
 
 
@@ -158,13 +191,17 @@ def test_a_server_ends_a_response_at_the_tokens_of_its_request(engine):
     (token, shared), *_ = counts.most_common()
     assert shared >= 4
     # thousands are no more to a server than one: ids beyond the vocabulary are never said
-    found = engine.generate([replace(r, stop_token_ids=(token, *range(1000, 9000))) for r in wanted], greedy)
+    found = engine.generate(
+        [replace(r, stop_token_ids=(token, *range(1000, 9000))) for r in wanted], greedy
+    )
     for one, whole in zip(found, free, strict=True):
         said = ids_of(whole)
         end = said.index(token) + 1 if token in said else len(said)
         assert ids_of(one) == said[:end] and len(one.output_log_probs) == end
         assert one.finish_reason == ("stop" if token in said else whole.finish_reason)
-        torch.testing.assert_close(one.output_log_probs, whole.output_log_probs[:end], atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            one.output_log_probs, whole.output_log_probs[:end], atol=1e-4, rtol=0
+        )
 
 
 def test_what_would_kill_a_server_is_refused_before_it_is_sent(engine):
@@ -187,7 +224,12 @@ def test_every_sync_method_brings_all_weights_to_all_servers(engines, method):
             update = WeightUpdate(clients, sync, version, SHAPE, torch.float32)
             loop.run_until_complete(whole(update, servers.says_only(token)))
             answers = loop.run_until_complete(
-                everywhere(*(c.generate(generate_body(requests(1)[0], PARAMS, f"{method}{version}")) for c in clients))
+                everywhere(
+                    *(
+                        c.generate(generate_body(requests(1)[0], PARAMS, f"{method}{version}"))
+                        for c in clients
+                    )
+                )
             )
             for client, answer in zip(clients, answers, strict=True):
                 result = result_of(answer, requests(1)[0], (STOP,), client.url)
@@ -204,7 +246,8 @@ async def whole(update, tensors):
 
 
 def test_versions_match_tokens_over_swaps_in_the_middle_of_responses(engines):
-    """One version can only say A, the other only B: a token's version is what it says, or the spans are wrong."""
+    """One version can only say A, the other only B: a token's version is what it says, or the spans
+    are wrong."""
     params = replace(PARAMS, max_new_tokens=100)
     says = {20: A, 21: B, 22: A}
 
@@ -213,20 +256,29 @@ def test_versions_match_tokens_over_swaps_in_the_middle_of_responses(engines):
         await whole(WeightUpdate(clients, sync, 20, SHAPE, torch.float32), servers.says_only(A))
         wanted = requests(12)
         under_way = [
-            asyncio.create_task(clients[i % 2].generate(generate_body(request, params, f"swapped-{i}")))
+            asyncio.create_task(
+                clients[i % 2].generate(generate_body(request, params, f"swapped-{i}"))
+            )
             for i, request in enumerate(wanted)
         ]
         for version in (21, 22):
-            await everywhere(*(first_tokens(client, params, f"before-{version}") for client in clients))
+            await everywhere(
+                *(first_tokens(client, params, f"before-{version}") for client in clients)
+            )
             update = WeightUpdate(clients, sync, version, SHAPE, torch.float32, "retract")
             await whole(update, servers.says_only(says[version]))
         answers = await asyncio.gather(*under_way)
-        return [result_of(answer, request, (STOP,), "") for answer, request in zip(answers, wanted, strict=True)]
+        return [
+            result_of(answer, request, (STOP,), "")
+            for answer, request in zip(answers, wanted, strict=True)
+        ]
 
     with servers.attached(*engines) as (loop, clients):
         results = loop.run_until_complete(story(clients))
     for result in results:
-        assert ids_of(result) == [says[version] for version, tokens in result.versions for _ in range(tokens)]
+        assert ids_of(result) == [
+            says[version] for version, tokens in result.versions for _ in range(tokens)
+        ]
         assert list(result.versions) == sorted(result.versions)
         assert len(result.output_ids) == 100
     assert max(len(result.versions) for result in results) > 1, "no swap fell into a response"
@@ -253,7 +305,9 @@ def test_one_element_changed_in_one_server_is_caught(engine):
     one_server = TensorSync(engine._sync._clients)
     honest, engine._sync = engine._sync, OneElementOff(engine._sync._clients)
     try:
-        with pytest.raises(WeightUpdateError, match=r"layers\.1\.mlp\.gate_up_proj\.weight has other values") as error:
+        with pytest.raises(
+            WeightUpdateError, match=r"layers\.1\.mlp\.gate_up_proj\.weight has other values"
+        ) as error:
             servers.sync(engine, 30, tensors)
     finally:
         engine._sync = honest
@@ -274,8 +328,12 @@ def test_a_tensor_that_was_not_sent_is_missed(engine, lost):
 
 
 def test_a_tensor_that_the_model_does_not_have_is_noticed(engine):
-    with pytest.raises(WeightUpdateError, match=r"model\.layers\.9\.extra\.weight does not exist there"):
-        servers.sync(engine, 41, servers.weights() | {"model.layers.9.extra.weight": torch.zeros(3)})
+    with pytest.raises(
+        WeightUpdateError, match=r"model\.layers\.9\.extra\.weight does not exist there"
+    ):
+        servers.sync(
+            engine, 41, servers.weights() | {"model.layers.9.extra.weight": torch.zeros(3)}
+        )
 
 
 def test_memory_is_released_and_comes_back_without_weights(engine):
@@ -311,11 +369,16 @@ def test_nobody_without_the_key_is_served(engine):
 
 @pytest.mark.slow
 def test_off_loopback_no_endpoint_is_open_without_the_key():
-    """All that the server itself lists, by every method, and all that its source has and it does not list; who has the
-    key is let in under the same address."""
-    source = next(Path(servers.PYTHON).parents[1].glob("lib/*/site-packages/sglang/srt/entrypoints/http_server.py"))
+    """All that the server itself lists, by every method, and all that its source has and it does
+    not list; who has the key is let in under the same address."""
+    source = next(
+        Path(servers.PYTHON)
+        .parents[1]
+        .glob("lib/*/site-packages/sglang/srt/entrypoints/http_server.py")
+    )
     written = re.findall(r'@app\.(get|post|put|delete)\(\s*"([^"]+)"', source.read_text())
-    # the one way in that no key guards: a socket for the transcription of speech, which no model here does
+    # the one way in that no key guards: a socket for the transcription of speech, which no model
+    # here does
     assert re.findall(r'@app\.websocket\("([^"]+)"', source.read_text()) == ["/v1/realtime"]
     address = next(
         a.address
@@ -333,11 +396,16 @@ def test_off_loopback_no_endpoint_is_open_without_the_key():
                 known = (await answer.json())["paths"]
             answers = {}
             ways = {(path, method) for path, methods in known.items() for method in methods}
-            assert {path for _, path in written} - {path for path, _ in ways} >= {"/tokenize", "/detokenize"}
+            assert {path for _, path in written} - {path for path, _ in ways} >= {
+                "/tokenize",
+                "/detokenize",
+            }
             ways |= {(path, method) for method, path in written}
             for path, method in sorted(ways):
                 for name, headers in (("none", {}), ("wrong", {"Authorization": "Bearer wrong"})):
-                    async with session.request(method, url + path, headers=headers, json={}) as answer:
+                    async with session.request(
+                        method, url + path, headers=headers, json={}
+                    ) as answer:
                         answers[path, method, name] = answer.status
             async with session.get(f"{url}/model_info", headers=key) as answer:
                 assert answer.status == 200
@@ -346,8 +414,16 @@ def test_off_loopback_no_endpoint_is_open_without_the_key():
     with servers.running(host="0.0.0.0") as engine:
         answers = asyncio.run(ask(engine))
         servers.sync(engine, 60, servers.weights())  # it is whole still
-    changing = [path for path, *_ in answers if any(word in path for word in ("weight", "memory", "generation"))]
-    assert {"/update_weights_from_tensor", "/update_weights_from_disk", "/init_weights_update_group"} <= set(changing)
+    changing = [
+        path
+        for path, *_ in answers
+        if any(word in path for word in ("weight", "memory", "generation"))
+    ]
+    assert {
+        "/update_weights_from_tensor",
+        "/update_weights_from_disk",
+        "/init_weights_update_group",
+    } <= set(changing)
     assert {path for (path, *_), status in answers.items() if status not in (401, 403)} <= OPEN
 
 
@@ -358,7 +434,9 @@ def outputs(results):
 def test_seeds_are_accepted_and_dropped_by_a_plain_server(engine):
     """Nothing is promised there: the same requests give other responses."""
     servers.sync(engine, 50, servers.weights())
-    assert outputs(engine.generate(requests(32), PARAMS)) != outputs(engine.generate(requests(32), PARAMS))
+    assert outputs(engine.generate(requests(32), PARAMS)) != outputs(
+        engine.generate(requests(32), PARAMS)
+    )
 
 
 def test_seeds_are_honoured_where_asked_for():
@@ -392,7 +470,9 @@ def test_a_server_is_given_what_its_cache_holds_and_would_queue_the_rest():
             if load["num_waiting_reqs"]:  # those that it was just given, too
                 most = max(most, load["num_running_reqs"] + load["num_waiting_reqs"])
             done += engine.collect(0.02)
-        assert all(isinstance(each, GenerateResult) and len(each.output_ids) == 100 for each in done)
+        assert all(
+            isinstance(each, GenerateResult) and len(each.output_ids) == 100 for each in done
+        )
         return most
 
     with servers.running(cache_tokens=600) as engine, servers.attached(engine) as (loop, (client,)):
@@ -429,7 +509,9 @@ def test_servers_end_with_a_killed_starter():
 def test_a_server_that_does_not_start_says_so_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2", "architectures": ["NoSuchModel"]}')
+    (tmp_path / "model" / "config.json").write_text(
+        '{"model_type": "qwen2", "architectures": ["NoSuchModel"]}'
+    )
     with pytest.raises(SGLangError, match="its last words"):
         SGLangReplica(servers.config(tmp_path / "model"), 0).engine()
     assert not list(tmp_path.glob("megatron-stare-*"))

@@ -1,4 +1,5 @@
-"""Buckets are broadcast as they lie or copied in order; senders and receivers meet at one address."""
+"""Buckets are broadcast as they lie or copied in order; senders and receivers meet at one
+address."""
 
 from __future__ import annotations
 
@@ -51,9 +52,18 @@ def test_a_servers_ranks_follow_those_of_the_servers_before_it() -> None:
 
 def test_the_store_listens_on_one_address_alone() -> None:
     store = bound_store(LOOPBACK, 2, timedelta(seconds=10))
-    listening = {c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    listening = {
+        c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN
+    }
     assert [at.ip for at in listening if at.port == store.port] == [LOOPBACK]
-    other = TCPStore(LOOPBACK, store.port, 2, is_master=False, timeout=timedelta(seconds=10), wait_for_workers=False)
+    other = TCPStore(
+        LOOPBACK,
+        store.port,
+        2,
+        is_master=False,
+        timeout=timedelta(seconds=10),
+        wait_for_workers=False,
+    )
     store.set("key", "value")
     assert other.get("key") == b"value"
 
@@ -80,7 +90,9 @@ class Sockets:
         return self.routes[self._host], 0
 
 
-def test_servers_are_met_on_the_interface_that_leads_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_are_met_on_the_interface_that_leads_to_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On loopback where all are here; an address that the others reach as soon as one is not."""
     assert address_facing([f"http://{LOOPBACK}:30000", "http://localhost:30001"]) == LOOPBACK
     monkeypatch.setattr(socket, "socket", Sockets)

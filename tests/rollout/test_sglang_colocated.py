@@ -1,5 +1,6 @@
-"""Servers on the trainer's devices: which rank's memory each of their ranks opens, what is sent for it, and what is
-proven. And which ways of syncing are refused where servers and trainer share GPUs, and where they do not."""
+"""Servers on the trainer's devices: which rank's memory each of their ranks opens, what is sent for
+it, and what is proven. And which ways of syncing are refused where servers and trainer share GPUs,
+and where they do not."""
 
 from __future__ import annotations
 
@@ -43,7 +44,11 @@ def server(place: Place, layout: ServerLayout = GPU) -> tuple[str, Place, Server
 def test_a_server_s_ranks_open_memory_of_the_ranks_on_their_own_gpus() -> None:
     """In the order of the server's ranks, which is that in which it sees its GPUs."""
     found = carriers(
-        [server(Place("node1 boot", ("GPU-6", "GPU-7"))), server(Place("node0 boot", ("GPU-0", "GPU-2")))], RANKS
+        [
+            server(Place("node1 boot", ("GPU-6", "GPU-7"))),
+            server(Place("node0 boot", ("GPU-0", "GPU-2"))),
+        ],
+        RANKS,
     )
     assert found == [(7, 6), (1, 3)]
 
@@ -51,11 +56,20 @@ def test_a_server_s_ranks_open_memory_of_the_ranks_on_their_own_gpus() -> None:
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        (Place("node0 boot", ("GPU-0", "GPU-6")), "no rank of the trainer is on GPU GPU-6 of node0"),
-        (Place("node2 boot", ("GPU-0", "GPU-1")), "no rank of the trainer is on GPU GPU-0 of node2"),
+        (
+            Place("node0 boot", ("GPU-0", "GPU-6")),
+            "no rank of the trainer is on GPU GPU-6 of node0",
+        ),
+        (
+            Place("node2 boot", ("GPU-0", "GPU-1")),
+            "no rank of the trainer is on GPU GPU-0 of node2",
+        ),
         (Place("node0 boot", ("GPU-0",)), "it sees 1 GPUs, and has 2 ranks"),
         (Place(), "on which GPUs the server runs is not known"),
-        (Place("node0 boot", ("GPU-0", "GPU-1"), ("10.0.0.2",)), "ranks of the server are on 10.0.0.2 as well"),
+        (
+            Place("node0 boot", ("GPU-0", "GPU-1"), ("10.0.0.2",)),
+            "ranks of the server are on 10.0.0.2 as well",
+        ),
     ],
 )
 def test_a_server_on_no_gpu_of_the_trainer_is_refused(place: Place, message: str) -> None:
@@ -68,7 +82,9 @@ def test_on_cpus_a_server_opens_memory_of_its_own_machine_s_ranks_by_turns() -> 
     ranks = [Place("node0"), Place("node1"), Place("node0")]
     found = carriers([server(Place(f"node{n}"), CPU) for n in (0, 1, 0)], ranks)
     assert found == [(0, 2), (1, 1), (0, 2)]
-    with pytest.raises(ConfigError, match="no rank of the trainer is on node2, where the server is"):
+    with pytest.raises(
+        ConfigError, match="no rank of the trainer is on node2, where the server is"
+    ):
         carriers([server(Place("node2"), CPU)], ranks)
 
 
@@ -77,18 +93,23 @@ def bucket(rooms: DeviceRooms, names: list[str]) -> Bucket:
     for name in names:
         slots.append(Slot(name, tuple(TENSORS[name].shape), start))
         start += TENSORS[name].numel()
-    made = Bucket(BucketLayout(torch.float32, tuple(slots)), rooms(start, torch.float32, torch.device("cpu")))
+    made = Bucket(
+        BucketLayout(torch.float32, tuple(slots)), rooms(start, torch.float32, torch.device("cpu"))
+    )
     for name, room in made.tensors():
         room.copy_(TENSORS[name])
     return made
 
 
 def test_what_is_sent_names_memory_that_is_opened_where_it_lies() -> None:
-    """A bucket of half a megabyte in some hundred bytes a tensor; what changes there is seen by who opened it."""
+    """A bucket of half a megabyte in some hundred bytes a tensor; what changes there is seen by who
+    opened it."""
     rooms = DeviceRooms()
     one = bucket(rooms, list(TENSORS))
     opened = dict(pickle.loads(base64.b64decode(packed(one.tensors()))))
-    assert opened.keys() == TENSORS.keys() and all(torch.equal(opened[n], t) for n, t in TENSORS.items())
+    assert opened.keys() == TENSORS.keys() and all(
+        torch.equal(opened[n], t) for n, t in TENSORS.items()
+    )
     one.flat.zero_()
     assert not any(tensor.any() for tensor in opened.values())
     assert len(packed(one.tensors())) < one.layout.nbytes / 10
@@ -104,7 +125,9 @@ def test_rooms_are_used_by_turns_and_leave_nothing() -> None:
     assert set(FOLDER.glob(f"{PREFIX}*")) == before
 
 
-@pytest.mark.parametrize("name", ["../etc/hostname", "sem.other", f"{PREFIX}../../etc/passwd", f"{PREFIX}0000"])
+@pytest.mark.parametrize(
+    "name", ["../etc/hostname", "sem.other", f"{PREFIX}../../etc/passwd", f"{PREFIX}0000"]
+)
 def test_nothing_but_a_bucket_of_this_machine_is_opened(name: str) -> None:
     with pytest.raises(ValueError, match="no bucket"):
         open_shared(name, 4)
@@ -119,16 +142,28 @@ class Run:
             fake.ranks = 2
         by_url = {f"http://{fake.name}": fake for fake in self.fakes}
         monkeypatch.setattr(target, "SGLangClient", lambda url, key, timeout: by_url[url].client())
-        found = [TargetServer(url, "key", CPU, Place(this_host()), SHAPE, torch.float32) for url in by_url]
-        whole = ServersTarget("tensor", 60.0, str(servers.MODEL), colocated=True, servers=tuple(found))
+        found = [
+            TargetServer(url, "key", CPU, Place(this_host()), SHAPE, torch.float32)
+            for url in by_url
+        ]
+        whole = ServersTarget(
+            "tensor", 60.0, str(servers.MODEL), colocated=True, servers=tuple(found)
+        )
         assert whole.shares_devices and not whole.one_sender_at_a_time and not whole.owners_send
         self.senders = [whole.towards(number, 2 * number) for number in range(2)]
         self.rooms = [DeviceRooms(), DeviceRooms()]  # of the ranks of the second server
 
     def update(self, other: str | None = None, spoiled: bool = False) -> None:
-        """Args: other: a tensor of which the second server is sent other values. spoiled: its last rank's alone."""
+        """Args: other: a tensor of which the second server is sent other values. spoiled: its last
+        rank's alone."""
         ends = [
-            WeightUpdate([f.client()], target.make_sync("tensor", [f.client()], "", 60.0), 1, SHAPE, torch.float32)
+            WeightUpdate(
+                [f.client()],
+                target.make_sync("tensor", [f.client()], "", 60.0),
+                1,
+                SHAPE,
+                torch.float32,
+            )
             for f in self.fakes
         ]
         told: list[Sent] = []
@@ -162,10 +197,13 @@ def test_each_server_proves_what_its_own_ranks_handed_it(monkeypatch: pytest.Mon
     run.close()
 
 
-def test_memory_of_one_device_that_differs_is_named_with_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_one_device_that_differs_is_named_with_its_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     run = Run(monkeypatch)
     with pytest.raises(
-        WeightUpdateError, match=r"http://localhost:2: .*model\.norm\.weight has other values on rank 1"
+        WeightUpdateError,
+        match=r"http://localhost:2: .*model\.norm\.weight has other values on rank 1",
     ):
         run.update("model.norm.weight", spoiled=True)
     run.close()
@@ -199,7 +237,11 @@ def test_servers_that_are_attached_to_or_on_several_nodes_are_sent_bytes_on_cpus
         ("cuda", False, "tensor", "they do not see the trainer's"),
         ("cuda", False, "distributed", None),
         ("cuda", False, "disk", None),
-        *(("cpu", colocated, sync, None) for colocated in (True, False) for sync in ("tensor", "distributed", "disk")),
+        *(
+            ("cpu", colocated, sync, None)
+            for colocated in (True, False)
+            for sync in ("tensor", "distributed", "disk")
+        ),
     ],
 )
 def test_a_way_of_syncing_that_the_gpus_do_not_have_is_refused_by_name(
@@ -216,4 +258,6 @@ def test_a_way_of_syncing_that_the_gpus_do_not_have_is_refused_by_name(
 
 def test_disk_goes_through_the_run_s_directory_unless_a_folder_is_named(tmp_path: Path) -> None:
     assert synced_in(servers.config(), tmp_path).sglang.sync_folder == str(tmp_path / "weight_sync")
-    assert synced_in(servers.config(sync_folder="/shared"), tmp_path).sglang.sync_folder == "/shared"
+    assert (
+        synced_in(servers.config(sync_folder="/shared"), tmp_path).sglang.sync_folder == "/shared"
+    )

@@ -86,7 +86,9 @@ def test_the_fake_answers_as_the_real_server_did(engine, fake):
         assert contains(shape(real[path]), shape(told[path])), path
     (rank,), (real_rank,) = told["/weights_checker"]["ranks"], real["/weights_checker"]["ranks"]
     assert contains(shape(real_rank["parallelism_info"]), shape(rank["parallelism_info"]))
-    assert {len(c) for c in rank["checksums"].values()} == {len(c) for c in real_rank["checksums"].values()}
+    assert {len(c) for c in rank["checksums"].values()} == {
+        len(c) for c in real_rank["checksums"].values()
+    }
     sync(engine, 2)
     assert engine.prompt_log_probs([(3, 4, 5)]) == [[-0.25, -0.25]]
     assert contains(shape(RECORDED["score"]["answer"]), shape(fake.answers["/generate"]))
@@ -94,9 +96,13 @@ def test_the_fake_answers_as_the_real_server_did(engine, fake):
 
 def contains(real, told):
     if isinstance(told, dict):
-        return isinstance(real, dict) and all(k in real and contains(real[k], v) for k, v in told.items())
+        return isinstance(real, dict) and all(
+            k in real and contains(real[k], v) for k, v in told.items()
+        )
     if isinstance(told, list):
-        return isinstance(real, list) and all(contains(r, t) for r, t in zip(real, told, strict=True))
+        return isinstance(real, list) and all(
+            contains(r, t) for r, t in zip(real, told, strict=True)
+        )
     return real is told
 
 
@@ -123,7 +129,9 @@ def test_a_failure_anywhere_leaves_the_engine_dirty_until_a_full_sync(engine, fa
 
 def test_servers_with_wrong_weights_are_not_resumed(engine, fake):
     fake.lose = "model.norm.weight"
-    with pytest.raises(WeightUpdateError, match=r"http://one: .* model\.norm\.weight has other values"):
+    with pytest.raises(
+        WeightUpdateError, match=r"http://one: .* model\.norm\.weight has other values"
+    ):
         sync(engine)
     assert "/continue_generation" not in fake.calls and "/update_weight_version" not in fake.calls
 
@@ -135,7 +143,9 @@ def test_a_server_of_two_ranks_takes_a_payload_a_rank(fake):
     sync(engine)
     assert len(fake.bodies["/update_weights_from_tensor"]["serialized_named_tensors"]) == 2
     fake.lose, fake.lose_on = "model.norm.weight", 1
-    with pytest.raises(WeightUpdateError, match=r"http://one: .* model\.norm\.weight has other values on rank 1\n"):
+    with pytest.raises(
+        WeightUpdateError, match=r"http://one: .* model\.norm\.weight has other values on rank 1\n"
+    ):
         sync(engine, 2)
     engine.close()
 
@@ -155,7 +165,9 @@ def prove_every(engine, count, first=1):
         engine.update_weights(BUCKET)
         received = engine.end_weight_update()
         proven = (number - first) % count == 0
-        assert received.keys() == dict(BUCKET).keys() and all(bool(sum_) == proven for sum_ in received.values())
+        assert received.keys() == dict(BUCKET).keys() and all(
+            bool(sum_) == proven for sum_ in received.values()
+        )
         states.append(engine.model_info().state)
     return states
 
@@ -163,7 +175,8 @@ def prove_every(engine, count, first=1):
 def test_between_proofs_a_server_is_asked_for_no_checksums(engine, fake):
     assert prove_every(engine, 5) == ([EngineState.HEALTHY] + [EngineState.UNPROVED] * 4) * 2
     assert fake.calls.count("/weights_checker") == 2
-    assert engine.generate(requests(2), PARAMS)[0].versions == ((10, 2),)  # UNPROVED weights are used
+    # UNPROVED weights are used
+    assert engine.generate(requests(2), PARAMS)[0].versions == ((10, 2),)
 
 
 def test_at_prove_every_five_corruption_in_one_rank_is_caught_at_the_next_proof(fake):
@@ -186,8 +199,14 @@ def test_at_prove_every_five_corruption_in_one_rank_is_caught_at_the_next_proof(
     ("sent", "message"),
     [
         (BUCKET[:1], r"model\.embed_tokens\.weight was not sent"),
-        ([*BUCKET, ("model.extra.weight", torch.ones(2))], r"model\.extra\.weight does not exist there"),
-        ([BUCKET[0], (BUCKET[1][0], torch.ones(5, 3))], r"embed_tokens\.weight was sent as \[5, 3\], not \[4, 3\]"),
+        (
+            [*BUCKET, ("model.extra.weight", torch.ones(2))],
+            r"model\.extra\.weight does not exist there",
+        ),
+        (
+            [BUCKET[0], (BUCKET[1][0], torch.ones(5, 3))],
+            r"embed_tokens\.weight was sent as \[5, 3\], not \[4, 3\]",
+        ),
     ],
 )
 def test_names_and_counts_are_compared_without_a_proof(engine, fake, sent, message):
@@ -268,13 +287,16 @@ def test_released_memory_comes_back_without_weights(engine, fake):
     fake.calls.clear()
     engine.release_memory()
     assert fake.calls == ["/pause_generation", "/flush_cache", "/release_memory_occupation"]
-    # what was just ended may still be leaving; a sync's flush, beside requests that wait for it, must not wait for them
+    # what was just ended may still be leaving; a sync's flush, beside requests that wait for it,
+    # must not wait for them
     assert (while_updating, fake.queries["/flush_cache"]) == ("", "timeout=30")
     with pytest.raises(EngineStateError, match="resume its memory"):
         engine.generate(requests(1), PARAMS)
     with pytest.raises(EngineStateError, match="RELEASED"):
         engine.begin_weight_update(2)
-    assert fake.bodies["/release_memory_occupation"] == {"tags": ["weights", "kv_cache", "cuda_graph"]}
+    assert fake.bodies["/release_memory_occupation"] == {
+        "tags": ["weights", "kv_cache", "cuda_graph"]
+    }
     engine.resume_memory()
     assert fake.calls[-1] == "/resume_memory_occupation"
     with pytest.raises(EngineStateError, match="complete weight sync"):
@@ -284,7 +306,8 @@ def test_released_memory_comes_back_without_weights(engine, fake):
 
 
 def test_weights_are_resumed_and_synced_before_the_cache(engine, fake):
-    """A server that was never synced, as at a run's start. The fake dies of what the real one dies of."""
+    """A server that was never synced, as at a run's start. The fake dies of what the real one dies
+    of."""
     engine.release_memory()
     with pytest.raises(EngineStateError, match="the weights come first"):
         engine.resume_memory(("cache",))
@@ -295,7 +318,10 @@ def test_weights_are_resumed_and_synced_before_the_cache(engine, fake):
     with pytest.raises(EngineStateError, match="cannot release cache: released already"):
         engine.release_memory()
     sync(engine)
-    for computes in (lambda: engine.generate(requests(1), PARAMS), lambda: engine.prompt_log_probs([(3, 4)])):
+    for computes in (
+        lambda: engine.generate(requests(1), PARAMS),
+        lambda: engine.prompt_log_probs([(3, 4)]),
+    ):
         with pytest.raises(EngineStateError, match="the cache is released"):
             computes()
     engine.resume_memory(("cache",))
@@ -305,7 +331,8 @@ def test_weights_are_resumed_and_synced_before_the_cache(engine, fake):
 
 
 def test_the_cache_alone_is_put_aside_and_the_weights_stay(engine, fake):
-    """The cache is put aside while a checkpoint is begun: no sync is needed after, but the server was paused."""
+    """The cache is put aside while a checkpoint is begun: no sync is needed after, but the server
+    was paused."""
     sync(engine)
     fake.calls.clear()
     engine.release_memory(("cache",))
@@ -384,7 +411,8 @@ def test_a_caller_in_an_event_loop_is_answered(engine, fake):
 
 
 def test_the_collector_rests_while_an_answer_is_read_and_no_longer(engine, fake, monkeypatch):
-    """Else it goes over all that the process holds, again and again, for lists that are gone at once."""
+    """Else it goes over all that the process holds, again and again, for lists that are gone at
+    once."""
     looked = []
 
     def read(*given):

@@ -1,4 +1,5 @@
-"""The hashes that servers report, against SGLang's own kernel: recorded (support/gpu_exchange.py), and live."""
+"""The hashes that servers report, against SGLang's own kernel: recorded (support/gpu_exchange.py),
+and live."""
 
 from __future__ import annotations
 
@@ -43,8 +44,11 @@ def test_a_cpu_servers_hash_is_sha_256():
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_parts_are_hashed_as_if_they_were_one(device):
-    """Parts of bytes that fill no word, that end within a tile, and that span the blocks it is computed in."""
-    whole = torch.randint(0, 256, (40 * 8192 * 4 + 11,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    """Parts of bytes that fill no word, that end within a tile, and that span the blocks it is
+    computed in."""
+    whole = torch.randint(
+        0, 256, (40 * 8192 * 4 + 11,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
     wanted = digest_of(device, whole)
     for sizes in ([1, 2, 5, 32_768 * 33], [3, 0, 32_768 - 3, 32_768], [7, 100_001, 6]):
         parts = whole.split([*sizes, len(whole) - sum(sizes)])
@@ -62,7 +66,9 @@ def test_a_part_may_change_once_it_was_added():
 
 def test_blocks_of_any_size_give_one_hash(monkeypatch):
     """Blocks of a device are larger than what a CPU's cache holds."""
-    noise = torch.randint(0, 256, (3 * 2**20 + 5,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    noise = torch.randint(
+        0, 256, (3 * 2**20 + 5,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3)
+    )
     parts = (noise[:1_000_003], noise[1_000_003:])
     small = digest_of("cuda", *parts)
     for tiles in (1, 7, served_hash._DEVICE_BLOCK):
@@ -81,7 +87,8 @@ class Launched(TorchDispatchMode):
 
 
 def test_a_gigabyte_on_a_device_takes_some_hundred_launches():
-    """On the meta device, which runs what a GPU would be told to; a block for a CPU's cache would take 43,000."""
+    """On the meta device, which runs what a GPU would be told to; a block for a CPU's cache would
+    take 43,000."""
     bucket = torch.empty(2**29, dtype=torch.bfloat16, device="meta")
     with Launched() as launched:
         TiledDigest().update(bucket)
@@ -99,7 +106,9 @@ def test_the_kernel_itself_gives_these_values():
     for dtype in DTYPES[:-1]:
         values = noise.clone().view(getattr(torch, dtype))
         tensors += [values[1:8200], values[:9000].view(90, 100).t()]
-    assert [digest_of("cuda", tensor) for tensor in tensors] == kernel_hashes(servers.PYTHON, tensors)
+    assert [digest_of("cuda", tensor) for tensor in tensors] == kernel_hashes(
+        servers.PYTHON, tensors
+    )
 
 
 class GPUServer(FakeServer):

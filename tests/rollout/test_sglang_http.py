@@ -35,12 +35,16 @@ class Server:
                 writer.write_eof()
 
 
-def told(server: Server, story: Callable[[SGLangClient], Awaitable[Any]], timeout_s: float = 30.0) -> Any:
+def told(
+    server: Server, story: Callable[[SGLangClient], Awaitable[Any]], timeout_s: float = 30.0
+) -> Any:
     """Runs `story` with a client of the server, and returns its result."""
 
     async def main() -> Any:
         listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
-        client = SGLangClient(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/", "the-key", timeout_s)
+        client = SGLangClient(
+            f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/", "the-key", timeout_s
+        )
         try:
             return await story(client)
         finally:
@@ -60,7 +64,9 @@ def test_a_connection_is_kept_for_the_next_request() -> None:
 
     assert told(server, story) == [{"told": 1}] * 2
     assert len(server.connections) == 1
-    assert server.requests[0].startswith(b"POST /a HTTP/1.1\r\n") and server.requests[0].endswith(b'\r\n\r\n{"x":[1]}')
+    assert server.requests[0].startswith(b"POST /a HTTP/1.1\r\n") and server.requests[0].endswith(
+        b'\r\n\r\n{"x":[1]}'
+    )
     assert b"Authorization: Bearer the-key\r\n" in server.requests[0]
     assert server.requests[1].startswith(b"GET /b HTTP/1.1\r\n")
 
@@ -100,7 +106,10 @@ def test_a_connection_is_given_up_before_the_server_does(monkeypatch: pytest.Mon
 
 
 def test_chunks_and_answers_without_a_length_are_read() -> None:
-    chunked = b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\n{"to\r\n7;x=y\r\nld": 1}\r\n0\r\nA: b\r\n\r\n'
+    chunked = (
+        b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\n{"to\r\n7;x=y\r\nld":'
+        b" 1}\r\n0\r\nA: b\r\n\r\n"
+    )
     server = Server(chunked, b'HTTP/1.1 200 OK\r\n\r\n{"told": 1}')
 
     async def story(client: SGLangClient) -> list[Any]:
@@ -110,7 +119,15 @@ def test_chunks_and_answers_without_a_length_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [b"", b"HTTP/1.1 200 OK\r\nContent-Le", OK[:-1], b"SSH-2.0 hello\r\n", b"HTTP/1.1 OK\r\n\r\n", None]
+    "answer",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\nContent-Le",
+        OK[:-1],
+        b"SSH-2.0 hello\r\n",
+        b"HTTP/1.1 OK\r\n\r\n",
+        None,
+    ],
 )
 def test_what_is_no_answer_is_a_lost_server(answer: bytes | None) -> None:
     with pytest.raises(ServerLostError, match="does not answer /"):
@@ -118,7 +135,8 @@ def test_what_is_no_answer_is_a_lost_server(answer: bytes | None) -> None:
 
 
 def test_a_call_that_may_be_made_twice_is_made_again_where_its_connection_broke() -> None:
-    """At once and twice at most; not one of which the server may have taken the first, nor one that is refused."""
+    """At once and twice at most; not one of which the server may have taken the first, nor one that
+    is refused."""
     server = Server(b"", OK[:-1], OK)
     assert told(server, lambda client: client.post("/pause_generation", {})) == {"told": 1}
     assert len(server.requests) == 3
@@ -144,10 +162,12 @@ def test_a_refusal_keeps_the_servers_words() -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b'{"log_prob": NaN}', b'{"log_prob": -Infinity}', b'{"told": 1', b'{"told": "\xff"}', b""]
+    "content",
+    [b'{"log_prob": NaN}', b'{"log_prob": -Infinity}', b'{"told": 1', b'{"told": "\xff"}', b""],
 )
 def test_what_is_not_json_is_refused_with_its_words(content: bytes) -> None:
-    """Also the numbers that JSON has not and Python's own reader takes: servers write null for them."""
+    """Also the numbers that JSON has not and Python's own reader takes: servers write null for
+    them."""
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content)
     with pytest.raises(SGLangError) as refused:
         told(Server(answer), lambda client: client.generate({}))

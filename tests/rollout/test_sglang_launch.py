@@ -60,14 +60,25 @@ def config(**sglang):
     return Config.model_validate(
         {
             "model": {"path": str(servers.MODEL)},
-            "rollout": {"engine": "sglang", "max_prompt_tokens": 16, "max_new_tokens": 100, "max_batch": 64},
+            "rollout": {
+                "engine": "sglang",
+                "max_prompt_tokens": 16,
+                "max_new_tokens": 100,
+                "max_batch": 64,
+            },
             "sglang": {"python": sys.executable, **sglang},
         }
     )
 
 
 def test_the_command_line_of_a_server_on_gpus():
-    asked = config(**ON_GPUS, seeds=True, colocated=True, cache_tokens=9000, flags=["--chunked-prefill-size=4096"])
+    asked = config(
+        **ON_GPUS,
+        seeds=True,
+        colocated=True,
+        cache_tokens=9000,
+        flags=["--chunked-prefill-size=4096"],
+    )
     assert server_options(asked).arguments(30_001) == [
         *("--model-path", str(servers.MODEL)),
         *("--host", "10.0.0.7"),
@@ -114,7 +125,9 @@ def test_a_server_whose_groups_of_ranks_have_requests_of_their_own():
     assert "--dp-size" not in plain and "--enable-dp-attention" not in plain
     qwen3 = replace(SHAPE, family="qwen3", heads=8, kv_heads=2)
     check_servers(asked, qwen3)
-    check_servers(config(device="cpu", tensor_parallel=4, attention_data_parallel=2), replace(qwen3, ffn=512))
+    check_servers(
+        config(device="cpu", tensor_parallel=4, attention_data_parallel=2), replace(qwen3, ffn=512)
+    )
     for groups, shape, message in (
         (3, qwen3, "4 ranks of a server cannot be cut into 3 groups"),
         (2, SHAPE, "cuts the attention of qwen2 over all ranks of a server"),
@@ -122,21 +135,30 @@ def test_a_server_whose_groups_of_ranks_have_requests_of_their_own():
         (1, replace(qwen3, heads=6), "6 attention heads cannot be cut over 4 ranks"),
     ):
         with pytest.raises(ConfigError, match=message):
-            check_servers(config(device="cuda", tensor_parallel=4, attention_data_parallel=groups), shape)
-    check_servers(config(device="cuda", tensor_parallel=4, attention_data_parallel=2), replace(qwen3, heads=6))
+            check_servers(
+                config(device="cuda", tensor_parallel=4, attention_data_parallel=groups), shape
+            )
+    check_servers(
+        config(device="cuda", tensor_parallel=4, attention_data_parallel=2), replace(qwen3, heads=6)
+    )
     replayed = asked.model_copy(update={"moe": MoeConfig(routing_replay=True)})
     with pytest.raises(ConfigError, match="never held against the trainer's"):
         check_servers(replayed, MOE)
 
 
 def test_what_groups_with_requests_of_their_own_keep_on_a_gpu():
-    """A GPU keeps a group's share of attention and embedding, and a server's share of the rest. Each group caches its
-    own requests, of which a rank has more heads."""
-    shape = replace(SHAPE, family="qwen3", qk_norm=True, qkv_bias=False, heads=8, kv_heads=4, head_dim=12)
-    attention = 3 * (2 * 8 + 2 * 4) * 12 * 96 + 3 * 2 * 12 + 16 * 96  # of three layers, with their norms; 16 words
+    """A GPU keeps a group's share of attention and embedding, and a server's share of the rest.
+    Each group caches its own requests, of which a rank has more heads."""
+    shape = replace(
+        SHAPE, family="qwen3", qk_norm=True, qkv_bias=False, heads=8, kv_heads=4, head_dim=12
+    )
+    # of three layers, with their norms; 16 words
+    attention = 3 * (2 * 8 + 2 * 4) * 12 * 96 + 3 * 2 * 12 + 16 * 96
     rest = 3 * 3 * 256 * 96 + (2 * 3 + 1) * 96 + 16 * 96
     for groups, sharing in ((1, 4), (2, 2), (4, 1)):
-        asked = config(device="cuda", tensor_parallel=4, attention_data_parallel=groups, cache_tokens=1000)
+        asked = config(
+            device="cuda", tensor_parallel=4, attention_data_parallel=groups, cache_tokens=1000
+        )
         kept = server_memory(asked, shape, 10**9)
         token = 2 * 3 * max(4 // sharing, 1) * 12 * 4
         assert kept.cache == 1000 * token
@@ -148,7 +170,13 @@ def test_what_groups_with_requests_of_their_own_keep_on_a_gpu():
 
 def test_what_is_not_set_on_gpus_is_sglangs_choice():
     words = server_options(config(device="cuda", cache_tokens=None)).arguments(1)
-    for name in ("attention-backend", "mem-fraction-static", "context-length", "max-total-tokens", "sampling-backend"):
+    for name in (
+        "attention-backend",
+        "mem-fraction-static",
+        "context-length",
+        "max-total-tokens",
+        "sampling-backend",
+    ):
         assert f"--{name}" not in words
     for name in ("--sleep-on-idle", "--enable-memory-saver", "--cuda-graph-bs-decode", "--ep-size"):
         assert name not in words
@@ -156,7 +184,9 @@ def test_what_is_not_set_on_gpus_is_sglangs_choice():
 
 
 def test_a_server_on_the_cpu_is_told_what_it_needs():
-    words = server_options(config(device="cpu", tensor_parallel=2, colocated=True, cache_tokens=None)).arguments(1)
+    words = server_options(
+        config(device="cpu", tensor_parallel=2, colocated=True, cache_tokens=None)
+    ).arguments(1)
     for name, value in (
         ("attention-backend", ATTENTION),
         ("sampling-backend", "pytorch"),
@@ -182,7 +212,10 @@ def test_ranks_on_a_cpu_are_bound_to_cores_that_there_are():
     found = server_options(config(device="cpu", tensor_parallel=2)).process_environment()
     cores = found["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
     assert len(cores) == 2 and {int(core) for core in cores} <= os.sched_getaffinity(0)
-    assert "SGLANG_CPU_OMP_THREADS_BIND" not in server_options(config(device="cpu")).process_environment()
+    assert (
+        "SGLANG_CPU_OMP_THREADS_BIND"
+        not in server_options(config(device="cpu")).process_environment()
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,8 +225,16 @@ def test_ranks_on_a_cpu_are_bound_to_cores_that_there_are():
         ({"memory_fraction": 0.5}, "sglang.memory_fraction", "share of a GPU's memory"),
         ({"cuda_graph_batch_sizes": [1]}, "sglang.cuda_graph_batch_sizes", "no CUDA graphs"),
         ({"tensor_parallel": 4}, "sglang.tensor_parallel", "pads 2 key-value heads for 4 ranks"),
-        ({"tensor_parallel": 3}, "sglang.tensor_parallel", "4 attention heads cannot be cut over 3 ranks"),
-        ({"tensor_parallel": 2, "expert_parallel": 2}, "sglang.expert_parallel", "0 experts cannot be held whole"),
+        (
+            {"tensor_parallel": 3},
+            "sglang.tensor_parallel",
+            "4 attention heads cannot be cut over 3 ranks",
+        ),
+        (
+            {"tensor_parallel": 2, "expert_parallel": 2},
+            "sglang.expert_parallel",
+            "0 experts cannot be held whole",
+        ),
         ({"context_length": 110}, "rollout.max_new_tokens", "exceed the 108"),
     ],
 )
@@ -205,7 +246,8 @@ def test_what_a_cpu_cannot_do_is_refused_by_name(asked, where, message):
 
 
 def test_rows_are_copied_between_the_tokens_of_a_group_and_those_of_all():
-    """Copies are those of SGLang's memcpy_triton_kernel: the offset is of the source or of where it goes."""
+    """Copies are those of SGLang's memcpy_triton_kernel: the offset is of the source or of where it
+    goes."""
     own, offset, rows = torch.arange(8.0).view(4, 2) + 1, torch.tensor(2), torch.tensor(3)
     copied_rows(everyone := torch.zeros(6, 2), own, 0, offset, rows, False)
     assert torch.equal(everyone, torch.cat([torch.zeros(2, 2), own[:3], torch.zeros(1, 2)]))
@@ -217,15 +259,17 @@ def test_rows_are_copied_between_the_tokens_of_a_group_and_those_of_all():
 
 def test_latent_attention_is_for_gpus() -> None:
     latent = replace(SHAPE, family="deepseek_v3", kv_heads=4, latent=Latent(16, 16, 16, 8, 16))
-    with pytest.raises(ConfigError, match=r"attention for CPUs \(torch_native\) cannot compute latent") as error:
+    with pytest.raises(
+        ConfigError, match=r"attention for CPUs \(torch_native\) cannot compute latent"
+    ) as error:
         check_servers(config(device="cpu"), latent)
     assert error.value.where == "model.path"
     check_servers(config(device="cuda"), latent)
 
 
 def test_experts_of_a_rank_alone_are_for_gpus():
-    """By fused_moe_native.py of 0.5.23, which counts tokens by their expert's number and is told -1 of others'; seen
-    on a server, which died of the first request."""
+    """By fused_moe_native.py of 0.5.23, which counts tokens by their expert's number and is told -1
+    of others'; seen on a server, which died of the first request."""
     moe = {"tensor_parallel": 2, "expert_parallel": 2}
     check_servers(config(device="cuda", **moe), MOE)
     with pytest.raises(ConfigError, match="whose expert another rank holds") as error:
@@ -243,19 +287,24 @@ def test_feed_forward_layers_that_a_cpu_would_pad_are_refused():
 
 def test_gpus_can_do_what_a_cpu_cannot():
     check_servers(config(**ON_GPUS), MOE)
-    check_servers(config(device="cuda", tensor_parallel=4), SHAPE)  # two ranks share a key-value head
+    # two ranks share a key-value head
+    check_servers(config(device="cuda", tensor_parallel=4), SHAPE)
     with pytest.raises(ConfigError, match="8 experts cannot be held whole by 4 groups of 6 ranks"):
         check_servers(
             config(device="cuda", tensor_parallel=6, expert_parallel=4),
             replace(MOE, heads=6, kv_heads=6, expert_ffn=60),
         )
-    with pytest.raises(ConfigError, match="3 key-value heads can be neither cut over nor shared by 2 ranks"):
+    with pytest.raises(
+        ConfigError, match="3 key-value heads can be neither cut over nor shared by 2 ranks"
+    ):
         check_servers(config(device="cuda", tensor_parallel=2), replace(SHAPE, kv_heads=3))
 
 
 def test_a_server_that_other_machines_reach_must_have_a_key(monkeypatch):
     monkeypatch.delenv("SGLANG_API_KEY", raising=False)
-    with pytest.raises(ConfigError, match=r"http://node7:30000 is not on loopback, so it must ask for a key"):
+    with pytest.raises(
+        ConfigError, match=r"http://node7:30000 is not on loopback, so it must ask for a key"
+    ):
         check_servers(config(python=None, urls=["http://localhost:1", "http://node7:30000"]), SHAPE)
     check_servers(config(python=None, urls=["http://localhost:1"]), SHAPE)
     monkeypatch.setenv("SGLANG_API_KEY", "key")
@@ -263,15 +312,20 @@ def test_a_server_that_other_machines_reach_must_have_a_key(monkeypatch):
 
 
 def test_what_the_ranks_of_one_server_share_is_removed_and_no_others():
-    """Processes that are killed leave it in /dev/shm; another server's ranks are at work with theirs."""
+    """Processes that are killed leave it in /dev/shm; another server's ranks are at work with
+    theirs."""
     with ExitStack() as stack:
         ours, others = (
-            subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+            subprocess.Popen(
+                [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True
+            )
             for _ in range(2)
         )
         for process in (ours, others):
             stack.callback(process.communicate, b"\n")
-        files = [Path(f"/dev/shm/sgl_shm_mq_{pid}_test") for pid in (ours.pid, others.pid, 2**22 + 1)]
+        files = [
+            Path(f"/dev/shm/sgl_shm_mq_{pid}_test") for pid in (ours.pid, others.pid, 2**22 + 1)
+        ]
         for file in files:
             file.touch()
             stack.callback(file.unlink, missing_ok=True)
@@ -321,9 +375,15 @@ def test_further_flags_are_those_of_the_release():
     assert refused("--chunked-prefill-size=4096", "--schedule-policy", "fcfs") is None
     assert "--no-such-flag" in refused("--no-such-flag")
     assert "invalid choice: 'best'" in refused("--grammar-backend", "best")
-    assert refused("--tensor-parallel-size", "4") == "they change tp_size, which this project sets itself"
+    assert (
+        refused("--tensor-parallel-size", "4")
+        == "they change tp_size, which this project sets itself"
+    )
     assert refused("--api-key=mine") == "they change api_key, which this project sets itself"
-    assert refused("--pp-size", "2", "--dtype=half") == "they change dtype, pp_size, which this project sets itself"
+    assert (
+        refused("--pp-size", "2", "--dtype=half")
+        == "they change dtype, pp_size, which this project sets itself"
+    )
 
 
 @pytest.mark.parametrize(
@@ -342,7 +402,9 @@ def test_how_servers_start_is_no_setting_of_those_that_run(asked, where):
     with pytest.raises(ConfigError, match="attaches to running ones") as error:
         check_servers(config(python=None, urls=["http://localhost:1"], **asked), SHAPE)
     assert error.value.where == where
-    check_servers(config(python=None, urls=["http://localhost:1"], dtype="bfloat16", seeds=True), SHAPE)
+    check_servers(
+        config(python=None, urls=["http://localhost:1"], dtype="bfloat16", seeds=True), SHAPE
+    )
 
 
 def test_every_setting_of_a_servers_start_is_among_those():
@@ -358,14 +420,20 @@ def test_every_setting_of_a_servers_start_is_among_those():
         "agreement_limit",
         "canary_prompts",
     }
-    assert set(LAUNCH_SETTINGS) | others == set(SGLangConfig.model_fields) and not set(LAUNCH_SETTINGS) & others
+    assert (
+        set(LAUNCH_SETTINGS) | others == set(SGLangConfig.model_fields)
+        and not set(LAUNCH_SETTINGS) & others
+    )
 
 
 def test_engines_beside_named_servers_are_those_servers():
     asked = config(python=None, urls=["http://localhost:1", "http://localhost:2"])
     for engines in (1, 2):
         check_servers(
-            asked.model_copy(update={"rollout": asked.rollout.model_copy(update={"engines": engines})}), SHAPE
+            asked.model_copy(
+                update={"rollout": asked.rollout.model_copy(update={"engines": engines})}
+            ),
+            SHAPE,
         )
     wrong = asked.model_copy(update={"rollout": asked.rollout.model_copy(update={"engines": 3})})
     with pytest.raises(ConfigError, match=r"3 engines are asked for, and 2 servers are named"):
@@ -375,7 +443,9 @@ def test_engines_beside_named_servers_are_those_servers():
 def test_a_router_needs_servers_that_are_named():
     with pytest.raises(ConfigError, match="started with keys of their own, which no router knows"):
         check_servers(config(device="cpu", router="http://localhost:2"), SHAPE)
-    check_servers(config(python=None, urls=["http://localhost:1"], router="http://localhost:2"), SHAPE)
+    check_servers(
+        config(python=None, urls=["http://localhost:1"], router="http://localhost:2"), SHAPE
+    )
 
 
 def test_a_cache_is_as_large_as_the_device_wants():
@@ -387,16 +457,27 @@ def test_a_cache_is_as_large_as_the_device_wants():
 
 
 @pytest.mark.parametrize(
-    "flag", ["--quantization=fp8", "--quantization=w8a8_int8", "--kv-cache-dtype=fp8_e5m2", "--kv_cache_dtype=fp8_e4m3"]
+    "flag",
+    [
+        "--quantization=fp8",
+        "--quantization=w8a8_int8",
+        "--kv-cache-dtype=fp8_e5m2",
+        "--kv_cache_dtype=fp8_e4m3",
+    ],
 )
 def test_eight_bits_are_refused_until_they_have_limits(flag):
     name, value = flag[2:].split("=")
     for given in ([flag], [f"--{name}", value]):
-        with pytest.raises(ConfigError, match=r"sglang\.flags.* are refused: agreement of engine and trainer has no"):
+        with pytest.raises(
+            ConfigError,
+            match=r"sglang\.flags.* are refused: agreement of engine and trainer has no",
+        ):
             check_servers(config(device="cuda", flags=["--page-size=16", *given]), SHAPE)
     with pytest.raises(ConfigError, match="for 8 bits"):
         check_precision({name.replace("-", "_"): value}, "http://localhost:1")
-    check_precision({"quantization": None, "kv_cache_dtype": "auto", "page_size": 16}, "http://localhost:1")
+    check_precision(
+        {"quantization": None, "kv_cache_dtype": "auto", "page_size": 16}, "http://localhost:1"
+    )
 
 
 def test_a_cpu_computes_in_bfloat16_too():
@@ -406,7 +487,8 @@ def test_a_cpu_computes_in_bfloat16_too():
 def test_a_port_whose_new_owner_never_answers_does_not_hide_the_servers_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody listens on the server's port by the time it binds: it ends, and who asks there is kept waiting."""
+    """Somebody listens on the server's port by the time it binds: it ends, and who asks there is
+    kept waiting."""
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\necho 'Address already in use' >&2\nread go\nseq 3000\nexit 1\n")
     script.chmod(0o755)
@@ -428,7 +510,8 @@ def test_a_port_whose_new_owner_never_answers_does_not_hide_the_servers_end(
                 return loop.run_until_complete(ask())
 
             with pytest.raises(
-                SGLangError, match=r"ended with 1 \(address already in use: another process took its port\)"
+                SGLangError,
+                match=r"ended with 1 \(address already in use: another process took its port\)",
             ):
                 process.wait_ready(client, run)
             loop.run_until_complete(client.close())

@@ -1,5 +1,5 @@
-"""Two real servers of which one is lost, is slow or fails: what was asked of it is made by the other, and it comes back
-with all weights proven before it is asked anything."""
+"""Two real servers of which one is lost, is slow or fails: what was asked of it is made by the
+other, and it comes back with all weights proven before it is asked anything."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ PROBE_S = 8.0  # of a machine that runs other tests as well
 def config(sync: str) -> Config:
     plain = servers.config(engines=2, python=servers.PYTHON, sync=sync).model_dump()
     restarts = {"probe_s": PROBE_S, "back_off_s": 0.0, "most": 99}
-    return Config.model_validate({**plain, "faults": {"engines": restarts}, "runtime": {"timeout_s": 120}})
+    return Config.model_validate(
+        {**plain, "faults": {"engines": restarts}, "runtime": {"timeout_s": 120}}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +58,8 @@ def group(run: Run, number: int) -> int:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_killed_or_hung_while_it_generates(run: Run, how: signal.Signals) -> None:
-    """Once it has given its first response, with others of it under way. One that hangs is found out long before the
-    limit of a request, 40 s here; the other one's process is never touched."""
+    """Once it has given its first response, with others of it under way. One that hangs is found
+    out long before the limit of a request, 40 s here; the other one's process is never touched."""
     lost, left = group(run, 0), group(run, 1)
     signalled: list[int] = []
 
@@ -85,8 +87,8 @@ def test_killed_or_hung_while_it_generates(run: Run, how: signal.Signals) -> Non
 
 @pytest.mark.parametrize("moment", ["middle", "proof"])
 def test_killed_during_a_weight_sync(run: Run, moment: str) -> None:
-    """Between two buckets, and when all are sent and it is to prove them: the other one holds all weights, proved, and
-    the same call of `update_weights` has seen to it."""
+    """Between two buckets, and when all are sent and it is to prove them: the other one holds all
+    weights, proved, and the same call of `update_weights` has seen to it."""
     killed: list[int] = []
 
     def kill(number: int) -> None:
@@ -114,8 +116,8 @@ def test_killed_during_a_weight_sync(run: Run, moment: str) -> None:
 
 
 def test_slow(run: Run) -> None:
-    """A server that sleeps before every token: what it does not answer in time is asked of the other, it is suspected,
-    and believed again by its first answer. It is not begun anew."""
+    """A server that sleeps before every token: what it does not answer in time is asked of the
+    other, it is suspected, and believed again by its first answer. It is not begun anew."""
     engine = run.engine(0)
     limit, engine._client._response_s = engine._client._response_s, 4.0
     slow_down(run, 2.0)
@@ -145,7 +147,8 @@ def proxies(shared: Run) -> tuple[Proxy, ...]:
 
 @pytest.fixture(scope="module")
 def attached(shared: Run, proxies: tuple[Proxy, ...]) -> Iterator[Run]:
-    """The same servers as somebody else's, behind proxies that fail. What follows takes them from the run above."""
+    """The same servers as somebody else's, behind proxies that fail. What follows takes them from
+    the run above."""
     with listening(*proxies) as urls, pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_API_KEY", "the proxies know the servers'")
         plain = config("tensor").model_dump()
@@ -159,8 +162,8 @@ def attached(shared: Run, proxies: tuple[Proxy, ...]) -> Iterator[Run]:
 
 
 def test_one_in_fifty_requests_is_lost(attached: Run, proxies: tuple[Proxy, ...]) -> None:
-    """On the way to either server, whatever is asked: for a response, a part of a weight sync, or whether it is there.
-    Every response comes once, and nobody is taken for lost."""
+    """On the way to either server, whatever is asked: for a response, a part of a weight sync, or
+    whether it is there. Every response comes once, and nobody is taken for lost."""
     for proxy in proxies:
         proxy.every = 50
     try:
@@ -177,8 +180,8 @@ def test_one_in_fifty_requests_is_lost(attached: Run, proxies: tuple[Proxy, ...]
 
 
 def test_refused_with_500_again_and_again(attached: Run, proxies: tuple[Proxy, ...]) -> None:
-    """The server says that it is there, and answers no request. It is lost after five in a row; it comes back when it
-    answers again, with all weights proved."""
+    """The server says that it is there, and answers no request. It is lost after five in a row; it
+    comes back when it answers again, with all weights proved."""
     attached.pool.news()
     proxies[0].refuses = True
     try:
@@ -197,8 +200,8 @@ def test_refused_with_500_again_and_again(attached: Run, proxies: tuple[Proxy, .
 def test_a_server_of_somebody_else_is_taken_back_when_it_answers_again(
     attached: Run, proxies: tuple[Proxy, ...]
 ) -> None:
-    """Not to be reached from the middle of a rollout on, over a weight update; what it holds is older then, and it is
-    asked nothing before it has the newest weights."""
+    """Not to be reached from the middle of a rollout on, over a weight update; what it holds is
+    older then, and it is asked nothing before it has the newest weights."""
     attached.pool.news()
 
     def progress(made: int, wanted: int) -> None:
@@ -223,5 +226,7 @@ def test_none_left_ends_the_run_by_name(attached: Run, proxies: tuple[Proxy, ...
         for proxy in proxies:
             proxy.down |= made == 1
 
-    with pytest.raises(NoEngineError, match=r"no engine is left: engine 0 is .*does not answer(?s:.*)engine 1 is"):
+    with pytest.raises(
+        NoEngineError, match=r"no engine is left: engine 0 is .*does not answer(?s:.*)engine 1 is"
+    ):
         attached.roll_out(progress)

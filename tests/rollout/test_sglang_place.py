@@ -45,7 +45,9 @@ def test_a_server_that_could_not_open_a_handle_is_refused(server: Place, message
     assert "http://one" in str(error.value) and "sglang.sync=distributed" in str(error.value)
 
 
-@pytest.mark.parametrize("server", [Place(), Place(this_host(), ("GPU-b",))], ids=["unknown", "sees another"])
+@pytest.mark.parametrize(
+    "server", [Place(), Place(this_host(), ("GPU-b",))], ids=["unknown", "sees another"]
+)
 def test_it_is_refused_before_anything_is_sent(server: Place) -> None:
     """The second of two servers; the first is sent nothing either."""
     fakes = [FakeServer("one"), FakeServer("two")]
@@ -78,20 +80,28 @@ def test_every_gpu_that_is_seen_here_is_told() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(servers.MISSING is not None, reason=str(servers.MISSING))
 def test_sglang_opens_handles_where_they_are_sent_and_nowhere_else() -> None:
-    """By its own source: on the GPU of that UUID, whatever its number there; a foreign one kills the server."""
+    """By its own source: on the GPU of that UUID, whatever its number there; a foreign one kills
+    the server."""
     payload = handle(1)
     for seen, number in ((SEEN, "1"), (("GPU-b",), "0"), (("GPU-c", "GPU-a", "GPU-b"), "2")):
         require_reach(Place(MINE.host, seen), MINE, "")
         assert opened_by_sglang(servers.PYTHON, payload, seen) == number
     with pytest.raises(ConfigError):
         require_reach(Place(MINE.host, ("GPU-a", "GPU-c")), MINE, "")
-    assert "Invalid device_uuid=GPU-b" in opened_by_sglang(servers.PYTHON, payload, ("GPU-a", "GPU-c"))
+    assert "Invalid device_uuid=GPU-b" in opened_by_sglang(
+        servers.PYTHON, payload, ("GPU-a", "GPU-c")
+    )
 
 
-def test_bytes_name_torch_s_own_reader_whatever_stands_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes name torch's reader though megatron-core 0.19 replaces it by its own, which no server knows. SGLang puts a
-    reader of its own under torch's name."""
-    bucket = [("a", torch.arange(6.0).view(2, 3)), ("b", torch.tensor([1, 2], dtype=torch.bfloat16))]
+def test_bytes_name_torch_s_own_reader_whatever_stands_in_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bytes name torch's reader though megatron-core 0.19 replaces it by its own, which no server
+    knows. SGLang puts a reader of its own under torch's name."""
+    bucket = [
+        ("a", torch.arange(6.0).view(2, 3)),
+        ("b", torch.tensor([1, 2], dtype=torch.bfloat16)),
+    ]
     torchs = torch.storage._load_from_bytes
 
     def _load_safely(data: bytes) -> torch.UntypedStorage:

@@ -42,7 +42,9 @@ def answer(ids, reason="stop", spans=None, **meta):
             "finish_reason": {"type": reason},
             "prompt_tokens": 3,
             "output_token_logprobs": [[-0.5, i, None] for i in ids],
-            "weight_versions": [{"version": "7", "start": 0, "end": len(ids)}] if spans is None else spans,
+            "weight_versions": [{"version": "7", "start": 0, "end": len(ids)}]
+            if spans is None
+            else spans,
         }
         | meta,
     }
@@ -62,10 +64,20 @@ def test_every_field_of_the_server_is_sent():
 def test_nothing_that_is_sent_cuts_the_support():
     fields = generate_body(REQUEST, PARAMS, "r")["sampling_params"]
     assert fields["temperature"] == 0.7
-    assert (fields["top_k"], fields["top_p"], fields["min_p"], fields["repetition_penalty"]) == (-1, 1.0, 0.0, 1.0)
-    assert generate_body(REQUEST, replace(PARAMS, top_p=0.9), "r")["sampling_params"]["top_p"] == 0.9  # an evaluation's
+    assert (fields["top_k"], fields["top_p"], fields["min_p"], fields["repetition_penalty"]) == (
+        -1,
+        1.0,
+        0.0,
+        1.0,
+    )
+    # an evaluation's
+    assert (
+        generate_body(REQUEST, replace(PARAMS, top_p=0.9), "r")["sampling_params"]["top_p"] == 0.9
+    )
     assert fields["stop_token_ids"] == [STOP]
-    assert generate_body(REQUEST, replace(PARAMS, greedy=True), "r")["sampling_params"]["top_k"] == 1
+    assert (
+        generate_body(REQUEST, replace(PARAMS, greedy=True), "r")["sampling_params"]["top_k"] == 1
+    )
 
 
 ROUTED = replace(SHAPE, experts=8, experts_per_token=2, layers=3)
@@ -91,7 +103,8 @@ def test_experts_of_every_token_but_the_last_are_read():
     experts = np.arange(4 * 3 * 2).reshape(4, 3, 2) % 8
     found = routed(answer([9, STOP], routed_experts=in_base64(experts))).experts
     assert torch.equal(found, torch.from_numpy(experts).to(torch.uint8))
-    assert read(answer([9, STOP], routed_experts=in_base64(experts))).experts is None  # was not asked for
+    # was not asked for
+    assert read(answer([9, STOP], routed_experts=in_base64(experts))).experts is None
 
 
 @pytest.mark.parametrize(
@@ -99,7 +112,8 @@ def test_experts_of_every_token_but_the_last_are_read():
     [
         (None, "named no experts"),
         ("%%", "cannot be read"),
-        (in_base64(np.zeros((3, 3, 2))), "experts of 3 tokens of 4"),  # those of the response alone would be fewer
+        # those of the response alone would be fewer
+        (in_base64(np.zeros((3, 3, 2))), "experts of 3 tokens of 4"),
         (in_base64(np.zeros((5, 3, 2))), "experts of 5 tokens of 4"),
         (in_base64(np.zeros(4 * 3 * 2 + 1)), "not 2 in each of 3 layers"),
         (in_base64(np.full((4, 3, 2), 8)), "numbers 8 to 8 of 8 experts"),
@@ -123,7 +137,9 @@ def test_seeds_differ_wherever_the_key_differs():
     assert all(0 <= seed < 2**31 for seed in seeds)
     assert seeds[0] == sampling_seed(PARAMS, replace(REQUEST, rid="other", input_ids=(9,)))
     later = replace(PARAMS, step=9)  # continued in another step than it was begun in
-    assert sampling_seed(PARAMS, REQUEST) == sampling_seed(later, replace(REQUEST, noise_step=PARAMS.step))
+    assert sampling_seed(PARAMS, REQUEST) == sampling_seed(
+        later, replace(REQUEST, noise_step=PARAMS.step)
+    )
 
 
 @pytest.mark.parametrize("name", sorted(RECORDED["generate"]))
@@ -135,8 +151,14 @@ def test_recorded_answers_are_read(name):
     assert found.completion_tokens == exchange["answer"]["meta_info"]["completion_tokens"]
     assert found.finish_reason == exchange["means"]
     reported = exchange["answer"]["meta_info"]["output_token_logprobs"] or []
-    assert found.output_ids.tolist() == exchange["answer"]["output_ids"] == [entry[1] for entry in reported]
-    torch.testing.assert_close(found.output_log_probs, torch.tensor([entry[0] for entry in reported]), atol=0, rtol=0)
+    assert (
+        found.output_ids.tolist()
+        == exchange["answer"]["output_ids"]
+        == [entry[1] for entry in reported]
+    )
+    torch.testing.assert_close(
+        found.output_log_probs, torch.tensor([entry[0] for entry in reported]), atol=0, rtol=0
+    )
     assert sum(tokens for _, tokens in found.versions) == len(found.output_ids)
     assert max(found.output_log_probs.tolist(), default=0.0) <= 0.0
 
@@ -201,7 +223,9 @@ def test_a_stop_token_in_the_last_place_is_a_stop():
     ],
 )
 def test_a_server_that_loses_the_stop_token_is_refused(broken):
-    check_stop(answer([STOP], finish_reason={"type": "stop", "matched": STOP}), STOP, "http://server")
+    check_stop(
+        answer([STOP], finish_reason={"type": "stop", "matched": STOP}), STOP, "http://server"
+    )
     with pytest.raises(SGLangError, match="stop token 1 was forced"):
         check_stop(broken, STOP, "http://server")
 
@@ -218,8 +242,16 @@ def test_only_releases_of_the_known_protocol_are_used():
         ("model.layers.3.self_attn.k_proj.bias", "model.layers.3.self_attn.qkv_proj.bias", 1),
         ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_up_proj.weight", 1),
         ("model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.down_proj.weight", 0),
-        ("model.layers.2.mlp.experts.5.up_proj.weight", "model.layers.2.mlp.experts.w13_weight", 11),
-        ("model.layers.2.mlp.experts.5.down_proj.weight", "model.layers.2.mlp.experts.w2_weight", 5),
+        (
+            "model.layers.2.mlp.experts.5.up_proj.weight",
+            "model.layers.2.mlp.experts.w13_weight",
+            11,
+        ),
+        (
+            "model.layers.2.mlp.experts.5.down_proj.weight",
+            "model.layers.2.mlp.experts.w2_weight",
+            5,
+        ),
         ("model.layers.2.mlp.gate.weight", "model.layers.2.mlp.gate.weight", 0),
         ("model.norm.weight", "model.norm.weight", 0),
     ],
@@ -259,8 +291,12 @@ def test_every_kind_of_difference_is_named():
         "x does not exist there",
         "a has other values",
     ]
-    assert differences([{"a": "1"}, {"a": "1"}], [{"a": "1"}, {"a": "3"}]) == ["a has other values on rank 1"]
-    assert differences([{"a": "1"}], [{"a": "1"}, {"a": "1"}]) == ["2 ranks report what they hold, of 1"]
+    assert differences([{"a": "1"}, {"a": "1"}], [{"a": "1"}, {"a": "3"}]) == [
+        "a has other values on rank 1"
+    ]
+    assert differences([{"a": "1"}], [{"a": "1"}, {"a": "1"}]) == [
+        "2 ranks report what they hold, of 1"
+    ]
 
 
 def murmur3(data: bytes) -> int:
@@ -284,10 +320,16 @@ def test_the_noise_of_a_cpu_server_is_the_published_hash():
     assert murmur3(b"test") == 0xBA6BD213  # as published
     seeds, positions, columns = [0, 1, 2**31 - 1, 2**63 + 5], [0, 7, 2**31, 12], [0, 1, 151_935]
     found = murmur_hash32(
-        torch.tensor(seeds, dtype=torch.uint64), torch.tensor(positions), torch.tensor(columns, dtype=torch.int32)
+        torch.tensor(seeds, dtype=torch.uint64),
+        torch.tensor(positions),
+        torch.tensor(columns, dtype=torch.int32),
     )
     assert found.dtype == torch.uint32
     for i, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
         for j, column in enumerate(columns):
-            data = seed.to_bytes(8, "little") + position.to_bytes(4, "little") + column.to_bytes(4, "little")
+            data = (
+                seed.to_bytes(8, "little")
+                + position.to_bytes(4, "little")
+                + column.to_bytes(4, "little")
+            )
             assert int(found[i, j]) == murmur3(data)

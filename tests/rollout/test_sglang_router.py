@@ -35,8 +35,10 @@ ROUTER = os.environ.get("MEGATRON_STARE_ROUTER_PYTHON", "")
 MISSING = servers.MISSING or (
     None
     if ROUTER
-    else "no sglang-router: pip install sglang-router==0.3.2 in an environment of its own, and name "
-    "its python in MEGATRON_STARE_ROUTER_PYTHON"
+    else (
+        "no sglang-router: pip install sglang-router==0.3.2 in an environment of its own, and name "
+        "its python in MEGATRON_STARE_ROUTER_PYTHON"
+    )
 )
 pytestmark = [
     pytest.mark.sglang,
@@ -46,7 +48,9 @@ pytestmark = [
 KEY, VERSION, TOKENS = "k" * 32, 3, 20
 WORDS = (5, 9)  # all that each of the servers says
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=TOKENS, seed=1, step=1, stop_token_ids=(1,))
-CONFIG = Config.model_validate({"model": {"path": str(servers.MODEL)}, "rollout": {"max_new_tokens": TOKENS}})
+CONFIG = Config.model_validate(
+    {"model": {"path": str(servers.MODEL)}, "rollout": {"max_new_tokens": TOKENS}}
+)
 PROMPTS = [Prompt(n, str(n), "", "", (2, 3 + n)) for n in range(8)]
 SAMPLES, UP_S = 4, 60.0
 
@@ -64,12 +68,27 @@ def started() -> Iterator[list[SGLangEngine]]:
 @contextlib.contextmanager
 def routed(urls: Sequence[str], log: Path, *flags: str) -> Iterator[str]:
     """The URL of a router in front of them, that answers once it has found all of them."""
-    port, metrics = free_port(server.LOOPBACK, server.PORTS), free_port(server.LOOPBACK, server.PORTS)
-    asked = ["--host", server.LOOPBACK, "--port", str(port), "--prometheus-port", str(metrics), "--api-key", KEY]
+    port, metrics = (
+        free_port(server.LOOPBACK, server.PORTS),
+        free_port(server.LOOPBACK, server.PORTS),
+    )
+    asked = [
+        "--host",
+        server.LOOPBACK,
+        "--port",
+        str(port),
+        "--prometheus-port",
+        str(metrics),
+        "--api-key",
+        KEY,
+    ]
     asked += ["--policy", "round_robin", "--worker-urls", *urls, *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [ROUTER, "-m", "sglang_router.launch_router", *asked], stdout=output, stderr=output, cwd=log.parent
+            [ROUTER, "-m", "sglang_router.launch_router", *asked],
+            stdout=output,
+            stderr=output,
+            cwd=log.parent,
         )
     url = f"http://{server.LOOPBACK}:{port}"
     try:
@@ -113,14 +132,19 @@ def engines(
         yield made
 
 
-def rolled_out(made: Sequence[SGLangEngine], rule: RequestRule, *progress: Any) -> tuple[list[Any], Counter[str]]:
+def rolled_out(
+    made: Sequence[SGLangEngine], rule: RequestRule, *progress: Any
+) -> tuple[list[Any], Counter[str]]:
     pool = EnginePool(Replicas(made), rule=rule)
-    found = Rollouts(pool, SingleTurn(CONFIG, TOKENIZER), judged).make(PROMPTS, SAMPLES, PARAMS, *progress)
+    found = Rollouts(pool, SingleTurn(CONFIG, TOKENIZER), judged).make(
+        PROMPTS, SAMPLES, PARAMS, *progress
+    )
     return found, pool._requests
 
 
 def said(found: Sequence[Any]) -> Counter[int]:
-    """How many responses say nothing but a word, by that word; every sample of every prompt is there once."""
+    """How many responses say nothing but a word, by that word; every sample of every prompt is
+    there once."""
     assert [(t.prompt.cursor, t.sample_index) for t in found] == [
         (p.cursor, i) for p in PROMPTS for i in range(SAMPLES)
     ]
@@ -128,11 +152,16 @@ def said(found: Sequence[Any]) -> Counter[int]:
     return Counter(int(t.tokens[0]) for t in found)
 
 
-def test_a_routers_answers_are_those_of_the_servers_behind_it(monkeypatch, started, tmp_path) -> None:
-    """One engine asks, and both servers respond, with log-probs and versions; the weights went to each server itself.
-    One that is not synced along is found by its tokens."""
+def test_a_routers_answers_are_those_of_the_servers_behind_it(
+    monkeypatch, started, tmp_path
+) -> None:
+    """One engine asks, and both servers respond, with log-probs and versions; the weights went to
+    each server itself. One that is not synced along is found by its tokens."""
     urls = [engine.process.url for engine in started]
-    with routed(urls, tmp_path / "router.log") as router, engines(monkeypatch, started, router) as made:
+    with (
+        routed(urls, tmp_path / "router.log") as router,
+        engines(monkeypatch, started, router) as made,
+    ):
         for engine, word in zip(made, WORDS, strict=True):
             servers.sync(engine, VERSION, servers.says_only(word))
         found, requests = rolled_out(made[:1], RequestRule())
@@ -141,14 +170,22 @@ def test_a_routers_answers_are_those_of_the_servers_behind_it(monkeypatch, start
         check_versions(found, VERSION)
         servers.sync(made[0], VERSION + 1, servers.says_only(WORDS[0]))
         found, _ = rolled_out(made[:1], RequestRule())
-        with pytest.raises(WeightVersionError, match=rf"version {VERSION}: .*version {VERSION + 1}: "):
+        with pytest.raises(
+            WeightVersionError, match=rf"version {VERSION}: .*version {VERSION + 1}: "
+        ):
             check_versions(found, VERSION + 1)
 
 
-def test_a_server_that_is_lost_behind_a_router_loses_no_rollout(monkeypatch, started, tmp_path) -> None:
-    """Killed in the middle of its responses, with no engine but its own: they come from the other server."""
+def test_a_server_that_is_lost_behind_a_router_loses_no_rollout(
+    monkeypatch, started, tmp_path
+) -> None:
+    """Killed in the middle of its responses, with no engine but its own: they come from the other
+    server."""
     urls = [engine.process.url for engine in started]
-    with routed(urls, tmp_path / "router.log") as router, engines(monkeypatch, started, router) as made:
+    with (
+        routed(urls, tmp_path / "router.log") as router,
+        engines(monkeypatch, started, router) as made,
+    ):
         for engine in made:
             servers.sync(engine, VERSION + 2, servers.says_only(WORDS[0]))
         killed: list[int] = []

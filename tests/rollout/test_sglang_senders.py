@@ -42,7 +42,10 @@ def bucket(names: list[str]) -> Bucket:
     for name in names:
         slots.append(Slot(name, tuple(TENSORS[name].shape), start))
         start += TENSORS[name].numel()
-    return Bucket(BucketLayout(torch.float32, tuple(slots)), torch.cat([TENSORS[name].flatten() for name in names]))
+    return Bucket(
+        BucketLayout(torch.float32, tuple(slots)),
+        torch.cat([TENSORS[name].flatten() for name in names]),
+    )
 
 
 def stages() -> list[list[Bucket]]:
@@ -53,9 +56,12 @@ def stages() -> list[list[Bucket]]:
 
 
 class Run:
-    """A weight update as a run does it: the servers' ends are those of engines, the senders those of trainer ranks."""
+    """A weight update as a run does it: the servers' ends are those of engines, the senders those
+    of trainer ranks."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, fakes: list[FakeServer], method: str, folder: Path) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, fakes: list[FakeServer], method: str, folder: Path
+    ) -> None:
         by_url = {f"http://{fake.name}": fake for fake in fakes}
         monkeypatch.setattr(target, "SGLangClient", lambda url, key, timeout: by_url[url].client())
         self.fakes, alike = fakes, ServersTarget(method, 60.0, str(servers.MODEL), str(folder))
@@ -69,7 +75,10 @@ class Run:
 
     def update(self, version: int, prove: bool = True, proven: dict | None = None) -> None:
         clients = [fake.client() for fake in self.fakes]
-        syncs = [target.make_sync(self.target.method, [client], str(servers.MODEL), 60.0) for client in clients]
+        syncs = [
+            target.make_sync(self.target.method, [client], str(servers.MODEL), 60.0)
+            for client in clients
+        ]
         ends = [
             WeightUpdate([c], sync, version, SHAPE, torch.float32, proven=proven)
             for c, sync in zip(clients, syncs, strict=True)
@@ -99,8 +108,11 @@ def joining() -> list[JoiningServer]:
 
 
 @pytest.mark.distributed
-def test_every_sender_has_a_group_with_all_ranks_of_all_servers(monkeypatch, joining, tmp_path) -> None:
-    """Both servers prove, rank by rank, that they hold what the two senders sent between them; groups are kept."""
+def test_every_sender_has_a_group_with_all_ranks_of_all_servers(
+    monkeypatch, joining, tmp_path
+) -> None:
+    """Both servers prove, rank by rank, that they hold what the two senders sent between them;
+    groups are kept."""
     run = Run(monkeypatch, joining, "distributed", tmp_path)
     for version in (1, 2):
         run.update(version)
@@ -112,13 +124,20 @@ def test_every_sender_has_a_group_with_all_ranks_of_all_servers(monkeypatch, joi
 
 
 @pytest.mark.distributed
-def test_an_element_that_arrives_otherwise_in_one_rank_is_named(monkeypatch, joining, tmp_path) -> None:
+def test_an_element_that_arrives_otherwise_in_one_rank_is_named(
+    monkeypatch, joining, tmp_path
+) -> None:
     """At a proof, by server, rank and tensor; in between it passes."""
-    run, name = Run(monkeypatch, joining, "distributed", tmp_path), "model.layers.1.mlp.down_proj.weight"
+    run, name = (
+        Run(monkeypatch, joining, "distributed", tmp_path),
+        "model.layers.1.mlp.down_proj.weight",
+    )
     run.update(1)
     joining[0].changed = (1, name)
     run.update(2, prove=False, proven={name: tensor.shape for name, tensor in TENSORS.items()})
-    with pytest.raises(WeightUpdateError, match=rf"http://{ONE}: .*{name} has other values on rank 1\n") as error:
+    with pytest.raises(
+        WeightUpdateError, match=rf"http://{ONE}: .*{name} has other values on rank 1\n"
+    ) as error:
         run.update(3)
     assert "more" not in str(error.value) and TWO not in str(error.value)
     run.close()
@@ -130,7 +149,8 @@ def test_a_group_that_failed_is_made_anew(monkeypatch, joining, tmp_path) -> Non
     run.update(1)
     joining[1].broken = {"/update_weights_from_distributed"}
     joining[0].broken = {"/update_weights_from_distributed"}
-    monkeypatch.setattr(run.senders[0]._sync, "_broadcast", lambda flat: None)  # would wait for those who refused
+    # would wait for those who refused
+    monkeypatch.setattr(run.senders[0]._sync, "_broadcast", lambda flat: None)
     with pytest.raises(SGLangError, match="is broken"):
         run.update(2)
     for fake in joining:
@@ -150,8 +170,8 @@ def test_a_tensor_of_two_senders_is_refused() -> None:
 
 
 class LoadingServer(FakeServer):
-    """Server of two ranks. The first reads the folder it is told of and answers; the other reads when all ranks must
-    meet."""
+    """Server of two ranks. The first reads the folder it is told of and answers; the other reads
+    when all ranks must meet."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -164,7 +184,9 @@ class LoadingServer(FakeServer):
             for name, tensor in self.found[0].items():
                 self._held[0].add(name, tensor)
         elif path == "/begin_weight_update":
-            self.found.append(self._read(Path(self.bodies["/update_weights_from_disk"]["model_path"])))
+            self.found.append(
+                self._read(Path(self.bodies["/update_weights_from_disk"]["model_path"]))
+            )
             return {"success": True}
         return super()._answer(path, body)
 
@@ -174,8 +196,8 @@ class LoadingServer(FakeServer):
 
 
 def test_senders_write_one_folder_which_is_removed(monkeypatch, tmp_path) -> None:
-    """Every tensor once, in files of the rank that sent it, below the folder that was named. It is there until every
-    rank has read it, and then no more."""
+    """Every tensor once, in files of the rank that sent it, below the folder that was named. It is
+    there until every rank has read it, and then no more."""
     fakes = [LoadingServer(ONE), LoadingServer(TWO)]
     run = Run(monkeypatch, fakes, "disk", tmp_path / "shared")
     for version in (1, 2):
@@ -185,9 +207,14 @@ def test_senders_write_one_folder_which_is_removed(monkeypatch, tmp_path) -> Non
             for found in fake.found:
                 assert found.keys() == TENSORS.keys()
                 assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
-            weights = [f"model-0000{rank}-0000{number}.safetensors" for rank in (0, 2) for number in (1, 2)]
+            weights = [
+                f"model-0000{rank}-0000{number}.safetensors" for rank in (0, 2) for number in (1, 2)
+            ]
             assert fake.names == ["config.json", "generation_config.json", *weights]
-            assert Path(fake.bodies["/update_weights_from_disk"]["model_path"]).parent == tmp_path / "shared"
+            assert (
+                Path(fake.bodies["/update_weights_from_disk"]["model_path"]).parent
+                == tmp_path / "shared"
+            )
         assert list((tmp_path / "shared").iterdir()) == []
     run.close()
 
@@ -197,7 +224,9 @@ def test_a_folder_that_cannot_be_written_is_named(monkeypatch, tmp_path) -> None
     (tmp_path / "file").touch()
     run = Run(monkeypatch, [FakeServer(ONE)], "disk", tmp_path / "file")
     run.senders[0].expect(True, None)
-    with pytest.raises(UserError, match=r"cannot be written \(Not a directory\)(?s:.*)sglang\.sync_folder"):
+    with pytest.raises(
+        UserError, match=r"cannot be written \(Not a directory\)(?s:.*)sglang\.sync_folder"
+    ):
         run.senders[0].begin()
     run.close()
     run = Run(monkeypatch, [FakeServer(ONE)], "disk", tmp_path / "full")
@@ -228,7 +257,11 @@ def test_targets_draw_a_folder_as_they_are_joined_and_do_not_show_the_key() -> N
 def test_a_server_on_another_machines_loopback_is_refused(monkeypatch, tmp_path) -> None:
     run = Run(monkeypatch, [FakeServer("127.0.0.1")], "tensor", tmp_path)
     server = run.target.servers[0]
-    for place, refused in ((Place(), False), (Place(this_host()), False), (Place("node7 1234"), True)):
+    for place, refused in (
+        (Place(), False),
+        (Place(this_host()), False),
+        (Place("node7 1234"), True),
+    ):
         there = replace(run.target, servers=(replace(server, place=place),))
         sender = there.joined([there]).sender(0)
         sender.expect(True, None)
@@ -263,17 +296,22 @@ EXPERTS = ModelShape(
 
 
 def matrices() -> dict[str, torch.Tensor]:
-    """Matrices of six experts. A rank's share of them is more than a tile of the hash, and ends within one."""
+    """Matrices of six experts. A rank's share of them is more than a tile of the hash, and ends
+    within one."""
     generator = torch.Generator().manual_seed(3)
     sizes = {"gate": (96, 64), "up": (96, 64), "down": (64, 96)}
     return {
-        f"model.layers.0.mlp.experts.{number}.{kind}_proj.weight": torch.randn(size, generator=generator)
+        f"model.layers.0.mlp.experts.{number}.{kind}_proj.weight": torch.randn(
+            size, generator=generator
+        )
         for number in range(6)
         for kind, size in sizes.items()
     }
 
 
-def hashed_by(owners: list[tuple[int, ...]], tensors: dict[str, torch.Tensor], layout: ServerLayout) -> Sent:
+def hashed_by(
+    owners: list[tuple[int, ...]], tensors: dict[str, torch.Tensor], layout: ServerLayout
+) -> Sent:
     """Hashes that senders which own these experts tell between them, after they were pickled."""
     told = []
     for owned in owners:
@@ -286,10 +324,12 @@ def hashed_by(owners: list[tuple[int, ...]], tensors: dict[str, torch.Tensor], l
     return Sent.by_all(pickle.loads(pickle.dumps(told)))
 
 
-@pytest.mark.parametrize("layout", [ServerLayout("cuda", 2), ServerLayout("cuda", 2, 2), ServerLayout("cuda")])
+@pytest.mark.parametrize(
+    "layout", [ServerLayout("cuda", 2), ServerLayout("cuda", 2, 2), ServerLayout("cuda")]
+)
 def test_owners_of_experts_prove_them_together(layout: ServerLayout) -> None:
-    """Whatever they own, in whatever order they tell: what SGLang stacks, hashed in one place; and no more if one of
-    them has another value, or is missing."""
+    """Whatever they own, in whatever order they tell: what SGLang stacks, hashed in one place; and
+    no more if one of them has another value, or is missing."""
     tensors = matrices()
     whole = Fingerprint(EXPERTS, torch.bfloat16, layout)
     for name, tensor in tensors.items():
@@ -301,15 +341,20 @@ def test_owners_of_experts_prove_them_together(layout: ServerLayout) -> None:
     found = checksums_of(hashed_by([(0, 1), (4, 5)], tensors, layout).hashed[layout])
     assert sum(map(len, found)) == 0 if layout.expert == 1 else found != want
     other = dict(tensors)
-    other["model.layers.0.mlp.experts.4.up_proj.weight"] = tensors["model.layers.0.mlp.experts.4.up_proj.weight"] * 2
+    other["model.layers.0.mlp.experts.4.up_proj.weight"] = (
+        tensors["model.layers.0.mlp.experts.4.up_proj.weight"] * 2
+    )
     assert checksums_of(hashed_by([(0, 1, 2), (3, 4, 5)], other, layout).hashed[layout]) != want
 
 
 def by_hand(tensors: dict[str, torch.Tensor], layout: ServerLayout) -> list[dict[str, str]]:
-    """Gate over up of every expert a rank holds, then down: rows, and columns, cut over the ranks that share one."""
+    """Gate over up of every expert a rank holds, then down: rows, and columns, cut over the ranks
+    that share one."""
     ranks, sharing = [], layout.tensor // layout.expert
     for rank in range(layout.tensor):
-        held = range(6 // layout.expert * (rank // sharing), 6 // layout.expert * (rank // sharing + 1))
+        held = range(
+            6 // layout.expert * (rank // sharing), 6 // layout.expert * (rank // sharing + 1)
+        )
         stacks: dict[str, list[torch.Tensor]] = {"w13_weight": [], "w2_weight": []}
         for number in held:
             gate, up, down = (
@@ -319,7 +364,9 @@ def by_hand(tensors: dict[str, torch.Tensor], layout: ServerLayout) -> list[dict
             rows, columns = gate.chunk(sharing), down.chunk(sharing, 1)
             stacks["w13_weight"] += [rows[rank % sharing], up.chunk(sharing)[rank % sharing]]
             stacks["w2_weight"].append(columns[rank % sharing])
-        ranks.append({f"model.layers.0.mlp.experts.{name}": hash_of(parts) for name, parts in stacks.items()})
+        ranks.append(
+            {f"model.layers.0.mlp.experts.{name}": hash_of(parts) for name, parts in stacks.items()}
+        )
     return ranks
 
 
@@ -331,7 +378,10 @@ def hash_of(parts: list[torch.Tensor]) -> str:
 
 def test_a_bucket_may_change_once_it_was_hashed() -> None:
     """Also a part that came before its turn: memory of buckets is used again."""
-    layout, names = ServerLayout(), [f"model.layers.0.self_attn.{kind}_proj.weight" for kind in "qkv"]
+    layout, names = (
+        ServerLayout(),
+        [f"model.layers.0.self_attn.{kind}_proj.weight" for kind in "qkv"],
+    )
     told = []
     for order in (names, names[::-1]):
         fingerprint = Fingerprint(SHAPE, torch.float32, layout)
@@ -383,7 +433,10 @@ class SlowServer(FakeServer):
 
     def _load(self, body):  # type: ignore[no-untyped-def]
         if not self.gone_on.wait(LOST_S):
-            return {"success": False, "message": "the sender waits for me, and gathers nothing meanwhile"}
+            return {
+                "success": False,
+                "message": "the sender waits for me, and gathers nothing meanwhile",
+            }
         return super()._load(body)
 
 

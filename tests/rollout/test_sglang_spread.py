@@ -1,5 +1,6 @@
-"""A server on several nodes: how its processes are started, that it ends as a whole, and who is named. What stands in
-for SGLang here only says what it was told; test_train_sglang.py has real servers."""
+"""A server on several nodes: how its processes are started, that it ends as a whole, and who is
+named. What stands in for SGLang here only says what it was told; test_train_sglang.py has real
+servers."""
 
 from __future__ import annotations
 
@@ -51,7 +52,13 @@ def python(tmp_path: Path) -> Path:
 
 
 def config(given_python: Path, ports: tuple[int, ...] = (), **sglang: object) -> Config:
-    given = {"python": str(given_python), "device": "cpu", "tensor_parallel": 2, "nodes": 2, **sglang}
+    given = {
+        "python": str(given_python),
+        "device": "cpu",
+        "tensor_parallel": 2,
+        "nodes": 2,
+        **sglang,
+    }
     found = servers.config(engines=2, **given)
     return found.model_copy(update={"runtime": RuntimeConfig(ports=list(ports))})
 
@@ -67,7 +74,9 @@ def spread(python: Path) -> Iterator[tuple[SpreadServer, ServerPart]]:
     part = ServerPart(server_options(asked, 0, 1))
     with ExitStack() as stack:
         stack.callback(part.close)
-        server = SpreadServer(server_options(asked, 0), Site(InlineWorkers([part]), "127.0.0.1", ("10.0.0.2",)))
+        server = SpreadServer(
+            server_options(asked, 0), Site(InlineWorkers([part]), "127.0.0.1", ("10.0.0.2",))
+        )
         stack.callback(server.close)
         until(lambda: "told" in part_of(part).last_words() and ranks(part_of(part).process_group))
         yield server, part
@@ -88,12 +97,17 @@ def ranks(group: int) -> list[psutil.Process]:
     return [child for child in psutil.Process(group).children() if child.name() == "sglang_rank"]
 
 
-def test_every_node_is_told_its_number_and_where_to_meet(spread: tuple[SpreadServer, ServerPart]) -> None:
+def test_every_node_is_told_its_number_and_where_to_meet(
+    spread: tuple[SpreadServer, ServerPart],
+) -> None:
     server, part = spread
     until(lambda: "told" in server.last_words())
     first, other = server.last_words().split(), part_of(part).last_words().split()
     for words, node in ((first, "0"), (other, "1")):
-        assert words[words.index("--nnodes") + 1] == "2" and words[words.index("--node-rank") + 1] == node
+        assert (
+            words[words.index("--nnodes") + 1] == "2"
+            and words[words.index("--node-rank") + 1] == node
+        )
         assert words[words.index("--tp-size") + 1] == "2"
     met = {words[words.index("--dist-init-addr") + 1] for words in (first, other)}
     assert len(met) == 1 and met.pop().startswith("127.0.0.1:")
@@ -101,7 +115,9 @@ def test_every_node_is_told_its_number_and_where_to_meet(spread: tuple[SpreadSer
     assert server.ended() is None
 
 
-def test_a_part_that_ends_ends_the_server_and_is_named(spread: tuple[SpreadServer, ServerPart]) -> None:
+def test_a_part_that_ends_ends_the_server_and_is_named(
+    spread: tuple[SpreadServer, ServerPart],
+) -> None:
     server, part = spread
     os.killpg(part_of(part).process_group, signal.SIGKILL)
     server._process.wait(LIMIT_S)  # by the watch: nobody asks
@@ -119,7 +135,9 @@ def test_a_rank_that_is_killed_alone_is_noticed(spread: tuple[SpreadServer, Serv
     rank.kill()
     server._process.wait(LIMIT_S)
     ended = server.ended()
-    assert ended is not None and ended.startswith(f"on 10.0.0.2 (node rank 1) lost the process of a rank, {rank.pid}")
+    assert ended is not None and ended.startswith(
+        f"on 10.0.0.2 (node rank 1) lost the process of a rank, {rank.pid}"
+    )
 
 
 def test_the_first_nodes_end_is_its_own(spread: tuple[SpreadServer, ServerPart]) -> None:
@@ -136,10 +154,14 @@ def test_the_first_nodes_end_is_its_own(spread: tuple[SpreadServer, ServerPart])
 
 def test_a_part_that_cannot_start_leaves_nothing(python: Path, tmp_path: Path) -> None:
     asked = config(python)
-    part = ServerPart(server_options(asked.model_copy(update={"sglang": without_python(asked, tmp_path)}), 0, 1))
+    part = ServerPart(
+        server_options(asked.model_copy(update={"sglang": without_python(asked, tmp_path)}), 0, 1)
+    )
     before = set(psutil.Process().children())
     with pytest.raises(FileNotFoundError, match="nothing"):
-        SpreadServer(server_options(asked, 0), Site(InlineWorkers([part]), "127.0.0.1", ("127.0.0.1",)))
+        SpreadServer(
+            server_options(asked, 0), Site(InlineWorkers([part]), "127.0.0.1", ("127.0.0.1",))
+        )
     assert set(psutil.Process().children()) <= before
 
 
@@ -159,11 +181,16 @@ class Silent(InlineWorkers):
 def test_a_worker_that_is_gone_with_its_node_ends_the_server(python: Path) -> None:
     asked = config(python)
     part = ServerPart(server_options(asked, 0, 1))
-    server = SpreadServer(server_options(asked, 0), Site(Silent([part]), "127.0.0.1", ("10.0.0.2",)))
+    server = SpreadServer(
+        server_options(asked, 0), Site(Silent([part]), "127.0.0.1", ("10.0.0.2",))
+    )
     try:
         server._process.wait(LIMIT_S)
         ended = server.ended()
-        assert ended is not None and "lost the worker of its part on 10.0.0.2: a rollout engine process died" in ended
+        assert (
+            ended is not None
+            and "lost the worker of its part on 10.0.0.2: a rollout engine process died" in ended
+        )
     finally:
         server.close()
 
@@ -177,21 +204,31 @@ def test_replicas_and_their_parts_are_those_of_the_run(python: Path) -> None:
     parts = [make_part(asked, number, 1) for number in range(2)]
     shares = [server_options(asked, number, node).ports for number in range(2) for node in range(2)]
     assert [part._options.ports for part in parts] == shares[1::2]  # type: ignore[attr-defined]
-    assert [list(share or ()) for share in shares] == [list(range(30_001 + n, 30_020, 5)) for n in range(4)]
+    assert [list(share or ()) for share in shares] == [
+        list(range(30_001 + n, 30_020, 5)) for n in range(4)
+    ]
     with ExitStack() as stack:
         stack.callback(parts[0].close)
-        replica = make_replica(asked, 0, Site(InlineWorkers(parts[:1]), "127.0.0.1", ("127.0.0.1",)))
+        replica = make_replica(
+            asked, 0, Site(InlineWorkers(parts[:1]), "127.0.0.1", ("127.0.0.1",))
+        )
         stack.callback(replica.close)
         process = replica._process  # type: ignore[attr-defined]
         until(lambda: "told" in process.last_words())
         words = process.last_words().split()
-        assert int(words[words.index("--dist-init-addr") + 1].rpartition(":")[2]) in (shares[0] or ())
+        assert int(words[words.index("--dist-init-addr") + 1].rpartition(":")[2]) in (
+            shares[0] or ()
+        )
 
 
 @pytest.mark.parametrize(
     ("asked", "where", "message"),
     [
-        ({"nodes": 3}, "sglang.nodes", "2 ranks of a server cannot be dealt to 3 nodes in equal parts"),
+        (
+            {"nodes": 3},
+            "sglang.nodes",
+            "2 ranks of a server cannot be dealt to 3 nodes in equal parts",
+        ),
         ({"device": "cuda"}, "sglang.sync", "which ranks of another node cannot open"),
         ({"urls": ["http://localhost:1"]}, "sglang.nodes", "it says how servers are started"),
     ],
@@ -201,9 +238,15 @@ def test_what_several_nodes_cannot_do_is_refused(
 ) -> None:
     given = {"tensor_parallel": 1, "python": None, "device": "auto"} if "urls" in asked else {}
     with pytest.raises(ConfigError, match=message) as error:
-        check_servers(config(python, **given, **asked).model_copy(update={"rollout": one(python)}), SHAPE)
+        check_servers(
+            config(python, **given, **asked).model_copy(update={"rollout": one(python)}), SHAPE
+        )
     assert error.value.where == where
-    for works in ({}, {"sync": "disk", "sync_folder": "/shared"}, {"sync": "distributed", "device": "cuda"}):
+    for works in (
+        {},
+        {"sync": "disk", "sync_folder": "/shared"},
+        {"sync": "distributed", "device": "cuda"},
+    ):
         check_servers(config(python, **works), SHAPE)
 
 
@@ -211,16 +254,25 @@ def one(python: Path):
     return config(python).rollout.model_copy(update={"engines": 1})
 
 
-def test_ranks_of_a_node_on_a_cpu_are_bound_to_cores_of_its_own(python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang counts the ranks of each node from 0; on one machine those of two are not to have one core."""
+def test_ranks_of_a_node_on_a_cpu_are_bound_to_cores_of_its_own(
+    python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang counts the ranks of each node from 0; on one machine those of two are not to have one
+    core."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
     asked = config(python, tensor_parallel=4)
-    bound = [server_options(asked, 0, node).process_environment()["SGLANG_CPU_OMP_THREADS_BIND"] for node in range(2)]
+    bound = [
+        server_options(asked, 0, node).process_environment()["SGLANG_CPU_OMP_THREADS_BIND"]
+        for node in range(2)
+    ]
     assert bound == ["4|5", "6|7"]
 
 
-def test_all_nodes_of_all_servers_are_told_an_address_that_they_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server that answers is on this machine, half of its ranks are not; and their numbers go on over both."""
+def test_all_nodes_of_all_servers_are_told_an_address_that_they_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server that answers is on this machine, half of its ranks are not; and their numbers go
+    on over both."""
     asked: list[list[str]] = []
 
     def facing(urls: list[str]) -> str:

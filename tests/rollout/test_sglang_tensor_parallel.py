@@ -1,4 +1,5 @@
-"""Real SGLang servers of two tensor-parallel ranks each: what their ranks hold, by every way of syncing weights."""
+"""Real SGLang servers of two tensor-parallel ranks each: what their ranks hold, by every way of
+syncing weights."""
 
 from __future__ import annotations
 
@@ -43,18 +44,24 @@ async def whole(update, tensors):
 
 
 def expected_log_probs(path, tokens):
-    model, ids = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), torch.tensor([tokens])
+    model, ids = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
+        torch.tensor([tokens]),
+    )
     with torch.no_grad():
         return torch.log_softmax(model(ids).logits[0, :-1], -1).gather(-1, ids[0, 1:, None])[:, 0]
 
 
 @pytest.mark.parametrize("method", ["tensor", "disk", "distributed"])
 def test_every_sync_method_reaches_every_rank_of_all_servers(engines, method):
-    """Weights reach both servers at once, proven rank by rank, and then by what one server computes."""
+    """Weights reach both servers at once, proven rank by rank, and then by what one server
+    computes."""
     with servers.attached(*engines) as (loop, clients):
         sync = make_sync(method, clients, str(servers.MODEL), timeout_s=300)
         for version, tensors in ((11, servers.says_only(5)), (12, servers.weights())):
-            loop.run_until_complete(whole(WeightUpdate(clients, sync, version, SHAPE, torch.float32), tensors))
+            loop.run_until_complete(
+                whole(WeightUpdate(clients, sync, version, SHAPE, torch.float32), tensors)
+            )
             infos = [loop.run_until_complete(client.model_info()) for client in clients]
             assert [info["weight_version"] for info in infos] == [str(version)] * 2
         loop.run_until_complete(sync.close())
@@ -81,27 +88,44 @@ class OneElementOff(TensorSync):
                 other[self.element] += 1e-3
                 payloads = [packed([(name, tensor)]), packed([(name, tensor)])]
                 payloads[self.rank] = packed([(name, other)])
-                body = {"serialized_named_tensors": payloads, "load_format": None, "flush_cache": False}
+                body = {
+                    "serialized_named_tensors": payloads,
+                    "load_format": None,
+                    "flush_cache": False,
+                }
                 await self._clients[self.server].post("/update_weights_from_tensor", body)
 
 
 def test_one_element_changed_in_one_rank_of_one_server_is_named(engines):
     with servers.attached(*engines) as (loop, clients):
         update = WeightUpdate(
-            clients, OneElementOff(clients, server=1, rank=1, element=(5, 200)), 20, SHAPE, torch.float32
+            clients,
+            OneElementOff(clients, server=1, rank=1, element=(5, 200)),
+            20,
+            SHAPE,
+            torch.float32,
         )
         with pytest.raises(WeightUpdateError) as error:
             loop.run_until_complete(whole(update, servers.weights()))
-    said = f"server does not hold the weights that were sent: {OneElementOff.name} has other values on rank 1"
+    said = (
+        f"server does not hold the weights that were sent: {OneElementOff.name} has other values on"
+        " rank 1"
+    )
     assert said in str(error.value) and "more" not in str(error.value)
-    assert engines[1].process.url in str(error.value) and engines[0].process.url not in str(error.value)
+    assert engines[1].process.url in str(error.value) and engines[0].process.url not in str(
+        error.value
+    )
 
 
 def test_at_prove_every_five_it_is_caught_at_the_next_proof(engines):
-    """Proofs come as the pool asks for them: the first update's is the fifth before the one that finds the fault."""
+    """Proofs come as the pool asks for them: the first update's is the fifth before the one that
+    finds the fault."""
     engine, tensors = engines[1], servers.weights()
     servers.sync(engine, 30, tensors)
-    honest, engine._sync = engine._sync, OneElementOff(engine._sync._clients, server=0, rank=0, element=(5, 3))
+    honest, engine._sync = (
+        engine._sync,
+        OneElementOff(engine._sync._clients, server=0, rank=0, element=(5, 3)),
+    )
     try:
         for version in range(31, 35):
             engine.begin_weight_update(version, prove=False)
@@ -109,7 +133,9 @@ def test_at_prove_every_five_it_is_caught_at_the_next_proof(engines):
                 engine.update_weights(bucket)
             engine.end_weight_update()
             assert engine.model_info().state is EngineState.UNPROVED
-        with pytest.raises(WeightUpdateError, match=rf"{OneElementOff.name} has other values on rank 0\n"):
+        with pytest.raises(
+            WeightUpdateError, match=rf"{OneElementOff.name} has other values on rank 0\n"
+        ):
             servers.sync(engine, 35, tensors)
     finally:
         engine._sync = honest
@@ -119,12 +145,17 @@ def test_at_prove_every_five_it_is_caught_at_the_next_proof(engines):
 
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_server_on_two_nodes_is_proven_on_both_and_ends_as_a_whole(node):
-    """Two processes of this machine, with a rank each. One of them is killed: the call that waits for both says which,
-    and nothing is left of the other."""
+    """Two processes of this machine, with a rank each. One of them is killed: the call that waits
+    for both says which, and nothing is left of the other."""
     with servers.running(device="cpu", tensor_parallel=2, nodes=2, sync="distributed") as engine:
         servers.sync(engine, 1, servers.weights())
-        honest, engine._sync = engine._sync, OneElementOff(engine._sync._clients, server=0, rank=1, element=(5, 200))
-        with pytest.raises(WeightUpdateError, match=f"{OneElementOff.name} has other values on rank 1\n"):
+        honest, engine._sync = (
+            engine._sync,
+            OneElementOff(engine._sync._clients, server=0, rank=1, element=(5, 200)),
+        )
+        with pytest.raises(
+            WeightUpdateError, match=f"{OneElementOff.name} has other values on rank 1\n"
+        ):
             servers.sync(engine, 2, servers.weights())
         engine._sync = honest
         servers.sync(engine, 3, servers.weights())
@@ -134,7 +165,10 @@ def test_a_server_on_two_nodes_is_proven_on_both_and_ends_as_a_whole(node):
         (part,) = engine.process._parts._workers
         groups = [engine.process.process_group, part._process.process_group]
         os.killpg(groups[node], signal.SIGKILL)
-        with pytest.raises(SGLangError, match=rf"on 127\.0\.0\.1 \(node rank {node}\) ended with -9; its last words:"):
+        with pytest.raises(
+            SGLangError,
+            match=rf"on 127\.0\.0\.1 \(node rank {node}\) ended with -9; its last words:",
+        ):
             engine.prompt_log_probs(SEQUENCES)
     assert not any(psutil.pid_exists(group) for group in groups)
 
@@ -153,14 +187,21 @@ def test_groups_of_ranks_with_requests_of_their_own(tmp_path):
 
 
 # the first has one key head, the other wants YaRN on CPUs
-@pytest.mark.parametrize("family", [n for n in FAMILIES if n not in ("llama_tied_llama3", "deepseek_v3_short")])
+@pytest.mark.parametrize(
+    "family", [n for n in FAMILIES if n not in ("llama_tied_llama3", "deepseek_v3_short")]
+)
 def test_ranks_of_every_family_hold_what_is_expected(tmp_path, family):
-    widths = {"intermediate_size": 64} | ({"moe_intermediate_size": 64} if family in MIXTURES else {})
-    if family == "deepseek_v3":  # with a latent as wide as a head the server answers, if not rightly, and so starts
+    widths = {"intermediate_size": 64} | (
+        {"moe_intermediate_size": 64} if family in MIXTURES else {}
+    )
+    # with a latent as wide as a head the server answers, if not rightly, and so starts
+    if family == "deepseek_v3":
         widths |= {"kv_lora_rank": 8, "v_head_dim": 8}
     save_model(tmp_path, family, **widths)
     with servers.running(tmp_path, tensor_parallel=2) as engine:
-        servers.sync(engine, 1, servers.weights(tmp_path), count=1 if family == "deepseek_v3" else 3)
+        servers.sync(
+            engine, 1, servers.weights(tmp_path), count=1 if family == "deepseek_v3" else 3
+        )
         assert engine.model_info().state is EngineState.HEALTHY
         if not family.startswith("deepseek"):  # SGLang's attention for CPUs lacks latent attention
             (found,) = engine.prompt_log_probs(SEQUENCES[:1])

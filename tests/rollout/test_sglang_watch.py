@@ -38,12 +38,16 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PAUSE_S", 0.0)
 
 
-def watched(client: Client, story: Callable[[Watch], Awaitable[Any]], held: Sequence[int | None] = (3,)) -> Any:
+def watched(
+    client: Client, story: Callable[[Watch], Awaitable[Any]], held: Sequence[int | None] = (3,)
+) -> Any:
     """Runs `story` with a watch of a server that must hold these versions, one after the other."""
     versions = list(held)
 
     async def main() -> Any:
-        watch = Watch(client, None, lambda: versions.pop(0) if len(versions) > 1 else versions[0], LIMIT_S)  # type: ignore[arg-type]
+        watch = Watch(
+            client, None, lambda: versions.pop(0) if len(versions) > 1 else versions[0], LIMIT_S
+        )  # type: ignore[arg-type]
         try:
             return await story(watch)
         finally:
@@ -64,7 +68,8 @@ def test_one_answer_of_two_is_enough(first: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "words", "late"), [(None, r"says nothing for 0\.05 s", True), (REFUSED, "refused", False)]
+    ("said", "words", "late"),
+    [(None, r"says nothing for 0\.05 s", True), (REFUSED, "refused", False)],
 )
 def test_two_that_fail_are_a_loss(said: Any, words: str, late: bool) -> None:
     client = Client(said)
@@ -82,7 +87,8 @@ def test_other_weights_are_a_loss_at_once() -> None:
 
 @pytest.mark.parametrize("held", [(3, 4), (3, None), (None, None)])
 def test_weights_that_change_while_it_is_asked_are_none(held: tuple[int | None, ...]) -> None:
-    """An update ends, or begins, between the question and the answer; or nothing is held that could be compared."""
+    """An update ends, or begins, between the question and the answer; or nothing is held that could
+    be compared."""
     watched(Client({"weight_version": "4"}), Watch.require, held)
 
 

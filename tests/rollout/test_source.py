@@ -1,4 +1,5 @@
-"""From prompts to verified trajectories: real engines in process, environments of one turn and of two."""
+"""From prompts to verified trajectories: real engines in process, environments of one turn and of
+two."""
 
 from __future__ import annotations
 
@@ -72,32 +73,49 @@ def rollouts(workers: Workers, environment: Environment) -> Rollouts:
 
 def prompts(tokenizer: Any, count: int) -> list[Prompt]:
     texts = [f"{10 + 7 * i}+{99 - i}+{20 + i}=" for i in range(count)]
-    return [Prompt(40 + i, str(i), t, str(i), tuple(tokenizer(t).input_ids)) for i, t in enumerate(texts)]
+    return [
+        Prompt(40 + i, str(i), t, str(i), tuple(tokenizer(t).input_ids))
+        for i, t in enumerate(texts)
+    ]
 
 
 @pytest.mark.parametrize(("engines", "max_batch"), [(1, 256), (1, 5), (3, 4)])
 def test_single_turns_are_what_the_engine_says(tokenizer, engines, max_batch):
-    """Bit for bit what contiguous shards, cut into batches, give when an engine is asked for them by itself."""
+    """Bit for bit what contiguous shards, cut into batches, give when an engine is asked for them
+    by itself."""
     wanted = prompts(tokenizer, 5)
     workers = Replicas([local_engine(max_batch) for _ in range(engines)])
     seen: list[tuple[int, int]] = []
     made = rollouts(workers, SingleTurn(CONFIG, tokenizer)).make(
-        wanted, 4, replace(PARAMS, max_new_tokens=20), lambda done, total: seen.append((done, total))
+        wanted,
+        4,
+        replace(PARAMS, max_new_tokens=20),
+        lambda done, total: seen.append((done, total)),
     )
-    assert [(t.prompt.cursor, t.sample_index) for t in made] == [(40 + p, i) for p in range(5) for i in range(4)]
+    assert [(t.prompt.cursor, t.sample_index) for t in made] == [
+        (40 + p, i) for p in range(5) for i in range(4)
+    ]
     assert seen == [(done, 20) for done in range(21)]
-    requests = [GenerateRequest(f"{p.cursor}:{i}", p.token_ids, p.cursor, i) for p in wanted for i in range(4)]
+    requests = [
+        GenerateRequest(f"{p.cursor}:{i}", p.token_ids, p.cursor, i)
+        for p in wanted
+        for i in range(4)
+    ]
     bounds = [20 * n // engines for n in range(engines + 1)]
     reference = local_engine(max_batch)
     shards = [requests[bounds[n] : bounds[n + 1]] for n in range(engines)]
-    expected = [r for shard in shards for r in reference.generate(shard, replace(PARAMS, max_new_tokens=20))]
+    expected = [
+        r for shard in shards for r in reference.generate(shard, replace(PARAMS, max_new_tokens=20))
+    ]
     for trajectory, result in zip(made, expected, strict=True):
         assert torch.equal(trajectory.tokens, result.output_ids)
         assert torch.equal(trajectory.log_probs, result.output_log_probs)
         assert trajectory.loss_mask.all()
         assert trajectory.versions == ((5, len(result.output_ids)),)
         assert trajectory.finish_reason == result.finish_reason
-        assert trajectory.text == tokenizer.decode([i for i in result.output_ids.tolist() if i != STOP])
+        assert trajectory.text == tokenizer.decode(
+            [i for i in result.output_ids.tolist() if i != STOP]
+        )
         assert (trajectory.reward, trajectory.reward_status) == (float(len(trajectory.text)), "ok")
         assert trajectory.answer_at == len(trajectory.prompt.answer)
     assert {t.finish_reason for t in made} == {"stop", "length"}
@@ -105,14 +123,18 @@ def test_single_turns_are_what_the_engine_says(tokenizer, engines, max_batch):
 
 def test_a_second_turn_goes_on_where_the_first_ended(tokenizer):
     wanted = prompts(tokenizer, 6)
-    made = rollouts(Replicas([local_engine()]), CheckAgain(CONFIG, tokenizer)).make(wanted, 2, PARAMS)
+    made = rollouts(Replicas([local_engine()]), CheckAgain(CONFIG, tokenizer)).make(
+        wanted, 2, PARAMS
+    )
     said = tokenizer(";0+").input_ids
     for trajectory in made:
         (first, observed, *second) = [tokens for _, tokens in trajectory.versions]
         assert [version for version, _ in trajectory.versions][:2] == [5, NOT_SAMPLED]
         assert first <= 12 and observed == len(said)
         assert trajectory.tokens[first : first + observed].tolist() == said
-        assert trajectory.loss_mask.tolist() == [True] * first + [False] * observed + [True] * sum(second)
+        assert trajectory.loss_mask.tolist() == [True] * first + [False] * observed + [True] * sum(
+            second
+        )
         assert not trajectory.log_probs[first : first + observed].any()
         assert len(trajectory) <= 24
         assert trajectory.text.count(";0+") >= 1
@@ -121,7 +143,12 @@ def test_a_second_turn_goes_on_where_the_first_ended(tokenizer):
     engine, alone = local_engine(), made[0]
     start = sum(tokens for _, tokens in alone.versions[:2])
     request = GenerateRequest(
-        "again", (*alone.prompt.token_ids, *alone.tokens[:start].tolist()), alone.prompt.cursor, 0, start, 24 - start
+        "again",
+        (*alone.prompt.token_ids, *alone.tokens[:start].tolist()),
+        alone.prompt.cursor,
+        0,
+        start,
+        24 - start,
     )
     (again,) = engine.generate([request], PARAMS)
     assert torch.equal(again.output_ids, alone.tokens[start:])
@@ -143,7 +170,8 @@ def test_which_replica_is_faster_does_not_matter(tokenizer):
 
 
 class Slots(LocalEngine):
-    """Takes two requests at a time and answers one a call, as a server whose responses differ in length."""
+    """Takes two requests at a time and answers one a call, as a server whose responses differ in
+    length."""
 
     def model_info(self) -> Any:
         return replace(super().model_info(), capacity=2)
@@ -168,7 +196,9 @@ def test_requests_go_where_there_is_room_and_each_is_answered_once(tokenizer):
     given = [rid for calls in workers.given for call in calls for rid in call]
     assert len(given) == len(set(given))
     assert min(sum(map(len, calls)) for calls in workers.given) >= 4  # of 20
-    together = rollouts(Replicas([local_engine()]), CheckAgain(CONFIG, tokenizer)).make(wanted, 2, PARAMS)
+    together = rollouts(Replicas([local_engine()]), CheckAgain(CONFIG, tokenizer)).make(
+        wanted, 2, PARAMS
+    )
     for a, b in zip(made, together, strict=True):
         assert torch.equal(a.tokens, b.tokens)  # noise is keyed on the request, whoever answers it
 
@@ -182,7 +212,9 @@ class Breaks(LocalEngine):
             raise DataError("the engine has had enough")
         if self.how == "unknown":
             return [replace(result, rid="nobody") for result in results]
-        return [replace(result, output_log_probs=result.output_log_probs[:-1]) for result in results]
+        return [
+            replace(result, output_log_probs=result.output_log_probs[:-1]) for result in results
+        ]
 
 
 @pytest.mark.parametrize(
@@ -204,7 +236,8 @@ def test_a_replica_that_breaks_its_contract_ends_the_rollout(tokenizer, caplog, 
         rollouts(workers, SingleTurn(CONFIG, tokenizer)).make(prompts(tokenizer, 4), 2, PARAMS)
     assert workers.aborted == 2  # nothing that was asked for is answered to the next rollout
     gc.collect()
-    assert [record.getMessage() for record in caplog.records] == []  # asyncio's, of errors that nobody asked for
+    # asyncio's, of errors that nobody asked for
+    assert [record.getMessage() for record in caplog.records] == []
 
 
 class Talks(Environment):
@@ -256,16 +289,22 @@ def test_a_turn_without_room_is_empty(tokenizer):
             return response.trajectory()
 
     params = replace(PARAMS, max_new_tokens=3, stop_token_ids=())
-    made = rollouts(Replicas([local_engine()]), Twice(CONFIG, tokenizer)).make(prompts(tokenizer, 2), 2, params)
+    made = rollouts(Replicas([local_engine()]), Twice(CONFIG, tokenizer)).make(
+        prompts(tokenizer, 2), 2, params
+    )
     assert [len(t) for t in made] == [3] * 4
-    assert {(len(turn.tokens), turn.finish_reason, turn.text) for turn in turns} == {(0, "length", "")}
+    assert {(len(turn.tokens), turn.finish_reason, turn.text) for turn in turns} == {
+        (0, "length", "")
+    }
 
 
 def test_training_samples_from_the_whole_distribution(tokenizer):
     for wrong in (replace(PARAMS, top_p=0.9), replace(PARAMS, greedy=True)):
         stream = Stream(prompts(tokenizer, 4))
         made = rollouts(Replicas([local_engine()]), SingleTurn(CONFIG, tokenizer))
-        source = SynchronousSource(made, EveryGroup(stream, 2, 2), lambda step, params=wrong: params, dict)
+        source = SynchronousSource(
+            made, EveryGroup(stream, 2, 2), lambda step, params=wrong: params, dict
+        )
         source.version = 5
         with pytest.raises(ValueError, match="whole distribution"):
             source.next(1)
@@ -281,7 +320,9 @@ def test_a_support_that_cannot_be_cut_like_that(top_p):
 
 def test_environments_are_found_by_name_and_checked(tokenizer):
     assert isinstance(make_environment("single_turn", CONFIG, tokenizer), SingleTurn)
-    assert isinstance(make_environment("environments.check_again.CheckAgain", CONFIG, tokenizer), CheckAgain)
+    assert isinstance(
+        make_environment("environments.check_again.CheckAgain", CONFIG, tokenizer), CheckAgain
+    )
     with pytest.raises(ConfigError, match="did you mean 'single_turn'"):
         make_environment("single_turns", CONFIG, tokenizer)
     with pytest.raises(ConfigError, match="not a subclass"):
@@ -305,7 +346,10 @@ def result(ids: list[int], **changes: Any) -> GenerateResult:
     [
         (result([2, 3]), r"its last token \[3\] is no stop token"),
         (result([]), "no stop token"),
-        (result([2, STOP], output_log_probs=torch.zeros(1)), "2 tokens, 1 log-probs and weight versions of 2"),
+        (
+            result([2, STOP], output_log_probs=torch.zeros(1)),
+            "2 tokens, 1 log-probs and weight versions of 2",
+        ),
         (result([2, STOP], versions=((2, 1),)), "weight versions of 1"),
     ],
 )
@@ -318,7 +362,10 @@ def test_a_result_that_breaks_the_contract_is_refused(broken, message):
 def test_every_sampled_token_must_be_of_the_expected_version():
     def of(*runs: tuple[int, int]) -> Trajectory:
         made = sampled_trajectory(
-            Prompt(0, "0", "", ""), 0, [3] * sum(n for _, n in runs), [0.0] * sum(n for _, n in runs)
+            Prompt(0, "0", "", ""),
+            0,
+            [3] * sum(n for _, n in runs),
+            [0.0] * sum(n for _, n in runs),
         )
         made.versions = runs
         made.loss_mask = torch.cat([torch.full((n,), v != NOT_SAMPLED) for v, n in runs])

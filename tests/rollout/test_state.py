@@ -104,7 +104,9 @@ def test_the_ledger_wants_every_parameter_once_in_its_shape():
         ledger.receive("c", torch.zeros(1))
     with pytest.raises(WeightUpdateError, match=r"sent as \[5\], the model has \[4\]"):
         ledger.receive("b", torch.zeros(5))
-    with pytest.raises(WeightUpdateError, match="1 of 2 parameters were not sent in the update to version 3: b"):
+    with pytest.raises(
+        WeightUpdateError, match="1 of 2 parameters were not sent in the update to version 3: b"
+    ):
         ledger.require_complete()
     ledger.receive("b", torch.zeros(4))
     ledger.require_complete()

@@ -1,5 +1,5 @@
-"""Stop strings: a turn ends with the token that completes one, is otherwise the turn it would have been, and no engine
-has to know of text."""
+"""Stop strings: a turn ends with the token that completes one, is otherwise the turn it would have
+been, and no engine has to know of text."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ def engine(version: int = 0, kind: type[LocalEngine] = LocalEngine) -> LocalEngi
 
 def prompts(count: int = 6) -> list[Prompt]:
     texts = [f"{10 + 7 * i}+{99 - i}+{20 + i}=" for i in range(count)]
-    return [Prompt(40 + i, str(i), t, str(i), tuple(TOKENIZER(t).input_ids)) for i, t in enumerate(texts)]
+    return [
+        Prompt(40 + i, str(i), t, str(i), tuple(TOKENIZER(t).input_ids))
+        for i, t in enumerate(texts)
+    ]
 
 
 class UpTo(Environment):
@@ -64,14 +67,20 @@ class UpTo(Environment):
     async def run(self, prompt: Prompt, generate: Any) -> Trajectory:
         response, turns = Response(prompt), []
         while not turns or turns[-1].stop is not None:
-            turns.append(response.sampled(await generate(response.context, self.most, stop=self.stop)))
+            turns.append(
+                response.sampled(await generate(response.context, self.most, stop=self.stop))
+            )
         made = response.trajectory()
         self.turns[prompt.id, int(made.tokens.sum())] = turns
         return made
 
 
-def made_by(environment: Environment, samples: int = 3, kind: type[LocalEngine] = LocalEngine) -> list[Trajectory]:
-    return Rollouts(EnginePool(Replicas([engine(kind=kind)])), environment, judged).make(prompts(), samples, PARAMS)
+def made_by(
+    environment: Environment, samples: int = 3, kind: type[LocalEngine] = LocalEngine
+) -> list[Trajectory]:
+    return Rollouts(EnginePool(Replicas([engine(kind=kind)])), environment, judged).make(
+        prompts(), samples, PARAMS
+    )
 
 
 @pytest.mark.parametrize("stop", ["=", "1=", ";9", ["9", "4="], "+3", "x"])
@@ -81,13 +90,17 @@ def test_turns_up_to_a_stop_string_are_the_response_that_would_have_been(stop: A
     environment.stop = stop
     stops = [stop] if isinstance(stop, str) else stop
     ended = 0
-    for one, whole in zip(made_by(environment), made_by(SingleTurn(CONFIG, TOKENIZER)), strict=True):
+    for one, whole in zip(
+        made_by(environment), made_by(SingleTurn(CONFIG, TOKENIZER)), strict=True
+    ):
         assert torch.equal(one.tokens, whole.tokens)  # noise is keyed on the place in the response
         torch.testing.assert_close(one.log_probs, whole.log_probs, rtol=0, atol=1e-5)
         assert (one.text, one.finish_reason) == (whole.text, whole.finish_reason)
         turns = environment.turns[one.prompt.id, int(one.tokens.sum())]
         for turn in turns:
-            *before, last = (TOKENIZER.decode(turn.tokens[:n].tolist()) for n in range(len(turn.tokens) + 1))
+            *before, last = (
+                TOKENIZER.decode(turn.tokens[:n].tolist()) for n in range(len(turn.tokens) + 1)
+            )
             assert not any(each in text for each in stops for text in before)
             if turn.stop is not None:
                 assert turn.stop in stops and turn.text == last and turn.text.endswith(turn.stop)
@@ -102,10 +115,16 @@ def test_a_length_limit_and_a_stop_token_come_first_where_they_do() -> None:
     environment.stop, environment.most = ["===", "5"], 8
     made_by(environment)
     turns = [turn for each in environment.turns.values() for turn in each]
-    assert {(turn.finish_reason, turn.stop) for turn in turns} >= {("length", None), ("stop", "5"), ("stop", None)}
+    assert {(turn.finish_reason, turn.stop) for turn in turns} >= {
+        ("length", None),
+        ("stop", "5"),
+        ("stop", None),
+    }
     for turn in turns:
         assert len(turn.tokens) <= 8 and (turn.stop == "5") == ("5" in turn.text)
-        assert (turn.finish_reason == "stop") == (turn.stop is not None or int(turn.tokens[-1]) == STOP)
+        assert (turn.finish_reason == "stop") == (
+            turn.stop is not None or int(turn.tokens[-1]) == STOP
+        )
 
 
 def test_a_turn_may_reach_its_limit_where_a_stop_string_might_have_ended() -> None:
@@ -132,10 +151,13 @@ def test_a_response_cut_between_and_within_such_turns_is_the_same(tokens: int, s
     while unfinished := [each for group in groups for each in group if each.trajectory is None]:
         asyncio.run(rollouts.carry_on(unfinished, PARAMS, tokens=tokens))
         rounds += 1
-        # a round's tokens are used up, whatever the turns they are in: else the oldest token were older than promised
+        # a round's tokens are used up, whatever the turns they are in: else the oldest token were
+        # older than promised
         assert all(each.tokens == rounds * tokens for each in unfinished if each.trajectory is None)
         groups = from_bytes(to_bytes(groups))
-    for one, other in zip(whole, (each.trajectory for group in groups for each in group), strict=True):
+    for one, other in zip(
+        whole, (each.trajectory for group in groups for each in group), strict=True
+    ):
         assert other is not None and torch.equal(one.tokens, other.tokens)
         assert (one.text, one.finish_reason) == (other.text, other.finish_reason)
 
@@ -143,7 +165,9 @@ def test_a_response_cut_between_and_within_such_turns_is_the_same(tokens: int, s
 def test_rows_of_one_batch_end_each_by_its_own_tokens() -> None:
     ids = prompts(1)[0].token_ids
     ends = tuple(TOKENIZER("=", add_special_tokens=False).input_ids)
-    wanted = [GenerateRequest(str(i), ids, 40, i, stop_token_ids=ends if i % 2 else ()) for i in range(8)]
+    wanted = [
+        GenerateRequest(str(i), ids, 40, i, stop_token_ids=ends if i % 2 else ()) for i in range(8)
+    ]
     local = engine()
     free = local.generate([replace(request, stop_token_ids=()) for request in wanted], PARAMS)
     found = local.generate(wanted, PARAMS)
@@ -159,7 +183,9 @@ def test_an_engine_that_does_not_heed_the_requests_tokens_is_refused() -> None:
         def submit(self, requests: Any, params: SamplingParams) -> None:
             super().submit([replace(request, stop_token_ids=()) for request in requests], params)
 
-    with pytest.raises(DataError, match=r"goes on behind the tokens \[\d+\].*\n.*heed the request's stop_token_ids"):
+    with pytest.raises(
+        DataError, match=r"goes on behind the tokens \[\d+\].*\n.*heed the request's stop_token_ids"
+    ):
         made_by(UpTo(CONFIG, TOKENIZER), kind=Deaf)
 
 
@@ -179,7 +205,10 @@ def test_a_server_is_told_of_them_and_believed() -> None:
     result = result_of(answer, request, (STOP,), "here")
     assert result.finish_reason == "stop"  # the server looks at the length first
     check_result(result, (STOP, *request.stop_token_ids))
-    assert result_of(answer, replace(request, stop_token_ids=(9,)), (STOP,), "here").finish_reason == "length"
+    assert (
+        result_of(answer, replace(request, stop_token_ids=(9,)), (STOP,), "here").finish_reason
+        == "length"
+    )
 
 
 @pytest.mark.parametrize(
@@ -267,11 +296,14 @@ def test_a_token_that_begins_within_a_character_may_complete_a_stop_string() -> 
 
 
 @pytest.mark.parametrize("make", [byte_level, with_leading_spaces])
-@pytest.mark.parametrize("stops", [("</tool>",), ("\n",), ("é>", "=4"), ("語>",), (" ",), ("ol> ", "x")])
+@pytest.mark.parametrize(
+    "stops", [("</tool>",), ("\n",), ("é>", "=4"), ("語>",), (" ",), ("ol> ", "x")]
+)
 def test_whatever_tokens_make_a_stop_string_the_last_of_them_is_one_that_may_complete_it(
     make: Any, stops: tuple[str, ...]
 ) -> None:
-    """Over sequences of tokens drawn at random, those of the stop strings' own characters more often."""
+    """Over sequences of tokens drawn at random, those of the stop strings' own characters more
+    often."""
     tokenizer = make()
     found = set(may_complete(stops, tokenizer))
     assert found and len(found) < len(tokenizer) / 2
@@ -281,9 +313,13 @@ def test_whatever_tokens_make_a_stop_string_the_last_of_them_is_one_that_may_com
     near = [i for i in every if wanted & set(tokenizer.decode([i]))]
     met = 0
     for _ in range(1500):
-        ids = [rng.choice(near if rng.random() < 0.8 else every) for _ in range(rng.randrange(1, 7))]
+        ids = [
+            rng.choice(near if rng.random() < 0.8 else every) for _ in range(rng.randrange(1, 7))
+        ]
         if rng.random() < 0.5:
-            ids += tokenizer(rng.choice(stops) + rng.choice(["", "\n", "tool>"]), add_special_tokens=False).input_ids
+            ids += tokenizer(
+                rng.choice(stops) + rng.choice(["", "\n", "tool>"]), add_special_tokens=False
+            ).input_ids
         start = tokenizer("0", add_special_tokens=False).input_ids
         for n in range(1, len(ids) + 1):
             text = tokenizer.decode([*start, *ids[:n]], skip_special_tokens=True)

@@ -1,8 +1,9 @@
 """Adams that keep the number of their steps in different places, with the same float32 arithmetic.
 
-`Late` behaves as FusedAdam of Transformer Engine and Apex was read to: its groups get "step" inside step() alone, and
-its state is nothing but floats. They prove where the number of steps goes and that a resumed run continues bit for bit;
-of the CUDA kernels they prove nothing. torch.optim.AdamW, which keeps a tensor a parameter, is used as it is.
+`Late` behaves as FusedAdam of Transformer Engine and Apex was read to: its groups get "step" inside
+step() alone, and its state is nothing but floats. They prove where the number of steps goes and
+that a resumed run continues bit for bit; of the CUDA kernels they prove nothing. torch.optim.AdamW,
+which keeps a tensor a parameter, is used as it is.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class InGroup(torch.optim.Optimizer):
         capturable: bool = False,
     ) -> None:
         assert adam_w_mode and not capturable
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
         self.begin()
 
     def begin(self) -> None:
@@ -65,17 +68,24 @@ class InGroup(torch.optim.Optimizer):
                 first = False
                 self._move(p, state, group, step)
 
-    def _move(self, p: Tensor, state: dict[str, Any], group: dict[str, Any], step: int | None) -> None:
+    def _move(
+        self, p: Tensor, state: dict[str, Any], group: dict[str, Any], step: int | None
+    ) -> None:
         beta1, beta2 = group["betas"]
         state["exp_avg"].lerp_(p.grad, 1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
         first, second = (1.0, 1.0) if step is None else (1 - beta1**step, 1 - beta2**step)
         p.mul_(1 - group["lr"] * group["weight_decay"])
-        p.addcdiv_(state["exp_avg"] / first, (state["exp_avg_sq"] / second).sqrt() + group["eps"], value=-group["lr"])
+        p.addcdiv_(
+            state["exp_avg"] / first,
+            (state["exp_avg_sq"] / second).sqrt() + group["eps"],
+            value=-group["lr"],
+        )
 
 
 class Late(InGroup):
-    """The number of steps is in the group from the first step on; the state is floats, and other entries an error."""
+    """The number of steps is in the group from the first step on; the state is floats, and other
+    entries an error."""
 
     def begin(self) -> None:
         pass
@@ -138,10 +148,11 @@ def installed(adam: type[torch.optim.Optimizer]) -> Iterator[None]:
 
 
 class PrecisionAware(Late):
-    """Stand-in for Transformer Engine's FusedAdam as it was read to act when Megatron asks it to be precision-aware.
-    Gradients are taken from `decoupled_grad`, and masters are kept in the optimizer's state. The master of a bfloat16
-    parameter is the 16 bits that the parameter lacks, which are negative where the parameter was rounded up;
-    `initialize_state` wants to be told that masters are such."""
+    """Stand-in for Transformer Engine's FusedAdam as it was read to act when Megatron asks it to be
+    precision-aware. Gradients are taken from `decoupled_grad`, and masters are kept in the
+    optimizer's state. The master of a bfloat16 parameter is the 16 bits that the parameter lacks,
+    which are negative where the parameter was rounded up; `initialize_state` wants to be told that
+    masters are such."""
 
     def __init__(
         self,
@@ -160,12 +171,18 @@ class PrecisionAware(Late):
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, adam_w_mode=adam_w_mode, capturable=capturable)
+        super().__init__(
+            params, lr, betas, eps, weight_decay, adam_w_mode=adam_w_mode, capturable=capturable
+        )
         assert master_weights and use_decoupled_grad and store_param_remainders
         assert {master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype} == {torch.float32}
 
     def initialize_state(self, p: Tensor, store_param_remainders: bool) -> None:
-        low = torch.zeros_like(p, dtype=torch.int16) if store_param_remainders else p.detach().float().clone()
+        low = (
+            torch.zeros_like(p, dtype=torch.int16)
+            if store_param_remainders
+            else p.detach().float().clone()
+        )
         zeros = [torch.zeros_like(p, dtype=torch.float32) for _ in range(2)]
         self.state[p] = {"exp_avg": zeros[0], "exp_avg_sq": zeros[1], "master_param": low}
 
@@ -183,7 +200,10 @@ class PrecisionAware(Late):
 
     def _update(self, p: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
-        kept, words = state["master_param"], p.view(torch.int16) if p.dtype == torch.bfloat16 else None
+        kept, words = (
+            state["master_param"],
+            p.view(torch.int16) if p.dtype == torch.bfloat16 else None,
+        )
         if words is not None:
             whole = torch.empty(p.numel(), 2, dtype=torch.int16)  # lower word first
             whole[:, 0], whole[:, 1] = kept, words - (kept < 0).short()
@@ -202,8 +222,11 @@ class PrecisionAware(Late):
 
 @contextlib.contextmanager
 def precision_aware() -> Iterator[None]:
-    """While open, Megatron finds a Transformer Engine whose Adam is `PrecisionAware`, and that is new enough."""
-    names = [".".join(("transformer_engine", "pytorch", "optimizers")[:count]) for count in (1, 2, 3)]
+    """While open, Megatron finds a Transformer Engine whose Adam is `PrecisionAware`, and that is
+    new enough."""
+    names = [
+        ".".join(("transformer_engine", "pytorch", "optimizers")[:count]) for count in (1, 2, 3)
+    ]
     before = {name: sys.modules.get(name) for name in names}
     found = {name: ModuleType(name) for name in names}
     found[names[-1]].FusedAdam = PrecisionAware  # type: ignore[attr-defined]
@@ -254,9 +277,9 @@ class _Stream:
 
 @contextlib.contextmanager
 def offloading() -> Iterator[None]:
-    """While open, megatron-core's HybridDeviceOptimizer makes the copies that it makes of parameters on a device, and
-    steps them on the host, with torch's AdamW: its own code, without a device. Of Transformer Engine it asks for the
-    version alone."""
+    """While open, megatron-core's HybridDeviceOptimizer makes the copies that it makes of
+    parameters on a device, and steps them on the host, with torch's AdamW: its own code, without a
+    device. Of Transformer Engine it asks for the version alone."""
     split = HybridDeviceOptimizer._get_sub_optimizer_param_groups
 
     def as_on_a_device(self: HybridDeviceOptimizer, fraction: float) -> Any:

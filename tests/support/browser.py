@@ -1,4 +1,5 @@
-"""A headless Chromium, spoken to over the DevTools protocol: pages without a network, a pointer, pictures."""
+"""A headless Chromium, spoken to over the DevTools protocol: pages without a network, a pointer,
+pictures."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def browser() -> str | None:
 
 
 class Tab:
-    """One page. `requests` are the addresses that it asked for, `errors` what its scripts failed with."""
+    """One page. `requests` are the addresses that it asked for, `errors` what its scripts failed
+    with."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket, self._numbers = socket, itertools.count(1)
@@ -54,16 +56,25 @@ class Tab:
         return message
 
     async def open(self, page: Path, width: int, height: int = 1000, *, dark: bool = False) -> None:
-        """Loads a file without a network at a width in pixels, and waits until its scripts have run."""
+        """Loads a file without a network at a width in pixels, and waits until its scripts have
+        run."""
         for domain in ("Page", "Network", "Runtime"):
             await self.call(f"{domain}.enable")
         await self.call(
-            "Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0
+            "Network.emulateNetworkConditions",
+            offline=True,
+            latency=0,
+            downloadThroughput=0,
+            uploadThroughput=0,
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
         await self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
         )
         self._loaded = False
         await self.call("Page.navigate", url=page.resolve().as_uri())
@@ -78,14 +89,18 @@ class Tab:
 
     async def settled(self, expression: str) -> Any:
         """Evaluates an expression that is a promise, once the promise is kept."""
-        found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        found = await self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     async def point_at(self, expression: str) -> None:
         """Moves the pointer to the middle of an element, scrolled into view."""
         await self.value(f"{expression}.scrollIntoView({{block: 'center'}})")
-        x, y = await self.value(f"(b => [b.x + b.width / 2, b.y + b.height / 2])({expression}.getClientRects()[0])")
+        x, y = await self.value(
+            f"(b => [b.x + b.width / 2, b.y + b.height / 2])({expression}.getClientRects()[0])"
+        )
         await self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     async def picture(self, out: Path) -> None:
@@ -100,9 +115,19 @@ async def tab() -> AsyncIterator[Tab]:
     program = browser()
     assert program
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        arguments = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-port=0")
+        arguments = (
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--no-first-run",
+            "--remote-debugging-port=0",
+        )
         process = await asyncio.create_subprocess_exec(
-            program, *arguments, f"--user-data-dir={profile}", "about:blank", stderr=asyncio.subprocess.PIPE
+            program,
+            *arguments,
+            f"--user-data-dir={profile}",
+            "about:blank",
+            stderr=asyncio.subprocess.PIPE,
         )
         try:
             assert process.stderr
@@ -114,7 +139,9 @@ async def tab() -> AsyncIterator[Tab]:
             async with aiohttp.ClientSession() as session:
                 async with session.get(f"http://127.0.0.1:{port[1]}/json") as answer:
                     (target,) = [each for each in await answer.json() if each["type"] == "page"]
-                async with session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+                async with session.ws_connect(
+                    target["webSocketDebuggerUrl"], max_msg_size=0
+                ) as socket:
                     yield Tab(socket)
         finally:
             process.terminate()

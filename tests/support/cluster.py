@@ -1,7 +1,8 @@
 """A Ray cluster of several nodes on this machine, some of them with GPUs that there are not.
 
-Every node has Ray's own resource, which Ray counts and shows to actors as if they were GPUs, and one of another name,
-which it only counts. All nodes have one address, so they are told apart by their ids.
+Every node has Ray's own resource, which Ray counts and shows to actors as if they were GPUs, and
+one of another name, which it only counts. All nodes have one address, so they are told apart by
+their ids.
 """
 
 from __future__ import annotations
@@ -58,8 +59,10 @@ def simulated(nodes: int, gpus: int) -> Iterator[Nodes]:
         folder = tempfile.mkdtemp(prefix="ms-ray-", dir="/tmp")  # short: Ray keeps sockets in it
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setenv("RAY_TMPDIR", folder)  # where other runs on this machine look for a cluster to join
-        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # Ray would start no node with more GPUs than it shows
+        # where other runs on this machine look for a cluster to join
+        patch.setenv("RAY_TMPDIR", folder)
+        # Ray would start no node with more GPUs than it shows
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
         head = {"num_cpus": 1, "include_dashboard": False, "_system_config": QUICK}
         cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -74,7 +77,9 @@ def joined(nodes: Nodes) -> Iterator[None]:
     """This process as a driver of the cluster."""
     with suppress(Exception):
         ray.shutdown()
-    ray.init(address=nodes.address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        address=nodes.address, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
     try:
         yield
     finally:

@@ -15,7 +15,8 @@ from megatron_stare.weights.sync.stream import tensor_checksum
 
 
 class FrozenEngine(LocalEngine):
-    """Takes every weight update after the first and goes on with the weights it had, but vouches for those sent."""
+    """Takes every weight update after the first and goes on with the weights it had, but vouches
+    for those sent."""
 
     _updates = 0
     _sent: dict[str, str]
@@ -48,11 +49,14 @@ class CorruptedEngine(LocalEngine):
 
 
 class LostEngine(LocalEngine):
-    """Is lost in the middle of a rollout, once: at the prompt whose cursor is in the file that LOSE_AT names."""
+    """Is lost in the middle of a rollout, once: at the prompt whose cursor is in the file that
+    LOSE_AT names."""
 
     def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> None:
         order = Path(os.environ["LOSE_AT"])
-        if order.exists() and any(request.prompt_cursor >= int(order.read_text()) for request in requests):
+        if order.exists() and any(
+            request.prompt_cursor >= int(order.read_text()) for request in requests
+        ):
             order.unlink()
             raise EngineLostError("its device has failed")
         super().submit(requests, params)

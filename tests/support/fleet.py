@@ -1,5 +1,5 @@
-"""A run's engines without its trainer: a pool over workers as a run has them, and weights of which each version says a
-token of its own."""
+"""A run's engines without its trainer: a pool over workers as a run has them, and weights of which
+each version says a token of its own."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def said(version: int) -> int:
 
 
 class Rank:
-    """A trainer's only rank, which sends the weights it is given in some buckets. `sending` is told before each."""
+    """A trainer's only rank, which sends the weights it is given in some buckets. `sending` is told
+    before each."""
 
     def __init__(self, buckets: int = 4) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -59,7 +60,9 @@ class Rank:
         names = sorted(self.tensors)
         for number in range(self._buckets):
             self.sending(number)
-            sender.send(bucket_of({name: self.tensors[name] for name in names[number :: self._buckets]}))
+            sender.send(
+                bucket_of({name: self.tensors[name] for name in names[number :: self._buckets]})
+            )
         return sender.end()
 
     def forget_weights(self) -> None:
@@ -77,11 +80,15 @@ def bucket_of(tensors: dict[str, torch.Tensor]) -> Bucket:
     for name, tensor in tensors.items():
         slots.append(Slot(name, tuple(tensor.shape), start))
         start += tensor.numel()
-    return Bucket(BucketLayout(torch.float32, tuple(slots)), torch.cat([t.flatten() for t in tensors.values()]))
+    return Bucket(
+        BucketLayout(torch.float32, tuple(slots)),
+        torch.cat([t.flatten() for t in tensors.values()]),
+    )
 
 
 class Lengths(Environment):
-    """The first prompts' responses are short, so that the others are under way when these are done."""
+    """The first prompts' responses are short, so that the others are under way when these are
+    done."""
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         response = Response(prompt)
@@ -107,14 +114,20 @@ class Run:
         replicas: int,
         workers: Workers | None = None,
         prove_every: int = 1,
-        tensors: Callable[[int], dict[str, torch.Tensor]] = lambda version: servers.says_only(said(version)),
+        tensors: Callable[[int], dict[str, torch.Tensor]] = lambda version: servers.says_only(
+            said(version)
+        ),
     ) -> None:
         def make(number: int) -> EngineWorker:
             return EngineWorker(config, number)
 
         self.rank, self._tensors, self.version, self._config = Rank(), tensors, 0, config
         self._ranks = InlineWorkers([self.rank])
-        made = InlineWorkers([make(number) for number in range(replicas)], make) if workers is None else workers
+        made = (
+            InlineWorkers([make(number) for number in range(replicas)], make)
+            if workers is None
+            else workers
+        )
         self.workers: Any = made
         try:
             self.pool = EnginePool(made, prove_every, RequestRule(6, 0.1), RestartRule.of(config))
@@ -124,7 +137,9 @@ class Run:
 
     @property
     def health(self) -> list[Health]:
-        return [self.pool._fleet.health.state(number) for number in range(len(self.pool._fleet.infos))]
+        return [
+            self.pool._fleet.health.state(number) for number in range(len(self.pool._fleet.infos))
+        ]
 
     def engine(self, number: int) -> Any:
         return self.workers._workers[number]._engine
@@ -148,7 +163,8 @@ class Run:
         return found
 
     def bring_back(self, number: int) -> None:
-        """Waits until the lost replica is up; then the next weights make it serve, and not sooner."""
+        """Waits until the lost replica is up; then the next weights make it serve, and not
+        sooner."""
         assert self.health[number] is Health.STARTING
         error = self.pool._fleet._coming[number].exception(timeout=BACK_S)
         assert error is None, error

@@ -1,4 +1,5 @@
-"""Holds that all a run logs stands in docs/metrics.md, for every run and step that the tests make."""
+"""Holds that all a run logs stands in docs/metrics.md, for every run and step that the tests
+make."""
 
 from __future__ import annotations
 
@@ -22,6 +23,10 @@ def explained(logged: Iterable[str]) -> None:
     unknown = {
         name
         for name in logged
-        if not {name, re.sub(r"\d+$", "<n>", name)} & names() and not name.startswith(OF_TESTS) and name != "step"
+        if not {name, re.sub(r"\d+$", "<n>", name)} & names()
+        and not name.startswith(OF_TESTS)
+        and name != "step"
     }
-    assert not unknown, f"declare {sorted(unknown)} in METRICS beside what logs them; run tools/make_metric_docs.py"
+    assert not unknown, (
+        f"declare {sorted(unknown)} in METRICS beside what logs them; run tools/make_metric_docs.py"
+    )

@@ -1,4 +1,5 @@
-"""Builds the answers of a four-GPU server for the unit tests, with SGLang's own hash kernel (gpu_hash.py).
+"""Builds the answers of a four-GPU server for the unit tests, with SGLang's own hash kernel
+(gpu_hash.py).
 
 The slices of its ranks are cut here by plain indexing, apart from what is tested.
 
@@ -36,7 +37,18 @@ SHAPE = ModelShape(
     qkv_bias=True,
     qk_norm=False,
 )
-DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "int16", "int32", "int64", "bool")
+DTYPES = (
+    "float32",
+    "bfloat16",
+    "float16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "bool",
+)
 SIZES = (0, 1, 3, 7, 8193, 17_001)  # elements; a tile of the kernel is 8192 words of four bytes
 
 
@@ -51,7 +63,9 @@ def pattern(dtype: torch.dtype, size: int, start: int = 0) -> Tensor:
 
 def hashed() -> dict[str, Tensor]:
     """Tensors of every dtype and of odd sizes, by name."""
-    found = {f"{name} {size}": pattern(getattr(torch, name), size) for name in DTYPES for size in SIZES}
+    found = {
+        f"{name} {size}": pattern(getattr(torch, name), size) for name in DTYPES for size in SIZES
+    }
     found["transposed"] = pattern(torch.float32, 9000).view(90, 100).t()
     found["odd rows"] = pattern(torch.bfloat16, 9000).view(90, 100)[1::2, 3:]
     return found
@@ -87,7 +101,8 @@ def weights() -> dict[str, Tensor]:
 def held(rank: int) -> dict[str, Tensor]:
     """Tensors that a rank holds, by SGLang's name."""
     whole, layer = weights(), "model.layers.0."
-    q, kv, f, v = 2 * HEAD, HEAD, 10, 16  # rows of a rank: query heads, one key head, feed-forward, padded vocabulary
+    # rows of a rank: query heads, one key head, feed-forward, padded vocabulary
+    q, kv, f, v = 2 * HEAD, HEAD, 10, 16
     head = rank // 2
     found = {}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -97,12 +112,21 @@ def held(rank: int) -> dict[str, Tensor]:
     for kind in ("weight", "bias"):
         attention = [whole[f"{layer}self_attn.{p}_proj.{kind}"] for p in "qkv"]
         found[f"{layer}self_attn.qkv_proj.{kind}"] = torch.cat(
-            [attention[0][q * rank : q * (rank + 1)], *(a[kv * head : kv * (head + 1)] for a in attention[1:])]
+            [
+                attention[0][q * rank : q * (rank + 1)],
+                *(a[kv * head : kv * (head + 1)] for a in attention[1:]),
+            ]
         )
-    found[f"{layer}self_attn.o_proj.weight"] = whole[f"{layer}self_attn.o_proj.weight"][:, q * rank : q * (rank + 1)]
-    gate, up = (whole[f"{layer}mlp.{p}_proj.weight"][f * rank : f * (rank + 1)] for p in ("gate", "up"))
+    found[f"{layer}self_attn.o_proj.weight"] = whole[f"{layer}self_attn.o_proj.weight"][
+        :, q * rank : q * (rank + 1)
+    ]
+    gate, up = (
+        whole[f"{layer}mlp.{p}_proj.weight"][f * rank : f * (rank + 1)] for p in ("gate", "up")
+    )
     found[f"{layer}mlp.gate_up_proj.weight"] = torch.cat([gate, up])
-    found[f"{layer}mlp.down_proj.weight"] = whole[f"{layer}mlp.down_proj.weight"][:, f * rank : f * (rank + 1)]
+    found[f"{layer}mlp.down_proj.weight"] = whole[f"{layer}mlp.down_proj.weight"][
+        :, f * rank : f * (rank + 1)
+    ]
     return found | {name: tensor for name, tensor in whole.items() if "norm" in name}
 
 
@@ -111,11 +135,19 @@ def main() -> None:
     tensors = [*hashed().values(), *(tensor for rank in ranks for tensor in rank.values())]
     hashes = iter(kernel_hashes(servers.PYTHON, [tensor.contiguous() for tensor in tensors]))
     recorded: dict[str, Any] = {"hashes": {name: next(hashes) for name in hashed()}}
-    recorded["/server_info"] = {"version": "0.5.23", "device": "cuda", "tp_size": RANKS, "ep_size": 1}
+    recorded["/server_info"] = {
+        "version": "0.5.23",
+        "device": "cuda",
+        "tp_size": RANKS,
+        "ep_size": 1,
+    }
     recorded["/weights_checker"] = {
         "success": True,
         "ranks": [
-            {"checksums": {name: next(hashes) for name in rank}, "parallelism_info": [{"tp_rank": number}]}
+            {
+                "checksums": {name: next(hashes) for name in rank},
+                "parallelism_info": [{"tp_rank": number}],
+            }
             for number, rank in enumerate(ranks)
         ],
     }

@@ -1,4 +1,5 @@
-"""Opens handles of GPU memory by SGLang's own unpickler, in a process that is told which GPUs it sees.
+"""Opens handles of GPU memory by SGLang's own unpickler, in a process that is told which GPUs it
+sees.
 
 As a program, by the Python of SGLang's environment:
 
@@ -18,7 +19,8 @@ from unittest import mock
 import torch
 from torch.multiprocessing import reductions
 
-from megatron_stare.rollout.engines.sglang.serve import NOT_KEPT  # before SGLang asks for torchvision
+# before SGLang asks for torchvision
+from megatron_stare.rollout.engines.sglang.serve import NOT_KEPT
 
 DEVICE = 6  # among the arguments of torch's rebuild_cuda_tensor
 
@@ -47,16 +49,28 @@ def gpus(uuids: Sequence[str]) -> Iterator[None]:
 @contextmanager
 def shared_from(device: int) -> Iterator[None]:
     """torch shares tensors as handles of this GPU's memory."""
-    arguments = (torch.Tensor, torch.Size([3]), (1,), 0, torch.storage.UntypedStorage, torch.float32, device, b"handle")
+    arguments = (
+        torch.Tensor,
+        torch.Size([3]),
+        (1,),
+        0,
+        torch.storage.UntypedStorage,
+        torch.float32,
+        device,
+        b"handle",
+    )
     reduced = reductions.rebuild_cuda_tensor, arguments
     with mock.patch.object(reductions, "reduce_tensor", return_value=reduced):
         yield
 
 
 def opened_by_sglang(python: str, payload: str, uuids: Sequence[str]) -> str:
-    """On which GPU a server that sees these would open the handle, or the last line of its error."""
+    """On which GPU a server that sees these would open the handle, or the last line of its
+    error."""
     kept = {name: value for name, value in os.environ.items() if name not in NOT_KEPT}
-    done = subprocess.run([python, __file__, payload, *uuids], capture_output=True, text=True, env=kept)
+    done = subprocess.run(
+        [python, __file__, payload, *uuids], capture_output=True, text=True, env=kept
+    )
     return (done.stdout or done.stderr).strip().splitlines()[-1]
 
 

@@ -1,6 +1,8 @@
-"""SGLang's own hash of CUDA tensors: its kernel, from the installed package, run by Triton's interpreter on the CPU.
+"""SGLang's own hash of CUDA tensors: its kernel, from the installed package, run by Triton's
+interpreter on the CPU.
 
-As a program, by the Python of SGLang's environment (-O: the function asserts that its tensor lies on a GPU):
+As a program, by the Python of SGLang's environment (-O: the function asserts that its tensor lies
+on a GPU):
 
 TRITON_INTERPRET=1 python -O tests/support/gpu_hash.py tensors.pt  # writes a JSON list of hashes
 """
@@ -29,13 +31,18 @@ def kernel_hashes(python: str, tensors: Sequence[Tensor]) -> list[str]:
         torch.save(list(tensors), file)
         environment = os.environ | {"TRITON_INTERPRET": "1"}
         done = subprocess.run(
-            [python, "-O", __file__, str(file)], env=environment, check=True, capture_output=True, text=True
+            [python, "-O", __file__, str(file)],
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
         )
     return json.loads(done.stdout)
 
 
 def main() -> None:
-    (package,) = importlib.util.find_spec("sglang").submodule_search_locations  # not imported: that takes long
+    # not imported: that takes long
+    (package,) = importlib.util.find_spec("sglang").submodule_search_locations
     spec = importlib.util.spec_from_file_location("gpu_tensor_hash", Path(package) / KERNEL)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,4 +1,5 @@
-"""Plug-ins of runs whose figures leave their bounds: a verifier that pays too much, and prompts that never come."""
+"""Plug-ins of runs whose figures leave their bounds: a verifier that pays too much, and prompts
+that never come."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ LEFT_OUT = "GUARDED_CURSORS"  # the first cursor that never comes, and the first
 
 
 def verify(response: str, answer: str) -> float:
-    """Any reward will do, as long as those of a prompt differ; of one problem it is a hundred thousand times as
-    large."""
+    """Any reward will do, as long as those of a prompt differ; of one problem it is a hundred
+    thousand times as large."""
     reward = float(sum(map(ord, response)) % 7)
     return 1e5 * reward if answer == os.environ.get(PAID) else reward
 
@@ -31,5 +32,7 @@ class Prompts(ArithmeticPrompts):
         first, after = map(int, os.environ.get(LEFT_OUT, "0,0").split(","))
         found: list[Prompt] = []
         while len(found) < n:
-            found += [p for p in super().take(1) if not (self._training and first <= p.cursor < after)]
+            found += [
+                p for p in super().take(1) if not (self._training and first <= p.cursor < after)
+            ]
         return found

@@ -1,6 +1,7 @@
 """Runs that are made to hang, by hanging a real part of them, and what their black box says.
 
-HANGS are the eight that the black box must name: each a whole run with Ray, and what is done to it after some steps.
+HANGS are the eight that the black box must name: each a whole run with Ray, and what is done to it
+after some steps.
 """
 
 from __future__ import annotations
@@ -32,9 +33,15 @@ from megatron_stare.run_dir.json_lines import read_jsonl
 
 MODEL = ROOT / "assets/tiny-adder"
 PATIENCE_S = 280.0  # of a test with a run that says nothing
-QUIET_STEPS, MORE_AFTER = 6, 3  # of a run beside which others are started, and as many again, where that slows little
+# of a run beside which others are started, and as many again, where that slows little
+QUIET_STEPS, MORE_AFTER = 6, 3
 BUSY = ["nice", "-n", "10", sys.executable, "-c", "while True: pass"]
-QUICKLY = {"eval.prompts": 0, "run.steps": 200, "run.checkpoint_every": 0, "faults.hangs.floor_s": 6}
+QUICKLY = {
+    "eval.prompts": 0,
+    "run.steps": 200,
+    "run.checkpoint_every": 0,
+    "faults.hangs.floor_s": 6,
+}
 
 
 class HungRun:
@@ -61,7 +68,9 @@ class HungRun:
 
     def step(self, number: int) -> None:
         """Waits for the line of the step."""
-        assert any(re.match(rf"\s*step\s+{number}/", line) for line in self.process.stdout), self.process.stderr.read()
+        assert any(re.match(rf"\s*step\s+{number}/", line) for line in self.process.stdout), (
+            self.process.stderr.read()
+        )
 
     @property
     def tree(self) -> list[psutil.Process]:
@@ -127,7 +136,17 @@ class HungEvaluation(HungRun):
         python, *_, config = command()[:5]
         small = [f"{key}={value}" for key, value in {**SMALL, **settings}.items()]
         asked = [f"--checkpoint={MODEL}", f"--out={self.dir}"]
-        return [python, "-m", "megatron_stare.cli", "eval", config, *small, model(), *overrides, *asked]
+        return [
+            python,
+            "-m",
+            "megatron_stare.cli",
+            "eval",
+            config,
+            *small,
+            model(),
+            *overrides,
+            *asked,
+        ]
 
     def answered(self, task: str) -> None:
         """Waits until all of its responses are there."""
@@ -142,7 +161,8 @@ class HungEvaluation(HungRun):
 
 @dataclass(frozen=True)
 class Loaded:
-    """Outcome of a run with too little of its machine: seconds of whole steps, and the longest of a phase.
+    """Outcome of a run with too little of its machine: seconds of whole steps, and the longest of a
+    phase.
 
     longest: by phase, of all steps.
     """
@@ -156,9 +176,10 @@ class Loaded:
 
 
 def loaded(run: HungRun, slower: float, steps: int = 5) -> Loaded:
-    """Lets a run make some steps, starts processes beside it that want all of the machine, until as many steps have
-    taken so much longer than usual; ends them, lets it make some more, and ends it as Ctrl-C does. What is started goes
-    before Ray's workers, whose niceness is 15, and behind most else."""
+    """Lets a run make some steps, starts processes beside it that want all of the machine, until as
+    many steps have taken so much longer than usual; ends them, lets it make some more, and ends it
+    as Ctrl-C does. What is started goes before Ray's workers, whose niceness is 15, and behind most
+    else."""
     run.step(QUIET_STEPS)
     usual = statistics.median(row["time/step_s"] for row in run.rows()[1:])
     number, slow = QUIET_STEPS, 0
@@ -180,14 +201,19 @@ def loaded(run: HungRun, slower: float, steps: int = 5) -> Loaded:
     said = run.process.communicate()[1]
     rows = run.rows()
     under_load = [row["time/step_s"] for row in rows if QUIET_STEPS < row["step"] <= number]
-    longest = {name: max(row[f"time/{name}_s"] for row in rows) for name in ("rollout", "log_probs", "update", "sync")}
+    longest = {
+        name: max(row[f"time/{name}_s"] for row in rows)
+        for name in ("rollout", "log_probs", "update", "sync")
+    }
     return Loaded(usual, tuple(under_load), len(busy), longest, run.process.returncode, said)
 
 
 def stall_file_system(place: Path) -> Callable[[], None]:
-    """Mounts a file system at a folder that answers nothing, as a server of one that is gone does; what ends it.
+    """Mounts a file system at a folder that answers nothing, as a server of one that is gone does;
+    what ends it.
 
-    It is FUSE's own client in the kernel, whose server this process would be, and never reads what it is asked.
+    It is FUSE's own client in the kernel, whose server this process would be, and never reads what
+    it is asked.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     device = os.open("/dev/fuse", os.O_RDWR)
@@ -273,8 +299,13 @@ HANGS = {
     "a verifier never answers": Hang(
         _stall_parts,
         "verifier",
-        r"the driver waits for a verifier \(pid \d+\), which is at .*called by verify \(stalling_verifier\.py:\d+\)",
-        {"reward.verifier": "support.stalling_verifier.verify", "reward.timeout_s": 600, "reward.workers": 1},
+        r"the driver waits for a verifier \(pid \d+\), which is at .*called by verify"
+        r" \(stalling_verifier\.py:\d+\)",
+        {
+            "reward.verifier": "support.stalling_verifier.verify",
+            "reward.timeout_s": 600,
+            "reward.workers": 1,
+        },
     ),
     "a rank does not join a collective": Hang(
         _stall_parts,
@@ -282,7 +313,9 @@ HANGS = {
         r"rank 0 waits in all_reduce for rank 1, which is at LateRank\.asks \(stalling\.py:\d+\)",
         {"algorithm": "support.stalling.LateRank", "parallel.tensor": 1, "parallel.data": 2},
     ),
-    "raylet is stopped": Hang(_stop_raylet, "stopped", r"Ray's raylet on .*, which is stopped \(SIGSTOP\)", {}),
+    "raylet is stopped": Hang(
+        _stop_raylet, "stopped", r"Ray's raylet on .*, which is stopped \(SIGSTOP\)", {}
+    ),
     "the file system of checkpoints stalls": Hang(
         _stall_disk,
         "file system",
@@ -292,13 +325,15 @@ HANGS = {
     "a server accepts and does not answer": Hang(
         lambda run: None,
         "server",
-        r"the driver waits for engine 0's server at http://127\.0\.0\.1:\d+, which accepts what it is asked and does",
+        r"the driver waits for engine 0's server at http://127\.0\.0\.1:\d+, which accepts what it"
+        r" is asked and does",
         {"rollout.engine": "sglang", "faults.hangs.first_s": 60},
     ),
     "a thread of the driver is deadlocked": Hang(
         _stall_parts,
         "driver",
-        r"all others are idle and wait for the driver, which is at Deadlocked\.step \(stalling\.py:\d+\)",
+        r"all others are idle and wait for the driver, which is at Deadlocked\.step"
+        r" \(stalling\.py:\d+\)",
         {"observability.sinks": "[jsonl,console,support.stalling.Deadlocked]"},
     ),
 }

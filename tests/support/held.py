@@ -10,7 +10,8 @@ from megatron_stare.megatron.trainer import Trainer
 
 
 def tensors_of(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
-    """All that a rank's policy consists of, found without the code under test; by the part that it belongs to."""
+    """All that a rank's policy consists of, found without the code under test; by the part that it
+    belongs to."""
     policy = trainer.policy
     for chunk in policy.model:
         for parameter in chunk.parameters():
@@ -28,7 +29,9 @@ def tensors_of(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
                 yield "optimizer", parameter
                 if parameter.grad is not None:
                     yield "gradients", parameter.grad
-        yield from (("optimizer", x) for state in part.optimizer.state.values() for x in state.values())
+        yield from (
+            ("optimizer", x) for state in part.optimizer.state.values() for x in state.values()
+        )
     for chunk in policy.reference.model if policy.reference is not None else ():
         yield from (("reference", parameter) for parameter in chunk.parameters())
 

@@ -14,7 +14,8 @@ from megatron_stare.weights.files.check import expected
 
 
 def hollow_model(architecture: Path, folder: Path) -> Path:
-    """A Hugging Face folder of this config.json, whose bfloat16 tensors have the right names and sizes."""
+    """A Hugging Face folder of this config.json, whose bfloat16 tensors have the right names and
+    sizes."""
     folder.mkdir(parents=True)
     shutil.copy(architecture / "config.json", folder)
     header, end = {}, 0

@@ -1,8 +1,10 @@
-"""Draws the house: every folder of the package, what it is for, and the folders below that it imports.
+"""Draws the house: every folder of the package, what it is for, and the folders below that it
+imports.
 
     python tests/support/house.py    # writes the picture into docs/architecture.md
 
-A folder's floor is one above the highest folder that it imports; an arrow is left out where a longer way implies it.
+A folder's floor is one above the highest folder that it imports; an arrow is left out where a
+longer way implies it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def imports(file: Path) -> set[str]:
 
 
 def room(file: Path) -> str:
-    """The folder that a module lies in, seen from the package; a module at top level is a room of its own."""
+    """The folder that a module lies in, seen from the package; a module at top level is a room of
+    its own."""
     path = file.relative_to(PACKAGE)
     return path.stem if path.parent == Path() else str(path.parent)
 
@@ -38,7 +41,9 @@ def room(file: Path) -> str:
 def arrows() -> dict[str, frozenset[str]]:
     """The rooms that each room imports."""
     files = {
-        str(file.relative_to(PACKAGE.parent).with_suffix("")).replace("/", ".").removesuffix(".__init__"): file
+        str(file.relative_to(PACKAGE.parent).with_suffix(""))
+        .replace("/", ".")
+        .removesuffix(".__init__"): file
         for file in sorted(PACKAGE.rglob("*.py"))
         if file.parent != PACKAGE or file.stem != "__init__"
     }
@@ -50,7 +55,8 @@ def arrows() -> dict[str, frozenset[str]]:
 
 
 def circle() -> list[str]:
-    """Rooms that import each other in a circle, the first one again at its end; none where there is no circle."""
+    """Rooms that import each other in a circle, the first one again at its end; none where there is
+    no circle."""
     done: set[str] = set()
 
     def walk(name: str, way: list[str]) -> list[str]:

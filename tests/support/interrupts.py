@@ -1,6 +1,7 @@
 """Sets what a child does with SIGINT, before it starts (Popen's preexec_fn).
 
-Programs started in the background, or by some CI systems, ignore SIGINT, and what they start inherits that.
+Programs started in the background, or by some CI systems, ignore SIGINT, and what they start
+inherits that.
 """
 
 from __future__ import annotations

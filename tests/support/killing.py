@@ -1,6 +1,8 @@
-"""Kills or holds a process at a chosen moment: at an audit event (docs.python.org/3/library/audit_events.html).
+"""Kills or holds a process at a chosen moment: at an audit event
+(docs.python.org/3/library/audit_events.html).
 
-A hook is inherited by forked processes, so the moment may be one of a writer's. It stays for the life of a process.
+A hook is inherited by forked processes, so the moment may be one of a writer's. It stays for the
+life of a process.
 """
 
 from __future__ import annotations
@@ -14,11 +16,14 @@ from typing import Any
 
 
 def kill_at(event: str, pattern: str) -> None:
-    """Has this process killed (SIGKILL) when it, or what it forks, raises the event with a path of the pattern."""
+    """Has this process killed (SIGKILL) when it, or what it forks, raises the event with a path of
+    the pattern."""
     victim, looked_for = os.getpid(), re.compile(pattern)
 
     def hook(name: str, arguments: tuple[Any, ...]) -> None:
-        if name == event and looked_for.search(os.fspath(arguments[0]) if _is_path(arguments[0]) else ""):
+        if name == event and looked_for.search(
+            os.fspath(arguments[0]) if _is_path(arguments[0]) else ""
+        ):
             os.kill(victim, signal.SIGKILL)
             if os.getpid() != victim:
                 signal.pause()  # until the kernel ends it, because its parent is gone
@@ -27,7 +32,8 @@ def kill_at(event: str, pattern: str) -> None:
 
 
 def kill_child_at(event: str, pattern: str) -> None:
-    """Has a process that this one forks killed (SIGKILL) when it raises the event with a path of the pattern."""
+    """Has a process that this one forks killed (SIGKILL) when it raises the event with a path of
+    the pattern."""
     parent, looked_for = os.getpid(), re.compile(pattern)
 
     def hook(name: str, arguments: tuple[Any, ...]) -> None:
@@ -43,8 +49,8 @@ def kill_child_at(event: str, pattern: str) -> None:
 
 
 def hold_children_at(event: str, pattern: str) -> Callable[[], None]:
-    """Has every process that this one forks wait when it raises the event with a path of the pattern, until what this
-    gives is called."""
+    """Has every process that this one forks wait when it raises the event with a path of the
+    pattern, until what this gives is called."""
     parent, looked_for = os.getpid(), re.compile(pattern)
     here, there = os.pipe()
 

@@ -1,7 +1,8 @@
-"""Finds what a run leaves: processes, with them ports, files in shared memory, and its servers' temporary folders.
+"""Finds what a run leaves: processes, with them ports, files in shared memory, and its servers'
+temporary folders.
 
-A run is marked through its environment, which everything it starts inherits, so that other programs on the machine do
-not matter.
+A run is marked through its environment, which everything it starts inherits, so that other programs
+on the machine do not matter.
 """
 
 from __future__ import annotations
@@ -30,21 +31,29 @@ class Traces:
         return {**inherited, MARK: self._mark}
 
     def look(self) -> int:
-        """Notes what the run's processes hold now; the number of processes that listen for SGLang's requests."""
+        """Notes what the run's processes hold now; the number of processes that listen for SGLang's
+        requests."""
         servers = 0
         for process in self._marked():
             with contextlib.suppress(psutil.Error, OSError):
                 self._processes.add(process)
-                listening = {c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+                listening = {
+                    c.laddr.port
+                    for c in process.net_connections("tcp")
+                    if c.status == psutil.CONN_LISTEN
+                }
                 if "megatron_stare.rollout.engines.sglang.serve" in process.cmdline():
                     servers += bool(listening)
                     self._files.add(process.environ()["TMPDIR"])
-                self._files |= {m.path for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
+                self._files |= {
+                    m.path for m in process.memory_maps() if m.path.startswith("/dev/shm/")
+                }
         return servers
 
     def left(self) -> list[str]:
-        """Lists what is still there of the run, a line each. A port is held by a process: whatever listens at one of
-        the run's ports once none of its processes is left is another program's, which the kernel gave the number to."""
+        """Lists what is still there of the run, a line each. A port is held by a process: whatever
+        listens at one of the run's ports once none of its processes is left is another program's,
+        which the kernel gave the number to."""
         psutil.wait_procs([*self._processes, *self._marked()], timeout=WAIT_S)
         lines = [f"process {p.pid}: {' '.join(p.cmdline())[:200]}" for p in self._marked()]
         return lines + [path for path in sorted(self._files) if os.path.exists(path)]
@@ -53,5 +62,8 @@ class Traces:
         """The run's processes that are alive now, zombies left out."""
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.environ().get(MARK) == self._mark
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     yield process

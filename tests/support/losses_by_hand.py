@@ -1,8 +1,9 @@
-"""Every method's training loss, written from the papers' formulas: float64, whole batch, no micro-batches, no ranks.
+"""Every method's training loss, written from the papers' formulas: float64, whole batch, no
+micro-batches, no ranks.
 
-Of the project it takes the records it is given and, for Clip-Cov, the numbers of the draw. Advantages, filters,
-selections, aggregations and add-ons are written out again. Shape legend: B samples, M response positions of a rollout
-batch in canonical order, tool observations too.
+Of the project it takes the records it is given and, for Clip-Cov, the numbers of the draw.
+Advantages, filters, selections, aggregations and add-ons are written out again. Shape legend: B
+samples, M response positions of a rollout batch in canonical order, tool observations too.
 """
 
 from __future__ import annotations
@@ -89,19 +90,27 @@ def training_loss(
     if name in ("stapo", "stapo_stare", "twenty_entropy"):
         rule = settings.get("spurious", {}) if name == "stapo_stare" else settings
         chosen = (
-            forks(rule, scores, kept, advantage) if name == "twenty_entropy" else spared(rule, scores, kept, advantage)
+            forks(rule, scores, kept, advantage)
+            if name == "twenty_entropy"
+            else spared(rule, scores, kept, advantage)
         )
         kept = kept & chosen
         counted = counted & chosen if rule.get("denominator", "kept") == "kept" else counted
     if (correction or {}).get("normalise"):
         weight = weight / weight[kept].mean()
 
-    opened = gates(settings, scores, kept if settings.get("gate_entropy") == "kept" else mask, sequence, gate)
+    opened = gates(
+        settings, scores, kept if settings.get("gate_entropy") == "kept" else mask, sequence, gate
+    )
     policy = policy_loss(settings, batch, scores, advantage, kept, sequence, opened)
     loss = torch.where(kept, policy * weight, 0.0)
     if (kl := settings.get("reference_kl")) is not None:
         d = scores.reference - scores.now
-        loss = loss + kl["coef"] * {"k1": -d, "k2": d**2 / 2, "k3": d.exp() - d - 1}[kl.get("estimator", "k3")]
+        loss = (
+            loss
+            + kl["coef"]
+            * {"k1": -d, "k2": d**2 / 2, "k3": d.exp() - d - 1}[kl.get("estimator", "k3")]
+        )
     loss = loss - bonus * scores.now_entropy
 
     aggregation = settings.get("aggregation", PUBLISHED[name][3])
@@ -138,7 +147,11 @@ def policy_loss(
     """[M] before weights and add-ons; only where `kept` does it mean anything."""
     name = settings["name"]
     low, high, dual, _ = PUBLISHED[name]
-    low, high, dual = settings.get("clip_low", low), settings.get("clip_high", high), settings.get("dual_clip", dual)
+    low, high, dual = (
+        settings.get("clip_low", low),
+        settings.get("clip_high", high),
+        settings.get("dual_clip", dual),
+    )
     ratio = (scores.now - scores.old).clamp(-LIMIT, LIMIT).exp()
 
     def clipped(ratio: Tensor, advantage: Tensor) -> Tensor:
@@ -163,14 +176,19 @@ def policy_loss(
                 whole = by_response(scores.now - scores.old).exp()
             return clipped(whole, grpo_s(settings, batch, scores.entropy, kept, sequence))
         case "gtpo":
-            return clipped(ratio, gtpo(settings, batch, scores.entropy, kept, sequence, penalties(settings, batch)))
+            return clipped(
+                ratio,
+                gtpo(settings, batch, scores.entropy, kept, sequence, penalties(settings, batch)),
+            )
         case "kl_cov":
             k = max(1, int(settings.get("share", 2e-3) * int(kept.sum())))
             held = largest(covariance(scores, kept, advantage), kept, k)
             distance = settings.get("coef", 1.0) * (scores.now - scores.old).abs()
             return -advantage * ratio + torch.where(held, distance, 0.0)
         case "clip_cov":
-            return torch.where(drawn(settings, batch, scores, kept, advantage), 0.0, clipped(ratio, advantage))
+            return torch.where(
+                drawn(settings, batch, scores, kept, advantage), 0.0, clipped(ratio, advantage)
+            )
         case "stare" | "stapo_stare":
             factor = torch.ones_like(advantage)
             for operator in OPERATORS[settings.get("variant", "O1")]:
@@ -196,7 +214,8 @@ OPERATORS = {
 def operated_on(
     operator: str, settings: Mapping[str, Any], scores: Scores, kept: Tensor, advantage: Tensor
 ) -> tuple[Tensor, float]:
-    """[M] bool, the tokens of L+, U+, L- or U-, and the weight they have as published: what raises the entropy."""
+    """[M] bool, the tokens of L+, U+, L- or U-, and the weight they have as published: what raises
+    the entropy."""
     side = kept & (advantage > 0 if operator[1] == "+" else advantage < 0)
     k = int(int(side.sum()) * settings.get("share", 0.1) + 0.999999)
     if "rare_below" in settings:
@@ -210,18 +229,24 @@ def operated_on(
     return common, 0.9 if operator == "U+" else 1.1
 
 
-def gates(settings: Mapping[str, Any], scores: Scores, over: Tensor, sequence: Tensor, gate: bool) -> Tensor:
+def gates(
+    settings: Mapping[str, Any], scores: Scores, over: Tensor, sequence: Tensor, gate: bool
+) -> Tensor:
     """[M] bool: the tokens that STARE's gate is open for. `gate` is that of a batch."""
     if settings.get("gate") == "token":
         return scores.entropy < settings["entropy_target"]
     opened = torch.full_like(over, gate)
     if settings.get("gate") == "sample":
         for i in range(int(sequence.max()) + 1):
-            opened[sequence == i] = bool(scores.entropy[over & (sequence == i)].mean() < settings["entropy_target"])
+            opened[sequence == i] = bool(
+                scores.entropy[over & (sequence == i)].mean() < settings["entropy_target"]
+            )
     return opened
 
 
-def corrected(correction: Mapping[str, Any], scores: Scores, mask: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
+def corrected(
+    correction: Mapping[str, Any], scores: Scores, mask: Tensor, sequence: Tensor
+) -> tuple[Tensor, Tensor]:
     """[M] weights, and [M] bool which tokens stay."""
     log_ratio = (scores.old - scores.rollout).clamp(-LIMIT, LIMIT)
     own = log_ratio.exp()
@@ -255,7 +280,9 @@ def spared(rule: Mapping[str, Any], scores: Scores, kept: Tensor, advantage: Ten
     over = scores.entropy[spurious if rule.get("version", "v4") == "v4" else kept]
     if len(over) == 0:
         return torch.ones_like(kept)
-    threshold = np.quantile(over.numpy(), rule.get("quantile", 0.75), method=rule.get("interpolation", "linear"))
+    threshold = np.quantile(
+        over.numpy(), rule.get("quantile", 0.75), method=rule.get("interpolation", "linear")
+    )
     return ~(spurious & (scores.entropy < float(threshold)))
 
 
@@ -264,7 +291,9 @@ def forks(rule: Mapping[str, Any], scores: Scores, kept: Tensor, advantage: Tens
     candidates = kept if rule.get("candidates") == "all" else kept & (advantage != 0)
     share = rule.get("share", 0.2)
     if rule.get("rule") == "quantile":
-        return candidates & (scores.entropy >= float(np.quantile(scores.entropy[candidates].numpy(), 1 - share)))
+        return candidates & (
+            scores.entropy >= float(np.quantile(scores.entropy[candidates].numpy(), 1 - share))
+        )
     return largest(scores.entropy, candidates, max(1, int(int(candidates.sum()) * share + 0.9999)))
 
 
@@ -273,7 +302,13 @@ def covariance(scores: Scores, kept: Tensor, advantage: Tensor) -> Tensor:
     return (advantage - advantage[kept].mean()) * (scores.read - scores.read[kept].mean())
 
 
-def drawn(settings: Mapping[str, Any], batch: RolloutBatch, scores: Scores, kept: Tensor, advantage: Tensor) -> Tensor:
+def drawn(
+    settings: Mapping[str, Any],
+    batch: RolloutBatch,
+    scores: Scores,
+    kept: Tensor,
+    advantage: Tensor,
+) -> Tensor:
     """[M] bool: the tokens that Clip-Cov takes the loss of."""
     cov = covariance(scores, kept, advantage)
     candidates = kept & (cov > settings.get("cov_low", 1.0)) & (cov < settings.get("cov_high", 5.0))

@@ -11,8 +11,8 @@ import pytest
 def at(
     monkeypatch: pytest.MonkeyPatch, owner: type, method: str, calls: dict[int, Callable[[], None]]
 ) -> Callable[[], int]:
-    """Does something before the given calls, counted from 1, of a method of a class. Gives the number of calls so
-    far."""
+    """Does something before the given calls, counted from 1, of a method of a class. Gives the
+    number of calls so far."""
     original, number = getattr(owner, method), 0
 
     def met(self: Any, *args: Any, **more: Any) -> Any:

@@ -6,7 +6,8 @@ from megatron_stare.megatron.trainer import Trainer
 
 
 class PerRankThresholds(Trainer):
-    """Takes the thresholds over each data rank's own tokens, as the published code does per micro-batch."""
+    """Takes the thresholds over each data rank's own tokens, as the published code does per
+    micro-batch."""
 
     def measure(self, state: dict[str, float]) -> None:
         everyone, self.step.group = self.step.group, None

@@ -1,6 +1,8 @@
-"""Two nodes of a cluster on this machine: namespaces with an address, a host name, a /dev/shm and a /tmp of their own.
+"""Two nodes of a cluster on this machine: namespaces with an address, a host name, a /dev/shm and a
+/tmp of their own.
 
-Ray's head is in the first, a node of the same cluster in the second. One folder is common to both. Needs root.
+Ray's head is in the first, a node of the same cluster in the second. One folder is common to both.
+Needs root.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def missing() -> str | None:
     if absent:
         return f"namespaces need {', '.join(absent)} (apt-get install iproute2 util-linux)"
     tried = subprocess.run(["unshare", *OWN, "true"], capture_output=True, text=True)
-    return None if tried.returncode == 0 else f"namespaces cannot be made here: {tried.stderr.strip()}"
+    return (
+        None if tried.returncode == 0 else f"namespaces cannot be made here: {tried.stderr.strip()}"
+    )
 
 
 class Node:
@@ -39,8 +43,8 @@ class Node:
     def __init__(self, number: int, environment: Mapping[str, str]) -> None:
         self.name, self.address, self._environment = f"node{number}", ADDRESSES[number], environment
         set_up = (
-            f"hostname {self.name} && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs /tmp && chmod 1777 /tmp"
-            " && ip link set lo up && echo up && exec sleep infinity"
+            f"hostname {self.name} && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs /tmp &&"
+            " chmod 1777 /tmp && ip link set lo up && echo up && exec sleep infinity"
         )
         words = ["unshare", *OWN, "bash", "-c", set_up]
         self.holder = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
@@ -54,13 +58,17 @@ class Node:
         return subprocess.Popen(self.command(words), env=self._environment, text=True, **given)  # type: ignore[call-overload, no-any-return]
 
     def run(self, *words: str) -> str:
-        done = subprocess.run(self.command(words), env=self._environment, capture_output=True, text=True)
+        done = subprocess.run(
+            self.command(words), env=self._environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, f"{' '.join(words)} on {self.name}: {done.stdout}{done.stderr}"
         return done.stdout
 
 
 @contextmanager
-def two_nodes(gpus: Sequence[int], environment: Mapping[str, str]) -> Iterator[tuple[list[Node], Path]]:
+def two_nodes(
+    gpus: Sequence[int], environment: Mapping[str, str]
+) -> Iterator[tuple[list[Node], Path]]:
     """Both nodes, joined in a Ray cluster, and the folder that both see.
 
     Args:
@@ -79,9 +87,14 @@ def two_nodes(gpus: Sequence[int], environment: Mapping[str, str]) -> Iterator[t
             nodes.append(Node(number, {**environment, **tokens}))
             stack.callback(_ended, nodes[-1])
         link = f"ms{secrets.token_hex(3)}"
-        subprocess.run(["ip", "link", "add", f"{link}0", "type", "veth", "peer", "name", f"{link}1"], check=True)
+        subprocess.run(
+            ["ip", "link", "add", f"{link}0", "type", "veth", "peer", "name", f"{link}1"],
+            check=True,
+        )
         for number, node in enumerate(nodes):
-            subprocess.run(["ip", "link", "set", f"{link}{number}", "netns", str(node.holder.pid)], check=True)
+            subprocess.run(
+                ["ip", "link", "set", f"{link}{number}", "netns", str(node.holder.pid)], check=True
+            )
             node.run("ip", "link", "set", f"{link}{number}", "name", "veth0")
             node.run("ip", "addr", "add", f"{node.address}/24", "dev", "veth0")
             node.run("ip", "link", "set", "veth0", "up")
@@ -89,9 +102,20 @@ def two_nodes(gpus: Sequence[int], environment: Mapping[str, str]) -> Iterator[t
             joins = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
             if number:
                 joins = [f"--address={ADDRESSES[0]}:{RAY_PORT}"]
-            counted = [f'--resources={{"{FAKE}": {gpus[number]}}}', "--num-cpus=2", "--object-store-memory=200000000"]
+            counted = [
+                f'--resources={{"{FAKE}": {gpus[number]}}}',
+                "--num-cpus=2",
+                "--object-store-memory=200000000",
+            ]
             stack.callback(_stopped, node)
-            node.run(RAY, "start", *joins, f"--node-ip-address={node.address}", "--disable-usage-stats", *counted)
+            node.run(
+                RAY,
+                "start",
+                *joins,
+                f"--node-ip-address={node.address}",
+                "--disable-usage-stats",
+                *counted,
+            )
         yield nodes, shared
 
 
@@ -104,7 +128,11 @@ def _ended(node: Node) -> None:
     mine = os.readlink(f"/proc/{node.holder.pid}/ns/net")
     until = time.monotonic() + 10
     while time.monotonic() < until:
-        left = [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit() and _network(each) == mine]
+        left = [
+            int(each.name)
+            for each in Path("/proc").iterdir()
+            if each.name.isdigit() and _network(each) == mine
+        ]
         if left in ([], [node.holder.pid]):
             break
         for process in left:

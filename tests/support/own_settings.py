@@ -21,7 +21,9 @@ from megatron_stare.rollout.engines.local import LocalEngine
 KNOWN_ANSWERS = [("ab", "8", 0.0)]  # of the defaults
 
 
-def verify(response: str, answer: str, *, always: Annotated[float, Field(le=1)] = 0.0, parity: bool = True) -> float:
+def verify(
+    response: str, answer: str, *, always: Annotated[float, Field(le=1)] = 0.0, parity: bool = True
+) -> float:
     """Gives as much as is asked for; with `parity` an odd number of characters earns one less."""
     return always - (parity and len(response) % 2)
 
@@ -34,7 +36,9 @@ def needs(response: str, answer: str, *, reward: float) -> float:
 class Brief(Environment):
     """Lets the policy say so much and no more."""
 
-    def __init__(self, config: Config, tokenizer: Any, *, tokens: Annotated[int, Field(ge=1)]) -> None:
+    def __init__(
+        self, config: Config, tokenizer: Any, *, tokens: Annotated[int, Field(ge=1)]
+    ) -> None:
         super().__init__(config, tokenizer)
         self._tokens = tokens
 
@@ -61,7 +65,14 @@ class Rewards(Sink):
 class Few(ArithmeticPrompts):
     """No more problems than are asked for."""
 
-    def __init__(self, config: Config, tokenizer: Any, split: Split, *, problems: Annotated[int, Field(ge=1)] = 5):
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Any,
+        split: Split,
+        *,
+        problems: Annotated[int, Field(ge=1)] = 5,
+    ):
         super().__init__(config, tokenizer, split)
         self.problems = problems
 

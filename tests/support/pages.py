@@ -8,7 +8,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [*sorted(DOCS.rglob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
+PAGES = [
+    *sorted(DOCS.rglob("*.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+]
 
 _FENCE = re.compile(r"^```(\w*)\s*$")
 _MARK = re.compile(r"^<!-- (file|not run): (.+) -->$")
@@ -60,21 +63,30 @@ def prose(page: Path) -> str:
 
 
 def commands(page: Path) -> list[str]:
-    """The shell commands in a page's blocks and indented code, continued lines joined, comments left out."""
+    """The shell commands in a page's blocks and indented code, continued lines joined, comments
+    left out."""
     lines = [line[4:] for line in page.read_text().splitlines() if line.startswith("    ")]
-    lines += [line for block in blocks(page) if block.language == "bash" for line in block.text.splitlines()]
+    lines += [
+        line
+        for block in blocks(page)
+        if block.language == "bash"
+        for line in block.text.splitlines()
+    ]
     joined = "\n".join(lines).replace("\\\n", " ")
     return [re.sub(r"\s+#.*", "", line).strip() for line in joined.splitlines()]
 
 
 def anchors(page: Path) -> dict[str, set[str]]:
-    """Anchors that a link may name behind `#`, by who makes them of the headings: GitHub, and mkdocs."""
+    """Anchors that a link may name behind `#`, by who makes them of the headings: GitHub, and
+    mkdocs."""
     found: dict[str, set[str]] = {"GitHub": set(), "mkdocs": set()}
     for heading in re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
         plain = re.sub(r"[^\w\s-]", "", words)
         found["GitHub"].add(re.sub(r"\s", "-", plain))
-        found["mkdocs"].add(re.sub(r"[-\s]+", "-", plain.encode("ascii", "ignore").decode()).strip("-"))
+        found["mkdocs"].add(
+            re.sub(r"[-\s]+", "-", plain.encode("ascii", "ignore").decode()).strip("-")
+        )
     return found
 
 

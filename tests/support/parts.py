@@ -1,4 +1,5 @@
-"""An engine on two nodes, of which nothing is there but its workers, in the actors of a Ray cluster."""
+"""An engine on two nodes, of which nothing is there but its workers, in the actors of a Ray
+cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A batch in the shape of other trainers, [B, T] with padding, and our loss of it with its gradients."""
+"""A batch in the shape of other trainers, [B, T] with padding, and our loss of it with its
+gradients."""
 
 from __future__ import annotations
 
@@ -17,13 +18,15 @@ from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import Trajectory, sampled_trajectory
 
 DOCS = Path(__file__).parents[2] / "docs"
-REWARDS = [[1.0, 0.0, 0.0, 1.0, 0.0], [0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.2, 0.9, 0.4, 0.0]]  # by prompt
+# by prompt
+REWARDS = [[1.0, 0.0, 0.0, 1.0, 0.0], [0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.2, 0.9, 0.4, 0.0]]
 GROUPS = [group for group, rewards in enumerate(REWARDS) for _ in rewards]
 
 
 @dataclass(frozen=True)
 class Padded:
-    """[B, T] each, float64. mask: 1 where a token is the policy's; tool observations and padding are 0."""
+    """[B, T] each, float64. mask: 1 where a token is the policy's; tool observations and padding
+    are 0."""
 
     now: Tensor
     old: Tensor
@@ -39,7 +42,8 @@ class Padded:
 
 
 def padded(width: float = 0.8, *, moved: bool = True, seed: int = 3) -> Padded:
-    """Responses of 4 to 13 tokens, each with an observation inside; `width` is how far policies are apart, nats.
+    """Responses of 4 to 13 tokens, each with an observation inside; `width` is how far policies are
+    apart, nats.
 
     moved: False is a batch's first update, where the policy is the one of the log-prob pass.
     """
@@ -53,7 +57,9 @@ def padded(width: float = 0.8, *, moved: bool = True, seed: int = 3) -> Padded:
     mask[:, 2] = False
     old = -2.5 + noise(4.6)
     now = old + noise(width) if moved else old.clone()
-    found = Padded(now, old, old + noise(width), old + noise(width), 1.2 + noise(2.0), mask.double())
+    found = Padded(
+        now, old, old + noise(width), old + noise(width), 1.2 + noise(2.0), mask.double()
+    )
     # float32's values, which both sides can hold
     return Padded(*(x.float().double() for x in vars(found).values()))
 
@@ -66,7 +72,11 @@ def rollout_batch(batch: Padded) -> RolloutBatch:
     for row, (group, number) in enumerate(zip(GROUPS, numbers, strict=True)):
         length = int(batch.mask[row].nonzero().max()) + 1
         sample = sampled_trajectory(
-            Prompt(group, str(group), "", "", (1,)), number, [2] * length, [0.0] * length, finish_reason="stop"
+            Prompt(group, str(group), "", "", (1,)),
+            number,
+            [2] * length,
+            [0.0] * length,
+            finish_reason="stop",
         )
         sample.loss_mask = batch.mask[row, :length].bool()
         sample.reward, sample.reward_status = rewards[row], "ok"
@@ -80,7 +90,8 @@ def advantages(settings: dict[str, Any], batch: Padded) -> Tensor:
 
 
 def our_loss(settings: dict[str, Any], batch: Padded) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of the whole batch as one update, and its gradients [B, T] in `now` and `entropy`."""
+    """The loss of the whole batch as one update, and its gradients [B, T] in `now` and
+    `entropy`."""
     method, records = build_method(settings), rollout_batch(batch)
     judged = method.judge(records)
     row, position = batch.mask.nonzero(as_tuple=True)
@@ -110,7 +121,9 @@ def our_loss(settings: dict[str, Any], batch: Padded) -> tuple[Tensor, Tensor, T
         step=1,
     )
     statistics = gather_statistics(lambda known: method.requests(held, known), None)
-    state = {name: torch.tensor(x, dtype=torch.float64) for name, x in method.initial_state().items()}
+    state = {
+        name: torch.tensor(x, dtype=torch.float64) for name, x in method.initial_state().items()
+    }
     trained = replace(held, log_prob=now[row, position], current_entropy=entropy[row, position])
     scale = method.coefficients(trained, statistics)
     losses = method.token_loss(trained, statistics, state).loss
@@ -119,7 +132,9 @@ def our_loss(settings: dict[str, Any], batch: Padded) -> tuple[Tensor, Tensor, T
     return total.detach().double(), slopes[0].double(), slopes[1].double()
 
 
-def assert_equal(got: tuple[Tensor, Tensor, Tensor], loss: Tensor, now: Tensor, entropy: Tensor | None = None) -> None:
+def assert_equal(
+    got: tuple[Tensor, Tensor, Tensor], loss: Tensor, now: Tensor, entropy: Tensor | None = None
+) -> None:
     """Our loss and gradients are those that autograd finds of a peer's loss in its leaves."""
     leaves = [now] if entropy is None else [now, entropy]
     wanted = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)

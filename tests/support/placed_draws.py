@@ -1,4 +1,5 @@
-"""A method with a fault of its own: its draws belong to a token's place among those that a rank has at hand."""
+"""A method with a fault of its own: its draws belong to a token's place among those that a rank has
+at hand."""
 
 from __future__ import annotations
 

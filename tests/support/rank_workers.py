@@ -1,4 +1,5 @@
-"""Ranks in processes of their own behind the driver's interface, forked, which takes a hundredth of what Ray's take.
+"""Ranks in processes of their own behind the driver's interface, forked, which takes a hundredth of
+what Ray's take.
 
 They end with the driver that forked them, as Ray's actors do.
 """
@@ -21,7 +22,8 @@ TIMEOUT_S = 120
 
 
 class RankWorkers(Workers):
-    """One forked process a rank. A handle is the worker it was given to; calls of one worker are answered in order.
+    """One forked process a rank. A handle is the worker it was given to; calls of one worker are
+    answered in order.
 
     Args:
         build: makes the object of a rank, from its number.
@@ -46,7 +48,10 @@ class RankWorkers(Workers):
         return worker
 
     def wait(
-        self, handles: Sequence[Handle], on_done: Callable[[int], None] | None = None, timeout_s: float | None = None
+        self,
+        handles: Sequence[Handle],
+        on_done: Callable[[int], None] | None = None,
+        timeout_s: float | None = None,
     ) -> list[Any]:
         found: dict[int, Any] = {}
         while waiting := [self._pipes[worker] for worker in handles if worker not in found]:

@@ -1,4 +1,5 @@
-"""Runs a function on several gloo ranks, in processes kept between tests because importing Megatron is slow."""
+"""Runs a function on several gloo ranks, in processes kept between tests because importing Megatron
+is slow."""
 
 from __future__ import annotations
 
@@ -16,11 +17,16 @@ TIMEOUT_S = 120
 LEAVE_S = 10
 
 
-PRELOADED = ["megatron_stare.megatron.trainer", "megatron_stare.weights.files.hf_folder", "transformers.models.auto"]
+PRELOADED = [
+    "megatron_stare.megatron.trainer",
+    "megatron_stare.weights.files.hf_folder",
+    "transformers.models.auto",
+]
 
 
 def forking_context() -> Any:
-    """Context whose processes are forked from one that has imported Megatron: each would need seconds to import it."""
+    """Context whose processes are forked from one that has imported Megatron: each would need
+    seconds to import it."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -30,7 +36,8 @@ class RankPool:
     """Processes that become rank 0..world-1 of a new process group for every call.
 
     Args:
-        with_children: the ranks start processes of their own (as checkpoint writers do), which daemons may not.
+        with_children: the ranks start processes of their own (as checkpoint writers do), which
+            daemons may not.
     """
 
     def __init__(self, *, with_children: bool = False) -> None:
@@ -45,7 +52,9 @@ class RankPool:
         """
         while len(self._workers) < world:
             here, there = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(there, list(sys.path)), daemon=not self._with_children)
+            process = self._context.Process(
+                target=_serve, args=(there, list(sys.path)), daemon=not self._with_children
+            )
             process.start()
             there.close()
             self._workers.append((process, here))
@@ -56,10 +65,13 @@ class RankPool:
             waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:world])}
             results = [None] * world
             while waiting:
-                answering = wait(list(waiting), TIMEOUT_S)  # not by rank: rank 0 may wait forever for one that failed
+                # not by rank: rank 0 may wait forever for one that failed
+                answering = wait(list(waiting), TIMEOUT_S)
                 if not answering:
                     self.close()
-                    raise TimeoutError(f"ranks {[*waiting.values()]} of {function.__qualname__} did not answer")
+                    raise TimeoutError(
+                        f"ranks {[*waiting.values()]} of {function.__qualname__} did not answer"
+                    )
                 for pipe in answering:
                     rank = waiting.pop(pipe)
                     ok, value = pipe.recv()

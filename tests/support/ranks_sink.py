@@ -13,7 +13,8 @@ FILE = "ranks.json"
 
 
 class RanksAt(Sink):
-    """FILE in the run's folder: by phase, the calls that each rank was seen in, at its begin and with each response."""
+    """FILE in the run's folder: by phase, the calls that each rank was seen in, at its begin and
+    with each response."""
 
     def __init__(self, *args: object) -> None:
         self._file, self._phase = Path(), ""

@@ -31,9 +31,23 @@ PARAMS = SamplingParams(1.0, 6, seed=1, step=1, stop_token_ids=(STOP,))
 SCORED = (3, 15, 4)  # the last id of the vocabulary among them
 REQUEST = GenerateRequest("0:0", (3, 14, 4), 0, 0)
 # filled in by the server, or of releases after the first that is supported
-INTERNAL = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized")
+INTERNAL = (
+    "stop_strs",
+    "stop_regex_strs",
+    "stop_str_max_len",
+    "stop_regex_max_len",
+    "is_normalized",
+)
 INTERNAL += ("ebnf_full_assistant", "stream_interval", "beam_width", "watermark")
-READ_OF_INFO = ("version", "max_total_num_tokens", "device", "tp_size", "ep_size", "pp_size", "dp_size")
+READ_OF_INFO = (
+    "version",
+    "max_total_num_tokens",
+    "device",
+    "tp_size",
+    "ep_size",
+    "pp_size",
+    "dp_size",
+)
 READ_OF_INFO += ("enable_memory_saver", "enable_deterministic_inference")
 
 
@@ -100,8 +114,10 @@ async def record(client: Recorder) -> dict[str, Any]:
 def record_all() -> dict[str, Any]:
     """Records what a server that is started for it says; the whole file."""
     code = (
-        "import megatron_stare.rollout.engines.sglang.serve\n"  # before transformers asks for torchvision
-        "from sglang.srt.sampling.sampling_params import SamplingParams as S\nprint(*S.__struct_fields__)"
+        # before transformers asks for torchvision
+        "import megatron_stare.rollout.engines.sglang.serve\nfrom"
+        " sglang.srt.sampling.sampling_params import SamplingParams as"
+        " S\nprint(*S.__struct_fields__)"
     )
     fields = (
         subprocess.run([servers.PYTHON, "-c", code], check=True, capture_output=True, text=True)

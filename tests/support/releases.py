@@ -13,8 +13,9 @@ NEWER = (3, 12)  # the first Python of the newer release
 
 
 def python_of(newer: bool) -> str:
-    """The Python of an environment of this checkout that has the newer release, or the older one: this one, or that of
-    the environment that scripts/setup_env.sh makes beside it. Skips the test where there is none."""
+    """The Python of an environment of this checkout that has the newer release, or the older one:
+    this one, or that of the environment that scripts/setup_env.sh makes beside it. Skips the test
+    where there is none."""
     if newer == (sys.version_info[:2] >= NEWER):
         return sys.executable
     named = os.environ.get("MEGATRON_STARE_OTHER_PYTHON")
@@ -25,4 +26,7 @@ def python_of(newer: bool) -> str:
     for place in [Path(named)] if named else places:
         if place.exists():
             return str(place)
-    pytest.skip(f"no environment of Python {beside[0]}: PYTHON=python{beside[0]} bash scripts/setup_env.sh makes one")
+    pytest.skip(
+        f"no environment of Python {beside[0]}: PYTHON=python{beside[0]} bash scripts/setup_env.sh"
+        " makes one"
+    )

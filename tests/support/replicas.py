@@ -19,12 +19,13 @@ TOKENIZER = load_tokenizer(str(Path(__file__).parents[2] / "assets" / "tiny-adde
 
 
 class Replicas(Workers):
-    """Engines of this process. The calls under way are answered in an order drawn from a seed, not in that in which
-    they were made: what a run samples must not hang on which replica is faster."""
+    """Engines of this process. The calls under way are answered in an order drawn from a seed, not
+    in that in which they were made: what a run samples must not hang on which replica is faster."""
 
     def __init__(self, engines: Sequence[Any], seed: int | None = None) -> None:
         self.engines = list(engines)
-        self.given: list[list[list[str]]] = [[] for _ in engines]  # by engine and call, the requests
+        # by engine and call, the requests
+        self.given: list[list[list[str]]] = [[] for _ in engines]
         self.aborted = 0
         self._order = random.Random(seed) if seed is not None else None
 

@@ -31,7 +31,9 @@ INLINE = {"runtime.runner": "inline", "parallel.tensor": 1}
 TIMED = ("time/", "perf/", "memory/", "plan/")
 
 
-def command(*overrides: str, config: str | Path = ROOT / "configs/quickstart.yaml", **settings: Any) -> list[str]:
+def command(
+    *overrides: str, config: str | Path = ROOT / "configs/quickstart.yaml", **settings: Any
+) -> list[str]:
     """The arguments of a small run."""
     small = [f"{key}={value}" for key, value in {**SMALL, **settings}.items()]
     return [sys.executable, "-m", "megatron_stare.cli", "train", str(config), *small, *overrides]
@@ -40,7 +42,12 @@ def command(*overrides: str, config: str | Path = ROOT / "configs/quickstart.yam
 def train(*overrides: str, cwd: Path, **settings: Any) -> subprocess.CompletedProcess[str]:
     """Runs it to its end."""
     return subprocess.run(
-        command(*overrides, **settings), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S
+        command(*overrides, **settings),
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
     )
 
 
@@ -59,7 +66,8 @@ def metrics(run_dir: Path, *, former: bool = False) -> list[dict[str, Any]]:
     """A run's metrics without those that depend on the clock; docs/metrics.md has to name all.
 
     Args:
-        former: an earlier release made some of the steps, and docs/metrics.md has not all of its names.
+        former: an earlier release made some of the steps, and docs/metrics.md has not all of its
+            names.
     """
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     for row in rows:

@@ -1,5 +1,6 @@
-"""An SGLang server in this process, for what a real one cannot be made to do. Its answers are shaped as recorded ones;
-what they hold is simple: it counts calls, keeps the weights it is sent, and says one token a version."""
+"""An SGLang server in this process, for what a real one cannot be made to do. Its answers are
+shaped as recorded ones; what they hold is simple: it counts calls, keeps the weights it is sent,
+and says one token a version."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ SHAPE = read_shape(Path(__file__).parents[2] / "assets" / "tiny-adder")
 
 
 class FakeServer:
-    """Answers a client through a transport. `calls` are the paths asked for; `broken` paths are refused."""
+    """Answers a client through a transport. `calls` are the paths asked for; `broken` paths are
+    refused."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -38,7 +40,8 @@ class FakeServer:
         self.lose_on: int | None = None  # the one rank they do not arrive on; None: all
         self.version, self.device, self.ranks = "none", "cpu", 1
         self.open = False  # to who has no key
-        self.echo = False  # says the prompt's last token before the stop token, so that answers can be told apart
+        # says the prompt's last token before the stop token, so that answers can be told apart
+        self.echo = False
         self.released: set[str] = set()  # tags
         self.dead = False  # of a call that a real one dies of
         self._held = self._nothing()
@@ -75,13 +78,25 @@ class FakeServer:
         return 200, answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
 
     def _answer(self, path: str, body: dict[str, Any]) -> Any:
-        known = {"/generate": self._generate, "/server_info": self._info, "/weights_checker": self._checker}
+        known = {
+            "/generate": self._generate,
+            "/server_info": self._info,
+            "/weights_checker": self._checker,
+        }
         if path == "/begin_weight_update":
             self._held = self._nothing()
-        known |= {"/update_weights_from_tensor": self._load, "/update_weight_version": self._publish}
-        known |= dict.fromkeys(("/pause_generation", "/continue_generation"), lambda _: {"status": "ok"})
+        known |= {
+            "/update_weights_from_tensor": self._load,
+            "/update_weight_version": self._publish,
+        }
+        known |= dict.fromkeys(
+            ("/pause_generation", "/continue_generation"), lambda _: {"status": "ok"}
+        )
         known |= dict.fromkeys(("/flush_cache", "/abort_request"), lambda _: "")
-        known |= {"/release_memory_occupation": self._release, "/resume_memory_occupation": self._resume}
+        known |= {
+            "/release_memory_occupation": self._release,
+            "/resume_memory_occupation": self._resume,
+        }
         return known.get(path, lambda _: {"success": True})(body)
 
     def _info(self, _: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +135,8 @@ class FakeServer:
         }
 
     def _release(self, body: dict[str, Any]) -> None:
-        if self.under_way or self.released & set(body["tags"]):  # the second ends a server with the memory saver
+        # the second ends a server with the memory saver
+        if self.under_way or self.released & set(body["tags"]):
             self.dead = True
             raise ConnectionResetError("the server is gone")
         self.released |= set(body["tags"])
@@ -132,8 +148,11 @@ class FakeServer:
         self.released -= set(body["tags"])
 
     def _load(self, body: dict[str, Any]) -> dict[str, Any]:
-        for rank, (held, payload) in enumerate(zip(self._held, body["serialized_named_tensors"], strict=True)):
-            for name, tensor in pickle.loads(base64.b64decode(payload)):  # ours, and from this process
+        for rank, (held, payload) in enumerate(
+            zip(self._held, body["serialized_named_tensors"], strict=True)
+        ):
+            # ours, and from this process
+            for name, tensor in pickle.loads(base64.b64decode(payload)):
                 lost = name == self.lose and self.lose_on in (None, rank)
                 held.add(name, torch.zeros_like(tensor) if lost else tensor)
         return {"success": True, "message": "Success"}

@@ -1,4 +1,5 @@
-"""Servers in this process that join update groups and take broadcasts, rank by rank, as SGLang's weight updaters do."""
+"""Servers in this process that join update groups and take broadcasts, rank by rank, as SGLang's
+weight updaters do."""
 
 from __future__ import annotations
 
@@ -15,34 +16,43 @@ LIMIT = timedelta(seconds=60)
 
 
 class JoiningServer(FakeServer):
-    """Server of `ranks` ranks. `groups` has each group by name, with a group of each rank; `worlds` has the first rank
-    and the size of each group joined, in order."""
+    """Server of `ranks` ranks. `groups` has each group by name, with a group of each rank; `worlds`
+    has the first rank and the size of each group joined, in order."""
 
     def __init__(self, name: str, ranks: int) -> None:
         super().__init__(name)
         self.ranks = ranks
         self.groups: dict[str, list[ProcessGroupGloo]] = {}
         self.worlds: list[tuple[int, int]] = []  # of each group joined: first rank, size
-        self.changed: tuple[int, str] | None = None  # a rank that gets one element of this tensor otherwise
+        # a rank that gets one element of this tensor otherwise
+        self.changed: tuple[int, str] | None = None
         self._turn = asyncio.Lock()  # one update request at a time
 
     async def request(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None
     ) -> tuple[int, bytes]:
         status, answer = await super().request(method, path, headers, body)
-        if status == 200 and path in ("/init_weights_update_group", "/update_weights_from_distributed"):
+        if status == 200 and path in (
+            "/init_weights_update_group",
+            "/update_weights_from_distributed",
+        ):
             act = self._join if path == "/init_weights_update_group" else self._take
             async with self._turn:
                 told = self.bodies[path]
-                await asyncio.gather(*(asyncio.to_thread(act, rank, told) for rank in range(self.ranks)))
+                await asyncio.gather(
+                    *(asyncio.to_thread(act, rank, told) for rank in range(self.ranks))
+                )
         if status == 200 and path == "/destroy_weights_update_group":
             del self.groups[self.bodies[path]["group_name"]]
         return status, answer
 
     def _join(self, rank: int, told: Mapping[str, Any]) -> None:
-        """Joins as init_custom_process_group does: over TCP, by the group's name, and again in the group's helper."""
+        """Joins as init_custom_process_group does: over TCP, by the group's name, and again in the
+        group's helper."""
         name, world = told["group_name"], told["world_size"]
-        shared = TCPStore(told["master_address"], told["master_port"], world, is_master=False, timeout=LIMIT)
+        shared = TCPStore(
+            told["master_address"], told["master_port"], world, is_master=False, timeout=LIMIT
+        )
         store = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, shared)))
         group = ProcessGroupGloo(store, told["rank_offset"] + rank, world, LIMIT)
         self.groups.setdefault(name, [None] * self.ranks)[rank] = group  # type: ignore[list-item]
@@ -52,7 +62,8 @@ class JoiningServer(FakeServer):
     def _take(self, rank: int, told: Mapping[str, Any]) -> None:
         dtypes = [getattr(torch, dtype) for dtype in told["dtypes"]]
         sizes = [
-            torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(told["shapes"], dtypes, strict=True)
+            torch.Size(shape).numel() * dtype.itemsize
+            for shape, dtype in zip(told["shapes"], dtypes, strict=True)
         ]
         flat, options = torch.empty(sum(sizes), dtype=torch.uint8), BroadcastOptions()
         options.rootRank = 0

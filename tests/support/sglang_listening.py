@@ -1,4 +1,5 @@
-"""Fake SGLang servers behind real sockets that fail as they are told to, and a router in front of them."""
+"""Fake SGLang servers behind real sockets that fail as they are told to, and a router in front of
+them."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ import aiohttp
 from aiohttp import web
 from support.sglang_fake import FakeServer
 
-# What becomes of a response: the connection is reset, or closed in the middle of the body; it is refused for now, given
-# up by the server, or never comes.
-# "hung" besides: from its first response on, a server answers nothing at all.
+# What becomes of a response: the connection is reset, or closed in the middle of the body; it is
+# refused for now, given up by the server, or never comes. "hung" besides: from its first response
+# on, a server answers nothing at all.
 FAULTS = ("reset", "cut", "500", "503", "aborted", "late")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -37,11 +38,17 @@ class Faults:
 
 
 def answering(fake: FakeServer, faults: Faults | None) -> Handler:
-    """Serves the fake's answers over HTTP, with faults. The first response, of the stop token's probe, is spared."""
+    """Serves the fake's answers over HTTP, with faults. The first response, of the stop token's
+    probe, is spared."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         body = await request.read()
-        fails = faults is not None and request.path == "/generate" and fake.version != "none" and faults.now()
+        fails = (
+            faults is not None
+            and request.path == "/generate"
+            and fake.version != "none"
+            and faults.now()
+        )
         kind = faults.kind if faults is not None and fails else None
         if kind == "reset":
             assert request.transport is not None
@@ -78,7 +85,9 @@ def routing(urls: Sequence[str], seen: list[str]) -> Handler:
                 aiohttp.ClientSession() as session,
                 session.request(request.method, url, data=body, headers=headers) as told,
             ):
-                return web.Response(status=told.status, body=await told.read(), content_type="application/json")
+                return web.Response(
+                    status=told.status, body=await told.read(), content_type="application/json"
+                )
         except aiohttp.ClientError as error:
             return web.Response(status=502, text=str(error))
 

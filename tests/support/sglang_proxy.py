@@ -1,4 +1,5 @@
-"""A reverse proxy in front of a real server, which loses requests, refuses them, or is not there."""
+"""A reverse proxy in front of a real server, which loses requests, refuses them, or is not
+there."""
 
 from __future__ import annotations
 
@@ -41,9 +42,13 @@ class Proxy:
         headers = {"Authorization": f"Bearer {process.api_key}", "Content-Type": "application/json"}
         async with (
             aiohttp.ClientSession() as session,
-            session.request(request.method, process.url + request.path, data=body, headers=headers) as told,
+            session.request(
+                request.method, process.url + request.path, data=body, headers=headers
+            ) as told,
         ):
-            answer = web.Response(status=told.status, body=await told.read(), content_type="application/json")
+            answer = web.Response(
+                status=told.status, body=await told.read(), content_type="application/json"
+            )
         if self.down:  # since
             assert request.transport is not None
             request.transport.abort()

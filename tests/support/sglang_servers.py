@@ -25,7 +25,11 @@ ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "assets" / "tiny-adder"
 PYTHON = os.environ.get("MEGATRON_STARE_SGLANG_PYTHON", str(ENVIRONMENT / "bin" / "python"))
 START_S = 900  # a machine that runs other tests as well
-MISSING = None if Path(PYTHON).exists() else f"no SGLang at {PYTHON}; bash scripts/setup_sglang.sh installs it"
+MISSING = (
+    None
+    if Path(PYTHON).exists()
+    else f"no SGLang at {PYTHON}; bash scripts/setup_sglang.sh installs it"
+)
 
 
 def config(
@@ -67,7 +71,9 @@ def several(count: int, model: Path = MODEL, **settings: Any) -> Iterator[list[S
     with ExitStack() as stack:
         replicas = []
         for number in range(count):
-            parts = [SGLangReplica.part(asked, number, node) for node in range(1, asked.sglang.nodes)]
+            parts = [
+                SGLangReplica.part(asked, number, node) for node in range(1, asked.sglang.nodes)
+            ]
             for part in parts:
                 stack.callback(part.close)
             here = ("127.0.0.1",) * len(parts)
@@ -82,10 +88,12 @@ def several(count: int, model: Path = MODEL, **settings: Any) -> Iterator[list[S
 
 
 @contextmanager
-def attached(*engines: SGLangEngine) -> Iterator[tuple[asyncio.AbstractEventLoop, list[SGLangClient]]]:
-    """Clients of engines' servers beside their own, on a loop of their own. At the end the servers say again that they
-    hold the versions that their engines gave them: whoever gave them others behind an engine's back made it think that
-    its server was started anew."""
+def attached(
+    *engines: SGLangEngine,
+) -> Iterator[tuple[asyncio.AbstractEventLoop, list[SGLangClient]]]:
+    """Clients of engines' servers beside their own, on a loop of their own. At the end the servers
+    say again that they hold the versions that their engines gave them: whoever gave them others
+    behind an engine's back made it think that its server was started anew."""
     loop = asyncio.new_event_loop()
     processes = [engine.process for engine in engines if engine.process is not None]
     clients = [SGLangClient(process.url, process.api_key, 120) for process in processes]
@@ -101,7 +109,11 @@ def attached(*engines: SGLangEngine) -> Iterator[tuple[asyncio.AbstractEventLoop
 
 def weights(model: Path = MODEL) -> dict[str, Tensor]:
     """A folder's tensors by Hugging Face name."""
-    return {name: t for file in sorted(model.glob("*.safetensors")) for name, t in load_file(file).items()}
+    return {
+        name: t
+        for file in sorted(model.glob("*.safetensors"))
+        for name, t in load_file(file).items()
+    }
 
 
 def buckets(tensors: dict[str, Tensor], count: int = 3) -> list[list[tuple[str, Tensor]]]:
@@ -110,11 +122,18 @@ def buckets(tensors: dict[str, Tensor], count: int = 3) -> list[list[tuple[str, 
     for chunk in (names[i::count] for i in range(count)):
         flat = torch.cat([tensors[name].reshape(-1) for name in chunk])
         pieces = flat.split([tensors[name].numel() for name in chunk])
-        found.append([(name, piece.view(tensors[name].shape)) for name, piece in zip(chunk, pieces, strict=True)])
+        found.append(
+            [
+                (name, piece.view(tensors[name].shape))
+                for name, piece in zip(chunk, pieces, strict=True)
+            ]
+        )
     return found
 
 
-def sync(engine: SGLangEngine, version: int, tensors: dict[str, Tensor], count: int = 3) -> dict[str, str]:
+def sync(
+    engine: SGLangEngine, version: int, tensors: dict[str, Tensor], count: int = 3
+) -> dict[str, str]:
     """A whole weight update, in `count` buckets."""
     engine.begin_weight_update(version)
     for bucket in buckets(tensors, count):
@@ -123,7 +142,8 @@ def sync(engine: SGLangEngine, version: int, tensors: dict[str, Tensor], count: 
 
 
 def says_only(token: int) -> dict[str, Tensor]:
-    """Weights of tiny-adder's shape that give `token` probability 1 everywhere, and answer nothing else."""
+    """Weights of tiny-adder's shape that give `token` probability 1 everywhere, and answer nothing
+    else."""
     tensors = {name: torch.zeros_like(tensor) for name, tensor in weights().items()}
     tensors["model.embed_tokens.weight"].fill_(1.0)
     for name, tensor in tensors.items():
@@ -136,5 +156,8 @@ def says_only(token: int) -> dict[str, Tensor]:
 def copy_model(folder: Path, tensors: dict[str, Tensor]) -> Path:
     """tiny-adder's folder with other weights."""
     shutil.copytree(MODEL, folder)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
     return folder

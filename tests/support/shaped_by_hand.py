@@ -1,4 +1,5 @@
-"""Shapes rewards by the papers' formulas, in float64 and prompt group by prompt group; see losses_by_hand.py.
+"""Shapes rewards by the papers' formulas, in float64 and prompt group by prompt group; see
+losses_by_hand.py.
 
 Shape legend: B samples, M response positions of a rollout batch in canonical order.
 """
@@ -32,9 +33,16 @@ def grop(settings: Mapping[str, Any], batch: RolloutBatch) -> Tensor:
     easy_from = settings["length_penalty"]["easy_from"]
     found = torch.zeros(batch.size, dtype=torch.float64)
     for group in range(int(batch.groups.max()) + 1):
-        members = [i for i in range(batch.size) if int(batch.groups[i]) == group and judged(settings, batch)[i]]
+        members = [
+            i
+            for i in range(batch.size)
+            if int(batch.groups[i]) == group and judged(settings, batch)[i]
+        ]
         right = [i for i in members if float(batch.rewards[i]) >= 0.5]
-        easy, hard = len(right) >= easy_from * len(members), len(right) <= (1 - easy_from) * len(members)
+        easy, hard = (
+            len(right) >= easy_from * len(members),
+            len(right) <= (1 - easy_from) * len(members),
+        )
         if not members or (not easy and (hard or 2 * len(right) <= len(members))):
             continue
         lengths = [int(batch.response_lengths[i]) for i in (right if easy else members)]
@@ -46,7 +54,9 @@ def grop(settings: Mapping[str, Any], batch: RolloutBatch) -> Tensor:
 
 def judged(settings: Mapping[str, Any], batch: RolloutBatch) -> Tensor:
     """[B] bool: the responses that the others of their prompt are measured against."""
-    return batch.verified & ~batch.truncated if settings.get("truncated") == "drop" else batch.verified
+    return (
+        batch.verified & ~batch.truncated if settings.get("truncated") == "drop" else batch.verified
+    )
 
 
 def advantages(settings: Mapping[str, Any], batch: RolloutBatch) -> Tensor:
@@ -61,12 +71,18 @@ def advantages(settings: Mapping[str, Any], batch: RolloutBatch) -> Tensor:
             found[rows] = here if spread == "none" else here / (1 + 1e-6)
         elif len(here.unique()) > 1:
             centred = here - here.mean()
-            std = {"sample": here.std(), "population": here.std(correction=0), "none": torch.tensor(1 - 1e-6)}[spread]
+            std = {
+                "sample": here.std(),
+                "population": here.std(correction=0),
+                "none": torch.tensor(1 - 1e-6),
+            }[spread]
             found[rows] = centred / (std + 1e-6)
     return found
 
 
-def right_and_wrong(batch: RolloutBatch, counted: Tensor, sequence: Tensor) -> list[tuple[list[int], list[int]]]:
+def right_and_wrong(
+    batch: RolloutBatch, counted: Tensor, sequence: Tensor
+) -> list[tuple[list[int], list[int]]]:
     """By prompt, the correct and the wrong responses with a token that counts."""
     present = [bool(counted[sequence == i].any()) for i in range(batch.size)]
     found = []
@@ -78,7 +94,12 @@ def right_and_wrong(batch: RolloutBatch, counted: Tensor, sequence: Tensor) -> l
 
 
 def gtpo(
-    settings: Mapping[str, Any], batch: RolloutBatch, entropy: Tensor, kept: Tensor, sequence: Tensor, penalty: Tensor
+    settings: Mapping[str, Any],
+    batch: RolloutBatch,
+    entropy: Tensor,
+    kept: Tensor,
+    sequence: Tensor,
+    penalty: Tensor,
 ) -> Tensor:
     """[M] token advantages of GTPO, eqs. 3 to 6; 0 on prompts that are always or never solved."""
     alpha1, alpha2 = settings.get("alpha1", 1.0), settings.get("alpha2", 0.1)
@@ -88,16 +109,24 @@ def gtpo(
     position = torch.arange(len(sequence)) - starts[sequence]
     prompts = right_and_wrong(batch, kept, sequence)
     whole = settings.get("scope", "group") == "batch"
-    everyone = ([i for right, _ in prompts for i in right], [i for _, wrong in prompts for i in wrong])
+    everyone = (
+        [i for right, _ in prompts for i in right],
+        [i for _, wrong in prompts for i in wrong],
+    )
     found = torch.zeros(len(sequence), dtype=torch.float64)
     for right, wrong in [everyone] if whole else prompts:
         shaped = torch.zeros_like(found)
-        sides = [kept & torch.isin(sequence, torch.tensor(side, dtype=torch.int64)) for side in (right, wrong)]
+        sides = [
+            kept & torch.isin(sequence, torch.tensor(side, dtype=torch.int64))
+            for side in (right, wrong)
+        ]
         for sign, side in ((1, sides[0]), (-1, sides[1])):
             for t in position[side].unique().tolist():
                 at = side & (position == t)
                 x = entropy[at] + EPS if sign > 0 else 1 / (entropy[at] + EPS)
-                shaped[at] = sign * (alpha1 + alpha2 * len(x) * (x / x.sum())) + penalty[sequence[at]]
+                shaped[at] = (
+                    sign * (alpha1 + alpha2 * len(x) * (x / x.sum())) + penalty[sequence[at]]
+                )
         together = [sides[0] | sides[1]] if settings.get("normalise", "joint") == "joint" else sides
         for rows in together:
             if bool(rows.any()):
@@ -111,7 +140,13 @@ def gtpo(
     return found
 
 
-def grpo_s(settings: Mapping[str, Any], batch: RolloutBatch, entropy: Tensor, kept: Tensor, sequence: Tensor) -> Tensor:
+def grpo_s(
+    settings: Mapping[str, Any],
+    batch: RolloutBatch,
+    entropy: Tensor,
+    kept: Tensor,
+    sequence: Tensor,
+) -> Tensor:
     """[M] advantages of GRPO-S, eqs. 8 to 10, the same for all tokens of a response."""
     beta1, beta2 = settings.get("beta1", 1.0), settings.get("beta2", 0.1)
     penalty = penalties(settings, batch)
@@ -124,6 +159,8 @@ def grpo_s(settings: Mapping[str, Any], batch: RolloutBatch, entropy: Tensor, ke
         inverse = sum(1 / (mean[i] + EPS) for i in wrong) + EPS
         reward = {i: beta1 + beta2 * len(right) * mean[i] / total for i in right}
         reward |= {i: -beta1 - beta2 * len(wrong) / (mean[i] + EPS) / inverse for i in wrong}
-        values = torch.tensor([reward[i] + float(penalty[i]) for i in right + wrong], dtype=torch.float64)
+        values = torch.tensor(
+            [reward[i] + float(penalty[i]) for i in right + wrong], dtype=torch.float64
+        )
         found[right + wrong] = (values - values.mean()) / (values.std(correction=0) + EPS)
     return found[sequence]

@@ -3,9 +3,10 @@
     bash scripts/test.sh --slow                # all that is left of this commit; again after it was interrupted
     bash scripts/test.sh --slow tests/rollout  # some of them
 
-What a file came to is kept in build/slow/COMMIT/, so a file whose tests passed is not run again for that commit. Once
-every file has been run, the table is benchmarks/results/slow_suite.json: the commit, the machine, and of each file its
-seconds, the tests that passed, and by name those that failed or were skipped, with the reason.
+What a file came to is kept in build/slow/COMMIT/, so a file whose tests passed is not run again for
+that commit. Once every file has been run, the table is benchmarks/results/slow_suite.json: the
+commit, the machine, and of each file its seconds, the tests that passed, and by name those that
+failed or were skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def pytest(*arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
 
 
 def files_of(paths: list[str]) -> list[str]:
-    """Returns the files that have slow tests, in pytest's order. Exits where one cannot be collected."""
+    """Returns the files that have slow tests, in pytest's order. Exits where one cannot be
+    collected."""
     listed = pytest("--collect-only", "-q", *paths, capture_output=True)
     if listed.returncode:
         sys.exit(listed.stdout + listed.stderr)
@@ -48,18 +50,25 @@ def outcome(report: Path) -> dict[str, Any]:
             told["passed"] += 1
         else:
             reason = (found[kind].get("message") or "").strip().splitlines()  # type: ignore[union-attr]
-            told.setdefault("skipped" if kind == "skipped" else "failed", {})[case.attrib["name"]] = (reason or [""])[0]
+            told.setdefault("skipped" if kind == "skipped" else "failed", {})[
+                case.attrib["name"]
+            ] = (reason or [""])[0]
     return told
 
 
 def git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def main(paths: list[str]) -> int:
     commit = git("rev-parse", "--short", "HEAD")
     if git("status", "--porcelain", "--untracked-files=no"):
-        sys.exit("error: there are changes that no commit has: commit them, as results are kept by commit")
+        sys.exit(
+            "error: there are changes that no commit has: commit them, as results are kept by"
+            " commit"
+        )
     folder = ROOT / "build/slow" / commit
     folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, dict[str, Any]] = {}
@@ -70,21 +79,41 @@ def main(paths: list[str]) -> int:
             begun = time.monotonic()
             print(f"{number}/{len(every)} {file}", end=" ", flush=True)
             with report.with_suffix(".log").open("w") as log:
-                pytest("-v", f"--junitxml={report}", file, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+                pytest(
+                    "-v",
+                    f"--junitxml={report}",
+                    file,
+                    stdout=log,
+                    stderr=log,
+                    stdin=subprocess.DEVNULL,
+                )
             if not report.exists():
                 sys.exit(f"error: pytest left no report; see {report.with_suffix('.log')}")
             told = outcome(report)
-            counts = ", ".join(f"{len(told[kind])} {kind}" for kind in ("failed", "skipped") if kind in told)
-            print(f"{told['passed']} passed{counts and ', ' + counts} in {time.monotonic() - begun:.0f} s", flush=True)
+            counts = ", ".join(
+                f"{len(told[kind])} {kind}" for kind in ("failed", "skipped") if kind in told
+            )
+            print(
+                f"{told['passed']} passed{counts and ', ' + counts} in"
+                f" {time.monotonic() - begun:.0f} s",
+                flush=True,
+            )
         results[file] = outcome(report)
     if not paths:
         sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
         from machine import machine
 
-        TABLE.write_text(json.dumps({"commit": commit, "machine": machine(), "files": results}, indent=1) + "\n")
-    failed = [f"{file}::{name}" for file, told in results.items() for name in told.get("failed", {})]
+        TABLE.write_text(
+            json.dumps({"commit": commit, "machine": machine(), "files": results}, indent=1) + "\n"
+        )
+    failed = [
+        f"{file}::{name}" for file, told in results.items() for name in told.get("failed", {})
+    ]
     print(*failed, sep="\n")
-    print(f"{sum(told['passed'] for told in results.values())} passed, {len(failed)} failed, on {commit}")
+    print(
+        f"{sum(told['passed'] for told in results.values())} passed, {len(failed)} failed, on"
+        f" {commit}"
+    )
     return 1 if failed else 0
 
 

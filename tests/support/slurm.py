@@ -1,4 +1,5 @@
-"""Slurm for one node, this machine: Debian's slurm-wlm, with its own key, ports and folders, as root."""
+"""Slurm for one node, this machine: Debian's slurm-wlm, with its own key, ports and folders, as
+root."""
 
 from __future__ import annotations
 
@@ -36,10 +37,20 @@ def one_node(folder: Path, ports: tuple[int, int]) -> Iterator[dict[str, str]]:
     host, file = socket.gethostname().partition(".")[0], folder / "slurm.conf"
     file.write_text(configuration(folder, host, ports))
     environment = {**os.environ, "SLURM_CONF": str(file)}
-    munged = ["munged", "--foreground", "--force", f"--key-file={secret}/key", f"--socket={folder}/munge.sock"]
+    munged = [
+        "munged",
+        "--foreground",
+        "--force",
+        f"--key-file={secret}/key",
+        f"--socket={folder}/munge.sock",
+    ]
     munged += [f"--{what}-file={secret}/{what}" for what in ("pid", "log", "seed")]
     with ExitStack() as stack:
-        for command in (munged, ["slurmctld", "-D", "-f", str(file)], ["slurmd", "-D", "-f", str(file)]):
+        for command in (
+            munged,
+            ["slurmctld", "-D", "-f", str(file)],
+            ["slurmd", "-D", "-f", str(file)],
+        ):
             quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             daemon = subprocess.Popen(command, env=environment, **quiet)  # type: ignore[call-overload]
             stack.callback(daemon.wait)
@@ -82,7 +93,9 @@ def configuration(folder: Path, host: str, ports: tuple[int, int]) -> str:
 
 
 def asked(environment: dict[str, str], *command: str) -> str:
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60
+    ).stdout
 
 
 def until(holds, what: str, limit_s: float = START_S) -> None:

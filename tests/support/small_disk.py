@@ -23,7 +23,8 @@ class SmallDisk:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[SmallDisk]:
-    """While open, `folder` is a file system of this size. Skips the test where it cannot be mounted."""
+    """While open, `folder` is a file system of this size. Skips the test where it cannot be
+    mounted."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     done = subprocess.run(mount, capture_output=True, text=True)

@@ -1,4 +1,5 @@
-"""Parts of a run that stop getting on where a file says so: users' own, as YAML names them. STALL is its path."""
+"""Parts of a run that stop getting on where a file says so: users' own, as YAML names them. STALL
+is its path."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class Deadlocked(Sink):
 
 
 class HeldInterpreter(Sink):
-    """A C function that never returns holds the driver's interpreter: none of its threads runs any more."""
+    """A C function that never returns holds the driver's interpreter: none of its threads runs any
+    more."""
 
     def step(self, step: int, metrics: Mapping[str, float], batch: object) -> None:
         if stalled():

@@ -1,4 +1,5 @@
-"""A verifier that never answers, or slowly, where a file says so. Imports no torch: verifiers' processes do not."""
+"""A verifier that never answers, or slowly, where a file says so. Imports no torch: verifiers'
+processes do not."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from megatron_stare.rewards.arithmetic_verifier import verify as judge
 
 
 def verify(response: str, answer: str):
-    """Judges as the arithmetic verifier; never returns while the file that the variable names exists."""
+    """Judges as the arithmetic verifier; never returns while the file that the variable names
+    exists."""
     if Path(os.environ["MEGATRON_STARE_TEST_STALL"]).exists():
         threading.Event().wait()
     return judge(response, answer)

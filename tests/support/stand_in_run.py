@@ -1,4 +1,5 @@
-"""A driver and two ranks without torch and Ray, beside a real watcher: processes that hang for real in a second.
+"""A driver and two ranks without torch and Ray, beside a real watcher: processes that hang for real
+in a second.
 
 python stand_in_run.py BEATS_FOLDER RUN_DIR HANG [end_run]
 """
@@ -39,7 +40,9 @@ def driver(folder: str, run_dir: str, hang: str, *end_run: str) -> None:
     ranks = [subprocess.Popen([*begin, str(number)], stdout=subprocess.PIPE) for number in range(2)]
     for each in ranks:
         each.stdout.readline()
-    write_beat(beat_file(Path(folder), DRIVER), replace(beat, moved=time.monotonic(), limit_s=LIMIT_S))
+    write_beat(
+        beat_file(Path(folder), DRIVER), replace(beat, moved=time.monotonic(), limit_s=LIMIT_S)
+    )
     HANGS[hang](run_dir, ranks)
     write_beat(beat_file(Path(folder), DRIVER), replace(beat, moved=time.monotonic(), limit_s=None))
     for each in ranks:

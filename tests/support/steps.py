@@ -20,10 +20,14 @@ from megatron_stare.records.rollout_batch import RolloutBatch
 
 def plan_of(config: Config, batch: RolloutBatch) -> MicroBatchPlan:
     """The plan that the driver would make."""
-    return plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), plan_rules(resolve_run(config)))
+    return plan_mini_batches(
+        batch.lengths.tolist(), batch.groups.tolist(), plan_rules(resolve_run(config))
+    )
 
 
-def log_prob_pass(trainer: Trainer, batch: RolloutBatch, plan: MicroBatchPlan | None = None) -> None:
+def log_prob_pass(
+    trainer: Trainer, batch: RolloutBatch, plan: MicroBatchPlan | None = None
+) -> None:
     """The log-prob pass over this rank's share of the batch."""
     plan = plan_of(trainer.config, batch) if plan is None else plan
     trainer.compute_log_probs(batch.share(plan.samples_of(trainer.data_rank())), plan)
@@ -47,8 +51,8 @@ def take_step(
 
 
 def state_of(trainer: Trainer) -> list[Any]:
-    """Everything a step could move on this rank but the loss scale: weights, moments, step counts, rates, the
-    schedule."""
+    """Everything a step could move on this rank but the loss scale: weights, moments, step counts,
+    rates, the schedule."""
     policy, parts = trainer.policy, []
     for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
         for group in part.optimizer.param_groups:
@@ -56,12 +60,15 @@ def state_of(trainer: Trainer) -> list[Any]:
             for parameter in group["params"]:
                 parts += [parameter.detach().clone()]
                 parts += [x.clone() for _, x in sorted(part.optimizer.state[parameter].items())]
-    parts += [parameter.detach().clone() for chunk in policy.model for parameter in chunk.parameters()]
+    parts += [
+        parameter.detach().clone() for chunk in policy.model for parameter in chunk.parameters()
+    ]
     return [*parts, policy.scheduler.state_dict()]
 
 
 def loss_scale_state(trainer: Trainer) -> list[Any]:
-    """The scale, the steps since it last moved, and the overflows it lets pass; [] where there is none."""
+    """The scale, the steps since it last moved, and the overflows it lets pass; [] where there is
+    none."""
     scale = loss_scale_of(trainer.policy.optimizer)
     return [] if scale is None else list(scale.state_dict().values())
 
@@ -69,5 +76,6 @@ def loss_scale_state(trainer: Trainer) -> list[Any]:
 def equal(one: list[Any], other: list[Any]) -> bool:
     """Bit for bit."""
     return len(one) == len(other) and all(
-        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(one, other, strict=True)
+        torch.equal(a, b) if isinstance(a, Tensor) else a == b
+        for a, b in zip(one, other, strict=True)
     )

@@ -1,4 +1,5 @@
-"""Run directories with the files of runs that never took place, for pages to be drawn from and looked at.
+"""Run directories with the files of runs that never took place, for pages to be drawn from and
+looked at.
 
 python tests/support/synthetic_runs.py FOLDER [STEPS]    writes one of every kind, and their reports
 """
@@ -14,7 +15,8 @@ from typing import Any
 from megatron_stare.run_dir.json_lines import to_line, write_atomically
 from megatron_stare.run_dir.rollout_files import rollout_file
 
-KINDS = ("held", "closed", "twin", "collapsed")  # twin: the same as closed, by a method without a gate
+# twin: the same as closed, by a method without a gate
+KINDS = ("held", "closed", "twin", "collapsed")
 _TARGET = 0.12
 
 
@@ -28,13 +30,21 @@ def synthetic_run(folder: Path, kind: str, steps: int = 300, seed: int = 1) -> P
         f"run: {{name: {kind}, steps: {steps}}}\nmodel: {{path: models/tiny}}\n"
         f"batch: {{prompts: 32, samples_per_prompt: 8}}\nalgorithm: {{name: {method}{settings}}}\n"
     )
-    start = {"step": 0, "date": "2026-01-31T12:00:00+0000", "host": "node7", "version": "1", "commit": "0123456789ab"}
+    start = {
+        "step": 0,
+        "date": "2026-01-31T12:00:00+0000",
+        "host": "node7",
+        "version": "1",
+        "commit": "0123456789ab",
+    }
     write_atomically(folder / "starts.jsonl", [start])
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, steps + 1):
             file.write(to_line(_row(kind, method, step, steps, noise)))
     write_atomically(folder / "eval.jsonl", [_evaluation(kind, step, noise) for step in (0, steps)])
-    write_atomically(rollout_file(folder / "rollouts", steps), [_response(steps, i, noise) for i in range(4)])
+    write_atomically(
+        rollout_file(folder / "rollouts", steps), [_response(steps, i, noise) for i in range(4)]
+    )
     return folder
 
 
@@ -75,17 +85,29 @@ def _row(kind: str, method: str, step: int, steps: int, noise: random.Random) ->
         "time/step_s": 1.0 + 0.02 * noise.random(),
     }
     if method == "stare":
-        row |= {"entropy/target": _TARGET, "stare/gate": gate, "stare/amplify": 2.0, "stare/attenuate": 0.9}
+        row |= {
+            "entropy/target": _TARGET,
+            "stare/gate": gate,
+            "stare/amplify": 2.0,
+            "stare/attenuate": 0.9,
+        }
         row |= {"stare/selected_plus": 300.0 + step % 7, "stare/selected_minus": 110.0 + step % 5}
         row |= {"stare/threshold_plus": 0.4 + 0.1 * done, "stare/threshold_minus": 0.7 + 0.1 * done}
     return row
 
 
 def _evaluation(kind: str, step: int, noise: random.Random) -> dict[str, Any]:
-    sampled, greedy = (0.5, 0.95) if step == 0 else (0.05, 0.05) if kind == "collapsed" else (0.75, 0.9)
+    sampled, greedy = (
+        (0.5, 0.95) if step == 0 else (0.05, 0.05) if kind == "collapsed" else (0.75, 0.9)
+    )
     right = [int(noise.random() < sampled) for _ in range(256)]
     decoded = [int(noise.random() < greedy) for _ in range(256)]
-    shown = {"prompt": "21+92+36=", "response": "36+21=57;57+92=149", "answer": "149", "reward": 1.0}
+    shown = {
+        "prompt": "21+92+36=",
+        "response": "36+21=57;57+92=149",
+        "answer": "149",
+        "reward": 1.0,
+    }
     return {
         "step": step,
         "weights": "trained" if step else "base",
@@ -120,7 +142,9 @@ def _response(step: int, number: int, noise: random.Random) -> dict[str, Any]:
             "entropy": [None if i == n - 2 else round(noise.expovariate(2), 5) for i in range(n)],
             "advantage": 0.61237 if right else -1.2247,
             "weight": [[2.0 if right and i in chosen else 1.0, 1] for i in range(n)],
-            "selected": "".join(" " if i == n - 2 else ("+-"[not right] if i in chosen else ".") for i in range(n)),
+            "selected": "".join(
+                " " if i == n - 2 else ("+-"[not right] if i in chosen else ".") for i in range(n)
+            ),
             "rare": "".join(" " if i == n - 2 else "cr"[surprisal[i] > 0.5] for i in range(n)),
         },
     }

@@ -25,7 +25,10 @@ class Threads(Workers):
         return thread.submit(getattr(target, method), *taken)
 
     def wait(
-        self, handles: Sequence[Handle], on_done: Callable[[int], None] | None = None, timeout_s: float | None = None
+        self,
+        handles: Sequence[Handle],
+        on_done: Callable[[int], None] | None = None,
+        timeout_s: float | None = None,
     ) -> list[Any]:
         return [handle.result() if isinstance(handle, Future) else handle for handle in handles]
 

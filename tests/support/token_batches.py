@@ -25,7 +25,8 @@ def token_batch(
     lengths: list[int] | None = None,
     off_policy: float = 0.3,
 ) -> TokenBatch:
-    """Responses with these rewards, `group_size` a prompt, with advantages of `method`; log_prob carries gradient."""
+    """Responses with these rewards, `group_size` a prompt, with advantages of `method`; log_prob
+    carries gradient."""
     generator = torch.Generator().manual_seed(seed)
     number = len(rewards)
     scored = torch.tensor(rewards, dtype=torch.float64)
@@ -42,7 +43,11 @@ def token_batch(
 
     old = -8 * noise() ** 3
     counted = torch.ones(number, dtype=torch.bool)
-    advantages = torch.zeros(number) if method is None else method.advantages(scored, groups, counted).float()
+    advantages = (
+        torch.zeros(number)
+        if method is None
+        else method.advantages(scored, groups, counted).float()
+    )
     return TokenBatch(
         log_prob=(old + off_policy * (noise() - 0.5)).requires_grad_(),
         old_log_prob=old,
@@ -70,12 +75,17 @@ def ask(method: Method, batch: TokenBatch) -> Statistics:
 
 
 def state_of(method: Method, statistics: Statistics | None = None) -> dict[str, Tensor]:
-    state = {name: torch.tensor(x, dtype=torch.float64) for name, x in method.initial_state().items()}
+    state = {
+        name: torch.tensor(x, dtype=torch.float64) for name, x in method.initial_state().items()
+    }
     return state if statistics is None else method.control(state, statistics)
 
 
-def loss_and_gradient(method: Method, batch: TokenBatch, parts: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """The training loss and its gradient in log_prob [N], summed over micro-batches (`parts`: rows of each)."""
+def loss_and_gradient(
+    method: Method, batch: TokenBatch, parts: list[Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """The training loss and its gradient in log_prob [N], summed over micro-batches (`parts`: rows
+    of each)."""
     statistics = ask(method, batch)
     state = state_of(method, statistics)
     leaf = batch.log_prob.detach().clone().requires_grad_()
@@ -85,10 +95,14 @@ def loss_and_gradient(method: Method, batch: TokenBatch, parts: list[Tensor] | N
         scale = method.coefficients(micro, statistics)
         loss = method.token_loss(micro, statistics, state).loss
         total = total + torch.where(scale > 0, scale * loss, 0.0).sum()
-    gradient = torch.autograd.grad(total, leaf, allow_unused=True)[0] if total.requires_grad else None
+    gradient = (
+        torch.autograd.grad(total, leaf, allow_unused=True)[0] if total.requires_grad else None
+    )
     return total.detach(), torch.zeros_like(leaf) if gradient is None else gradient
 
 
 def by_sequence(batch: TokenBatch) -> list[Tensor]:
     """Rows of micro-batches of one response each, the last first."""
-    return [(batch.sequence == i).nonzero().squeeze(1) for i in reversed(range(batch.num_sequences))]
+    return [
+        (batch.sequence == i).nonzero().squeeze(1) for i in reversed(range(batch.num_sequences))
+    ]

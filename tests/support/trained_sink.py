@@ -80,9 +80,9 @@ def versions_of(responses: Sequence[Response]) -> set[int]:
 
 
 def off(run: Path, model: Path, temperature: float, folder: Path) -> dict[int, tuple[int, float]]:
-    """Tokens by the version that is said to have sampled them, and how far at most their log-probs are, in nats, from
-    those that plain transformers computes with the weights of that version: of those of which the run has a checkpoint,
-    and of the model that it began with, version 0.
+    """Tokens by the version that is said to have sampled them, and how far at most their log-probs
+    are, in nats, from those that plain transformers computes with the weights of that version: of
+    those of which the run has a checkpoint, and of the model that it began with, version 0.
 
     Args:
         folder: for the checkpoints' weights.
@@ -102,8 +102,14 @@ def off(run: Path, model: Path, temperature: float, folder: Path) -> dict[int, t
             if version not in dict(each.versions):
                 continue
             with torch.no_grad():
-                logits = policy(torch.tensor([each.prompt + each.tokens])).logits[0, len(each.prompt) - 1 : -1]
-            expected = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(each.tokens)[:, None])[:, 0]
+                logits = policy(torch.tensor([each.prompt + each.tokens])).logits[
+                    0, len(each.prompt) - 1 : -1
+                ]
+            expected = (
+                (logits / temperature)
+                .log_softmax(-1)
+                .gather(1, torch.tensor(each.tokens)[:, None])[:, 0]
+            )
             sampled_by = torch.tensor([v for v, tokens in each.versions for _ in range(tokens)])
             here = sampled_by == version
             count += int(here.sum())

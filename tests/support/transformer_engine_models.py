@@ -1,10 +1,10 @@
-"""Models of Transformer Engine's layer spec over the stub, in a process of their own: megatron-core decides as it is
-imported whether there is a Transformer Engine.
+"""Models of Transformer Engine's layer spec over the stub, in a process of their own: megatron-core
+decides as it is imported whether there is a Transformer Engine.
 
     python -m support.transformer_engine_stub support.transformer_engine_models FOLDER OUT
 
-FOLDER holds a Hugging Face folder and, beside it with "-megatron" and "-run" after its name, checkpoints of it, for
-every family. What the models hold is pickled to OUT.
+FOLDER holds a Hugging Face folder and, beside it with "-megatron" and "-run" after its name,
+checkpoints of it, for every family. What the models hold is pickled to OUT.
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ CUT = {False: {"pipeline": 2}, True: {"pipeline": 2, "expert": 2, "data": 2}}
 
 
 def held_by_ranks(path: Path, shape: ModelShape) -> dict[str, Any]:
-    """Plans a layout on the meta device, where has_transformer_engine decides by itself, as on a machine with CUDA."""
+    """Plans a layout on the meta device, where has_transformer_engine decides by itself, as on a
+    machine with CUDA."""
     parallel = ParallelConfig(tensor=2, sequence=True, **CUT[shape.experts > 0])
     with substituted(torch.cuda, "is_available", lambda: True):
         assert has_transformer_engine()
-        plans = plan_layout(shape, ModelConfig(path=str(path)), parallel, OptimizerConfig(distributed=True))
+        plans = plan_layout(
+            shape, ModelConfig(path=str(path)), parallel, OptimizerConfig(distributed=True)
+        )
     parts = [part for plan in plans for part in plan.state]
     return {
         "names": {held.piece.parameter for plan in plans for held in plan.held},
@@ -50,8 +53,11 @@ def held_by_ranks(path: Path, shape: ModelShape) -> dict[str, Any]:
 
 
 def with_data(path: Path, shape: ModelShape) -> dict[str, Any]:
-    """Exports one rank with values, after it loaded the folder, a converted checkpoint and a run's."""
-    model = [*build(path, shape, layout := join(ParallelConfig(), 0, f"file://{path}-ranks", 1, 60))]
+    """Exports one rank with values, after it loaded the folder, a converted checkpoint and a
+    run's."""
+    model = [
+        *build(path, shape, layout := join(ParallelConfig(), 0, f"file://{path}-ranks", 1, 60))
+    ]
     assert any(isinstance(module, TEDotProductAttention) for module in model[0].modules())
     load_hf(model, HfFolder(path), shape, layout)
     optimizer, scheduler = build_optimizer(model, OptimizerConfig(), "float32", 1)

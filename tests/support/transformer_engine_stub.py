@@ -1,8 +1,10 @@
-"""A stand-in for Transformer Engine: the classes that megatron-core's layer spec is made of, and what their parameters
-are called.
+"""A stand-in for Transformer Engine: the classes that megatron-core's layer spec is made of, and
+what their parameters are called.
 
-Read in transformer-engine 2.20.2 (pytorch/module) and in megatron-core's extensions/transformer_engine.py. Nothing here
-computes: it proves names and shapes, never numbers. It must be there before megatron-core is imported:
+Read in transformer-engine 2.20.2 (pytorch/module) and in megatron-core's
+extensions/transformer_engine.py. Nothing here
+computes: it proves names and shapes, never numbers. It must be there before megatron-core is
+imported:
 
     python -m support.transformer_engine_stub MODULE ARGUMENTS
 """
@@ -22,7 +24,8 @@ VERSION = "2.20.2"
 
 
 class _Module(nn.Module):
-    """Has the extra state (scaling factors of FP8) that every module of Transformer Engine adds to its state dict."""
+    """Has the extra state (scaling factors of FP8) that every module of Transformer Engine adds to
+    its state dict."""
 
     def get_extra_state(self) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
@@ -48,14 +51,21 @@ class _Projection(_Module):
         super().__init__()
         self.in_features = in_features // (tp_size if parallel_mode == "row" else 1)
         self.out_features = out_features // (tp_size if parallel_mode == "column" else 1)
-        self.parallel_mode, self.use_bias, self.options = parallel_mode, bias, {"dtype": params_dtype, "device": device}
+        self.parallel_mode, self.use_bias, self.options = (
+            parallel_mode,
+            bias,
+            {"dtype": params_dtype, "device": device},
+        )
 
     def add_matrix(self, number: str = "") -> None:
         self.register_parameter(
-            f"weight{number}", nn.Parameter(torch.empty(self.out_features, self.in_features, **self.options))
+            f"weight{number}",
+            nn.Parameter(torch.empty(self.out_features, self.in_features, **self.options)),
         )
         if self.use_bias:
-            self.register_parameter(f"bias{number}", nn.Parameter(torch.empty(self.out_features, **self.options)))
+            self.register_parameter(
+                f"bias{number}", nn.Parameter(torch.empty(self.out_features, **self.options))
+            )
 
 
 class Linear(_Projection):
@@ -85,7 +95,8 @@ class GroupedLinear(_Projection):
 
 
 class RMSNorm(_Module):
-    """Takes its size under the name of today, or under the older one that megatron-core 0.16 gives."""
+    """Takes its size under the name of today, or under the older one that megatron-core 0.16
+    gives."""
 
     def __init__(
         self,
@@ -120,11 +131,17 @@ def install() -> None:
         "transformer_engine.common": {},
         "transformer_engine.common.recipe": _names("DelayedScaling"),
         "transformer_engine.pytorch": {one.__name__: one for one in classes},
-        "transformer_engine.pytorch.distributed": _names("CudaRNGStatesTracker", "activation_recompute_forward"),
-        "transformer_engine.pytorch.fp8": _names("FP8GlobalStateManager", "fp8_autocast", "fp8_model_init"),
+        "transformer_engine.pytorch.distributed": _names(
+            "CudaRNGStatesTracker", "activation_recompute_forward"
+        ),
+        "transformer_engine.pytorch.fp8": _names(
+            "FP8GlobalStateManager", "fp8_autocast", "fp8_model_init"
+        ),
         "transformer_engine.pytorch.ops": _names("FusibleOperation", "Sequential"),
         "transformer_engine.pytorch.router": _names(
-            "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function"
+            "fused_compute_score_for_moe_aux_loss",
+            "fused_moe_aux_loss",
+            "fused_topk_with_score_function",
         ),
         "transformer_engine.pytorch.tensor": _names("QuantizedTensor"),
     }

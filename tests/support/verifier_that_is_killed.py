@@ -1,4 +1,5 @@
-"""A verifier whose process is killed as it starts, once for each byte of the file that KILL_AT_START names."""
+"""A verifier whose process is killed as it starts, once for each byte of the file that
+KILL_AT_START names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Verifiers that misbehave on demand. Workers import them by path: pytest puts tests/ on sys.path."""
+"""Verifiers that misbehave on demand. Workers import them by path: pytest puts tests/ on
+sys.path."""
 
 from __future__ import annotations
 
@@ -18,8 +19,11 @@ def obey(response: str, answer: str):
     if response == "spin":
         while True:
             pass
-    if response.startswith("child "):  # starts a process that outlives it, writes its id, then hangs
-        child = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
+    # starts a process that outlives it, writes its id, then hangs
+    if response.startswith("child "):
+        child = subprocess.Popen(
+            [sys.executable, "-c", "import threading; threading.Event().wait()"]
+        )
         with open(response.removeprefix("child "), "w") as file:
             file.write(str(child.pid))
         threading.Event().wait()
@@ -48,7 +52,14 @@ def obey(response: str, answer: str):
         print("noise", flush=True)
     if response == "interrupt":
         os.kill(os.getpid(), signal.SIGINT)
-    special = {"nan": float("nan"), "inf": float("inf"), "text": "1.0", "none": None, "true": True, "int": 2}
+    special = {
+        "nan": float("nan"),
+        "inf": float("inf"),
+        "text": "1.0",
+        "none": None,
+        "true": True,
+        "int": 2,
+    }
     return special.get(response, float(response == answer))
 
 

@@ -1,4 +1,5 @@
-"""Tasks: how a section becomes one, templates, and whole evaluations of several tasks beside training."""
+"""Tasks: how a section becomes one, templates, and whole evaluations of several tasks beside
+training."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ MODEL = ROOT / "assets" / "tiny-adder"
 
 
 def config(**sections: Any) -> Config:
-    own = {"data": {"source": "arithmetic"}, "reward": {"verifier": "arithmetic"}, "rollout": {"max_new_tokens": 32}}
+    own = {
+        "data": {"source": "arithmetic"},
+        "reward": {"verifier": "arithmetic"},
+        "rollout": {"max_new_tokens": 32},
+    }
     own["rollout"] |= {"max_prompt_tokens": 16}
     tree = {key: own.get(key, {}) | sections.get(key, {}) for key in own.keys() | sections.keys()}
     return validate({"model": {"path": str(MODEL)}} | tree, "test.yaml")
@@ -36,13 +41,22 @@ def on(**task: Any) -> Config:
 
 def test_what_a_task_leaves_out_is_the_runs_own() -> None:
     (task,) = evaluation_tasks(
-        config(eval={"prompts": 7, "greedy": False, "tasks": [{"name": "mine"}]}, rollout={"temperature": 0.9})
+        config(
+            eval={"prompts": 7, "greedy": False, "tasks": [{"name": "mine"}]},
+            rollout={"temperature": 0.9},
+        )
     )
     assert task.config == config(
-        eval={"prompts": 7, "greedy": False, "tasks": [{"name": "mine"}]}, rollout={"temperature": 0.9}
+        eval={"prompts": 7, "greedy": False, "tasks": [{"name": "mine"}]},
+        rollout={"temperature": 0.9},
     )
     params = task.sampling(step=0, seed=5, stop_token_ids=(1,))
-    assert (params.temperature, params.top_p, params.max_new_tokens, params.seed) == (0.9, 1.0, 32, 5)
+    assert (params.temperature, params.top_p, params.max_new_tokens, params.seed) == (
+        0.9,
+        1.0,
+        32,
+        5,
+    )
     assert (task.samples, task.verifier.name) == (1, "arithmetic")
 
 
@@ -76,10 +90,23 @@ def test_what_a_task_has_is_laid_over_the_runs_own() -> None:
     assert (data.source.name, data.path, data.eval_path) == ("jsonl", "train.jsonl", "mine.jsonl")
     assert (data.template, data.chat_template) == ("1+{prompt}", True)
     rollout = mine.config.rollout
-    assert (rollout.environment.name, rollout.temperature, rollout.max_new_tokens) == ("a.B", 0.6, 48)
-    assert (mine.verifier.name, mine.config.eval.prompts, mine.config.eval.greedy) == ("math", 3, False)
+    assert (rollout.environment.name, rollout.temperature, rollout.max_new_tokens) == (
+        "a.B",
+        0.6,
+        48,
+    )
+    assert (mine.verifier.name, mine.config.eval.prompts, mine.config.eval.greedy) == (
+        "math",
+        3,
+        False,
+    )
     params = mine.sampling(step=0, seed=1, stop_token_ids=(1,), greedy=True)
-    assert (params.temperature, params.top_p, params.max_new_tokens, params.greedy) == (0.6, 0.95, 48, True)
+    assert (params.temperature, params.top_p, params.max_new_tokens, params.greedy) == (
+        0.6,
+        0.95,
+        48,
+        True,
+    )
     assert mine.about() == {
         "task": "mine",
         "decoding": {"samples": 8, "temperature": 0.6, "top_p": 0.95, "max_new_tokens": 48},
@@ -95,7 +122,9 @@ def test_without_tasks_there_is_the_runs_own_or_none() -> None:
 
 
 def test_all_problems_where_nobody_says_how_many(tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text("".join(f'{{"prompt": "1+{i}=", "answer": 2}}\n' for i in range(7)))
+    (tmp_path / "p.jsonl").write_text(
+        "".join(f'{{"prompt": "1+{i}=", "answer": 2}}\n' for i in range(7))
+    )
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     settings = {"name": "mine", "source": "jsonl", "path": str(tmp_path / "p.jsonl")}
     for run, wanted in (({}, 7), ({"prompts": 4}, 4)):
@@ -116,7 +145,9 @@ def test_a_template_is_put_around_the_prompt_before_the_chat_template() -> None:
             return [ord(c) for c in f"<{messages[0]['content']}>"]
 
     def put(text: str, **data: Any) -> str:
-        ids = PromptEncoder(config(data=data, rollout={"max_prompt_tokens": 60}), Characters())(text, "line 1")
+        ids = PromptEncoder(config(data=data, rollout={"max_prompt_tokens": 60}), Characters())(
+            text, "line 1"
+        )
         return "".join(map(chr, ids))
 
     boxed = "{prompt}\nAnswer in \\boxed{{}}."
@@ -124,13 +155,23 @@ def test_a_template_is_put_around_the_prompt_before_the_chat_template() -> None:
     assert put("1+1", template=boxed) == "1+1\nAnswer in \\boxed{}."
     assert put("{x} {}", template="{{{prompt}}}") == "{{x} {}}"  # braces of a prompt are its own
     assert put("1+1", template=boxed, chat_template=True) == "<1+1\nAnswer in \\boxed{}.>"
-    with pytest.raises(DataError, match="has 61 tokens"):  # the limit holds for what the policy reads
+    # the limit holds for what the policy reads
+    with pytest.raises(DataError, match="has 61 tokens"):
         put("1" * 60, template="{prompt}=")
 
 
 @pytest.mark.parametrize(
     "template",
-    ["", "no place", "{prompt}{prompt}", "{question}", "{}", "{prompt} {", "\\boxed{}{prompt}", "{prompt!r}"],
+    [
+        "",
+        "no place",
+        "{prompt}{prompt}",
+        "{question}",
+        "{}",
+        "{prompt} {",
+        "\\boxed{}{prompt}",
+        "{prompt!r}",
+    ],
 )
 @pytest.mark.parametrize("where", ["data.template", "eval.tasks.0.template"])
 def test_a_template_has_one_place(template: str, where: str) -> None:
@@ -167,11 +208,21 @@ def test_training_cannot_cut_the_support() -> None:
         ({"source": "jsonl", "path": "none.jsonl"}, "eval.tasks[mine], /", None),
         ({"source": "jsonl"}, "eval.tasks[mine], data.eval_path", "data.eval_path=prompts.jsonl"),
         ({"prompts": 20_000}, "eval.tasks[mine].prompts", "at most 12665"),
-        ({"environment": "single_turns"}, "eval.tasks[mine].environment", "did you mean 'single_turn'"),
-        ({"chat_template": True}, "eval.tasks[mine].chat_template", "eval.tasks[mine].chat_template=false"),
+        (
+            {"environment": "single_turns"},
+            "eval.tasks[mine].environment",
+            "did you mean 'single_turn'",
+        ),
+        (
+            {"chat_template": True},
+            "eval.tasks[mine].chat_template",
+            "eval.tasks[mine].chat_template=false",
+        ),
     ],
 )
-def test_an_error_names_the_task_and_what_it_set(task: dict[str, Any], where: str, fix: str | None) -> None:
+def test_an_error_names_the_task_and_what_it_set(
+    task: dict[str, Any], where: str, fix: str | None
+) -> None:
     def make() -> None:
         (made,) = evaluation_tasks(check(on(**{"prompts": 2, **task})).config)
         tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -201,9 +252,19 @@ def test_a_file_of_a_task_is_named_from_the_root() -> None:
 
 
 def test_what_was_evaluated_is_known_by_task(tmp_path: Path) -> None:
-    rows = [{"step": 0}, {"step": 0, "task": "a"}, {"step": 5, "task": "a"}, {"step": 5, "task": "b"}]
+    rows = [
+        {"step": 0},
+        {"step": 0, "task": "a"},
+        {"step": 5, "task": "a"},
+        {"step": 5, "task": "b"},
+    ]
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [evaluated_steps(tmp_path, task) for task in (None, "a", "b", "c")] == [{0}, {0, 5}, {5}, set()]
+    assert [evaluated_steps(tmp_path, task) for task in (None, "a", "b", "c")] == [
+        {0},
+        {0, 5},
+        {5},
+        set(),
+    ]
 
 
 def block(page: str, language: str) -> str:
@@ -214,8 +275,9 @@ def block(page: str, language: str) -> str:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
-    """Two runs whose weights do not move, for a step of this size is lost in rounding: one evaluated on its own task,
-    one on the tasks of docs/tasks.md and others; and what the second said."""
+    """Two runs whose weights do not move, for a step of this size is lost in rounding: one
+    evaluated on its own task, one on the tasks of docs/tasks.md and others; and what the second
+    said."""
     folder = tmp_path_factory.mktemp("runs")
     page = (ROOT / "docs/tasks.md").read_text()
     (folder / "sums.jsonl").write_text(block(page, "json"))
@@ -227,11 +289,22 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
         {"name": "cold", "prompts": 32, "temperature": 0.005},
         {"name": "short", "prompts": 4, "max_new_tokens": 5, "greedy": False},
         {"name": "kind", "prompts": 4, "max_new_tokens": 5, "verifier": "always_right.verify"},
-        {"name": "again", "prompts": 4, "environment": "environments.check_again.CheckAgain", "greedy": False},
+        {
+            "name": "again",
+            "prompts": 4,
+            "environment": "environments.check_again.CheckAgain",
+            "greedy": False,
+        },
     ]
     tree = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())
     (folder / "run.yaml").write_text(yaml.safe_dump(tree | {"eval": section}))
-    alone = ("runtime.runner=inline", "parallel.tensor=1", "optimizer.lr=1e-30", model(), "run.dir={}")
+    alone = (
+        "runtime.runner=inline",
+        "parallel.tensor=1",
+        "optimizer.lr=1e-30",
+        model(),
+        "run.dir={}",
+    )
     said = ""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder), prepend=":")
@@ -267,7 +340,12 @@ def test_the_runs_own_task_by_name_is_what_it_is_without(runs) -> None:
     assert set(before["correct"]) == {0, 1}
     for record, alone in ((named[0], before), (named[-1], after)):
         assert record.pop("task") == "held_out"
-        assert record.pop("decoding") == {"samples": 1, "temperature": 1.0, "top_p": 1.0, "max_new_tokens": 32}
+        assert record.pop("decoding") == {
+            "samples": 1,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "max_new_tokens": 32,
+        }
         assert record == alone
 
 
@@ -291,14 +369,18 @@ def test_every_task_is_decoded_and_judged_in_its_own_way(runs) -> None:
     assert all(share * 4 == int(share * 4) for share in sums["correct"])
     assert sums["pass1"] == pytest.approx(sum(sums["correct"]) / 3)
     assert sums["pass1"] > 0
-    # one token alone has a millionth of the probability, and so has the likeliest at a temperature near 0
+    # one token alone has a millionth of the probability, and so has the likeliest at a temperature
+    # near 0
     assert nucleus["correct"] == nucleus["greedy_correct"]
     assert cold["correct"] == cold["greedy_correct"]
     assert cold["decoding"]["temperature"] == 0.005
     assert max(len(s["response"]) for s in short["samples"]) <= 5
-    assert (short["pass1"], kind["pass1"], kind["greedy"]) == (0, 1, 1)  # cut off alike, and judged by another
+    # cut off alike, and judged by another
+    assert (short["pass1"], kind["pass1"], kind["greedy"]) == (0, 1, 1)
     # what the policy said of two turns, and not what its environment said between them
-    assert all("\n" in s["response"] and ";0+" not in s["response"] for s in again["samples"]), again["samples"]
+    assert all("\n" in s["response"] and ";0+" not in s["response"] for s in again["samples"]), (
+        again["samples"]
+    )
 
 
 @pytest.mark.distributed

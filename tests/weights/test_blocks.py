@@ -13,7 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_stare.models import family_of, read_shape
 from megatron_stare.models.rules import shard
-from megatron_stare.weights.files.blocks import Place, cut, places, to_hf, to_megatron, written_places
+from megatron_stare.weights.files.blocks import (
+    Place,
+    cut,
+    places,
+    to_hf,
+    to_megatron,
+    written_places,
+)
 from megatron_stare.weights.files.check import expected, rules
 from megatron_stare.weights.files.hf_folder import HfFolder
 
@@ -46,14 +53,19 @@ def test_blocks_make_whole_tensors(tmp_path: Path, family: str, block_bytes: int
     save_model(tmp_path, family)
     folder, shape = HfFolder(tmp_path), read_shape(tmp_path)
     blocks = cut(shape, block_bytes)
-    rows = Counter((at.name, row) for block in blocks for at in block.hf for row in range(at.start, at.stop))
-    assert rows == Counter({(name, row): 1 for name, size in expected(shape).items() for row in range(size[0])})
+    rows = Counter(
+        (at.name, row) for block in blocks for at in block.hf for row in range(at.start, at.stop)
+    )
+    assert rows == Counter(
+        {(name, row): 1 for name, size in expected(shape).items() for row in range(size[0])}
+    )
     for rule in rules(shape):
         mine = [block for block in blocks if block.rule == rule]
         parts = [[folder.slice(at.name)[at.start : at.stop] for at in block.hf] for block in mine]
         made = [to_megatron(block, part, shape) for block, part in zip(mine, parts, strict=True)]
         whole = shard(rule, [folder.slice(hf) for hf in rule.hf], shape, 0, 1)
-        assert torch.equal(torch.cat(made), whole[: mine[-1].stop])  # the rest is padding of the vocabulary
+        # the rest is padding of the vocabulary
+        assert torch.equal(torch.cat(made), whole[: mine[-1].stop])
         for block, part, tensor in zip(mine, parts, made, strict=True):
             assert tensor.shape == (block.stop - block.start, *block.size[1:])
             for want, got in zip(part, to_hf(block, tensor, shape), strict=True):
@@ -70,7 +82,9 @@ def test_places_of_parameters(tmp_path: Path) -> None:
         "decoder.layers.3.input_layernorm.weight",
     ]
     expert = places("decoder.layers.3.mlp.experts.local_experts.2.linear_fc2.weight")
-    assert expert[0] == Place("decoder.layers.mlp.experts.experts.linear_fc2.weight", (3, 2), ("layers", "experts"))
+    assert expert[0] == Place(
+        "decoder.layers.mlp.experts.experts.linear_fc2.weight", (3, 2), ("layers", "experts")
+    )
     save_model(tmp_path, "qwen3_moe")
     written = written_places("decoder.layers.0.pre_mlp_layernorm.weight", read_shape(tmp_path))
     assert [place.key for place in written] == [

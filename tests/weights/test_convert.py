@@ -1,4 +1,5 @@
-"""Conversion is exact both ways, says clearly what is wrong with its input, and leaves all of its output or none."""
+"""Conversion is exact both ways, says clearly what is wrong with its input, and leaves all of its
+output or none."""
 
 from __future__ import annotations
 
@@ -32,7 +33,12 @@ from megatron_stare.weights.files import torch_dist_writer
 from megatron_stare.weights.files.blocks import cut
 from megatron_stare.weights.files.check import check_folder
 from megatron_stare.weights.files.convert import Options, compare, convert
-from megatron_stare.weights.files.hf_folder import HfFolder, copy_companions, exported_step, write_folder
+from megatron_stare.weights.files.hf_folder import (
+    HfFolder,
+    copy_companions,
+    exported_step,
+    write_folder,
+)
 from megatron_stare.weights.files.processes import Advance, run_parts
 from megatron_stare.weights.files.safetensors_file import lay_out
 from megatron_stare.weights.files.torch_dist import TorchDist
@@ -57,13 +63,16 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     save_model(tmp_path / "hf", family)
     (tmp_path / "hf" / "chat_template.jinja").write_text("{{ messages }}")
-    monkeypatch.setattr(conversion, "cut", functools.partial(cut, block_bytes=3000))  # tensors of several blocks
+    # tensors of several blocks
+    monkeypatch.setattr(conversion, "cut", functools.partial(cut, block_bytes=3000))
     options = Options(shard_bytes=SHARD_BYTES, check=True)
     convert(tmp_path / "hf", tmp_path / "megatron", None, options)
     convert(tmp_path / "megatron", tmp_path / "back", None, options)
     assert_same(tensors(tmp_path / "hf"), tensors(tmp_path / "back"))
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(tmp_path / "hf").values())
+    assert index["metadata"]["total_size"] == sum(
+        t.nbytes for t in tensors(tmp_path / "hf").values()
+    )
     for file in set(index["weight_map"].values()):
         assert load_file(tmp_path / "back" / file)  # the library reads what we lay out
     for name in ("config.json", "generation_config.json", "chat_template.jinja"):
@@ -94,7 +103,9 @@ def test_dtypes(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "half-hf" / "config.json").read_text())["dtype"] == "bfloat16"
     convert(tmp_path / "half-hf", tmp_path / "wide", None, Options(dtype=torch.float32, check=True))
     convert(tmp_path / "wide", tmp_path / "wide-hf", None, Options(check=True))
-    assert_same({name: tensor.float() for name, tensor in rounded.items()}, tensors(tmp_path / "wide-hf"))
+    assert_same(
+        {name: tensor.float() for name, tensor in rounded.items()}, tensors(tmp_path / "wide-hf")
+    )
     convert(tmp_path / "wide", tmp_path / "narrow-hf", None, half)
     assert_same(rounded, tensors(tmp_path / "narrow-hf"))
 
@@ -110,7 +121,8 @@ def test_biases_of_experts_stay_in_float32(tmp_path: Path) -> None:
         for name, tensor in original.items()
     }
     assert_same(rounded, tensors(tmp_path / "half-hf"))
-    convert(tmp_path / "half-hf", tmp_path / "again", None, options)  # of two dtypes, which is no error
+    # of two dtypes, which is no error
+    convert(tmp_path / "half-hf", tmp_path / "again", None, options)
     convert(tmp_path / "again", tmp_path / "again-hf", None, options)
     assert_same(rounded, tensors(tmp_path / "again-hf"))
 
@@ -119,44 +131,86 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
     save_model(tmp_path / "hf", "glm4_moe")
     original = tensors(tmp_path / "hf")
     predicts = {
-        f"model.layers.4.{name}.weight": torch.ones(32) for name in ("enorm", "self_attn.q_proj", "embed_tokens")
+        f"model.layers.4.{name}.weight": torch.ones(32)
+        for name in ("enorm", "self_attn.q_proj", "embed_tokens")
     }
     save_file(original | predicts, tmp_path / "hf" / "model.safetensors")
     convert(tmp_path / "hf", tmp_path / "megatron", None, Options(check=True))
     convert(tmp_path / "megatron", tmp_path / "back", None, Options(check=True))
     assert_same(original, tensors(tmp_path / "back"))
-    save_file(original | {"model.layers.5.enorm.weight": torch.ones(32)}, tmp_path / "hf" / "model.safetensors")
-    with pytest.raises(DataError, match=r"'model\.layers\.5\.enorm\.weight' is not one of a glm4_moe model"):
+    save_file(
+        original | {"model.layers.5.enorm.weight": torch.ones(32)},
+        tmp_path / "hf" / "model.safetensors",
+    )
+    with pytest.raises(
+        DataError, match=r"'model\.layers\.5\.enorm\.weight' is not one of a glm4_moe model"
+    ):
         convert(tmp_path / "hf", tmp_path / "other", None, Options())
 
 
 def test_several_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_model(tmp_path / "hf", "qwen2")
-    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "megatron"), "--processes", "2", "--check"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                str(tmp_path / "hf"),
+                str(tmp_path / "megatron"),
+                "--processes",
+                "2",
+                "--check",
+            ]
+        )
+        == 0
+    )
     assert len(list((tmp_path / "megatron").glob("*.distcp"))) == 2
-    assert main(["convert", str(tmp_path / "megatron"), str(tmp_path / "back"), "--processes", "2", "--check"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                str(tmp_path / "megatron"),
+                str(tmp_path / "back"),
+                "--processes",
+                "2",
+                "--check",
+            ]
+        )
+        == 0
+    )
     assert_same(tensors(tmp_path / "hf"), tensors(tmp_path / "back"))
     captured = capsys.readouterr()
     assert "both sides are equal bit for bit" in captured.out
-    assert re.findall(r"(convert|check): .* 100 %, \d+ MB/s", captured.err) == ["convert", "check"] * 2
+    assert (
+        re.findall(r"(convert|check): .* 100 %, \d+ MB/s", captured.err) == ["convert", "check"] * 2
+    )
 
 
 def test_parts_of_processes_are_of_like_size(tmp_path: Path) -> None:
     """Six elements in blocks of 2, 1 and 3 are two parts of three."""
     save_model(tmp_path, "qwen2")
-    (norm,) = (block for block in cut(read_shape(tmp_path)) if block.rule.megatron == "decoder.final_layernorm.weight")
+    (norm,) = (
+        block
+        for block in cut(read_shape(tmp_path))
+        if block.rule.megatron == "decoder.final_layernorm.weight"
+    )
     blocks = [replace(norm, start=start, stop=stop) for start, stop in ((0, 2), (2, 3), (3, 6))]
     assert conversion._split(blocks, 2) == [blocks[:2], blocks[2:]]
     assert conversion._split(blocks, 1) == [blocks]
     assert conversion._split(blocks[:2], 3) == [blocks[:1], blocks[1:2]]
 
 
-def test_blocks_are_read_from_front_to_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_read_from_front_to_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tensor's blocks lie in its file one behind the other."""
     save_model(tmp_path / "hf", "qwen2")
     convert(tmp_path / "hf", tmp_path / "megatron", None, Options())
     with TorchDist(tmp_path / "megatron") as checkpoint:
-        blocks = [each for each in cut(read_shape(tmp_path / "hf"), 3000) if "word_embeddings" in each.rule.megatron]
+        blocks = [
+            each
+            for each in cut(read_shape(tmp_path / "hf"), 3000)
+            if "word_embeddings" in each.rule.megatron
+        ]
         (file, first), *others = [checkpoint.position(block) for block in blocks]
     assert len(blocks) > 1 and (tmp_path / "megatron" / file).is_file()
     assert others == [(file, first + block.start) for block in blocks[1:]]
@@ -169,7 +223,10 @@ def test_the_dtype_is_said_under_the_name_that_config_json_has_for_it(tmp_path: 
         target.mkdir()
         (source / "config.json").write_text(json.dumps({"model_type": "qwen2", name: "float32"}))
         copy_companions(source, target, "bfloat16")
-        assert json.loads((target / "config.json").read_text()) == {"model_type": "qwen2", name: "bfloat16"}
+        assert json.loads((target / "config.json").read_text()) == {
+            "model_type": "qwen2",
+            name: "bfloat16",
+        }
 
 
 @pytest.mark.parametrize("step", [None, 7])
@@ -187,7 +244,10 @@ def test_tensors_start_at_multiples_of_8_bytes(tmp_path: Path) -> None:
     for length in range(1, 9):
         header, placed = lay_out(tmp_path / "f", {"x" * length: (3,), "y": (1,)}, torch.float32, {})
         assert len(header) % 8 == 0 and int.from_bytes(header[:8], "little") == len(header) - 8
-        assert [(entry.start, entry.nbytes) for entry in placed.values()] == [(len(header), 12), (len(header) + 12, 4)]
+        assert [(entry.start, entry.nbytes) for entry in placed.values()] == [
+            (len(header), 12),
+            (len(header) + 12, 4),
+        ]
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
@@ -229,7 +289,9 @@ def config_without_field(folder: Path) -> None:
 
 
 def change(name: str, to: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
-    return lambda folder: rewrite(folder, lambda held: held.update({name: to(held[name]).contiguous()}))
+    return lambda folder: rewrite(
+        folder, lambda held: held.update({name: to(held[name]).contiguous()})
+    )
 
 
 BAD = {
@@ -238,11 +300,23 @@ BAD = {
     "no-file": (index_without_file, "names model-00002-of-00002.safetensors, which is not there"),
     "absent-tensor": (index_with_absent_tensor, "holds 'model.norm.weight', but it does not"),
     "index": (broken_index, "the index cannot be read"),
-    "missing": (lambda f: rewrite(f, lambda held: held.pop("lm_head.weight")), "missing: the tensor 'lm_head.weight'"),
-    "extra": (lambda f: rewrite(f, lambda held: held.update(x=torch.ones(1))), "'x' is not one of a qwen2 model"),
-    "shape": (change("model.norm.weight", lambda t: t[1:]), "has the shape (31,), config.json makes it (32,)"),
+    "missing": (
+        lambda f: rewrite(f, lambda held: held.pop("lm_head.weight")),
+        "missing: the tensor 'lm_head.weight'",
+    ),
+    "extra": (
+        lambda f: rewrite(f, lambda held: held.update(x=torch.ones(1))),
+        "'x' is not one of a qwen2 model",
+    ),
+    "shape": (
+        change("model.norm.weight", lambda t: t[1:]),
+        "has the shape (31,), config.json makes it (32,)",
+    ),
     "dtype": (change("model.norm.weight", lambda t: t.to(torch.int8)), "is of dtype I8"),
-    "mixed": (change("model.norm.weight", lambda t: t.bfloat16()), "of several dtypes: bfloat16, float32"),
+    "mixed": (
+        change("model.norm.weight", lambda t: t.bfloat16()),
+        "of several dtypes: bfloat16, float32",
+    ),
     "config": (config_without_field, "the field 'num_hidden_layers' is missing"),
 }
 
@@ -255,7 +329,9 @@ def test_bad_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: st
     refused(capsys, tmp_path / "hf", tmp_path / "megatron", message)
 
 
-def test_a_tied_head_of_its_own_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tied_head_of_its_own_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """transformers computes with it, engines and Megatron with the embedding."""
     save_model(tmp_path / "hf", "qwen2_tied")
     held = load_file(tmp_path / "hf/model.safetensors")
@@ -266,14 +342,20 @@ def test_a_tied_head_of_its_own_is_refused(tmp_path: Path, capsys: pytest.Captur
     check_folder(same, read_shape(same))
     last = embedding.clone()
     last[-1, -1] += 1e-3
-    for number, other in enumerate((last, embedding[:-1].clone(), embedding.bfloat16(), embedding.T.contiguous())):
+    for number, other in enumerate(
+        (last, embedding[:-1].clone(), embedding.bfloat16(), embedding.T.contiguous())
+    ):
         spoilt = tmp_path / f"hf{number}"
         save_model(spoilt, "qwen2_tied")
         rewrite(spoilt, lambda t, other=other: t.update({"lm_head.weight": other}))  # type: ignore[misc]
-        refused(capsys, spoilt, tmp_path / "megatron", "the folder holds a head of its own", "--check")
+        refused(
+            capsys, spoilt, tmp_path / "megatron", "the folder holds a head of its own", "--check"
+        )
 
 
-def refused(capsys: pytest.CaptureFixture[str], source: Path, target: Path, message: str, *options: str) -> None:
+def refused(
+    capsys: pytest.CaptureFixture[str], source: Path, target: Path, message: str, *options: str
+) -> None:
     """One error, and nothing written."""
     capsys.readouterr()  # what transformers said when it saved the model
     assert main(["convert", str(source), str(target), *options]) == 2
@@ -299,7 +381,9 @@ def copy(source: Path, target: Path) -> Path:
     return target
 
 
-def test_bad_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str], converted: Path) -> None:
+def test_bad_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], converted: Path
+) -> None:
     target = tmp_path / "back"
     cut_short = copy(converted / "megatron", tmp_path / "cut")
     os.truncate(cut_short / "__0_0.distcp", 1000)
@@ -309,15 +393,25 @@ def test_bad_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str], conv
     (cut_short / ".metadata").write_bytes(b"what?")
     refused(capsys, cut_short, target, "the metadata cannot be read")
     (cut_short / ".metadata").unlink()
-    refused(capsys, cut_short, target, "no model.safetensors")  # what is left looks like a Hugging Face folder
+    # what is left looks like a Hugging Face folder
+    refused(capsys, cut_short, target, "no model.safetensors")
     refused(capsys, tmp_path / "nowhere", target, "neither a Hugging Face folder")
     without_config = copy(converted / "megatron", tmp_path / "bare")
     (without_config / "config.json").unlink()
     refused(capsys, without_config, target, "does not say what model it is")
     save_model(tmp_path / "other", "qwen3")
-    refused(capsys, without_config, target, "do not belong together", "--model", str(tmp_path / "other"))
+    refused(
+        capsys, without_config, target, "do not belong together", "--model", str(tmp_path / "other")
+    )
     save_model(tmp_path / "tied", "qwen2_tied")
-    refused(capsys, without_config, target, "'output_layer.weight' is not one of", "--model", str(tmp_path / "tied"))
+    refused(
+        capsys,
+        without_config,
+        target,
+        "'output_layer.weight' is not one of",
+        "--model",
+        str(tmp_path / "tied"),
+    )
 
 
 def test_check_finds_one_flipped_bit(tmp_path: Path, converted: Path) -> None:
@@ -347,7 +441,9 @@ def test_every_place_that_holds_a_parameter_is_compared(tmp_path: Path, copy_: i
     at = data.index(needle) if copy_ == 0 else data.rindex(needle)
     data[at] ^= 1
     (tmp_path / "megatron/__0_0.distcp").write_bytes(data)
-    with pytest.raises(DataError, match=r"differ in 'decoder\.layers\.1\.pre_mlp_layernorm\.weight'"):
+    with pytest.raises(
+        DataError, match=r"differ in 'decoder\.layers\.1\.pre_mlp_layernorm\.weight'"
+    ):
         compare(entries, tmp_path / "megatron", shape, [cut(shape)], torch.float32)
 
 
@@ -362,7 +458,14 @@ def test_does_not_overwrite(capsys: pytest.CaptureFixture[str], converted: Path)
 def test_disk_full(tmp_path: Path, converted: Path, source: str) -> None:
     """A limit on file sizes stands in for a full disk: the write fails half way, as there."""
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_stare.cli", "convert", str(converted / source), str(tmp_path / "out")],
+        [
+            sys.executable,
+            "-m",
+            "megatron_stare.cli",
+            "convert",
+            str(converted / source),
+            str(tmp_path / "out"),
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -388,15 +491,20 @@ def convert_and_die(source: Path, target: Path) -> None:
     convert(source, target, None, Options())
 
 
-def test_killed_half_way(tmp_path: Path, converted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_killed_half_way(
+    tmp_path: Path, converted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = tmp_path / "out"
-    process = mp.get_context("spawn").Process(target=convert_and_die, args=(converted / "hf", target))
+    process = mp.get_context("spawn").Process(
+        target=convert_and_die, args=(converted / "hf", target)
+    )
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert not target.exists()
     left = target.with_name("out.tmp")
-    assert list(left.glob("*.distcp")) and not (left / ".metadata").exists()  # no one takes it for a checkpoint
+    # no one takes it for a checkpoint
+    assert list(left.glob("*.distcp")) and not (left / ".metadata").exists()
     convert(converted / "hf", target, None, Options(check=True))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

@@ -1,4 +1,5 @@
-"""Weights that the trainer's ranks send to servers themselves, as the driver sees it: it is handed no bucket."""
+"""Weights that the trainer's ranks send to servers themselves, as the driver sees it: it is handed
+no bucket."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ class Rank:
         assert not target.owners_send
         self.prepared += 1
         self._buckets = [
-            Bucket(BucketLayout(tensor.dtype, (Slot(name, tuple(tensor.shape), 0),)), tensor.flatten())
+            Bucket(
+                BucketLayout(tensor.dtype, (Slot(name, tuple(tensor.shape), 0),)), tensor.flatten()
+            )
             for name, tensor in TENSORS.items()
             if name not in self.left_out
         ]
@@ -89,17 +92,26 @@ class Elsewhere(InlineWorkers):
 
 
 class Run:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, fakes: list[JoiningServer], prove_every: int) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, fakes: list[JoiningServer], prove_every: int
+    ) -> None:
         by_url = {f"http://{fake.name}": fake for fake in fakes}
         monkeypatch.setattr(target, "SGLangClient", lambda url, key, timeout: by_url[url].client())
         engines = []
         for fake in fakes:
             client, loop = fake.client(), asyncio.new_event_loop()
-            sync, to = make_sync("distributed", [client], MODEL, 60), ServersTarget("distributed", 60, MODEL)
+            sync, to = (
+                make_sync("distributed", [client], MODEL, 60),
+                ServersTarget("distributed", 60, MODEL),
+            )
             engines.append(SGLangEngine(client, sync, MODEL, "float32", 2, loop, target=to))
-        monkeypatch.setattr(engine_worker, "make_replica", lambda config, number, beside: Up(engines[number]))
+        monkeypatch.setattr(
+            engine_worker, "make_replica", lambda config, number, beside: Up(engines[number])
+        )
         config = Config.model_validate({"model": {"path": MODEL}})
-        workers = InlineWorkers([engine_worker.EngineWorker(config, number) for number in range(len(fakes))])
+        workers = InlineWorkers(
+            [engine_worker.EngineWorker(config, number) for number in range(len(fakes))]
+        )
         self.rank, self.pool = Rank(), EnginePool(workers, prove_every)
         self._ranks = InlineWorkers([self.rank])
 
@@ -118,11 +130,16 @@ def fakes() -> list[JoiningServer]:
 
 
 @pytest.mark.distributed
-def test_ranks_send_to_all_servers_and_the_driver_hands_on_what_they_tell(monkeypatch, fakes) -> None:
+def test_ranks_send_to_all_servers_and_the_driver_hands_on_what_they_tell(
+    monkeypatch, fakes
+) -> None:
     run = Run(monkeypatch, fakes, prove_every=2)
     assert run.sync(1) == {(EngineState.HEALTHY, 1)}
     assert run.sync(2) == {(EngineState.UNPROVED, 2)}
-    assert "/weights_checker" not in fakes[0].calls[fakes[0].calls.index("/update_weight_version") + 1 :]
+    assert (
+        "/weights_checker"
+        not in fakes[0].calls[fakes[0].calls.index("/update_weight_version") + 1 :]
+    )
     assert run.sync(3) == {(EngineState.HEALTHY, 3)}
     assert run.rank.prepared == 3 and run.rank.forgotten == 0  # a broadcast leaves nothing
     assert [len(fake.worlds) for fake in fakes] == [1, 1]  # one group, kept
@@ -131,11 +148,16 @@ def test_ranks_send_to_all_servers_and_the_driver_hands_on_what_they_tell(monkey
 
 @pytest.mark.distributed
 def test_ranks_gather_while_servers_are_asked_to_pause(monkeypatch, fakes) -> None:
-    """From the second update on, when the way is known; nobody has waited for the servers by then."""
+    """From the second update on, when the way is known; nobody has waited for the servers by
+    then."""
     run, seen = Run(monkeypatch, fakes[:1], prove_every=1), []
     wait, prepare = run.pool._fleet.workers.wait, run.rank.prepare_weights
-    monkeypatch.setattr(run.pool._fleet.workers, "wait", lambda *args: seen.append("waited") or wait(*args))
-    monkeypatch.setattr(run.rank, "prepare_weights", lambda *args: seen.append("prepared") or prepare(*args))
+    monkeypatch.setattr(
+        run.pool._fleet.workers, "wait", lambda *args: seen.append("waited") or wait(*args)
+    )
+    monkeypatch.setattr(
+        run.rank, "prepare_weights", lambda *args: seen.append("prepared") or prepare(*args)
+    )
     run.sync(1)
     assert seen[:2] == ["waited", "prepared"]
     seen.clear()
@@ -145,7 +167,9 @@ def test_ranks_gather_while_servers_are_asked_to_pause(monkeypatch, fakes) -> No
 
 
 @pytest.mark.distributed
-def test_what_ranks_gathered_for_servers_that_did_not_pause_is_not_sent_later(monkeypatch, fakes) -> None:
+def test_what_ranks_gathered_for_servers_that_did_not_pause_is_not_sent_later(
+    monkeypatch, fakes
+) -> None:
     """The next update gathers anew: by then the policy has moved on."""
     run = Run(monkeypatch, fakes[:1], prove_every=1)
     monkeypatch.setattr(run.pool._fleet, "workers", Elsewhere(run.pool._fleet.workers._workers))
@@ -161,7 +185,8 @@ def test_what_ranks_gathered_for_servers_that_did_not_pause_is_not_sent_later(mo
 
 @pytest.mark.distributed
 def test_a_failure_is_seen_and_what_follows_it_is_proven(monkeypatch, fakes) -> None:
-    """By names and counts alone, and by checksums; what was left for the servers is removed all the same."""
+    """By names and counts alone, and by checksums; what was left for the servers is removed all the
+    same."""
     run = Run(monkeypatch, fakes[:1], prove_every=3)
     run.sync(1)
     run.rank.left_out = {"model.norm.weight"}

@@ -1,4 +1,5 @@
-"""A folder's weights as engines take them: whole, in buckets of bounded size, cast, and proven to have arrived."""
+"""A folder's weights as engines take them: whole, in buckets of bounded size, cast, and proven to
+have arrived."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class Held(LocalEngine):
         super().update_weights(self.expected[number].tensors(flat))
 
 
-def weights_of(folder: Path, dtype: torch.dtype = torch.float32, bucket_bytes: int = 20_000) -> FolderWeights:
+def weights_of(
+    folder: Path, dtype: torch.dtype = torch.float32, bucket_bytes: int = 20_000
+) -> FolderWeights:
     return FolderWeights(folder, read_shape(folder), dtype, bucket_bytes, lambda value: value)
 
 
@@ -47,7 +50,9 @@ def test_engines_hold_what_the_folder_holds(tmp_path: Path, family: str, dtype: 
     assert max(layout.nbytes for layout in sent.layouts if len(layout.slots) > 1) <= 20_000
     EnginePool(InlineWorkers([engine])).update_weights(7, sent)
     assert engine.model_info().weight_version == 7
-    wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=getattr(torch, dtype)).state_dict()
+    wanted = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=getattr(torch, dtype)
+    ).state_dict()
     held = engine._model.state_dict()  # type: ignore[union-attr]
     assert held.keys() == wanted.keys()
     for name, tensor in wanted.items():

@@ -1,4 +1,5 @@
-"""The sums of a checkpoint's files: of the bytes that are written, and held against those that are there."""
+"""The sums of a checkpoint's files: of the bytes that are written, and held against those that are
+there."""
 
 from __future__ import annotations
 
@@ -32,7 +33,12 @@ CONTENT = bytes(range(256)) * 18_000  # 4.6 MB: it is read in several pieces
 
 def test_a_file_is_summed_as_it_is_written(tmp_path: Path) -> None:
     with SummedFile(tmp_path / "file") as file:
-        for piece in (b"abc", memoryview(CONTENT), bytearray(b"x"), torch.arange(3, dtype=torch.float64).numpy()):
+        for piece in (
+            b"abc",
+            memoryview(CONTENT),
+            bytearray(b"x"),
+            torch.arange(3, dtype=torch.float64).numpy(),
+        ):
             file.write(piece)
         torch.save(torch.arange(1000), file)
         with pytest.raises(OSError, match="written twice"):
@@ -45,7 +51,10 @@ def test_a_file_is_summed_as_it_is_written(tmp_path: Path) -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> tuple[Path, dict[str, Sum]]:
-    sums = {name: put(tmp_path / name, content) for name, content in [("a", CONTENT), ("b", b"b"), ("c", b"")]}
+    sums = {
+        name: put(tmp_path / name, content)
+        for name, content in [("a", CONTENT), ("b", b"b"), ("c", b"")]
+    }
     write_manifest(tmp_path, sums)
     return tmp_path, sums
 
@@ -75,7 +84,10 @@ def test_one_flipped_bit_is_seen(checkpoint: tuple[Path, dict[str, Sum]], at: in
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda file: file.write_bytes(CONTENT[:-1]), "cut short: 4,607,999 of 4,608,000 bytes are there"),
+        (
+            lambda file: file.write_bytes(CONTENT[:-1]),
+            "cut short: 4,607,999 of 4,608,000 bytes are there",
+        ),
         (lambda file: file.write_bytes(CONTENT + b"x"), "longer than it was written"),
         (Path.unlink, "a file of the checkpoint is missing"),
     ],
@@ -121,8 +133,11 @@ def test_each_file_is_dealt_to_one_rank_in_shares_of_like_size() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 6, 8, None])
-def test_a_checkpoint_is_completed_of_files_as_long_as_they_were_written(tmp_path: Path, size: int | None) -> None:
-    """A rank's file that is cut short, longer or gone by then makes no checkpoint, and leaves the one before."""
+def test_a_checkpoint_is_completed_of_files_as_long_as_they_were_written(
+    tmp_path: Path, size: int | None
+) -> None:
+    """A rank's file that is cut short, longer or gone by then makes no checkpoint, and leaves the
+    one before."""
     config = load_config(ROOT / "configs/quickstart.yaml", [f"run.dir={tmp_path / 'run'}"])
     run = RunDir.create(config)
     first = run.stage(RunState(step=5))
@@ -133,7 +148,9 @@ def test_a_checkpoint_is_completed_of_files_as_long_as_they_were_written(tmp_pat
         (staged.folder / "part.bin").unlink()
     else:
         (staged.folder / "part.bin").write_bytes(b"weights+"[:size])
-    with pytest.raises(DataError, match="missing" if size is None else "cut short|longer than it was written"):
+    with pytest.raises(
+        DataError, match="missing" if size is None else "cut short|longer than it was written"
+    ):
         run.complete(staged, written)
     assert [each.name for each in run.checkpoints()] == ["step_000005"]
     run.close()

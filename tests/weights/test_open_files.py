@@ -17,7 +17,9 @@ def refuse(*_: object) -> int:
 
 
 @pytest.mark.parametrize("by_kernel", [True, False])
-def test_a_part_is_copied_to_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_kernel: bool) -> None:
+def test_a_part_is_copied_to_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_kernel: bool
+) -> None:
     if not by_kernel:
         monkeypatch.setattr(os, "copy_file_range", refuse)
     (tmp_path / "source").write_bytes(bytes(range(100)))

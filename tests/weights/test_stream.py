@@ -1,4 +1,5 @@
-"""The weight stream's plan and buckets, without Megatron: who gives what, how full they are, what checksums see."""
+"""The weight stream's plan and buckets, without Megatron: who gives what, how full they are, what
+checksums see."""
 
 from __future__ import annotations
 
@@ -26,12 +27,17 @@ from megatron_stare.weights.sync.stream_plan import Shard, held_pieces, plan_of,
 BOUND = 8 * 2**10  # bytes a bucket: above the largest tensor, far below the model
 
 
-def cut(path: Path, tp_rank: int = 0, tp: int = 1, of_layers: int | None = None, layers: int = 2) -> list[Shard]:
-    """A folder's tensors as one rank would hold them; `of_layers`: only those of this half of the pipeline."""
+def cut(
+    path: Path, tp_rank: int = 0, tp: int = 1, of_layers: int | None = None, layers: int = 2
+) -> list[Shard]:
+    """A folder's tensors as one rank would hold them; `of_layers`: only those of this half of the
+    pipeline."""
     shape, folder, shards = read_shape(path), HfFolder(path), []
     for rule in rules(shape):
         name = rule.megatron
-        layer = int(name.split(".")[2]) // layers if "layers." in name else int("embedding" not in name)
+        layer = (
+            int(name.split(".")[2]) // layers if "layers." in name else int("embedding" not in name)
+        )
         if of_layers is None or of_layers == layer:
             place = (0, 1) if ".local_experts." in name else (tp_rank, tp)
             tensor = shard(rule, [folder.slice(hf) for hf in rule.hf], shape, *place)
@@ -41,7 +47,8 @@ def cut(path: Path, tp_rank: int = 0, tp: int = 1, of_layers: int | None = None,
 
 @pytest.mark.parametrize(
     ("family", "tp"),
-    [(name, tp) for name in FAMILIES for tp in (1, 2, 4, 8) if tp == 1 or name not in MIXTURES],  # experts stay whole
+    # experts stay whole
+    [(name, tp) for name in FAMILIES for tp in (1, 2, 4, 8) if tp == 1 or name not in MIXTURES],
 )
 def test_blocks_put_together_are_the_whole_tensors(tmp_path: Path, family: str, tp: int) -> None:
     save_model(tmp_path, family)
@@ -52,7 +59,9 @@ def test_blocks_put_together_are_the_whole_tensors(tmp_path: Path, family: str, 
         rule = rule_for(one.name, shape)
         found = [blocks(rule, held.tensor, shape, rank, tp) for rank, held in enumerate(of_ranks)]
         whole: dict[str, list[Tensor]] = {name: [] for name in rule.hf}
-        for name, *parts in zip(rule.sources, *(found[:1] if rule.layout == "replicated" else found), strict=True):
+        for name, *parts in zip(
+            rule.sources, *(found[:1] if rule.layout == "replicated" else found), strict=True
+        ):
             columns = one.tensor.shape[1:]
             whole[name] += [part.reshape(-1, *columns) if rule.cut == 0 else part for part in parts]
         for name, rows in whole.items():
@@ -73,9 +82,14 @@ def test_what_servers_take_in_one_call_is_in_one_bucket(tmp_path: Path) -> None:
     for bound in (1, 2000, 5000, BOUND):
         plan = plan_stream(cut(tmp_path), read_shape(tmp_path), bound)
         buckets = [{slot.name for slot in layout.slots} for layout in plan.layouts]
-        assert sum(map(len, buckets)) == len(set().union(*buckets)) == len(HfFolder(tmp_path).names())
+        assert (
+            sum(map(len, buckets)) == len(set().union(*buckets)) == len(HfFolder(tmp_path).names())
+        )
         for layer in range(4):
-            pair = {f"model.layers.{layer}.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")}
+            pair = {
+                f"model.layers.{layer}.self_attn.{name}.weight"
+                for name in ("q_a_proj", "kv_a_proj_with_mqa")
+            }
             assert sum(pair <= names for names in buckets) == 1
 
 
@@ -84,7 +98,9 @@ def test_one_process_streams_every_tensor_once(tmp_path: Path, family: str) -> N
     save_model(tmp_path, family)
     shards, folder = cut(tmp_path), HfFolder(tmp_path)
     plan = plan_stream(shards, read_shape(tmp_path), BOUND)
-    named = [pair for bucket in stream(plan, shards) if bucket is not None for pair in bucket.tensors()]
+    named = [
+        pair for bucket in stream(plan, shards) if bucket is not None for pair in bucket.tensors()
+    ]
     assert sorted(name for name, _ in named) == sorted(folder.names())
     for name, tensor in named:
         assert torch.equal(tensor, folder.slice(name)[:]), name
@@ -109,16 +125,23 @@ def test_the_last_stages_copy_of_a_tied_embedding_is_not_sent(tmp_path: Path) ->
     (embedding,) = (each for each in whole if "embedding" in each.name)
     copy = Shard("output_layer.weight", embedding.tensor.clone(), embedding.part, embedding.parts)
     stages = [cut(tmp_path, of_layers=0), [*cut(tmp_path, of_layers=1), copy]]
-    plan = plan_of([held_pieces(shards, shape, rank) for rank, shards in enumerate(stages)], shape, BOUND)
+    plan = plan_of(
+        [held_pieces(shards, shape, rank) for rank, shards in enumerate(stages)], shape, BOUND
+    )
     tensors = {tensor.name: tensor for bucket in plan.buckets for tensor in bucket.tensors}
     assert [piece.rank for piece in tensors["model.embed_tokens.weight"].pieces] == [0]
-    assert not any(piece.parameter == copy.name for tensor in tensors.values() for piece in tensor.pieces)
+    assert not any(
+        piece.parameter == copy.name for tensor in tensors.values() for piece in tensor.pieces
+    )
 
 
 def test_a_bucket_holds_one_dtype(tmp_path: Path) -> None:
     save_model(tmp_path, "qwen2")
     shards = cut(tmp_path)
-    mixed = [Shard(s.name, s.tensor.bfloat16() if s.tensor.dim() > 1 else s.tensor, s.part, s.parts) for s in shards]
+    mixed = [
+        Shard(s.name, s.tensor.bfloat16() if s.tensor.dim() > 1 else s.tensor, s.part, s.parts)
+        for s in shards
+    ]
     plan = plan_stream(mixed, read_shape(tmp_path), BOUND)
     dtypes = [layout.dtype for layout in plan.layouts]
     assert set(dtypes) == {torch.bfloat16, torch.float32}
@@ -130,7 +153,9 @@ def test_a_bucket_holds_one_dtype(tmp_path: Path) -> None:
 
 def test_a_part_that_no_rank_holds_is_named(tmp_path: Path) -> None:
     save_model(tmp_path, "qwen2")
-    with pytest.raises(ValueError, match=r"no rank holds part 0 of 2 of model\.embed_tokens\.weight"):
+    with pytest.raises(
+        ValueError, match=r"no rank holds part 0 of 2 of model\.embed_tokens\.weight"
+    ):
         plan_stream(cut(tmp_path, 1, 2), read_shape(tmp_path), BOUND)
 
 
@@ -143,7 +168,8 @@ def test_a_checksum_sees_any_changed_element(tmp_path: Path, dtype: torch.dtype)
         assert bucket is not None
         sent = bucket.checksums()
         name, tensor = bucket.tensors()[-1]
-        tensor.view(-1).view(torch.int32 if dtype == torch.float32 else torch.int16)[-1] ^= 1  # one bit
+        # one bit
+        tensor.view(-1).view(torch.int32 if dtype == torch.float32 else torch.int16)[-1] ^= 1
         held = Bucket(bucket.layout, bucket.flat).checksums()
         assert [n for n in sent if sent[n] != held[n]] == [name]
 
@@ -163,8 +189,11 @@ def test_two_rooms_take_turns_and_grow() -> None:
 
 
 def stream_on(rank: int, init: str, path: str, bound: int) -> dict:
-    """TP2 x PP2 by hand: ranks 0 and 1 hold the first half of the layers. What the sender saw, and its memory."""
-    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=4, timeout=timedelta(seconds=120))
+    """TP2 x PP2 by hand: ranks 0 and 1 hold the first half of the layers. What the sender saw, and
+    its memory."""
+    dist.init_process_group(
+        "gloo", init_method=init, rank=rank, world_size=4, timeout=timedelta(seconds=120)
+    )
     shards = cut(Path(path), rank % 2, 2, of_layers=rank // 2)
     group = dist.group.WORLD
     live, peak, real_empty = 0, 0, torch.empty
@@ -195,7 +224,14 @@ def stream_on(rank: int, init: str, path: str, bound: int) -> dict:
     gc.collect()
     dist.destroy_process_group()
     largest = max(layout.nbytes for layout in plan.layouts)
-    return {"tensors": tensors, "nones": nones, "live": live, "peak": peak, "largest": largest, "plan": plan.layouts}
+    return {
+        "tensors": tensors,
+        "nones": nones,
+        "live": live,
+        "peak": peak,
+        "largest": largest,
+        "plan": plan.layouts,
+    }
 
 
 @pytest.mark.distributed
@@ -209,7 +245,8 @@ def test_no_rank_holds_more_than_a_few_buckets(ranks, tmp_path: Path, family: st
         assert torch.equal(tensor, folder.slice(name)[:]), name
     model = sum(tensor.nbytes for tensor in sender["tensors"].values())
     assert sender["largest"] <= BOUND
-    assert sender["peak"] <= 3 * BOUND < model / 3  # a bucket, the next one's messages, and the next one while it fills
+    # a bucket, the next one's messages, and the next one while it fills
+    assert sender["peak"] <= 3 * BOUND < model / 3
     assert sender["live"] == 0
     for rank in others:
         assert rank["tensors"] == {} and rank["nones"] == len(sender["plan"]) > 10

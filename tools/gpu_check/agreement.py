@@ -1,5 +1,5 @@
-"""How far bfloat16 log-probs of the trainer lie from float32 ones, beside transformers' in bfloat16: the trainer's own
-share of what an engine and a trainer in bfloat16 disagree by."""
+"""How far bfloat16 log-probs of the trainer lie from float32 ones, beside transformers' in
+bfloat16: the trainer's own share of what an engine and a trainer in bfloat16 disagree by."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def run(cpu: bool) -> dict[str, Any]:
     return {
         "figures": {
             "mean error over transformers' in bfloat16": float(off.mean() / peer.mean()),
-            "99th percentile over transformers' in bfloat16": float(off.quantile(0.99) / peer.quantile(0.99)),
+            "99th percentile over transformers' in bfloat16": float(
+                off.quantile(0.99) / peer.quantile(0.99)
+            ),
             "mean error (nats)": float(off.mean()),
             "99th percentile (nats)": float(off.quantile(0.99)),
             "largest error (nats)": float(off.max()),

@@ -1,4 +1,5 @@
-"""Seconds on whatever device there is, and results that are exact, or the same twice. Needs PyTorch alone."""
+"""Seconds on whatever device there is, and results that are exact, or the same twice. Needs PyTorch
+alone."""
 
 from __future__ import annotations
 
@@ -13,14 +14,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def exact_products() -> None:
-    """float32 products in float32, where a GPU would take TF32. Before the process's first product."""
+    """float32 products in float32, where a GPU would take TF32. Before the process's first
+    product."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which `repeatable` wants
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
 @contextlib.contextmanager
 def repeatable() -> Iterator[None]:
-    """The same step twice gives the same bits, as fused attention's backward, which adds in any order, does not."""
+    """The same step twice gives the same bits, as fused attention's backward, which adds in any
+    order, does not."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with sdpa_kernel(SDPBackend.MATH):

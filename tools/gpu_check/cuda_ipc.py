@@ -1,4 +1,5 @@
-"""A tensor that another process reads and writes where it lies: CUDA's memory handles, shared memory on a CPU."""
+"""A tensor that another process reads and writes where it lies: CUDA's memory handles, shared
+memory on a CPU."""
 
 from __future__ import annotations
 

@@ -24,8 +24,16 @@ def run(cpu: bool) -> dict[str, Any]:
         folder = HfFolder(path)
         for dtype in ("float32", "bfloat16"):
             weights = trained(path, size, dtype=dtype).weights
-            as_loaded = {name: folder.slice(name)[:].to(getattr(torch, dtype)) for name in folder.names()}
-            same = sum(torch.equal(weights[name], each) for name, each in as_loaded.items() if name in weights)
-            figures[f"{dtype} tensors that differ"] = float(len(as_loaded.keys() | weights.keys()) - same)
+            as_loaded = {
+                name: folder.slice(name)[:].to(getattr(torch, dtype)) for name in folder.names()
+            }
+            same = sum(
+                torch.equal(weights[name], each)
+                for name, each in as_loaded.items()
+                if name in weights
+            )
+            figures[f"{dtype} tensors that differ"] = float(
+                len(as_loaded.keys() | weights.keys()) - same
+            )
             figures["tensors"] = float(len(weights))
     return {"figures": figures}

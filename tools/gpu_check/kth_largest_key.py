@@ -1,4 +1,5 @@
-"""The exact select over as many keys as a large batch has tokens, on one device, against torch's sort and top-k."""
+"""The exact select over as many keys as a large batch has tokens, on one device, against torch's
+sort and top-k."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ BOUNDS: dict[str, Bound] = {
 
 def run(cpu: bool) -> dict[str, Any]:
     where, count = ("cpu", 10_007) if cpu else ("cuda", 67_000_000)
-    surprisal = torch.empty(count).exponential_(2.0, generator=torch.Generator().manual_seed(0)).to(where)
+    surprisal = (
+        torch.empty(count).exponential_(2.0, generator=torch.Generator().manual_seed(0)).to(where)
+    )
     surprisal[1::1000] = surprisal[0].item()  # ties, which the token's number decides
     keys = ordering_key(surprisal, torch.arange(count, device=where))
     mask = torch.ones(count, dtype=torch.bool, device=where)

@@ -1,5 +1,6 @@
-"""Several NCCL ranks on one GPU (NCCL_MULTI_RANK_GPU_ENABLE, NCCL 2.30 or newer): layouts against transformers, and
-batched point-to-point against unbatched. Over gloo on a CPU, with two ranks and without batches."""
+"""Several NCCL ranks on one GPU (NCCL_MULTI_RANK_GPU_ENABLE, NCCL 2.30 or newer): layouts against
+transformers, and batched point-to-point against unbatched. Over gloo on a CPU, with two ranks and
+without batches."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline 4": {"pipeline": 4},
 }
 SMALL: dict[str, dict[str, Any]] = {"pipeline 2": {"pipeline": 2}}
-GPU_ONLY = (*(f"{name}: gradient" for name in LAYOUTS), "pipeline 4, batched: gradient, difference from unbatched")
+GPU_ONLY = (
+    *(f"{name}: gradient" for name in LAYOUTS),
+    "pipeline 4, batched: gradient, difference from unbatched",
+)
 BOUNDS: dict[str, Bound] = {
     **{f"{name}: gradient": ("<=", 1e-4) for name in LAYOUTS},
     "log-prob, largest difference (nats)": ("<=", 1e-4),
@@ -48,25 +52,37 @@ def run(cpu: bool) -> dict[str, Any]:
             error = gradient_error(batched, gradients["pipeline 4"])
             figures["pipeline 4, batched: gradient, difference from unbatched"] = error
     figures["log-prob, largest difference (nats)"] = largest
-    figures["gradient, largest difference"] = max(figures[f"{name}: gradient"] for name in gradients)
+    figures["gradient, largest difference"] = max(
+        figures[f"{name}: gradient"] for name in gradients
+    )
     return {"figures": figures}
 
 
 def _ranks(folder: str, size: Size, layout: dict[str, Any], *, batched: bool) -> list[Passed]:
     world = ParallelConfig(**layout).world_size
-    with tempfile.TemporaryDirectory() as meeting, multiprocessing.get_context("spawn").Pool(world) as pool:
-        jobs = [(rank, f"file://{meeting}/ranks", folder, size, layout, batched) for rank in range(world)]
+    with (
+        tempfile.TemporaryDirectory() as meeting,
+        multiprocessing.get_context("spawn").Pool(world) as pool,
+    ):
+        jobs = [
+            (rank, f"file://{meeting}/ranks", folder, size, layout, batched)
+            for rank in range(world)
+        ]
         return pool.starmap_async(_rank, jobs, chunksize=1).get(timeout=400)
 
 
-def _rank(rank: int, init: str, folder: str, size: Size, layout: dict[str, Any], batched: bool) -> Passed:
+def _rank(
+    rank: int, init: str, folder: str, size: Size, layout: dict[str, Any], batched: bool
+) -> Passed:
     exact_products()
     if torch.cuda.is_available():
         torch.cuda.set_device(0)
     performance = PerformanceConfig(batched_p2p=True) if batched else PerformanceConfig()
     parallel = ParallelConfig(**layout)
     with repeatable():  # batched and not are held together to 1e-6
-        return trained(folder, size, parallel=parallel, rank=rank, init=init, performance=performance)
+        return trained(
+            folder, size, parallel=parallel, rank=rank, init=init, performance=performance
+        )
 
 
 def merged(ranks: list[Passed]) -> dict[str, Tensor]:

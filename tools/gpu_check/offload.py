@@ -1,5 +1,5 @@
-"""Parameters, gradients and optimizer state off the device and back: the memory that frees there, how fast it goes, and
-that every value is what it was."""
+"""Parameters, gradients and optimizer state off the device and back: the memory that frees there,
+how fast it goes, and that every value is what it was."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def run(cpu: bool) -> dict[str, Any]:
         try:
             _step(trainer, size)
             found = _moved(trainer)  # pins the host's memory
-            found |= {f"{name}, again": x for name, x in _moved(trainer).items() if name.startswith("GB")}
+            found |= {
+                f"{name}, again": x for name, x in _moved(trainer).items() if name.startswith("GB")
+            }
             _step(trainer, size)
         finally:
             trainer.close()
@@ -79,7 +81,9 @@ def _moved(trainer: Trainer) -> dict[str, float]:
     back = now() - start
     pairs = zip(before, tensors, strict=True)
     found = {
-        "values after coming back, tensors that differ": float(sum(not torch.equal(a, b.cpu()) for a, b in pairs)),
+        "values after coming back, tensors that differ": float(
+            sum(not torch.equal(a, b.cpu()) for a, b in pairs)
+        ),
         "bytes of the parts while away": float(left),
         "GB of the parts": nbytes / 1e9,
         "GB a second out": nbytes / 1e9 / out,
@@ -97,7 +101,12 @@ def _kept(trainer: Trainer) -> list[torch.Tensor]:
     found = [parameter for chunk in trainer.policy.model for parameter in chunk.parameters()]
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         found += [one for group in part.optimizer.param_groups for one in group["params"]]
-        found += [x for state in part.optimizer.state.values() for x in state.values() if torch.is_tensor(x)]
+        found += [
+            x
+            for state in part.optimizer.state.values()
+            for x in state.values()
+            if torch.is_tensor(x)
+        ]
     return found
 
 

@@ -1,8 +1,8 @@
-"""The optimizer's settings of `performance`, each alone against none of them: what some updates make of the float32
-masters, the same after save and resume, and seconds and memory beside it.
+"""The optimizer's settings of `performance`, each alone against none of them: what some updates
+make of the float32 masters, the same after save and resume, and seconds and memory beside it.
 
-Gradients are drawn from the number of the step, so that nothing but the optimizer is compared. A setting whose needs
-are not there is `not run`, by its name, and proves nothing.
+Gradients are drawn from the number of the step, so that nothing but the optimizer is compared. A
+setting whose needs are not there is `not run`, by its name, and proves nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from torch import Tensor
 from verdict import Bound
 
 from megatron_stare.config.performance import FEATURES, missing
-from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PerformanceConfig
+from megatron_stare.config.schema import (
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PerformanceConfig,
+)
 from megatron_stare.megatron.backend import layout as parallel_layout
 from megatron_stare.megatron.checkpoint import checkpoint
 from megatron_stare.megatron.model.model import build_policy, load_hf, named_parameters
@@ -31,14 +36,19 @@ from megatron_stare.models import read_shape
 from megatron_stare.weights.files.hf_folder import HfFolder
 
 GPU_ONLY = ("settings that were run",)
-APART, SLOWER = 1e-3, 1.05  # apart: of what the updates move a number at most; another kernel rounds otherwise
-BOUNDS: dict[str, Bound] = {"settings that were run": (">=", 1.0), "settings that failed": ("<=", 0.0)}
+# apart: of what the updates move a number at most; another kernel rounds otherwise
+APART, SLOWER = 1e-3, 1.05
+BOUNDS: dict[str, Bound] = {
+    "settings that were run": (">=", 1.0),
+    "settings that failed": ("<=", 0.0),
+}
 STEPS, SAVED = 4, 2
 
 
 @dataclass
 class Updated:
-    """Float32 masters and weights: before the updates, after them, and after them with a save and a resume on the way.
+    """Float32 masters and weights: before the updates, after them, and after them with a save and a
+    resume on the way.
     seconds: of the quickest update. nbytes: of device memory at most, 0 on a CPU."""
 
     start: list[Tensor]
@@ -71,10 +81,18 @@ def run(cpu: bool) -> dict[str, Any]:
 
 
 def compared(one: Updated, plain: Updated, *, timed: bool) -> dict[str, Any]:
-    """Figures of a setting, with its verdict: right, the same when resumed, and where it is timed no slower."""
-    moved = max(float((end - start).abs().max()) for end, start in zip(plain.end, plain.start, strict=True))
-    apart = max(float((end - other).abs().max()) for end, other in zip(one.end, plain.end, strict=True)) / moved
-    changed = sum(not torch.equal(end, other) for end, other in zip(one.end, one.resumed, strict=True))
+    """Figures of a setting, with its verdict: right, the same when resumed, and where it is timed
+    no slower."""
+    moved = max(
+        float((end - start).abs().max()) for end, start in zip(plain.end, plain.start, strict=True)
+    )
+    apart = (
+        max(float((end - other).abs().max()) for end, other in zip(one.end, plain.end, strict=True))
+        / moved
+    )
+    changed = sum(
+        not torch.equal(end, other) for end, other in zip(one.end, one.resumed, strict=True)
+    )
     time = one.seconds / plain.seconds
     good = apart <= APART and changed == 0 and (time <= SLOWER or not timed)
     return {
@@ -98,11 +116,18 @@ def updated(folder: str, performance: PerformanceConfig) -> Updated:
             saved.mkdir()
             for resumed in (False, True):
                 model = build_policy(
-                    shape, ModelConfig(path=folder, dtype="bfloat16"), parallel, layout, True, performance
+                    shape,
+                    ModelConfig(path=folder, dtype="bfloat16"),
+                    parallel,
+                    layout,
+                    True,
+                    performance,
                 )
                 load_hf(model, HfFolder(folder), shape, layout)
                 config = OptimizerConfig(lr=0.01, weight_decay=0.1, clip_grad=1.0, distributed=True)
-                optimizer, scheduler = build_optimizer(model, config, "bfloat16", STEPS, performance)
+                optimizer, scheduler = build_optimizer(
+                    model, config, "bfloat16", STEPS, performance
+                )
                 state = (model, optimizer, scheduler, layout)
                 if resumed:
                     checkpoint.load(str(saved), *state)
@@ -114,7 +139,9 @@ def updated(folder: str, performance: PerformanceConfig) -> Updated:
                     for _, parameter in named_parameters(model):
                         parameter.main_grad.copy_(torch.randn(parameter.shape, generator=noise))
                     start = now()
-                    assert take_step(optimizer, scheduler, config.clip_grad, empty=None, loss_not_finite=None).taken
+                    assert take_step(
+                        optimizer, scheduler, config.clip_grad, empty=None, loss_not_finite=None
+                    ).taken
                     seconds.append(now() - start)
                 results.append(_masters(optimizer))
             peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0

@@ -1,4 +1,5 @@
-"""A random model, a random batch, and what the trainer and transformers make of them, on whatever device there is."""
+"""A random model, a random batch, and what the trainer and transformers make of them, on whatever
+device there is."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from megatron_stare.algorithms.advantage import group_advantages
-from megatron_stare.config.schema import BatchConfig, Config, ModelConfig, ParallelConfig, PerformanceConfig
+from megatron_stare.config.schema import (
+    BatchConfig,
+    Config,
+    ModelConfig,
+    ParallelConfig,
+    PerformanceConfig,
+)
 from megatron_stare.megatron.backend import layout as parallel_layout
 from megatron_stare.megatron.backend.cpu_backend import device
 from megatron_stare.megatron.batching.microbatch import RankBatch
@@ -99,8 +106,8 @@ def random_batch(size: Size) -> RolloutBatch:
 class Passed:
     """Result of one forward and backward.
 
-    [N] in canonical order, gradients by name (of the whole model on the first rank), the seconds of a second backward
-    pass, and bytes of device memory at most (0 on a CPU).
+    [N] in canonical order, gradients by name (of the whole model on the first rank), the seconds of
+    a second backward pass, and bytes of device memory at most (0 on a CPU).
     """
 
     index: Tensor
@@ -127,12 +134,16 @@ def trained(
     """The trainer's log-probs and the gradient of their mean."""
     parallel, performance = parallel or ParallelConfig(), performance or PerformanceConfig()
     settings = ModelConfig(path=folder, dtype=dtype, **model)  # type: ignore[arg-type]
-    config = Config(model=settings, parallel=parallel, batch=BatchConfig(packed=True), performance=performance)
+    config = Config(
+        model=settings, parallel=parallel, batch=BatchConfig(packed=True), performance=performance
+    )
     shape = read_shape(folder)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as meeting:
-        layout = parallel_layout.join(parallel, rank, init or f"file://{meeting}/ranks", seed=1, timeout_s=120)
+        layout = parallel_layout.join(
+            parallel, rank, init or f"file://{meeting}/ranks", seed=1, timeout_s=120
+        )
         try:
             policy = build_policy(shape, settings, parallel, layout, distributed, performance)
             load_hf(policy, HfFolder(folder), shape, layout)
@@ -140,7 +151,9 @@ def trained(
             rules = PlanRules(layout.dp, size.budget, packed=True, cost=cost_of(shape))
             plan = plan_micro_batches(batch.lengths.tolist(), rules)
             share = batch.share(plan.samples_of(layout.dp_rank))
-            ranked = RankBatch(share, plan, layout.dp_rank, device(), sequence_layout(config, layout))
+            ranked = RankBatch(
+                share, plan, layout.dp_rank, device(), sequence_layout(config, layout)
+            )
             mode = "materialised" if settings.head == "auto" else settings.head
             head = Head(shape.vocab_size, 1.0, layout, mode=mode, chunk=max(size.budget // 8, 5))
             total = int(batch.response_lengths.sum())
@@ -153,7 +166,10 @@ def trained(
             return Passed(
                 ranked.index if layout.last_stage else ranked.index[:0],
                 log_prob.cpu(),
-                {name: each.float().cpu() for name, each in export_gradients(policy, shape, layout).items()},
+                {
+                    name: each.float().cpu()
+                    for name, each in export_gradients(policy, shape, layout).items()
+                },
                 {name: each.cpu() for name, each in export_hf(policy, shape, layout).items()},
                 min(seconds[1:]),
                 torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
@@ -163,23 +179,29 @@ def trained(
 
 
 def expected(folder: str, size: Size, dtype: str = "float32") -> tuple[Tensor, dict[str, Tensor]]:
-    """The same of transformers, one sample at a time: log-probs [N] in canonical order, and gradients."""
+    """The same of transformers, one sample at a time: log-probs [N] in canonical order, and
+    gradients."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device())
     batch, found, start = random_batch(size), [], 0
     total = int(batch.response_lengths.sum())
-    for prompt, response in zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True):
+    for prompt, response in zip(
+        batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True
+    ):
         tokens = batch.tokens[start : start + prompt + response].long().to(device())
         start += prompt + response
         log_p = model(tokens[None]).logits[0, prompt - 1 : -1].float().log_softmax(1)
         taken = log_p.gather(1, tokens[prompt:, None]).squeeze(1)
         (taken.sum() / total).backward()
         found.append(taken.detach().cpu())
-    gradients = {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {
+        name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None
+    }
     return torch.cat(found), gradients
 
 
 def gradient_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """The largest difference of an entry, relative to its tensor's largest entry. NaN where names differ."""
+    """The largest difference of an entry, relative to its tensor's largest entry. NaN where names
+    differ."""
     if found.keys() != wanted.keys():
         return float("nan")
     errors = [(found[name] - each).abs().max() / each.abs().max() for name, each in wanted.items()]

@@ -1,7 +1,8 @@
-"""The hash that SGLang's GPU servers report, as this project's formula computes it where a tensor lies.
+"""The hash that SGLang's GPU servers report, as this project's formula computes it where a tensor
+lies.
 
-On a CPU the formula equals SGLang's own kernel (tests/rollout/test_sglang_hash.py); here the device must give the same
-values. Where SGLang is installed its kernel runs beside.
+On a CPU the formula equals SGLang's own kernel (tests/rollout/test_sglang_hash.py); here the device
+must give the same values. Where SGLang is installed its kernel runs beside.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ BOUNDS: dict[str, Bound] = {
     "values that differ": ("<=", 0.0),
     "share of the copy bandwidth": (">=", 0.02),  # a bucket of 64 MB in a millisecond
 }
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.int64, torch.bool)
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.int8,
+    torch.int64,
+    torch.bool,
+)
 SIZES = (0, 1, 3, 4097, 8192, 8193, 40 * 8192 + 5)
 
 
@@ -29,7 +38,9 @@ def run(cpu: bool) -> dict[str, Any]:
     where, count = ("cpu", 1 << 18) if cpu else ("cuda", 1 << 28)
     noise = torch.Generator().manual_seed(0)
     tensors = [
-        torch.randint(0, 2, (size * dtype.itemsize,), dtype=torch.uint8, generator=noise).view(dtype)
+        torch.randint(0, 2, (size * dtype.itemsize,), dtype=torch.uint8, generator=noise).view(
+            dtype
+        )
         for dtype in DTYPES
         for size in SIZES
     ]

@@ -1,7 +1,9 @@
-"""Every setting of `performance` alone against none of them: the gradients' difference, and time and memory beside it.
+"""Every setting of `performance` alone against none of them: the gradients' difference, and time
+and memory beside it.
 
-A setting whose needs are not there is `not run`, by its name, and proves nothing. On one device a setting that overlaps
-communication has none to overlap: its figures show that it does no harm, not that it is faster.
+A setting whose needs are not there is `not run`, by its name, and proves nothing. On one device a
+setting that overlaps communication has none to overlap: its figures show that it does no harm, not
+that it is faster.
 """
 
 from __future__ import annotations
@@ -16,8 +18,12 @@ from megatron_stare.config.performance import FEATURES, missing
 from megatron_stare.config.schema import PerformanceConfig
 
 GPU_ONLY: tuple[str, ...] = ()
-NEAR, SLOWER = 1e-2, 1.05  # in bfloat16, where another order of sums is another rounding; float32 on a CPU is nearer
-BOUNDS: dict[str, Bound] = {"settings that were run": (">=", 3.0), "settings that failed": ("<=", 0.0)}
+# in bfloat16, where another order of sums is another rounding; float32 on a CPU is nearer
+NEAR, SLOWER = 1e-2, 1.05
+BOUNDS: dict[str, Bound] = {
+    "settings that were run": (">=", 3.0),
+    "settings that failed": ("<=", 0.0),
+}
 
 
 def run(cpu: bool) -> dict[str, Any]:
@@ -33,7 +39,11 @@ def run(cpu: bool) -> dict[str, Any]:
                 found[feature.name] = {"verdict": f"not run: {why}"}
                 continue
             on = {feature.name: True}
-            on |= {name.partition(".")[2]: True for name in feature.wants if name.startswith("performance.")}
+            on |= {
+                name.partition(".")[2]: True
+                for name in feature.wants
+                if name.startswith("performance.")
+            }
             distributed = "optimizer.distributed" in feature.wants
             with_it = trained(
                 folder,
@@ -43,7 +53,10 @@ def run(cpu: bool) -> dict[str, Any]:
                 distributed=distributed,
                 repeats=1 if cpu else 5,
             )
-            error, time = gradient_error(with_it.gradients, plain.gradients), with_it.seconds / plain.seconds
+            error, time = (
+                gradient_error(with_it.gradients, plain.gradients),
+                with_it.seconds / plain.seconds,
+            )
             right = error <= near and (cpu or time <= SLOWER)
             found[feature.name] = {
                 "verdict": "pass" if right else "fail",
@@ -53,7 +66,9 @@ def run(cpu: bool) -> dict[str, Any]:
             }
     verdicts = [each["verdict"] for each in found.values()]
     figures = {
-        "settings that were run": float(sum(not verdict.startswith("not run") for verdict in verdicts)),
+        "settings that were run": float(
+            sum(not verdict.startswith("not run") for verdict in verdicts)
+        ),
         "settings that failed": float(verdicts.count("fail")),
     }
     return {"figures": figures, "settings": found}

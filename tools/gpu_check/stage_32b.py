@@ -1,7 +1,9 @@
-"""A pipeline stage of Qwen2.5-32B in bfloat16 over 32,768 packed tokens: time, share of the peak and memory.
+"""A pipeline stage of Qwen2.5-32B in bfloat16 over 32,768 packed tokens: time, share of the peak
+and memory.
 
-Four of its 64 layers, that is the stage of a pipeline of sixteen, on one device without tensor parallelism, all layers
-recomputed; embedding and output layer are small, so that only layers are measured.
+Four of its 64 layers, that is the stage of a pipeline of sixteen, on one device without tensor
+parallelism, all layers recomputed; embedding and output layer are small, so that only layers are
+measured.
 """
 
 from __future__ import annotations
@@ -51,16 +53,22 @@ def run(cpu: bool) -> dict[str, Any]:
     tokens = sum(lengths)
     settings = ModelConfig(path="", dtype="float32" if cpu else "bfloat16", recompute="full")
     with tempfile.TemporaryDirectory() as meeting:
-        layout = parallel_layout.join(ParallelConfig(), 0, f"file://{meeting}/ranks", seed=1, timeout_s=120)
+        layout = parallel_layout.join(
+            ParallelConfig(), 0, f"file://{meeting}/ranks", seed=1, timeout_s=120
+        )
         try:
-            (model,) = build_policy(shape, settings, ParallelConfig(), layout, distributed_optimizer=False)
+            (model,) = build_policy(
+                shape, settings, ParallelConfig(), layout, distributed_optimizer=False
+            )
             torch.manual_seed(0)
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
             words = torch.randint(0, 1024, (1, tokens), device=device())
             places = torch.cat([torch.arange(length) for length in lengths])[None].to(device())
-            packing = pack(lengths, torch.device("cpu")).to(device(), bounds=has_transformer_engine())
+            packing = pack(lengths, torch.device("cpu")).to(
+                device(), bounds=has_transformer_engine()
+            )
             seconds = []
             for _ in range(3):
                 model.zero_grad_buffer()
@@ -88,8 +96,8 @@ def run(cpu: bool) -> dict[str, Any]:
 def operations(shape: ModelShape, lengths: list[int]) -> float:
     """Floating-point operations of a forward and backward.
 
-    Six a parameter of the layers and token; causal attention's two products of n^2 / 2 pairs, twice as many in backward
-    (Korthikanti et al. 2022, appendix A, with the causal half).
+    Six a parameter of the layers and token; causal attention's two products of n^2 / 2 pairs, twice
+    as many in backward (Korthikanti et al. 2022, appendix A, with the causal half).
     """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     parameters = shape.hidden * (2 * queries + 2 * keys) + 3 * shape.hidden * shape.ffn

@@ -1,4 +1,5 @@
-"""Transformer Engine's layers against plain transformers. On a CPU, where there are none, the local layers."""
+"""Transformer Engine's layers against plain transformers. On a CPU, where there are none, the local
+layers."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def run(cpu: bool) -> dict[str, Any]:
     return {
         "figures": {
             "layers are Transformer Engine's": float(has_transformer_engine()),
-            "bfloat16 mean log-prob error over transformers' in bfloat16": float(off.mean() / peer.mean()),
+            "bfloat16 mean log-prob error over transformers' in bfloat16": float(
+                off.mean() / peer.mean()
+            ),
             "bfloat16 gradient's error over transformers' in bfloat16": error,
         }
     }

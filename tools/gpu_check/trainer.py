@@ -1,5 +1,5 @@
-"""The trainer against plain transformers on one device: float32 exactly, bfloat16 within its rounding, recomputed the
-same, saved and continued to the same weights."""
+"""The trainer against plain transformers on one device: float32 exactly, bfloat16 within its
+rounding, recomputed the same, saved and continued to the same weights."""
 
 from __future__ import annotations
 
@@ -40,9 +40,13 @@ def run(cpu: bool) -> dict[str, Any]:
         _, theirs = expected(folder, size, "bfloat16")
         error = gradient_error(rounded.gradients, gradients), gradient_error(theirs, gradients)
         figures = {
-            "float32 log-prob, largest difference (nats)": float((plain.log_prob - log_prob[plain.index]).abs().max()),
+            "float32 log-prob, largest difference (nats)": float(
+                (plain.log_prob - log_prob[plain.index]).abs().max()
+            ),
             "float32 gradient, largest difference": gradient_error(plain.gradients, gradients),
-            "float32 gradient recomputed, largest difference": gradient_error(again.gradients, plain.gradients),
+            "float32 gradient recomputed, largest difference": gradient_error(
+                again.gradients, plain.gradients
+            ),
             "bfloat16 gradient's error over transformers' in bfloat16": error[0] / error[1],
             "bfloat16 gradient, largest difference": error[0],
             "weights after save and resume, tensors that differ": resumed(folder, size),
@@ -51,7 +55,8 @@ def run(cpu: bool) -> dict[str, Any]:
 
 
 def resumed(folder: str, size: Size) -> float:
-    """How many tensors differ after two steps straight and after one step, a checkpoint and another step."""
+    """How many tensors differ after two steps straight and after one step, a checkpoint and another
+    step."""
     config = Config.model_validate(
         {
             "run": {"steps": 2},

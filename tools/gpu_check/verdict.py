@@ -1,4 +1,5 @@
-"""Needs of a check, and the bounds that its figures must keep. Imports nothing that a bare machine lacks."""
+"""Needs of a check, and the bounds that its figures must keep. Imports nothing that a bare machine
+lacks."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def _device_has(name: str) -> bool:
 
 
 def verdict_of(figures: Mapping[str, float], bounds: Mapping[str, Bound]) -> tuple[str, list[str]]:
-    """`pass` where every bound has its figure, which is a number and within it; else `fail` and what is broken."""
+    """`pass` where every bound has its figure, which is a number and within it; else `fail` and
+    what is broken."""
     broken = []
     for name, (sign, value) in bounds.items():
         figure = figures.get(name, math.nan)

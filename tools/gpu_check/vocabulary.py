@@ -1,5 +1,6 @@
-"""Log-prob and entropy over a vocabulary, and the three ways through the output layer: errors, time beside the float32
-formulation, and the share of the device's copy bandwidth that the kernels reach."""
+"""Log-prob and entropy over a vocabulary, and the three ways through the output layer: errors, time
+beside the float32 formulation, and the share of the device's copy bandwidth that the kernels
+reach."""
 
 from __future__ import annotations
 
@@ -40,8 +41,15 @@ def run(cpu: bool) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     logits = (4 * torch.randn(rows, columns, generator=generator)).to(where, dtype)
     targets = torch.randint(0, columns, (rows,), generator=generator).to(where)
-    figures = {**errors(logits, targets), **bandwidth(logits, targets), **heads(rows, columns, hidden, where, dtype)}
-    return {"figures": figures, "sizes": {"rows": rows, "columns": columns, "hidden": hidden, "dtype": str(dtype)}}
+    figures = {
+        **errors(logits, targets),
+        **bandwidth(logits, targets),
+        **heads(rows, columns, hidden, where, dtype),
+    }
+    return {
+        "figures": figures,
+        "sizes": {"rows": rows, "columns": columns, "hidden": hidden, "dtype": str(dtype)},
+    }
 
 
 def errors(logits: Tensor, targets: Tensor) -> dict[str, float]:
@@ -56,13 +64,18 @@ def errors(logits: Tensor, targets: Tensor) -> dict[str, float]:
     (truth,) = torch.autograd.grad(wanted.sum(), exact)
     return {
         "log-prob, largest error (nats)": float((log_prob - wanted).detach().abs().max()),
-        "entropy, largest error (nats)": float((entropy + (log_p.exp() * log_p).sum(1)).detach().abs().max()),
-        "gradient, largest error of the largest entry": float((gradient - truth).abs().max() / truth.abs().max()),
+        "entropy, largest error (nats)": float(
+            (entropy + (log_p.exp() * log_p).sum(1)).detach().abs().max()
+        ),
+        "gradient, largest error of the largest entry": float(
+            (gradient - truth).abs().max() / truth.abs().max()
+        ),
     }
 
 
 def bandwidth(logits: Tensor, targets: Tensor) -> dict[str, float]:
-    """Forward reads every logit once; backward reads each once more and writes its gradient in its place."""
+    """Forward reads every logit once; backward reads each once more and writes its gradient in its
+    place."""
     columns, size = logits.shape[1], logits.numel() * logits.element_size()
     other = torch.empty_like(logits)
     copied = 2 * size / fastest(lambda: other.copy_(logits))
@@ -73,11 +86,14 @@ def bandwidth(logits: Tensor, targets: Tensor) -> dict[str, float]:
 
     def both() -> None:
         leaf = logits.detach().requires_grad_()
-        ours, _ = log_prob_and_entropy(leaf.view_as(leaf), targets, vocab_size=columns, overwrite_logits=True)
+        ours, _ = log_prob_and_entropy(
+            leaf.view_as(leaf), targets, vocab_size=columns, overwrite_logits=True
+        )
         ours.sum().backward()
 
     def plain() -> None:
-        leaf = logits[: len(logits) // 4].detach().requires_grad_()  # a quarter, as it needs several float32 copies
+        # a quarter, as it needs several float32 copies
+        leaf = logits[: len(logits) // 4].detach().requires_grad_()
         log_p = leaf.float().log_softmax(1)
         entropy = -(log_p.exp() * log_p).sum(1).detach()
         (log_p.gather(1, targets[: len(leaf), None]).sum() + 0 * entropy.sum()).backward()
@@ -95,7 +111,11 @@ def bandwidth(logits: Tensor, targets: Tensor) -> dict[str, float]:
 def heads(rows: int, columns: int, hidden: int, where: str, dtype: torch.dtype) -> dict[str, float]:
     generator = torch.Generator().manual_seed(1)
     states = torch.randn(rows, hidden, generator=generator).to(where, dtype).requires_grad_()
-    weight = (torch.randn(columns, hidden, generator=generator) / hidden**0.5).to(where, dtype).requires_grad_()
+    weight = (
+        (torch.randn(columns, hidden, generator=generator) / hidden**0.5)
+        .to(where, dtype)
+        .requires_grad_()
+    )
     targets = torch.randint(0, columns, (rows,), generator=generator).to(where)
     gradients, seconds = {}, {}
     for mode in ("materialised", "gradient_in_forward", "recompute"):
@@ -103,7 +123,9 @@ def heads(rows: int, columns: int, hidden: int, where: str, dtype: torch.dtype) 
         buffer = torch.zeros(columns, hidden, device=where)
 
         def once(head: LinearHead = head, buffer: Tensor = buffer) -> None:
-            loss, _ = head.loss(states, weight, targets, lambda log_prob, _: (log_prob.mean(), {}), buffer)
+            loss, _ = head.loss(
+                states, weight, targets, lambda log_prob, _: (log_prob.mean(), {}), buffer
+            )
             loss.backward()
 
         once()
@@ -111,9 +133,12 @@ def heads(rows: int, columns: int, hidden: int, where: str, dtype: torch.dtype) 
         seconds[mode] = fastest(once)
         states.grad = weight.grad = None
     whole = gradients.pop("materialised")
-    apart = max(float((each - whole).abs().max() / whole.abs().max()) for each in gradients.values())
+    apart = max(
+        float((each - whole).abs().max() / whole.abs().max()) for each in gradients.values()
+    )
     return {
         "heads' weight gradients, largest difference": apart,
-        "gradient_in_forward, time over materialised": seconds["gradient_in_forward"] / seconds["materialised"],
+        "gradient_in_forward, time over materialised": seconds["gradient_in_forward"]
+        / seconds["materialised"],
         "recompute, time over materialised": seconds["recompute"] / seconds["materialised"],
     }

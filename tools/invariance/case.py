@@ -1,4 +1,5 @@
-"""Case of the check: a method, a layout and a cut into micro-batches, on a fixed model and a fixed batch."""
+"""Case of the check: a method, a layout and a cut into micro-batches, on a fixed model and a fixed
+batch."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Case:
     algorithm: the section of that name.        parallel: the section of that name; empty is one rank.
     budget: tokens of a micro-batch.        packed: packed or padded micro-batches.
     seed: of the batch.
-    off_policy: spread of ln(p / p_old): the policy that sampled is off by uniform noise of this width. 0: on-policy.
+    off_policy: spread of ln(p / p_old): the policy that sampled is off by uniform noise of this
+    width. 0: on-policy.
     lr: of the step of SGD.
     trainer: dotted path of the class that is checked.
     stale: the first part of every other response is of older weights, and masked for it.
@@ -52,7 +54,8 @@ class Case:
         return replace(self, parallel={}, budget=Case.budget, trainer=TRAINER)
 
     def config(self, folder: str) -> Config:
-        """The run's configuration, with the model of `folder`. Raises UserError where the layout cannot be."""
+        """The run's configuration, with the model of `folder`. Raises UserError where the layout
+        cannot be."""
         tree = {
             "model": {"path": folder},
             "parallel": self.parallel,
@@ -86,7 +89,8 @@ def write_model(folder: Path) -> None:
 
 
 def fixed_batch(seed: int, stale: bool = False) -> RolloutBatch:
-    """Four groups of four responses of many lengths; one group is all right, and one answer was not verified."""
+    """Four groups of four responses of many lengths; one group is all right, and one answer was not
+    verified."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:
@@ -95,10 +99,17 @@ def fixed_batch(seed: int, stale: bool = False) -> RolloutBatch:
     samples = []
     for i in range(16):
         if i % 4 == 0:  # a group's responses are to one prompt
-            prompt = Prompt(i // 4, str(i // 4), "", "", tuple(draw(2, VOCAB) for _ in range(3 + i // 4)))
+            prompt = Prompt(
+                i // 4, str(i // 4), "", "", tuple(draw(2, VOCAB) for _ in range(3 + i // 4))
+            )
         ids = [draw(2, VOCAB) for _ in range(draw(2, LENGTH))]
-        sample = sampled_trajectory(prompt, i % 4, ids, [-draw(1, 400) / 100 for _ in ids], version=1)
-        sample.reward, sample.reward_status = float(i // 4 == 3 or i % 3 == 0), "crash" if i == 5 else "ok"
+        sample = sampled_trajectory(
+            prompt, i % 4, ids, [-draw(1, 400) / 100 for _ in ids], version=1
+        )
+        sample.reward, sample.reward_status = (
+            float(i // 4 == 3 or i % 3 == 0),
+            "crash" if i == 5 else "ok",
+        )
         if stale and i % 2:
             sample.versions = ((0, len(ids) // 3), (1, len(ids) - len(ids) // 3))
         samples.append(sample)

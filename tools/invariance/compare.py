@@ -10,8 +10,10 @@ from torch import Tensor
 from invariance.step import NEAR
 
 RELATIVE = 1e-5
-FLOOR = 1e-3  # of the largest of all tensors' values: below it, those of a tensor are nothing beside the others
-ROUNDING = 2.0**-23  # of a weight: two steps may each round it by half a unit of float32's last place
+# of the largest of all tensors' values: below it, those of a tensor are nothing beside the others
+FLOOR = 1e-3
+# of a weight: two steps may each round it by half a unit of float32's last place
+ROUNDING = 2.0**-23
 
 
 @dataclass
@@ -40,10 +42,14 @@ def compare(whole: dict[str, Any], cut: dict[str, Any]) -> Difference:
 
 
 def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, float]:
-    """By tensor, what differences of the weights after a step of SGD are relative to: how far the step moved them, and
-    with them the gradient's rounding; and so much that RELATIVE of it allows for the rounding of the sum."""
+    """By tensor, what differences of the weights after a step of SGD are relative to: how far the
+    step moved them, and with them the gradient's rounding; and so much that RELATIVE of it allows
+    for the rounding of the sum."""
     steps = _largest({name: after[name] - before[name] for name in after})
-    return {name: step + float(after[name].abs().max()) * ROUNDING / RELATIVE for name, step in steps.items()}
+    return {
+        name: step + float(after[name].abs().max()) * ROUNDING / RELATIVE
+        for name, step in steps.items()
+    }
 
 
 def _largest(tensors: dict[str, Tensor]) -> dict[str, float]:
@@ -64,13 +70,16 @@ def _selections(whole: dict[str, Any], cut: dict[str, Any], found: Difference) -
         if strangers - excused:
             found.faults.append(f"{name}: selected otherwise: tokens {sorted(strangers - excused)}")
     if found.excused:
-        found.where["selections"] = f"within {NEAR} of a threshold and selected otherwise: {found.excused}"
+        found.where["selections"] = (
+            f"within {NEAR} of a threshold and selected otherwise: {found.excused}"
+        )
 
 
 def _metrics(whole: dict[str, float], cut: dict[str, float], found: Difference) -> None:
     for key in ("loss/policy", "optimizer/grad_norm"):
         want, got = whole[key], cut[key]
-        # a loss of weighted advantages is a small difference of large sums: relative to the gradient it comes with
+        # a loss of weighted advantages is a small difference of large sums: relative to the
+        # gradient it comes with
         scale = max(abs(want), whole["optimizer/grad_norm"])
         found.largest[key] = abs(got - want) / scale if got != want else 0.0
         found.where[key] = f"{got:.8g} against {want:.8g}"
@@ -78,7 +87,9 @@ def _metrics(whole: dict[str, float], cut: dict[str, float], found: Difference) 
             found.faults.append(f"{key}: {got} against {want}")
 
 
-def _tensors(key: str, whole: dict[str, Any], cut: dict[str, Any], scale: dict[str, float], found: Difference) -> None:
+def _tensors(
+    key: str, whole: dict[str, Any], cut: dict[str, Any], scale: dict[str, float], found: Difference
+) -> None:
     wanted: dict[str, Tensor] = whole[key]
     if wanted.keys() != cut[key].keys():
         found.faults.append(f"{key}: other tensors: {sorted(wanted.keys() ^ cut[key].keys())}")

@@ -1,4 +1,5 @@
-"""Takes the step of a case on every rank of its layout, in processes that stay for the next case."""
+"""Takes the step of a case on every rank of its layout, in processes that stay for the next
+case."""
 
 from __future__ import annotations
 
@@ -28,14 +29,16 @@ from megatron_stare.records.batch_statistics import Threshold, TopK
 NEAR = 1e-5  # of a threshold: close enough for rounding to decide
 TIMEOUT_S = 300
 
-Scores = tuple[Tensor, Tensor]  # log-probs and entropies [M] of the whole batch in canonical order; 0 without loss
+# log-probs and entropies [M] of the whole batch in canonical order; 0 without loss
+Scores = tuple[Tensor, Tensor]
 
 
 def take(pool: Pool, case: Case, folder: str, scores: Scores | None) -> dict[str, Any]:
     """Takes the step on all ranks, and joins what they found as if one had found it.
 
     Args:
-        pool: at least as many processes as ranks; every rank waits for the others, so each gets one of its own.
+        pool: at least as many processes as ranks; every rank waits for the others, so each gets one
+            of its own.
         folder: of the model.
         scores: those of the one-process run, to measure with as well; None: this is that run.
 
@@ -49,10 +52,14 @@ def take(pool: Pool, case: Case, folder: str, scores: Scores | None) -> dict[str
         return _merge(pool.starmap_async(one_rank, jobs, chunksize=1).get(timeout=TIMEOUT_S))
 
 
-def one_rank(config: Config, case: Case, rank: int, init: str, scores: Scores | None) -> dict[str, Any]:
+def one_rank(
+    config: Config, case: Case, rank: int, init: str, scores: Scores | None
+) -> dict[str, Any]:
     """One step on this rank."""
     module, _, name = case.trainer.rpartition(".")
-    worker: Trainer = getattr(importlib.import_module(module), name)(resolve_run(config), rank, init)
+    worker: Trainer = getattr(importlib.import_module(module), name)(
+        resolve_run(config), rank, init
+    )
     try:
         return _step(worker, config, case, scores)
     finally:
@@ -62,7 +69,9 @@ def one_rank(config: Config, case: Case, rank: int, init: str, scores: Scores | 
 def _step(worker: Trainer, config: Config, case: Case, scores: Scores | None) -> dict[str, Any]:
     method = config.algorithm.method
     batch = method.judge(case.batch())
-    plan = plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), plan_rules(resolve_run(config)))
+    plan = plan_mini_batches(
+        batch.lengths.tolist(), batch.groups.tolist(), plan_rules(resolve_run(config))
+    )
     worker.compute_log_probs(batch.share(plan.samples_of(worker.data_rank())), plan)
     found: dict[str, Any] = {"given": {}, "selected": {}, "near": {}, "scores": None}
     measured = worker.step.measured
@@ -96,12 +105,17 @@ def _step(worker: Trainer, config: Config, case: Case, scores: Scores | None) ->
 
 def _moved(tokens: TokenBatch, case: Case) -> TokenBatch:
     """With the log-probs of an older policy, the same for a token wherever it lies."""
-    noise = torch.rand(int(case.batch().response_lengths.sum()), generator=torch.Generator().manual_seed(0))
-    return replace(tokens, old_log_prob=tokens.old_log_prob + case.off_policy * (noise - 0.5)[tokens.index])
+    noise = torch.rand(
+        int(case.batch().response_lengths.sum()), generator=torch.Generator().manual_seed(0)
+    )
+    return replace(
+        tokens, old_log_prob=tokens.old_log_prob + case.off_policy * (noise - 0.5)[tokens.index]
+    )
 
 
 def _selections(worker: Trainer) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
-    """By request: the canonical numbers of this rank's selected tokens, and of those near the threshold."""
+    """By request: the canonical numbers of this rank's selected tokens, and of those near the
+    threshold."""
     assert worker.step.measured is not None
     tokens, statistics = worker.step.measured.tokens, worker.step.measured.statistics
     selected, near = {}, {}
@@ -114,12 +128,21 @@ def _selections(worker: Trainer) -> tuple[dict[str, set[int]], dict[str, set[int
             near[name] = set(request.index[close].tolist())
     if not selected:  # a method whose sets rest on no order, such as those below a fixed bound
         codes = worker.method.selected(tokens, statistics)
-        selected = {f"set {code}": set(tokens.index[codes == code].tolist()) for code in (1, -1, 2, -2)}
+        selected = {
+            f"set {code}": set(tokens.index[codes == code].tolist()) for code in (1, -1, 2, -2)
+        }
     return selected, near
 
 
 def _merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    whole: dict[str, Any] = {"given": {}, "selected": {}, "near": {}, "gradients": {}, "before": {}, "weights": {}}
+    whole: dict[str, Any] = {
+        "given": {},
+        "selected": {},
+        "near": {},
+        "gradients": {},
+        "before": {},
+        "weights": {},
+    }
     for part in parts:
         for key in ("given", "selected", "near"):
             for name, tokens in part[key].items():

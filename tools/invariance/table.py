@@ -15,7 +15,8 @@ from invariance.compare import RELATIVE, Difference, compare
 from invariance.step import NEAR, take
 from megatron_stare.algorithms import METHODS
 
-# settings with which a method does something to a batch of two hundred tokens whose mean entropy is near 2 nats
+# settings with which a method does something to a batch of two hundred tokens whose mean entropy is
+# near 2 nats
 SETTINGS: dict[str, dict[str, Any]] = {
     "clip_cov": {"share": 0.05, "cov_low": 0.1, "cov_high": 2.0},
     "dapo": {"overlong": {"max_length": 24, "cache": 12}},
@@ -31,15 +32,41 @@ BESIDES = {
         f"stare {variant}": {"name": "stare", "variant": variant, "entropy_target": 5.0}
         for variant in ("O2", "O3", "O4", "C1", "C3", "C4")
     },
-    "stare C3, common at the bottom": {"name": "stare", "variant": "C3", "common": "bottom", "entropy_target": 5.0},
-    "stare C4, rare below a bound": {"name": "stare", "variant": "C4", "rare_below": 0.1, "entropy_target": 5.0},
-    "stare C2, gate by sample": {"name": "stare", "variant": "C2", "gate": "sample", "entropy_target": 2.0},
-    "stare C1, gate by token": {"name": "stare", "variant": "C1", "gate": "token", "entropy_target": 2.0},
+    "stare C3, common at the bottom": {
+        "name": "stare",
+        "variant": "C3",
+        "common": "bottom",
+        "entropy_target": 5.0,
+    },
+    "stare C4, rare below a bound": {
+        "name": "stare",
+        "variant": "C4",
+        "rare_below": 0.1,
+        "entropy_target": 5.0,
+    },
+    "stare C2, gate by sample": {
+        "name": "stare",
+        "variant": "C2",
+        "gate": "sample",
+        "entropy_target": 2.0,
+    },
+    "stare C1, gate by token": {
+        "name": "stare",
+        "variant": "C1",
+        "gate": "token",
+        "entropy_target": 2.0,
+    },
     "twenty_entropy by quantile": {"name": "twenty_entropy", "rule": "quantile"},
     "twenty_entropy of all tokens": {"name": "twenty_entropy", "candidates": "all"},
     "grpo with correction and entropy bonus": {
         "name": "grpo",
-        "correction": {"mode": "mask", "level": "sequence", "low": 0.001, "high": 1000.0, "normalise": True},
+        "correction": {
+            "mode": "mask",
+            "level": "sequence",
+            "low": 0.001,
+            "high": 1000.0,
+            "normalise": True,
+        },
         "entropy_bonus": {"coef": 0.001, "target": 5.0},
     },
 }
@@ -110,19 +137,28 @@ def row(found: list[Difference]) -> dict[str, Any]:
 def write(rows: Rows, out: Path) -> None:
     """The table as JSON, a line for every method and layout."""
     head = {
-        "what": "one training step in the layout against the same step on one rank, both in float32 on CPU: largest "
-        "differences over the cuts, relative, those of weights to what the step moves them; tokens in all "
-        "selections; tokens selected otherwise because they lie near a threshold (excused)",
+        "what": (
+            "one training step in the layout against the same step on one rank, both in float32 on"
+            " CPU: largest differences over the cuts, relative, those of weights to what the step"
+            " moves them; tokens in all selections; tokens selected otherwise because they lie near"
+            " a threshold (excused)"
+        ),
         "limits": {"relative": RELATIVE, "near a threshold": NEAR},
         "micro-batches": CUTS,
         "spread of ln(p / p_old)": OFF_POLICY,
         "learning rate": Case.lr,
         "settings": {name: settings for name, settings in ALGORITHMS.items() if name in rows},
-        "layouts": {name: parallel for name, parallel in LAYOUTS.items() if any(name in row for row in rows.values())},
+        "layouts": {
+            name: parallel
+            for name, parallel in LAYOUTS.items()
+            if any(name in row for row in rows.values())
+        },
     }
     methods = (
         f"  {json.dumps(name)}: {{\n"
-        + ",\n".join(f"   {json.dumps(layout)}: {json.dumps(entry)}" for layout, entry in layouts.items())
+        + ",\n".join(
+            f"   {json.dumps(layout)}: {json.dumps(entry)}" for layout, entry in layouts.items()
+        )
         + "\n  }"
         for name, layouts in rows.items()
     )

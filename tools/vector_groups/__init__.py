@@ -1,6 +1,8 @@
-"""Groups that a file of worked numbers may hold: one function each, which computes the group with what training uses.
+"""Groups that a file of worked numbers may hold: one function each, which computes the group with
+what training uses.
 
-A function reads its inputs from `Fields` and expects its answers there; fields that it does not read count as failures.
+A function reads its inputs from `Fields` and expects its answers there; fields that it does not
+read count as failures.
 """
 
 from __future__ import annotations

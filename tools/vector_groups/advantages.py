@@ -1,4 +1,5 @@
-"""The groups of rewards and advantages: GTPO and GRPO-S, GRPO, length penalties, the filter of prompt groups."""
+"""The groups of rewards and advantages: GTPO and GRPO-S, GRPO, length penalties, the filter of
+prompt groups."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def gtpo(group: Fields, file: Any) -> None:
     means = answer({"correct": Mean(advantage, correct), "wrong": Mean(advantage, ~correct)}, None)
     group.expect("mean_adv_on_correct_tokens_separate", scalar(means, "correct"))
     group.expect("mean_adv_on_wrong_tokens_separate", scalar(means, "wrong"))
-    for key, (alpha1, alpha2) in group.keys(r"conservation_sum_pos_per_t_alpha_(\d+p\d+)_(\d+p\d+)"):
+    for key, (alpha1, alpha2) in group.keys(
+        r"conservation_sum_pos_per_t_alpha_(\d+p\d+)_(\d+p\d+)"
+    ):
         other_alphas = replace(joint, alpha1=alpha1, alpha2=alpha2)
         shaped = other_alphas.shaped(batch, ask(other_alphas, batch))
         request = SegmentSum(shaped, batch.position, batch.max_length, correct)
@@ -50,7 +53,9 @@ def gtpo(group: Fields, file: Any) -> None:
 def grpo_s(group: Fields, file: Any) -> None:
     padded = gtpo_tokens(other(file, "gtpo"))
     low, high = group["clip"]
-    method = GrpoS(beta1=group["beta1"], beta2=group["beta2"], clip_low=low, clip_high=high, eps=0.0)
+    method = GrpoS(
+        beta1=group["beta1"], beta2=group["beta2"], clip_low=low, clip_high=high, eps=0.0
+    )
     log_ratio = group.tensor("token_ratio")[padded.mask].log()
     batch = replace(padded.batch, log_prob=log_ratio, old_log_prob=torch.zeros_like(log_ratio))
     statistics = ask(method, batch)
@@ -67,17 +72,30 @@ def grpo_s(group: Fields, file: Any) -> None:
 def grop(rows: list[Fields], file: Any) -> None:
     for row in rows:
         lengths, correct = row.tensor("lengths"), row.mask("correct")
-        groups, counted = torch.zeros(len(lengths), dtype=torch.int64), torch.ones(len(lengths), dtype=torch.bool)
+        groups, counted = (
+            torch.zeros(len(lengths), dtype=torch.int64),
+            torch.ones(len(lengths), dtype=torch.bool),
+        )
         penalty = LengthPenalty(easy_from=row["gamma1"])
         row.expect("penalty", penalty.penalty(lengths, correct, groups, counted))
-        row.expect("regime", ("hard", "medium", "easy")[int(penalty.regimes(correct, groups, counted)[0])])
+        row.expect(
+            "regime", ("hard", "medium", "easy")[int(penalty.regimes(correct, groups, counted)[0])]
+        )
 
 
 def grpo_advantage(group: Fields, file: Any) -> None:
     rewards = group.tensor("reward")
-    groups, counted = torch.zeros(len(rewards), dtype=torch.int64), torch.ones(len(rewards), dtype=torch.bool)
-    group.expect("std_ddof1_eps1e6", group_advantages(rewards, groups, counted, spread="sample", eps=1e-6))
-    group.expect("std_population_eps1e6", group_advantages(rewards, groups, counted, spread="population", eps=1e-6))
+    groups, counted = (
+        torch.zeros(len(rewards), dtype=torch.int64),
+        torch.ones(len(rewards), dtype=torch.bool),
+    )
+    group.expect(
+        "std_ddof1_eps1e6", group_advantages(rewards, groups, counted, spread="sample", eps=1e-6)
+    )
+    group.expect(
+        "std_population_eps1e6",
+        group_advantages(rewards, groups, counted, spread="population", eps=1e-6),
+    )
     group.expect("dr_grpo_mean_only", group_advantages(rewards, groups, counted, spread="none"))
 
 
@@ -91,4 +109,7 @@ def dapo_group_filter(rows: list[Fields], file: Any) -> None:
     for row in rows:
         values = row.tensor("acc")
         counted = torch.ones(len(values), dtype=torch.bool)
-        row.expect("keep", informative_groups(values, torch.zeros(len(values), dtype=torch.int64), counted)[0])
+        row.expect(
+            "keep",
+            informative_groups(values, torch.zeros(len(values), dtype=torch.int64), counted)[0],
+        )

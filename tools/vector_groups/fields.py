@@ -1,4 +1,5 @@
-"""An object of the file of worked numbers, and the comparison of what is computed with what it expects."""
+"""An object of the file of worked numbers, and the comparison of what is computed with what it
+expects."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 
 
 class CannotEvaluateError(Exception):
-    """The file holds something that this tool does not know how to compute, or lacks what it needs."""
+    """The file holds something that this tool does not know how to compute, or lacks what it
+    needs."""
 
 
 @dataclass
@@ -29,7 +31,8 @@ class Found:
 
 
 class Fields:
-    """An object of the file that remembers which of its keys were read, so that none is passed over."""
+    """An object of the file that remembers which of its keys were read, so that none is passed
+    over."""
 
     def __init__(self, values: Any, path: str, found: Found) -> None:
         if not isinstance(values, dict):
@@ -58,17 +61,26 @@ class Fields:
     def items(self, key: str) -> list[Fields]:
         if not isinstance(self[key], list):
             raise CannotEvaluateError(f"{self.path}.{key} is not a list")
-        rows = [Fields(row, f"{self.path}.{key}[{i}]", self.found) for i, row in enumerate(self[key])]
+        rows = [
+            Fields(row, f"{self.path}.{key}[{i}]", self.found) for i, row in enumerate(self[key])
+        ]
         self.children += rows
         return rows
 
     def keys(self, pattern: str) -> list[tuple[str, list[float]]]:
         """The keys that match, with the numbers their groups hold (`0p2` reads 0.2)."""
         hits = [(key, re.fullmatch(pattern, key)) for key in self.values]
-        return [(key, [float(g.replace("p", ".")) for g in hit.groups()]) for key, hit in hits if hit]
+        return [
+            (key, [float(g.replace("p", ".")) for g in hit.groups()]) for key, hit in hits if hit
+        ]
 
     def expect(self, key: str, got: Any) -> None:
-        compare(got.tolist() if isinstance(got, Tensor) else got, self[key], f"{self.path}.{key}", self.found)
+        compare(
+            got.tolist() if isinstance(got, Tensor) else got,
+            self[key],
+            f"{self.path}.{key}",
+            self.found,
+        )
 
     def unread(self) -> list[str]:
         here = [f"{self.path}.{key}" for key in self.values if key not in self.read | FOR_PEOPLE]

@@ -1,4 +1,5 @@
-"""The groups of losses: aggregation, GSPO, CISPO, the adaptive entropy bonus, importance correction."""
+"""The groups of losses: aggregation, GSPO, CISPO, the adaptive entropy bonus, importance
+correction."""
 
 from __future__ import annotations
 
@@ -17,7 +18,16 @@ from megatron_stare.algorithms.gspo import Gspo
 from megatron_stare.algorithms.surrogate import bounded_ratio, ratio
 from megatron_stare.ops.statistics_executor import answer
 from vector_groups.fields import NUMBER, CannotEvaluateError, Fields, other
-from vector_groups.tokens import Padded, aggregate, ask, by_sequence, first_and_rest, initial, pad, total
+from vector_groups.tokens import (
+    Padded,
+    aggregate,
+    ask,
+    by_sequence,
+    first_and_rest,
+    initial,
+    pad,
+    total,
+)
 
 
 def loss_aggregation(group: Fields, file: Any) -> None:
@@ -26,12 +36,17 @@ def loss_aggregation(group: Fields, file: Any) -> None:
     group.expect("token_mean", aggregate(batch, loss, "token_mean"))
     group.expect("seq_mean_token_mean", aggregate(batch, loss, "sequence_mean"))
     group.expect("seq_mean_token_sum", aggregate(batch, loss, "sequence_sum"))
-    for pattern, how in ((r"dr_grpo_Lmax(\d+)", "dr_grpo"), (r"verl_seq_mean_token_sum_norm_L(\d+)", "dr_grpo_verl")):
+    for pattern, how in (
+        (r"dr_grpo_Lmax(\d+)", "dr_grpo"),
+        (r"verl_seq_mean_token_sum_norm_L(\d+)", "dr_grpo_verl"),
+    ):
         for key, (length,) in group.keys(pattern):
             group.expect(key, aggregate(batch, loss, how, int(length)))
     for key, _ in group.keys(r"verl_legacy_token_mean_microbatches_\d+_\d+"):
         parts = (pad(mask, rows) for rows in first_and_rest(mask))
-        group.expect(key, sum(aggregate(part.batch, values[part.mask], "micro_batch_mean") for part in parts))
+        group.expect(
+            key, sum(aggregate(part.batch, values[part.mask], "micro_batch_mean") for part in parts)
+        )
 
 
 def gspo_tokens(group: Fields) -> Padded:
@@ -52,7 +67,9 @@ def cispo(group: Fields, file: Any) -> None:
     batch = padded.batch
     method = Cispo(clip_high=group["eps_high"])
     group.expect("ratio", padded.spread(ratio(batch.log_prob, batch.old_log_prob)))
-    weight = bounded_ratio(batch.log_prob, batch.old_log_prob, low=method.clip_low, high=method.clip_high)
+    weight = bounded_ratio(
+        batch.log_prob, batch.old_log_prob, low=method.clip_low, high=method.clip_high
+    )
     group.expect("weight", padded.spread(weight))
     group.expect("loss_token_mean", total(method, batch))
 
@@ -86,7 +103,9 @@ def correction_named(case: str, low: float, high: float) -> Correction:
         return replace(plain, veto=float(hit[1]))
     if hit := re.fullmatch(rf"slime_vanilla_clip_({NUMBER})_({NUMBER})", case):
         return Correction(level="token", mode="clip", low=float(hit[1]), high=float(hit[2]))
-    if hit := re.fullmatch(rf"(?:icepop|verl_decoupled_token_icepop_default)_({NUMBER})_({NUMBER})", case):
+    if hit := re.fullmatch(
+        rf"(?:icepop|verl_decoupled_token_icepop_default)_({NUMBER})_({NUMBER})", case
+    ):
         return Correction(level="token", mode="icepop", low=float(hit[1]), high=float(hit[2]))
     raise CannotEvaluateError(f"no such correction: {case}")
 
@@ -98,7 +117,9 @@ def tis_mis(group: Fields, file: Any) -> None:
     mask = torch.arange(width) < torch.tensor(lengths)[:, None]
 
     def padded_rows(rows: list[list[float]]) -> Tensor:
-        return torch.tensor([[*row, *[0.0] * (width - len(row))] for row in rows], dtype=torch.float64)
+        return torch.tensor(
+            [[*row, *[0.0] * (width - len(row))] for row in rows], dtype=torch.float64
+        )
 
     def ragged(x: Tensor) -> list[list[float]]:
         return [part.tolist() for part in x.to(torch.float64).split(lengths)]

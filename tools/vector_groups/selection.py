@@ -21,13 +21,24 @@ from vector_groups.tokens import aggregate, ask, pad, total
 
 
 def stapo(group: Fields, file: Any) -> None:
-    padded = pad(group.mask("response_mask"), entropy=group.tensor("entropy"), advantage=group.tensor("advantage"))
+    padded = pad(
+        group.mask("response_mask"),
+        entropy=group.tensor("entropy"),
+        advantage=group.tensor("advantage"),
+    )
     batch, prob = padded.batch, group.tensor("prob")[padded.mask]
 
     def run(settings: SpuriousTokens) -> tuple[Tensor, Tensor, Tensor]:
         candidates = settings.candidates(prob, batch.advantage, batch.loss_mask)
-        tau_h = scalar(answer({"tau": settings.threshold(batch.entropy, candidates, batch.loss_mask)}, None), "tau")
-        return candidates, tau_h, batch.loss_mask & settings.spared(batch.entropy, candidates, tau_h)
+        tau_h = scalar(
+            answer({"tau": settings.threshold(batch.entropy, candidates, batch.loss_mask)}, None),
+            "tau",
+        )
+        return (
+            candidates,
+            tau_h,
+            batch.loss_mask & settings.spared(batch.entropy, candidates, tau_h),
+        )
 
     v4 = group.below("v4")
     for name in v4.values:
@@ -41,7 +52,9 @@ def stapo(group: Fields, file: Any) -> None:
         group.expect("v4_candidate_set", padded.spread(candidates))
     for key, (percent,) in group.keys(r"v1_q(\d+)_over_all_valid"):
         case = group.below(key)
-        _, tau_h, keep = run(SpuriousTokens(tau_p=group["tau_p"], version="v1", quantile=percent / 100))
+        _, tau_h, keep = run(
+            SpuriousTokens(tau_p=group["tau_p"], version="v1", quantile=percent / 100)
+        )
         case.expect("tau_h", tau_h)
         case.expect("keep_mask", padded.spread(keep))
     _, _, keep = run(SpuriousTokens(tau_p=group["tau_p"], quantile=group["v4_q"]))
@@ -71,7 +84,8 @@ def cov_selection(group: Fields, file: Any) -> None:
 
 def twenty_entropy(group: Fields, file: Any) -> None:
     mask = group.mask("mask")
-    ones = torch.ones(mask.shape, dtype=torch.float64)  # an advantage: tokens without one are no candidates
+    # an advantage: tokens without one are no candidates
+    ones = torch.ones(mask.shape, dtype=torch.float64)
     padded = pad(mask, entropy=group.tensor("entropy"), advantage=ones)
     batch, loss = padded.batch, group.tensor("per_token_loss")[mask]
     method = TwentyEntropy(share=group["ratio"])
@@ -81,7 +95,10 @@ def twenty_entropy(group: Fields, file: Any) -> None:
     group.expect("keep", padded.spread(keep))
     kept_loss = torch.where(keep, loss, 0.0)
     everything = replace(method, denominator="all")
-    for key, variant in (("loss_paper_denominator_kept", method), ("loss_trl_denominator_all", everything)):
+    for key, variant in (
+        ("loss_paper_denominator_kept", method),
+        ("loss_trl_denominator_all", everything),
+    ):
         group.expect(key, (variant.coefficients(batch, ask(variant, batch)) * kept_loss).sum())
     trl = replace(method, rule="quantile")
     group.expect("trl_quantile_threshold_linear", scalar(ask(trl, batch), "forks"))

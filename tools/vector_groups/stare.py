@@ -22,7 +22,9 @@ def entropy_sensitivity(rows: list[Fields], file: Any) -> None:
     for row in rows:
         pi = row.tensor("pi")
         size = len(pi)
-        log_prob, entropies = log_prob_and_entropy(pi.log().expand(size, size), torch.arange(size), vocab_size=size)
+        log_prob, entropies = log_prob_and_entropy(
+            pi.log().expand(size, size), torch.arange(size), vocab_size=size
+        )
         entropy = entropies[0]
         s2 = second_moment(pi.square().sum(), torch.xlogy(pi.square(), pi).sum(), entropy)
         phi, s_star = sensitivity(log_prob, entropy, s2), critical_surprisal(entropy, s2)
@@ -87,9 +89,13 @@ def stare_loss(group: Fields, file: Any) -> None:
     }
     uses = group["uses"]
     variant = re.search(r"\b(O1|O4|C2)\b", uses)
-    numbers = {name: re.search(rf"\b{name}\s*=?\s*({NUMBER})", uses) for name in ("ratio", "W", "M")}
+    numbers = {
+        name: re.search(rf"\b{name}\s*=?\s*({NUMBER})", uses) for name in ("ratio", "W", "M")
+    }
     if variant is None or not all(numbers.values()):
-        raise CannotEvaluateError(f"{group.path}.uses does not name variant, ratio, W and M: {uses!r}")
+        raise CannotEvaluateError(
+            f"{group.path}.uses does not name variant, ratio, W and M: {uses!r}"
+        )
     share, amplify, attenuate = (float(hit.group(1)) for hit in numbers.values() if hit)
     method = Stare(
         variant=variant.group(1),  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""From padded [B, L] arrays to the flat tokens that methods see, and back; and a method's answers about them."""
+"""From padded [B, L] arrays to the flat tokens that methods see, and back; and a method's answers
+about them."""
 
 from __future__ import annotations
 
@@ -25,18 +26,24 @@ class Padded:
 
     def spread(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """[N] -> [B, L], `fill` elsewhere."""
-        return torch.full(self.mask.shape, fill, dtype=torch.float64).masked_scatter(self.mask, x.to(torch.float64))
+        return torch.full(self.mask.shape, fill, dtype=torch.float64).masked_scatter(
+            self.mask, x.to(torch.float64)
+        )
 
 
 def pad(mask: Tensor, rows: list[int] | None = None, /, **given: Tensor) -> Padded:
-    """Args: per-token fields of TokenBatch as [B, L], `advantage` as [B, L] or [B]; `rewards` [B] of a single group."""
+    """Args: per-token fields of TokenBatch as [B, L], `advantage` as [B, L] or [B]; `rewards` [B]
+    of a single group."""
     length = mask.shape[1]
     here = torch.zeros_like(mask)
     here[list(range(len(mask))) if rows is None else rows] = True
     here &= mask
     where = here.nonzero()
     rewards = given.pop("rewards", None)
-    flat = {name: (x[:, None].expand(mask.shape) if x.dim() == 1 else x)[here] for name, x in given.items()}
+    flat = {
+        name: (x[:, None].expand(mask.shape) if x.dim() == 1 else x)[here]
+        for name, x in given.items()
+    }
     zero = torch.zeros(len(where), dtype=torch.float64)
     log_prob = flat.pop("log_prob", zero)
     own: dict[str, Any] = {
@@ -76,7 +83,9 @@ def total(method: Method, batch: TokenBatch, state: dict[str, Tensor] | None = N
 
 
 def initial(method: Method | EntropyBonus) -> dict[str, Tensor]:
-    return {name: torch.tensor(x, dtype=torch.float64) for name, x in method.initial_state().items()}
+    return {
+        name: torch.tensor(x, dtype=torch.float64) for name, x in method.initial_state().items()
+    }
 
 
 def aggregate(batch: TokenBatch, loss: Tensor, how: Any, length: int | None = None) -> Tensor:

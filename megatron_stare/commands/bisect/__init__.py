@@ -1,1 +1,2 @@
-"""`bisect`: a run's steps made again with one cause changed at a time, and which of them explains the record."""
+"""`bisect`: a run's steps made again with one cause changed at a time, and which of them explains
+the record."""

@@ -1,4 +1,5 @@
-"""`megatron-stare bisect`: its arguments, and what it does with them. Torch is imported when it runs."""
+"""`megatron-stare bisect`: its arguments, and what it does with them. Torch is imported when it
+runs."""
 
 from __future__ import annotations
 
@@ -23,23 +24,38 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """The command's."""
     command.add_argument("run_dir", type=Path, metavar="RUN", help="run directory; it is only read")
     command.add_argument(
-        "--from", dest="first", type=int, required=True, metavar="S", help="step of the checkpoint to begin from"
+        "--from",
+        dest="first",
+        type=int,
+        required=True,
+        metavar="S",
+        help="step of the checkpoint to begin from",
     )
-    command.add_argument("--to", dest="last", type=int, required=True, metavar="T", help="last step to be made again")
     command.add_argument(
-        "--causes", metavar="A,B", help=f"to be changed one at a time: {', '.join(CAUSES)}; default: all"
+        "--to", dest="last", type=int, required=True, metavar="T", help="last step to be made again"
     )
     command.add_argument(
-        "--out", type=Path, metavar="DIR", help="new folder for the re-runs; default bisects/NAME-S-T of RUN's name"
+        "--causes",
+        metavar="A,B",
+        help=f"to be changed one at a time: {', '.join(CAUSES)}; default: all",
     )
-    command.add_argument("--json", action="store_true", help="print the findings as JSON instead of a table")
+    command.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="new folder for the re-runs; default bisects/NAME-S-T of RUN's name",
+    )
+    command.add_argument(
+        "--json", action="store_true", help="print the findings as JSON instead of a table"
+    )
 
 
 def run_command(args: argparse.Namespace) -> int:
     """Makes the steps again and prints what they say.
 
     Returns:
-        0: the record is what the configuration says; 1: a cause is named, or the record cannot be explained.
+        0: the record is what the configuration says; 1: a cause is named, or the record cannot be
+            explained.
 
     Raises:
         UserError: RUN cannot be bisected there.
@@ -53,7 +69,9 @@ def run_command(args: argparse.Namespace) -> int:
 def _chosen(causes: str | None) -> Sequence[str]:
     chosen = CAUSES if causes is None else tuple(causes.split(","))
     if unknown := [cause for cause in chosen if cause not in CAUSES]:
-        raise ConfigError(f"unknown cause {unknown[0]!r}", where="--causes", fix=f"of {', '.join(CAUSES)}")
+        raise ConfigError(
+            f"unknown cause {unknown[0]!r}", where="--causes", fix=f"of {', '.join(CAUSES)}"
+        )
     return chosen
 
 
@@ -62,12 +80,19 @@ def _say(text: str) -> None:
 
 
 def bisect(
-    run_dir: Path, first: int, last: int, causes: Sequence[str] = CAUSES, out: Path | None = None, say: Any = _say
+    run_dir: Path,
+    first: int,
+    last: int,
+    causes: Sequence[str] = CAUSES,
+    out: Path | None = None,
+    say: Any = _say,
 ) -> Explanation:
-    """Makes steps `first` + 1 to `last` again, unchanged and with each change, and explains the record.
+    """Makes steps `first` + 1 to `last` again, unchanged and with each change, and explains the
+    record.
 
     Raises:
-        UserError: there is no such run, checkpoint or record, the folder is taken, or the run's servers are in use.
+        UserError: there is no such run, checkpoint or record, the folder is taken, or the run's
+            servers are in use.
     """
     from megatron_stare.commands.bisect.causes import changes, contradictions
     from megatron_stare.commands.bisect.explain import Remade, explain
@@ -84,19 +109,31 @@ def bisect(
     config = load_recorded(run_dir / CONFIG)
     if config.sglang.urls:
         refuse_busy(run_dir)  # its servers would be given the weights of two runs
-    checkpoints = {int(path.name.removeprefix("step_")): path for path in complete_checkpoints(run_dir)}
+    checkpoints = {
+        int(path.name.removeprefix("step_")): path for path in complete_checkpoints(run_dir)
+    }
     if first not in checkpoints:
         there = ", ".join(map(str, checkpoints)) or "none"
-        raise DataError(f"there is no checkpoint of step {first}; there are: {there}", where=str(run_dir), fix="--from")
+        raise DataError(
+            f"there is no checkpoint of step {first}; there are: {there}",
+            where=str(run_dir),
+            fix="--from",
+        )
     rows = {int(row["step"]): row for row in read_metrics(run_dir / METRICS_FILE)}
     wanted = range(first + 1, last + 1)
     missing = [step for step in wanted if step not in rows]
     if missing or not wanted:
-        what = f"the run has no record of step {missing[0]}" if missing else f"step {last} is not after step {first}"
+        what = (
+            f"the run has no record of step {missing[0]}"
+            if missing
+            else f"step {last} is not after step {first}"
+        )
         raise DataError(what, where=str(run_dir), fix=f"--to: up to {max(rows, default=0)}")
     place = out or Path("bisects") / f"{run_dir.resolve().name}-{first}-{last}"
     if place.exists() and any(place.iterdir()):
-        raise UserError("there are files in this folder already", where=str(place), fix="give another --out")
+        raise UserError(
+            "there are files in this folder already", where=str(place), fix="give another --out"
+        )
 
     method = resolve_run(config).method
     found, left_out = changes(config, method)
@@ -127,7 +164,9 @@ def bisect(
         dtype=config.model.dtype,
         contradicted=contradictions(config, method, [rows[step] for step in wanted]),
     )
-    (place / "findings.json").write_text(json.dumps(as_tree(explanation), indent=2, allow_nan=False))
+    (place / "findings.json").write_text(
+        json.dumps(as_tree(explanation), indent=2, allow_nan=False)
+    )
     return explanation
 
 
@@ -160,11 +199,17 @@ def as_text(found: Explanation) -> str:
             cells.append(f"{line.medians[figure]:.4g}{mark}")
         rows.append((line.name, line.cause, f"{line.equal} of {found.steps}", *cells))
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    table = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
     notes = [f"{line.name}: {line.failed}" for line in found.lines if line.failed]
     notes += [f"{each.cause} was not changed: {each.why}" for each in found.left_out]
     named = f"named: {found.cause or 'none'}" + (f" ({found.change})" if found.change else "")
-    legend = "figures are medians over the steps; (n): moved by n standard errors of the run's own noise from unchanged"
+    legend = (
+        "figures are medians over the steps; (n): moved by n standard errors of the run's own noise"
+        " from unchanged"
+    )
     return "\n".join([*table, "", legend, *notes, "", named, found.why])
 
 

@@ -1,8 +1,10 @@
-"""Causes that may make a run's record other than its configuration says, and the parts that they change.
+"""Causes that may make a run's record other than its configuration says, and the parts that they
+change.
 
-A method is changed in its gate, its draws or its importance correction: the method itself, after preflight, so that
-everything else of the run is its own. Methods travel to the ranks, so a changed one is pickled as the original and what
-to change. A late engine says that it has the newest weights, and samples with those before them.
+A method is changed in its gate, its draws or its importance correction: the method itself, after
+preflight, so that everything else of the run is its own. Methods travel to the ranks, so a changed
+one is pickled as the original and what to change. A late engine says that it has the newest
+weights, and samples with those before them.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Change:
     name: of the change, and of the folder of its run.
     settings: by dotted key, that the re-run has in place of the run's.
     method: what becomes of the method, once the configuration is checked.
-    harmless: the change may not move a sound run by more than rounding, in the first step that it is made in.
+    harmless: the change may not move a sound run by more than rounding, in the first step that it
+    is made in.
     """
 
     name: str
@@ -60,34 +63,53 @@ class LeftOut:
 
 
 def changes(config: Config, method: Method) -> tuple[list[Change], list[LeftOut]]:
-    """Lists the changes that fit a run of this configuration and method, and the causes that have none."""
+    """Lists the changes that fit a run of this configuration and method, and the causes that have
+    none."""
     kind = resolve_engine(config.rollout.engine)
-    found = [*_gate(method), *_correction(method), *_staleness(config, kind), *_layout(config, method)]
+    found = [
+        *_gate(method),
+        *_correction(method),
+        *_staleness(config, kind),
+        *_layout(config, method),
+    ]
     found += _engine(config, kind)
     why = {
         "gate": "the method has no gate",
         "correction": "the method corrects nothing (algorithm.correction)",
-        "staleness": "only the engine in process can be held back, and nothing is sampled ahead (rollout.staleness)",
-        "layout": "it has one data rank, micro-batches as small as they can be, and a method that draws nothing",
+        "staleness": (
+            "only the engine in process can be held back, and nothing is sampled ahead"
+            " (rollout.staleness)"
+        ),
+        "layout": (
+            "it has one data rank, micro-batches as small as they can be, and a method that draws"
+            " nothing"
+        ),
         "engine": "there is no other engine that this one can be held against",
     }
     named = {change.cause for change in found}
     return found, [LeftOut(cause, why[cause]) for cause in CAUSES if cause not in named]
 
 
-def contradictions(config: Config, method: Method, record: Sequence[Mapping[str, float]]) -> dict[str, str]:
+def contradictions(
+    config: Config, method: Method, record: Sequence[Mapping[str, float]]
+) -> dict[str, str]:
     """Finds where the record itself contradicts the configuration, by cause.
 
-    Comparing re-made steps does not show such a fault: it is still there when the steps are made again.
+    Comparing re-made steps does not show such a fault: it is still there when the steps are made
+    again.
 
     Args:
         record: metrics by step.
     """
-    read = isinstance(method, Stare) and method.gate == "batch" and method.gate_entropy == "response"
+    read = (
+        isinstance(method, Stare) and method.gate == "batch" and method.gate_entropy == "response"
+    )
     if not (read and has_gate(method)) or config.skips_log_prob_pass:
         return {}
     for row in record:
-        entropy, target, gate = (row.get(name, math.nan) for name in ("entropy/mean", "entropy/target", "stare/gate"))
+        entropy, target, gate = (
+            row.get(name, math.nan) for name in ("entropy/mean", "entropy/target", "stare/gate")
+        )
         if math.isfinite(entropy + target + gate) and (entropy < target) != (gate == 1):
             stands, side = ("open", "not below") if gate == 1 else ("closed", "below")
             where = f"entropy {entropy:.4g} {side} its target {target:g}"
@@ -107,7 +129,11 @@ def _gate(method: Method) -> list[Change]:
 def _correction(method: Method) -> list[Change]:
     if not has_correction(method):
         return []
-    return [Change("correction-off", "correction", "nothing corrects the loss", method=without_correction)]
+    return [
+        Change(
+            "correction-off", "correction", "nothing corrects the loss", method=without_correction
+        )
+    ]
 
 
 def _staleness(config: Config, kind: type) -> list[Change]:
@@ -117,7 +143,11 @@ def _staleness(config: Config, kind: type) -> list[Change]:
         says = "the engine samples with weights one update older than it says"
         found.append(Change("weights-late", "staleness", says, {"rollout.engine": late}))
     if config.rollout.staleness:
-        found.append(Change("weights-fresh", "staleness", "nothing is sampled ahead", {"rollout.staleness": 0}))
+        found.append(
+            Change(
+                "weights-fresh", "staleness", "nothing is sampled ahead", {"rollout.staleness": 0}
+            )
+        )
     return found
 
 
@@ -126,32 +156,62 @@ def _layout(config: Config, method: Method) -> list[Change]:
     if draws(method):
         says = "a token's draw belongs to its place on a rank"
         found.append(Change("draws-by-place", "layout", says, method=draws_by_place))
-    half = max(config.batch.micro_batch_tokens // 2, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
+    half = max(
+        config.batch.micro_batch_tokens // 2,
+        config.rollout.max_prompt_tokens + config.rollout.max_new_tokens,
+    )
     if half < config.batch.micro_batch_tokens:
         settings: dict[str, Any] = {"batch.micro_batch_tokens": half}
-        found.append(Change("micro-batches", "layout", f"micro-batches of {half} tokens", settings, harmless=True))
+        found.append(
+            Change(
+                "micro-batches",
+                "layout",
+                f"micro-batches of {half} tokens",
+                settings,
+                harmless=True,
+            )
+        )
     ranks = config.parallel.data
     if ranks > 1:
         fewer = max(n for n in range(1, ranks) if ranks % n == 0)
         settings = {"parallel.data": fewer}
         if config.parallel.world_size == ranks and fewer == 1:
             settings["runtime.runner"] = "inline"
-        found.append(Change("data-ranks", "layout", f"{fewer} data ranks, not {ranks}", settings, harmless=True))
+        found.append(
+            Change(
+                "data-ranks", "layout", f"{fewer} data ranks, not {ranks}", settings, harmless=True
+            )
+        )
     return found
 
 
 def _engine(config: Config, kind: type) -> list[Change]:
     if not issubclass(kind, Engine):
         settings = {"rollout.engine": "local", **dict.fromkeys(OF_SERVERS)}
-        return [Change("engine-local", "engine", "the engine in process in the place of servers", settings)]
+        return [
+            Change(
+                "engine-local", "engine", "the engine in process in the place of servers", settings
+            )
+        ]
     if kind is not LocalEngine:
         settings = {"rollout.engine": "local"}
-        return [Change("engine-local", "engine", "the engine in process in the place of your own", settings)]
+        return [
+            Change(
+                "engine-local", "engine", "the engine in process in the place of your own", settings
+            )
+        ]
     responses = config.batch.prompts * config.batch.samples_per_prompt
     fewer = min(config.rollout.max_batch, responses) // 2
     if not fewer:
         return []
-    return [Change("engine-batch", "engine", f"it decodes {fewer} responses at a time", {"rollout.max_batch": fewer})]
+    return [
+        Change(
+            "engine-batch",
+            "engine",
+            f"it decodes {fewer} responses at a time",
+            {"rollout.max_batch": fewer},
+        )
+    ]
 
 
 @dataclass(frozen=True)
@@ -187,10 +247,13 @@ class _ClosedGate(_HeldGate):
 
 
 class _DrawsByPlace:
-    """Draws that belong to a token's place among those that a rank has at hand, and so change with the layout."""
+    """Draws that belong to a token's place among those that a rank has at hand, and so change with
+    the layout."""
 
     def tickets(self: Any, batch: TokenBatch) -> Tensor:
-        return uniform(self.seed, batch.step, torch.arange(len(batch.index), device=batch.index.device))
+        return uniform(
+            self.seed, batch.step, torch.arange(len(batch.index), device=batch.index.device)
+        )
 
 
 def _derived(mixin: type) -> Callable[[Method], Method]:
@@ -201,7 +264,9 @@ def _derived(mixin: type) -> Callable[[Method], Method]:
 
 
 def _rebuilt(mixin: type, method: Method) -> Method:
-    kind = type(f"{type(method).__name__}{mixin.__name__}", (mixin, type(method)), {"__reduce__": _reduced})
+    kind = type(
+        f"{type(method).__name__}{mixin.__name__}", (mixin, type(method)), {"__reduce__": _reduced}
+    )
     changed: Any = object.__new__(kind)
     changed.__dict__.update(method.__dict__, _original=(mixin, method))
     return changed
@@ -239,7 +304,8 @@ def draws(method: Method) -> bool:
 class LateEngine(LocalEngine):
     """Proves and reports what it was given, as the engine in process does; see LocalEngine."""
 
-    _before: dict[str, torch.Tensor] | None = None  # the weights that the newest ones took the place of
+    # the weights that the newest ones took the place of
+    _before: dict[str, torch.Tensor] | None = None
 
     def begin_weight_update(self, version: int, prove: bool = True) -> None:
         if self._version is not None:

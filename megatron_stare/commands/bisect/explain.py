@@ -1,8 +1,9 @@
 """Which change of a run explains its record: pure, from metrics by step.
 
-Three questions, in this order. Do the unchanged steps, made again, give the record? Which change gives it instead, bit
-for bit for more steps, or brings every figure back that the unchanged steps miss? And does a change that must not
-matter, of the layout say, move the first step by more than rounding, or the record contradict itself?
+Three questions, in this order. Do the unchanged steps, made again, give the record? Which change
+gives it instead, bit for bit for more steps, or brings every figure back that the unchanged steps
+miss? And does a change that must not matter, of the layout say, move the first step by more than
+rounding, or the record contradict itself?
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from megatron_stare.observability.metrics.conditions import NORMAL
 
 Row = Mapping[str, float]
 
-# what a run is watched by: the first metric that it has; agreement is compared by its order of magnitude
+# what a run is watched by: the first metric that it has; agreement is compared by its order of
+# magnitude
 FIGURES = {
     "entropy": ("entropy/mean",),
     "agreement": ("agreement/mean", "rollout/logprob_diff_mean"),
@@ -36,8 +38,8 @@ LEAST_AGREEMENT = 1e-9  # nats: log-probs that are equal differ by this
 # the least noise of a figure: share of its median; decades of agreement
 LEAST_NOISE = 1e-3
 LEAST_DECADES = 0.1
-# What rounding may do to the first step that a harmless change is made in: share, and where a figure is near 0. In 16
-# bits a sum in another order differs by a hundredth and more.
+# What rounding may do to the first step that a harmless change is made in: share, and where a
+# figure is near 0. In 16 bits a sum in another order differs by a hundredth and more.
 ROUNDING = {"float32": (1e-3, 1e-5), "bfloat16": (0.1, 1e-2), "float16": (0.05, 2e-3)}
 
 
@@ -80,7 +82,8 @@ class Line:
 class Explanation:
     """Result of a bisection.
 
-    reproduced: the unchanged steps are the record: bit for bit, or, of a run that is not exact, within its noise.
+    reproduced: the unchanged steps are the record: bit for bit, or, of a run that is not exact,
+    within its noise.
     cause, change: what is named; "" where nothing is.
     why: in a sentence.
     lines: of the unchanged steps first.
@@ -138,14 +141,27 @@ def explain(
             why = f"{what}, which its configuration does not allow; the code at hand does the same"
             return replace(said(True, None, why), cause=cause)
         if broken is not None:
-            why = f"{broken.says}: no sound step moves, and this one's {', '.join(broken.breaks)} did"
+            why = (
+                f"{broken.says}: no sound step moves, and this one's {', '.join(broken.breaks)} did"
+            )
             return said(True, broken, why)
         how = "bit for bit" if base.equal == steps else "within its own noise"
-        return said(True, None, f"the run does what its configuration says: made again, the steps are the record {how}")
+        return said(
+            True,
+            None,
+            f"the run does what its configuration says: made again, the steps are the record {how}",
+        )
     nearest = max(others, key=lambda line: line.equal, default=None)
     if nearest is not None and nearest.equal > base.equal:
-        how = f"{nearest.equal} of {steps} steps of the record come out bit for bit, and {base.equal} without it"
-        return said(False, nearest, f"the run did not do what its configuration says: as if {nearest.says}; {how}")
+        how = (
+            f"{nearest.equal} of {steps} steps of the record come out bit for bit, and {base.equal}"
+            " without it"
+        )
+        return said(
+            False,
+            nearest,
+            f"the run did not do what its configuration says: as if {nearest.says}; {how}",
+        )
     explaining = [line for line in others if _explains(line, base, departs)]
     if departs and explaining:
         best = min(explaining, key=lambda line: sum(abs(far) for far in line.missed.values()))
@@ -153,7 +169,8 @@ def explain(
         return said(
             False,
             best,
-            f"the run did not do what its configuration says: as if {best.says}, which brings {figures} back",
+            f"the run did not do what its configuration says: as if {best.says}, which brings"
+            f" {figures} back",
         )
     if broken is not None:
         why = f"{broken.says}: no sound step moves, and this one's {', '.join(broken.breaks)} did"
@@ -162,13 +179,14 @@ def explain(
     return said(
         False,
         None,
-        f"the record cannot be reproduced{figures}, and none of the changes explains it: a cause outside of them, such "
-        "as other code, versions or hardware",
+        f"the record cannot be reproduced{figures}, and none of the changes explains it: a cause"
+        " outside of them, such as other code, versions or hardware",
     )
 
 
 def _explains(line: Line, base: Line, departs: Sequence[str]) -> bool:
-    """Returns True if a change brings the figures in `departs` back to the record and loses none of the others."""
+    """Returns True if a change brings the figures in `departs` back to the record and loses none of
+    the others."""
     for figure, far in line.missed.items():
         allowed = max(FAR, NEAR_SHARE * abs(base.missed[figure])) if figure in departs else FAR
         if not abs(far) <= allowed:
@@ -176,11 +194,18 @@ def _explains(line: Line, base: Line, departs: Sequence[str]) -> bool:
     return True
 
 
-def _line(made: Remade, unchanged: Remade, record: Sequence[Row], noise: Mapping[str, float], dtype: str) -> Line:
+def _line(
+    made: Remade, unchanged: Remade, record: Sequence[Row], noise: Mapping[str, float], dtype: str
+) -> Line:
     cause = made.change.cause if made.change is not None else ""
     says = made.change.says if made.change is not None else "nothing is changed"
     if made.failed or len(made.rows) != len(record):
-        return Line(made.name, cause, says, failed=made.failed or f"it made {len(made.rows)} of {len(record)} steps")
+        return Line(
+            made.name,
+            cause,
+            says,
+            failed=made.failed or f"it made {len(made.rows)} of {len(record)} steps",
+        )
     harmless = made.change is not None and made.change.harmless and not unchanged.failed
     return Line(
         made.name,
@@ -195,7 +220,8 @@ def _line(made: Remade, unchanged: Remade, record: Sequence[Row], noise: Mapping
 
 
 def equal_steps(one: Sequence[Row], other: Sequence[Row]) -> int:
-    """Steps from the first on in which all metrics that both have, and do not hang on the clock, are equal."""
+    """Steps from the first on in which all metrics that both have, and do not hang on the clock,
+    are equal."""
     for number, (a, b) in enumerate(zip(one, other, strict=False)):
         if not all(name in a and name in b for name in FINGERPRINT):
             return number
@@ -222,7 +248,11 @@ def _broken(first: Row, sound: Row, dtype: str) -> tuple[str, ...]:
 
 def _value(figure: str, row: Row) -> float:
     value = next((row[name] for name in FIGURES[figure] if name in row), math.nan)
-    return math.log10(max(value, LEAST_AGREEMENT)) if figure == "agreement" and value == value else value
+    return (
+        math.log10(max(value, LEAST_AGREEMENT))
+        if figure == "agreement" and value == value
+        else value
+    )
 
 
 def _values(figure: str, rows: Sequence[Row]) -> list[float]:
@@ -237,7 +267,8 @@ def _median(figure: str, rows: Sequence[Row]) -> float:
 
 
 def _noise(figure: str, rows: Sequence[Row]) -> float:
-    """The standard deviation of a figure by chance, from how far steps lie from those before them; a trend is none."""
+    """The standard deviation of a figure by chance, from how far steps lie from those before them;
+    a trend is none."""
     values = _values(figure, rows)
     steps = [b - a for a, b in itertools.pairwise(values)]
     if not steps:
@@ -246,8 +277,11 @@ def _noise(figure: str, rows: Sequence[Row]) -> float:
     return max(NORMAL * median(map(abs, steps)) / math.sqrt(2), least, 1e-12)
 
 
-def _distances(one: Sequence[Row], other: Sequence[Row], noise: Mapping[str, float]) -> dict[str, float]:
-    """Standard errors between two courses of each figure, step by step; figures that are not known are left out."""
+def _distances(
+    one: Sequence[Row], other: Sequence[Row], noise: Mapping[str, float]
+) -> dict[str, float]:
+    """Standard errors between two courses of each figure, step by step; figures that are not known
+    are left out."""
     found = {}
     for figure in FIGURES:
         pairs = [(_value(figure, a), _value(figure, b)) for a, b in zip(one, other, strict=False)]

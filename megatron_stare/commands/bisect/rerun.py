@@ -1,4 +1,5 @@
-"""Some steps of a run made again from a checkpoint, in a folder and a process of their own: the run is only read."""
+"""Some steps of a run made again from a checkpoint, in a folder and a process of their own: the run
+is only read."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ SETTINGS: dict[str, Any] = {
     "run.keep_checkpoints": 1_000_000,
     "run.rollouts_kept": 0,
     "eval": {"prompts": 0},
-    "checkpoint.self_test": False,  # which a change of the layout need not pass to the bit; unchanged steps prove more
+    # which a change of the layout need not pass to the bit; unchanged steps prove more
+    "checkpoint.self_test": False,
     "checkpoint.keep_best": 0,
     "checkpoint.best_by": None,
     "faults.hangs.enabled": False,
@@ -47,7 +49,8 @@ SETTINGS: dict[str, Any] = {
 
 
 def prepare(run: Path, checkpoint: Path, folder: Path, settings: Mapping[str, Any]) -> None:
-    """Makes a run directory that goes on from a checkpoint of another, whose files it shares and never writes.
+    """Makes a run directory that goes on from a checkpoint of another, whose files it shares and
+    never writes.
 
     Args:
         settings: by dotted key, in the place of the run's; None: as they are where nothing is set.
@@ -55,7 +58,9 @@ def prepare(run: Path, checkpoint: Path, folder: Path, settings: Mapping[str, An
     Raises:
         UserError: the folder cannot be written, or the settings do not go together.
     """
-    config = with_settings(load_recorded(run / CONFIG), {**SETTINGS, **settings, "run.dir": str(folder)})
+    config = with_settings(
+        load_recorded(run / CONFIG), {**SETTINGS, **settings, "run.dir": str(folder)}
+    )
     step = int(checkpoint.name.removeprefix("step_"))
     target = folder / "checkpoints" / checkpoint.name
     try:
@@ -68,14 +73,18 @@ def prepare(run: Path, checkpoint: Path, folder: Path, settings: Mapping[str, An
         write_atomically(folder / METRICS_FILE, rows)
         if (run / ROLLBACKS).exists():
             shutil.copyfile(run / ROLLBACKS, folder / ROLLBACKS)
-        if (run / CALLS).exists():  # tools of an environment are not asked again what they have answered
+        # tools of an environment are not asked again what they have answered
+        if (run / CALLS).exists():
             shutil.copytree(run / CALLS, folder / CALLS)
     except OSError as error:
-        raise UserError(f"the steps cannot be made again there ({error.strerror})", where=str(folder)) from error
+        raise UserError(
+            f"the steps cannot be made again there ({error.strerror})", where=str(folder)
+        ) from error
 
 
 def _share(file: Path, place: Path) -> None:
-    """A second name of a file that nobody writes to; a copy of one that is small, or lies on another disk."""
+    """A second name of a file that nobody writes to; a copy of one that is small, or lies on
+    another disk."""
     if file.name != RUN_STATE:
         with contextlib.suppress(OSError):
             os.link(file, place)
@@ -84,8 +93,8 @@ def _share(file: Path, place: Path) -> None:
 
 
 def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
-    """The configuration with other values by dotted key; None: the default. Raises ConfigError where they do not go
-    together."""
+    """The configuration with other values by dotted key; None: the default. Raises ConfigError
+    where they do not go together."""
     tree = copy.deepcopy(yaml.safe_load(dump_yaml(config)))
     tree.pop("format", None)
     for dotted, value in settings.items():
@@ -106,20 +115,31 @@ def make_again(folder: Path, change: str, last: int) -> list[dict[str, Any]]:
     Raises:
         UserError: they could not be made; says what the process said last.
     """
-    command = [sys.executable, "-m", "megatron_stare.commands.bisect.rerun", str(folder), change, str(last)]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_stare.commands.bisect.rerun",
+        str(folder),
+        change,
+        str(last),
+    ]
     with (folder / LOG).open("w") as log:
-        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False)
+        done = subprocess.run(
+            command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False
+        )
     if done.returncode:
         said = [line for line in (folder / LOG).read_text().splitlines() if line.strip()]
         errors = [line for line in said if line.startswith("error: ")]
         raise UserError(
-            errors[-1].removeprefix("error: ") if errors else "\n".join(said[-_SHOWN:]), where=str(folder / LOG)
+            errors[-1].removeprefix("error: ") if errors else "\n".join(said[-_SHOWN:]),
+            where=str(folder / LOG),
         )
     return read_metrics(folder / METRICS_FILE)
 
 
 def main(folder: Path, change: str, last: int) -> int:
-    """Makes the steps up to `last` in this process. Returns its exit code: 0, or 2 after an error that is printed."""
+    """Makes the steps up to `last` in this process. Returns its exit code: 0, or 2 after an error
+    that is printed."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
@@ -131,7 +151,8 @@ def main(folder: Path, change: str, last: int) -> int:
 
 
 def run_steps(folder: Path, change: str, last: int) -> None:
-    """The steps of the run in this folder up to `last`, which need not be the run's: its schedules are."""
+    """The steps of the run in this folder up to `last`, which need not be the run's: its schedules
+    are."""
     config = load_recorded(folder / CONFIG)
     inputs = read_inputs(config)
     # of a method: what is changed in the settings has been changed there
@@ -139,13 +160,17 @@ def run_steps(folder: Path, change: str, last: int) -> None:
     if (changed := methods.get(change)) is not None:
         run = inputs.run
         inputs = replace(inputs, run=ChangedRun(run.config, run.shape, changed(run.method)))
-    with HeldRun(config, inputs, resume=True, dump_step=None) as held, _UpTo(last, inputs, held) as session:
+    with (
+        HeldRun(config, inputs, resume=True, dump_step=None) as held,
+        _UpTo(last, inputs, held) as session,
+    ):
         make_steps(session)
 
 
 class _UpTo(Session):
-    """A session that ends with step `last`: what would be due after it - a checkpoint, an evaluation - is not asked.
-    It goes on where an engine with late weights, say, differs from the trainer by more than a run may."""
+    """A session that ends with step `last`: what would be due after it - a checkpoint, an
+    evaluation - is not asked. It goes on where an engine with late weights, say, differs from the
+    trainer by more than a run may."""
 
     def __init__(self, last: int, inputs: Inputs, held: HeldRun) -> None:
         super().__init__(inputs, held)

@@ -1,4 +1,5 @@
-"""Environment variables of one machine against a run, and settings of a run that only show late what is wrong."""
+"""Environment variables of one machine against a run, and settings of a run that only show late
+what is wrong."""
 
 from __future__ import annotations
 
@@ -43,8 +44,13 @@ def _allocator(seen: Mapping[str, str], config: Config) -> Finding:
     for name in ALLOCATORS:
         value = seen.get(name, "")
         if config.sglang.colocated and "expandable_segments:true" in value.lower():
-            mend = "unset it where Ray is started: neither the servers' memory saver nor CUDA IPC can share such memory"
-            return fault("allocator", f"{name}={value}, and servers are on the trainer's GPUs", mend)
+            mend = (
+                "unset it where Ray is started: neither the servers' memory saver nor CUDA IPC can"
+                " share such memory"
+            )
+            return fault(
+                "allocator", f"{name}={value}, and servers are on the trainer's GPUs", mend
+            )
     return ok("allocator", "nothing that servers on the trainer's GPUs could not share")
 
 
@@ -52,7 +58,10 @@ def _connections(shell: Mapping[str, str], config: Config, gpus: bool) -> Findin
     set_here = config.performance.cuda_connections
     value = shell.get(CONNECTIONS) if set_here is None else str(set_here)
     if gpus and config.parallel.tensor > 1 and config.parallel.sequence and value != "1":
-        mend = "performance.cuda_connections=1 lets tensor and sequence parallelism overlap with products"
+        mend = (
+            "performance.cuda_connections=1 lets tensor and sequence parallelism overlap with"
+            " products"
+        )
         return warning(CONNECTIONS, value or "not set", mend)
     return ok(CONNECTIONS, value or "not set, and not needed")
 
@@ -60,26 +69,41 @@ def _connections(shell: Mapping[str, str], config: Config, gpus: bool) -> Findin
 def _cumem(shell: Mapping[str, str], config: Config) -> Finding:
     """Compares the run's NCCL_CUMEM_ENABLE with the shell's, for servers that the run only joins.
 
-    Processes that the run starts get the run's value whatever the shell has; joined servers have the shell's.
+    Processes that the run starts get the run's value whatever the shell has; joined servers have
+    the shell's.
     """
     own, value = shared_environment(config).get(CUMEM), shell.get(CUMEM)
     if own is not None and config.sglang.urls and value is not None and value != own:
-        mend = f"start the servers of sglang.urls with {CUMEM}={own}, or set it alike in runtime.env"
-        return fault(CUMEM, f"{value} here, and the run sets {own} for its ranks: a group of both would hang", mend)
+        mend = (
+            f"start the servers of sglang.urls with {CUMEM}={own}, or set it alike in runtime.env"
+        )
+        return fault(
+            CUMEM,
+            f"{value} here, and the run sets {own} for its ranks: a group of both would hang",
+            mend,
+        )
     return ok(CUMEM, own or value or "not set")
 
 
 def _infiniband(seen: Mapping[str, str], facts: Facts) -> Finding:
-    """NCCL_IB_HCA: names, or beginnings of names, of adapters; `^` excludes, `=` wants whole names."""
+    """NCCL_IB_HCA: names, or beginnings of names, of adapters; `^` excludes, `=` wants whole
+    names."""
     value = seen.get("NCCL_IB_HCA", "")
     names = [name.partition(":")[0] for name in value.lstrip("^=").split(",") if name]
     exact = "=" in value[:2]
-    lost = [n for n in names if not any(a == n if exact else a.startswith(n) for a in facts.infiniband)]
+    lost = [
+        n for n in names if not any(a == n if exact else a.startswith(n) for a in facts.infiniband)
+    ]
     if lost and not value.startswith("^"):
-        mend = f"adapters there: {', '.join(facts.infiniband) or 'none'}; NCCL would use sockets, ten times slower"
+        mend = (
+            f"adapters there: {', '.join(facts.infiniband) or 'none'}; NCCL would use sockets, ten"
+            " times slower"
+        )
         return fault("NCCL_IB_HCA", f"{value}: there is no adapter {', '.join(lost)}", mend)
     if facts.infiniband and seen.get("NCCL_IB_DISABLE") == "1":
-        return warning("NCCL_IB_HCA", "NCCL_IB_DISABLE=1 though there are adapters", "unset NCCL_IB_DISABLE")
+        return warning(
+            "NCCL_IB_HCA", "NCCL_IB_DISABLE=1 though there are adapters", "unset NCCL_IB_DISABLE"
+        )
     return ok("NCCL_IB_HCA", value or f"not set; adapters: {', '.join(facts.infiniband) or 'none'}")
 
 
@@ -89,15 +113,30 @@ def _interface(variable: str, seen: Mapping[str, str], facts: Facts, several: bo
     exact = variable.startswith("GLOO") or value.startswith("=")
     names = [name for name in value.lstrip("=").split(",") if name]
     if value and not value.startswith("^"):
-        found = [each for each in there for name in names if (each == name if exact else each.startswith(name))]
+        found = [
+            each
+            for each in there
+            for name in names
+            if (each == name if exact else each.startswith(name))
+        ]
         if not found:
-            return fault(variable, f"{value}: there is no such interface", f"one of {', '.join(sorted(there))}")
+            return fault(
+                variable,
+                f"{value}: there is no such interface",
+                f"one of {', '.join(sorted(there))}",
+            )
         if several and set(found) == {"lo"}:
             return fault(
-                variable, "lo, which no other node reaches", "name the network's interface in runtime.interface"
+                variable,
+                "lo, which no other node reaches",
+                "name the network's interface in runtime.interface",
             )
         if not any(there[each] for each in found):
-            return fault(variable, f"{value} has no IPv4 address", "name one that has: `ip -4 addr` lists them")
+            return fault(
+                variable,
+                f"{value} has no IPv4 address",
+                "name one that has: `ip -4 addr` lists them",
+            )
     return ok(variable, value or "not set")
 
 
@@ -105,7 +144,11 @@ def _visibility(shell: Mapping[str, str], config: Config) -> Finding:
     """Ray shows each rank its GPU by CUDA_VISIBLE_DEVICES; see docs/cluster.md."""
     noset, zero = (shell.get(name, "") for name in VISIBILITY)
     if noset not in ("", "0"):
-        return fault("Ray's device visibility", f"{VISIBILITY[0]}={noset}", "unset it: every rank would see all GPUs")
+        return fault(
+            "Ray's device visibility",
+            f"{VISIBILITY[0]}={noset}",
+            "unset it: every rank would see all GPUs",
+        )
     if config.sglang.colocated and zero not in ("", "0"):
         mend = "unset it: servers on the trainer's GPUs ask Ray for none, and would be shown none"
         return fault("Ray's device visibility", f"{VISIBILITY[1]}={zero}", mend)
@@ -114,13 +157,23 @@ def _visibility(shell: Mapping[str, str], config: Config) -> Finding:
 
 def _proxy(shell: Mapping[str, str], addresses: Sequence[str]) -> Finding:
     """Requests to servers, and Ray's own, are not to go through a proxy."""
-    named = [name for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY") if shell.get(name)]
+    named = [
+        name
+        for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+        if shell.get(name)
+    ]
     spared = _words([shell.get("no_proxy", ""), shell.get("NO_PROXY", "")])
     wanted = ["127.0.0.1", "localhost", *addresses]
-    missing = [each for each in wanted if "*" not in spared and not any(_covers(word, each) for word in spared)]
+    missing = [
+        each
+        for each in wanted
+        if "*" not in spared and not any(_covers(word, each) for word in spared)
+    ]
     if named and missing:
         mend = f"no_proxy={','.join([*sorted(spared), *missing])}, where Ray is started"
-        return fault("no_proxy", f"{named[0]} is set and no_proxy leaves out {', '.join(missing)}", mend)
+        return fault(
+            "no_proxy", f"{named[0]} is set and no_proxy leaves out {', '.join(missing)}", mend
+        )
     return ok("no_proxy", "nodes are spared" if named else "no proxy is set")
 
 
@@ -144,15 +197,15 @@ def _cache(shell: Mapping[str, str]) -> Finding:
 
 
 def check_timeouts(config: Config) -> Finding:
-    """The limit of a collective is how long a rank that hangs goes unseen. It need not be as long as a rollout: ranks
-    are in no collective then, see docs/cluster.md."""
+    """The limit of a collective is how long a rank that hangs goes unseen. It need not be as long
+    as a rollout: ranks are in no collective then, see docs/cluster.md."""
     seconds = config.faults.requests.collective_limit(config.runtime.timeout_s)
     if seconds > COLLECTIVE_S:
         return warning(
             "NCCL timeout",
             f"{seconds:.0f} s until a collective that lacks a rank fails",
-            f"leave faults.requests.collective_s out ({COLLECTIVE_S:.0f} s), unless ranks read weights or checkpoints "
-            "at speeds so far apart",
+            f"leave faults.requests.collective_s out ({COLLECTIVE_S:.0f} s), unless ranks read"
+            " weights or checkpoints at speeds so far apart",
         )
     return ok("NCCL timeout", f"{seconds:.0f} s")
 

@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from megatron_stare.commands.doctor.facts import Facts, FolderSeen
 from megatron_stare.commands.doctor.finding import Finding, fault, ok, warning
 
-OPEN_FILES, PROCESSES = 65536, 4096  # of a node with GPUs: Ray's own advice for clusters is 65536 files
+# of a node with GPUs: Ray's own advice for clusters is 65536 files
+OPEN_FILES, PROCESSES = 65536, 4096
 OPEN_FILES_ON_CPUS = 4096
-SHARED_MEMORY = 8 * 10**9  # Ray's objects and NCCL's buffers, on a node with GPUs; without any a run asks for less
+# Ray's objects and NCCL's buffers, on a node with GPUs; without any a run asks for less
+SHARED_MEMORY = 8 * 10**9
 SHARED_MEMORY_ON_CPUS = 128 * 2**20
 SKEW_S = 1.0  # beyond, leases of a shared file system and the order of logs go wrong
 SLOW_MB_S = 100.0  # a checkpoint of 460 GB over 32 ranks takes minutes at this
@@ -27,12 +29,21 @@ def check_limits(facts: Facts) -> list[Finding]:
     ):
         value = facts.limits[name]
         if 0 <= value < least:
-            found.append(fault(name, f"{value}", f"{why} {least}, in the shell that starts Ray or in limits.conf"))
+            found.append(
+                fault(
+                    name,
+                    f"{value}",
+                    f"{why} {least}, in the shell that starts Ray or in limits.conf",
+                )
+            )
         else:
             found.append(ok(name, "no limit" if value < 0 else f"{value}"))
     locked = facts.limits["locked memory"]
     if facts.infiniband and locked >= 0:
-        mend = "ulimit -l unlimited, in the shell that starts Ray; InfiniBand registers memory that is locked"
+        mend = (
+            "ulimit -l unlimited, in the shell that starts Ray; InfiniBand registers memory that is"
+            " locked"
+        )
         found.append(fault("locked memory", f"{locked // 1024} kB", mend))
     return found
 
@@ -42,7 +53,10 @@ def check_shared_memory(facts: Facts) -> Finding:
     least = SHARED_MEMORY if facts.gpus else SHARED_MEMORY_ON_CPUS
     seen = f"{free / 1e9:.2f} of {whole / 1e9:.2f} GB free"
     if free < least:
-        mend = f"at least {least / 1e9:.2f} GB: --shm-size of the container, or remove what lies in /dev/shm"
+        mend = (
+            f"at least {least / 1e9:.2f} GB: --shm-size of the container, or remove what lies in"
+            " /dev/shm"
+        )
         return fault("/dev/shm", seen, mend)
     return ok("/dev/shm", seen)
 
@@ -55,12 +69,15 @@ def check_clock(asked: float, told: float, answered: float) -> Finding:
     """
     skew = told - asked if told < asked else max(told - answered, 0.0)
     if abs(skew) > SKEW_S:
-        return fault("clock", f"{skew:+.1f} s from this machine's", "run chrony or ntpd on every node")
+        return fault(
+            "clock", f"{skew:+.1f} s from this machine's", "run chrony or ntpd on every node"
+        )
     return ok("clock", f"within {SKEW_S:.0f} s of this machine's")
 
 
 def check_topology(facts: Facts, tensor: int) -> Finding:
-    """Checks by `nvidia-smi topo -m` that links within groups of `tensor` neighbouring GPUs leave no PCIe bridge."""
+    """Checks by `nvidia-smi topo -m` that links within groups of `tensor` neighbouring GPUs leave
+    no PCIe bridge."""
     links = parse_topology(facts.topology)
     count = len(links)
     far = [
@@ -71,15 +88,23 @@ def check_topology(facts: Facts, tensor: int) -> Finding:
         if links[a][b] in FAR
     ]
     if far:
-        mend = f"a tensor group of {tensor} wants NVLink (NV#): a smaller parallel.tensor, or other nodes"
+        mend = (
+            f"a tensor group of {tensor} wants NVLink (NV#): a smaller parallel.tensor, or other"
+            " nodes"
+        )
         return warning("GPU topology", f"no link within a tensor group: {', '.join(far[:3])}", mend)
-    return ok("GPU topology", f"{count} GPUs; groups of {tensor} are linked" if count > 1 else f"{count} GPUs")
+    return ok(
+        "GPU topology",
+        f"{count} GPUs; groups of {tensor} are linked" if count > 1 else f"{count} GPUs",
+    )
 
 
 def parse_topology(table: str) -> list[list[str]]:
     """Row by row, how each GPU reaches each: 'X', 'NV18', 'PIX', 'PXB', 'PHB', 'NODE' or 'SYS'."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", table)  # its header is underlined
-    rows = [line.split() for line in plain.splitlines() if re.match(r"GPU\d+\s", line) and "\t" in line]
+    rows = [
+        line.split() for line in plain.splitlines() if re.match(r"GPU\d+\s", line) and "\t" in line
+    ]
     rows = [row for row in rows if row[1:] and not row[1].startswith("GPU")]
     return [row[1 : 1 + len(rows)] for row in rows]
 
@@ -91,7 +116,9 @@ def check_ports(ports: Sequence[int], host: str = "") -> Finding:
     taken = [port for port in range(ports[0], ports[-1] + 1) if not _free(host, port)]
     if taken:
         seen = f"{len(taken)} of {ports[-1] - ports[0] + 1} are in use, {taken[0]} among them"
-        return fault("ports", seen, "end what listens there, or name another range in runtime.ports")
+        return fault(
+            "ports", seen, "end what listens there, or name another range in runtime.ports"
+        )
     return ok("ports", f"{ports[0]} to {ports[-1]} are free")
 
 
@@ -108,16 +135,28 @@ def check_folder(seen: FolderSeen) -> list[Finding]:
     """The folder of runs: written, renamed and locked as a checkpoint wants it."""
     where = f"folder {seen.path}"
     if seen.error:
-        return [fault(where, seen.error, "name a folder that can be written, on a file system of all nodes")]
+        return [
+            fault(
+                where,
+                seen.error,
+                "name a folder that can be written, on a file system of all nodes",
+            )
+        ]
     found = []
     if not seen.renames:
         mend = "checkpoints appear by a rename: use a file system that has it"
         found.append(fault(where, "a folder could not be renamed", mend))
     if not seen.locks:
-        mend = "mount it with locks (NFS: without nolock; Lustre: -o flock): two processes could write one run"
+        mend = (
+            "mount it with locks (NFS: without nolock; Lustre: -o flock): two processes could write"
+            " one run"
+        )
         found.append(fault(where, "a lock that is held was given away again", mend))
     if seen.mb_s < SLOW_MB_S:
-        mend = "use a parallel file system for runs; checkpoints are written in the background, but must end"
+        mend = (
+            "use a parallel file system for runs; checkpoints are written in the background, but"
+            " must end"
+        )
         found.append(warning(where, f"written at {seen.mb_s:.0f} MB/s", mend))
     return found or [ok(where, f"renames, locks, {seen.mb_s:.0f} MB/s")]
 
@@ -126,5 +165,9 @@ def check_seen_by_all(path: str, saw: Mapping[str, bool]) -> Finding:
     blind = [node for node, there in saw.items() if not there]
     if blind:
         seen = f"a file written here is not there on {', '.join(blind)}"
-        return fault(f"folder {path}", seen, "runs and models lie on a file system that all nodes mount alike")
+        return fault(
+            f"folder {path}",
+            seen,
+            "runs and models lie on a file system that all nodes mount alike",
+        )
     return ok(f"folder {path}", f"seen by all {len(saw)} nodes")

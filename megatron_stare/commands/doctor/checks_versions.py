@@ -14,18 +14,34 @@ PYTHONS = ((3, 10), (3, 13))
 PINNED = {"torch": "2.13.0", "ray": "2.60.0"}
 MEGATRON = {'python_version < "3.12"': "0.16.1", 'python_version >= "3.12"': "0.19.2"}
 SETUP = "bash scripts/setup_env.sh"
-# least driver of a CUDA release on Linux: NVIDIA, CUDA Toolkit release notes, minor-version compatibility
+# least driver of a CUDA release on Linux: NVIDIA, CUDA Toolkit release notes, minor-version
+# compatibility
 LEAST_DRIVER = {12: (525, 60), 13: (580, 0)}
-ALIKE = ("python", "torch", "cuda", "nccl", "megatron-core", "transformer-engine", "apex", "flash-attn", "ray")
+ALIKE = (
+    "python",
+    "torch",
+    "cuda",
+    "nccl",
+    "megatron-core",
+    "transformer-engine",
+    "apex",
+    "flash-attn",
+    "ray",
+)
 
 
 def check_versions(facts: Facts, config: Config | None) -> list[Finding]:
-    """Checks the versions of packages on one machine; `config` is the planned run, if one is given."""
+    """Checks the versions of packages on one machine; `config` is the planned run, if one is
+    given."""
     versions = facts.versions
     found = [_python(versions), _megatron(versions)]
     found += [_pinned(name, versions, wanted) for name, wanted in PINNED.items()]
     if facts.gpus:
-        found += [_cuda(versions), _transformer_engine(versions, config), _flash_attention(versions)]
+        found += [
+            _cuda(versions),
+            _transformer_engine(versions, config),
+            _flash_attention(versions),
+        ]
     return found + _apex(facts)
 
 
@@ -37,7 +53,8 @@ def _python(versions: Mapping[str, str]) -> Finding:
 
 
 def _megatron(versions: Mapping[str, str]) -> Finding:
-    """The newest release for the Python that is installed; what has not been run with 0.19.2 is said."""
+    """The newest release for the Python that is installed; what has not been run with 0.19.2 is
+    said."""
     older, newest = MEGATRON.values()
     python = _numbers(versions["python"])[:2]
     if python > PYTHONS[1]:  # which is a fault of its own
@@ -45,7 +62,9 @@ def _megatron(versions: Mapping[str, str]) -> Finding:
     wanted = newest if python >= (3, 12) else older
     finding = _pinned("megatron-core", versions, wanted)
     if finding.level == "ok" and wanted == newest:
-        return ok("megatron-core", f"{newest}; not run with it: most slow tests, GPUs, Transformer Engine")
+        return ok(
+            "megatron-core", f"{newest}; not run with it: most slow tests, GPUs, Transformer Engine"
+        )
     return finding
 
 
@@ -54,18 +73,26 @@ def _pinned(name: str, versions: Mapping[str, str], wanted: str) -> Finding:
     if found is None:
         return fault(name, "not installed", SETUP)
     if found.partition("+")[0] != wanted:
-        return fault(name, f"{found}, not {wanted}, the one release that is tested", f"{SETUP} installs it")
+        return fault(
+            name, f"{found}, not {wanted}, the one release that is tested", f"{SETUP} installs it"
+        )
     return ok(name, found)
 
 
 def _cuda(versions: Mapping[str, str]) -> Finding:
     cuda, driver = versions.get("cuda"), versions.get("driver", "")
     if cuda is None:
-        return fault("cuda", "there are GPUs, and PyTorch was built without CUDA", "install PyTorch's build with CUDA")
+        return fault(
+            "cuda",
+            "there are GPUs, and PyTorch was built without CUDA",
+            "install PyTorch's build with CUDA",
+        )
     least = LEAST_DRIVER.get(_numbers(cuda)[0], (0, 0))
     said = f"CUDA {cuda}, NCCL {versions.get('nccl', 'none')}, driver {driver or 'unknown'}"
     if driver and _numbers(driver)[:2] < least:
-        return fault("cuda", said, f"CUDA {_numbers(cuda)[0]} needs a driver of {_text(least)} or newer")
+        return fault(
+            "cuda", said, f"CUDA {_numbers(cuda)[0]} needs a driver of {_text(least)} or newer"
+        )
     if "nccl" not in versions:
         return fault("cuda", said, "ranks on GPUs speak NCCL: install PyTorch's build with it")
     return ok("cuda", said)
@@ -77,34 +104,58 @@ def _transformer_engine(versions: Mapping[str, str], config: Config | None) -> F
         return ok("transformer engine", found)
     mend = "pip install --no-build-isolation transformer-engine[pytorch]"
     if config is not None and config.parallel.context > 1:
-        return fault("transformer engine", "not installed, and context parallelism needs its attention", mend)
-    return warning("transformer engine", "not installed; mixtures of experts and context parallelism need it", mend)
+        return fault(
+            "transformer engine", "not installed, and context parallelism needs its attention", mend
+        )
+    return warning(
+        "transformer engine",
+        "not installed; mixtures of experts and context parallelism need it",
+        mend,
+    )
 
 
 def _flash_attention(versions: Mapping[str, str]) -> Finding:
     found = versions.get("flash-attn")
     if found is not None:
         return ok("flash attention", found)
-    return warning("flash attention", "not installed", "Transformer Engine brings cuDNN's; pip install flash-attn")
+    return warning(
+        "flash attention",
+        "not installed",
+        "Transformer Engine brings cuDNN's; pip install flash-attn",
+    )
 
 
 def _apex(facts: Facts) -> list[Finding]:
-    """NVIDIA's is not on the index; what `pip install apex` brings is a web framework's part of that name."""
+    """NVIDIA's is not on the index; what `pip install apex` brings is a web framework's part of
+    that name."""
     found = facts.versions.get("apex")
     if found is None or facts.apex_is_nvidias:
         return [ok("apex", found or "not installed, and not needed beside Transformer Engine")]
     mend = "pip uninstall apex; where it is wanted, build NVIDIA's from its source"
-    return [fault("apex", f"{found} has no amp_C: it is another package of that name, or built without CUDA", mend)]
+    return [
+        fault(
+            "apex",
+            f"{found} has no amp_C: it is another package of that name, or built without CUDA",
+            mend,
+        )
+    ]
 
 
 def check_server_version(version: str | None, supported: Sequence[str]) -> Finding:
-    """Checks the server's release in the environment that rollout servers start in; None: it has no server."""
+    """Checks the server's release in the environment that rollout servers start in; None: it has no
+    server."""
     if version is None:
         return fault(
-            "server environment", "it has no server", "set it up, or name the Python of another: docs/doctor.md"
+            "server environment",
+            "it has no server",
+            "set it up, or name the Python of another: docs/doctor.md",
         )
     if version not in supported:
-        return fault("server environment", f"{version}, not one of {', '.join(supported)}", "install one of these")
+        return fault(
+            "server environment",
+            f"{version}, not one of {', '.join(supported)}",
+            "install one of these",
+        )
     return ok("server environment", version)
 
 
@@ -115,7 +166,9 @@ def check_alike(nodes: Mapping[str, Facts]) -> list[Finding]:
         versions = {node: facts.versions.get(name, "none") for node, facts in nodes.items()}
         if len(set(versions.values())) > 1:
             seen = ", ".join(f"{version} on {node}" for node, version in versions.items())
-            found.append(fault(f"{name} on all nodes", seen, "install the same environment on every node"))
+            found.append(
+                fault(f"{name} on all nodes", seen, "install the same environment on every node")
+            )
     return found or [ok("versions on all nodes", f"alike on {len(nodes)}")]
 
 

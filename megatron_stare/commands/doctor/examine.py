@@ -10,7 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_stare.commands.doctor.checks_environment import check_environment, check_interface_setting, check_timeouts
+from megatron_stare.commands.doctor.checks_environment import (
+    check_environment,
+    check_interface_setting,
+    check_timeouts,
+)
 from megatron_stare.commands.doctor.checks_machine import (
     check_clock,
     check_folder,
@@ -20,7 +24,11 @@ from megatron_stare.commands.doctor.checks_machine import (
     check_shared_memory,
     check_topology,
 )
-from megatron_stare.commands.doctor.checks_versions import check_alike, check_server_version, check_versions
+from megatron_stare.commands.doctor.checks_versions import (
+    check_alike,
+    check_server_version,
+    check_versions,
+)
 from megatron_stare.commands.doctor.facts import Facts, local_facts, look_at_folder, marker
 from megatron_stare.commands.doctor.finding import Finding, ok, warning
 from megatron_stare.config.schema import Config
@@ -59,7 +67,10 @@ def of_machine(facts: Facts, config: Config | None, addresses: Sequence[str] = (
     if facts.gpus:
         found.append(check_topology(facts, tensor))
     if config is not None:
-        found += [*check_environment(facts, config, addresses), check_interface_setting(facts, config)]
+        found += [
+            *check_environment(facts, config, addresses),
+            check_interface_setting(facts, config),
+        ]
     return found
 
 
@@ -76,14 +87,19 @@ def _cluster(config: Config, folder: Path, bandwidth: bool) -> list[Finding]:
         for number, name in enumerate(names):
             asked = time.time()
             (facts,) = workers.wait([workers.start_on(number, "facts")])
-            judged = [check_clock(asked, facts.clock, time.time()), *of_machine(facts, config, addresses)]
+            judged = [
+                check_clock(asked, facts.clock, time.time()),
+                *of_machine(facts, config, addresses),
+            ]
             (ports,) = workers.wait([workers.start_on(number, "ports", list(config.runtime.ports))])
             nodes[name] = facts
             found += [each.of(name) for each in (*judged, ports)]
         found += check_alike(nodes)
         with marker(folder) as path:
             if path is not None:
-                saw = workers.wait([workers.start_on(number, "sees", str(path)) for number in range(len(names))])
+                saw = workers.wait(
+                    [workers.start_on(number, "sees", str(path)) for number in range(len(names))]
+                )
                 found.append(check_seen_by_all(str(folder), dict(zip(names, saw, strict=True))))
         if bandwidth and len(names) > 1:
             found.append(_cluster_bandwidth(workers, addresses, nodes))
@@ -96,29 +112,40 @@ def _cluster(config: Config, folder: Path, bandwidth: bool) -> list[Finding]:
 def _cluster_bandwidth(workers: Any, addresses: Sequence[str], nodes: dict[str, Facts]) -> Finding:
     (place,) = workers.wait([workers.start_on(0, "meeting_place", addresses[0])])
     world = len(addresses)
-    measured = workers.wait([workers.start_on(rank, "bandwidth", rank, world, place) for rank in range(world)])
+    measured = workers.wait(
+        [workers.start_on(rank, "bandwidth", rank, world, place) for rank in range(world)]
+    )
     return judge_bandwidth(min(measured), f"{world} nodes, gloo")
 
 
 def _local_bandwidth() -> Finding:
-    """Two processes of this machine over gloo; over NCCL, `nccl_ranks` of scripts/gpu_check.sh is the check."""
+    """Two processes of this machine over gloo; over NCCL, `nccl_ranks` of scripts/gpu_check.sh is
+    the check."""
     from megatron_stare.commands.doctor.node_probe import measure_bandwidth
 
     place = f"tcp://{HERE}:{free_port(HERE, (0,))}"
     with multiprocessing.get_context("spawn").Pool(2) as pool:
-        measured = pool.starmap(measure_bandwidth, [(rank, 2, place) for rank in range(2)], chunksize=1)
+        measured = pool.starmap(
+            measure_bandwidth, [(rank, 2, place) for rank in range(2)], chunksize=1
+        )
     return judge_bandwidth(min(measured), "two processes of this machine, gloo")
 
 
 def judge_bandwidth(gb_s: float, between: str) -> Finding:
     seen = f"{gb_s:.2f} GB/s between {between}"
     if gb_s < SLOW_GB_S:
-        return warning("bandwidth", seen, "is runtime.interface the fast network? `ip -s link` shows what is used")
+        return warning(
+            "bandwidth",
+            seen,
+            "is runtime.interface the fast network? `ip -s link` shows what is used",
+        )
     return ok("bandwidth", seen)
 
 
 def as_json(found: Sequence[Finding]) -> str:
-    return json.dumps({"ok": not faults(found), "findings": [asdict(each) for each in found]}, indent=2)
+    return json.dumps(
+        {"ok": not faults(found), "findings": [asdict(each) for each in found]}, indent=2
+    )
 
 
 def as_text(found: Sequence[Finding]) -> str:
@@ -130,7 +157,9 @@ def as_text(found: Sequence[Finding]) -> str:
         lines.append(f"{each.level:<8} {each.subject:<{width}}  {each.seen}")
         if each.mend:
             lines.append(f"{'':<8} {'':<{width}}  mend: {each.mend}")
-    count = {level: sum(each.level == level for each in found) for level in ("fault", "warning", "ok")}
+    count = {
+        level: sum(each.level == level for each in found) for level in ("fault", "warning", "ok")
+    }
     lines.append(f"{count['fault']} faults, {count['warning']} warnings, {count['ok']} ok")
     return "\n".join(lines)
 

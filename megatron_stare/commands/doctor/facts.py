@@ -1,4 +1,5 @@
-"""Looks at one machine, and judges nothing: versions, limits, devices, environment, what a folder of it can do."""
+"""Looks at one machine, and judges nothing: versions, limits, devices, environment, what a folder
+of it can do."""
 
 from __future__ import annotations
 
@@ -23,7 +24,16 @@ import psutil
 
 from megatron_stare.process.versions import versions
 
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "flash-attn", "ray", "transformers", "numpy")
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "transformer-engine",
+    "apex",
+    "flash-attn",
+    "ray",
+    "transformers",
+    "numpy",
+)
 # what a run or its libraries read
 VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -62,8 +72,8 @@ _SECOND_LOCK = (
 class Facts:
     """The facts of one machine.
 
-    versions: of packages, of 'python', 'cuda' as PyTorch has it, 'nccl' as it is loaded, and of 'driver'; only what is
-        there.
+    versions: of packages, of 'python', 'cuda' as PyTorch has it, 'nccl' as it is loaded, and of
+        'driver'; only what is there.
     apex_is_nvidias: whether the `apex` that is installed has NVIDIA's compiled optimizers.
     gpus: memory of each, bytes; topology: the table of `nvidia-smi topo -m`, empty without GPUs.
     limits: soft limits by name; -1: none.
@@ -91,7 +101,9 @@ def local_facts() -> Facts:
         host=socket.gethostname(),
         versions=_versions(),
         apex_is_nvidias=importlib.util.find_spec("amp_C") is not None,
-        gpus=tuple(int(line) * 2**20 for line in _smi("--query-gpu=memory.total").split() if line.isdigit()),
+        gpus=tuple(
+            int(line) * 2**20 for line in _smi("--query-gpu=memory.total").split() if line.isdigit()
+        ),
         topology=_output("nvidia-smi", "topo", "-m"),
         limits={
             "open files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -103,7 +115,9 @@ def local_facts() -> Facts:
             name: tuple(each.address for each in addresses if each.family == socket.AF_INET)
             for name, addresses in psutil.net_if_addrs().items()
         },
-        infiniband=tuple(sorted(each.name for each in INFINIBAND.iterdir())) if INFINIBAND.is_dir() else (),
+        infiniband=tuple(sorted(each.name for each in INFINIBAND.iterdir()))
+        if INFINIBAND.is_dir()
+        else (),
         environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
         clock=time.time(),
     )
@@ -124,8 +138,8 @@ def _versions() -> dict[str, str]:
 
 
 def loaded_nccl() -> str | None:
-    """Release of the NCCL that a process here loads, which need not be the one that PyTorch was built with, all that
-    torch.cuda.nccl.version() says; None: it loads none."""
+    """Release of the NCCL that a process here loads, which need not be the one that PyTorch was
+    built with, all that torch.cuda.nccl.version() says; None: it loads none."""
     number = ctypes.c_int()
     try:
         if ctypes.CDLL(NCCL).ncclGetVersion(ctypes.byref(number)) != 0:
@@ -145,7 +159,9 @@ def _output(tool: str, *arguments: str) -> str:
     path = shutil.which(tool)
     if path is None:
         return ""
-    done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=TOOL_S, check=False)
+    done = subprocess.run(
+        [path, *arguments], capture_output=True, text=True, timeout=TOOL_S, check=False
+    )
     return done.stdout if done.returncode == 0 else ""
 
 
@@ -158,7 +174,8 @@ def _shared_memory() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class FolderSeen:
-    """renames: a folder under another name is there at once; locks: a lock that one process holds no other gets;
+    """renames: a folder under another name is there at once; locks: a lock that one process holds
+    no other gets;
     mb_s: 10^6 bytes a second, written and synced. error: why nothing could be tried."""
 
     path: str

@@ -12,7 +12,8 @@ Level = Literal["ok", "warning", "fault"]
 class Finding:
     """Result of one check: what was looked at, what was seen, and, unless it is ok, what to do.
 
-    subject: what it is about, such as 'open files'; a node's name before it where there are several.
+    subject: what it is about, such as 'open files'; a node's name before it where there are
+    several.
     level: a fault ends or spoils a run; a warning may cost time, or matters on some clusters alone.
     """
 

@@ -1,4 +1,5 @@
-"""Worker of the doctor on each node of a cluster: looks at the node, and is one end of a bandwidth measurement."""
+"""Worker of the doctor on each node of a cluster: looks at the node, and is one end of a bandwidth
+measurement."""
 
 from __future__ import annotations
 
@@ -43,10 +44,12 @@ class NodeProbe:
 
 
 def measure_bandwidth(rank: int, world: int, meeting_place: str) -> float:
-    """Bus bandwidth of an all-reduce over `world` ranks and gloo, 10^9 bytes a second: 2 (n - 1) / n of the message's
-    bytes by the time of the quickest round, as NCCL's tests count it."""
+    """Bus bandwidth of an all-reduce over `world` ranks and gloo, 10^9 bytes a second: 2 (n - 1) /
+    n of the message's bytes by the time of the quickest round, as NCCL's tests count it."""
     limit = timedelta(seconds=LIMIT_S)
-    dist.init_process_group("gloo", init_method=meeting_place, rank=rank, world_size=world, timeout=limit)
+    dist.init_process_group(
+        "gloo", init_method=meeting_place, rank=rank, world_size=world, timeout=limit
+    )
     try:
         message, times = torch.zeros(MEASURED // 4, dtype=torch.float32), []
         for _ in range(ROUNDS):

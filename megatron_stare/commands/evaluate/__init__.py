@@ -1,1 +1,2 @@
-"""`megatron-stare eval`: evaluates a run or a model folder on problems, and resumes an evaluation."""
+"""`megatron-stare eval`: evaluates a run or a model folder on problems, and resumes an
+evaluation."""

@@ -1,4 +1,5 @@
-"""`megatron-stare eval`: its arguments, and what it does with them. Torch is imported when it runs."""
+"""`megatron-stare eval`: its arguments, and what it does with them. Torch is imported when it
+runs."""
 
 from __future__ import annotations
 
@@ -18,27 +19,39 @@ _PARTS = 20  # lines of progress a task, where there is no terminal
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The command's."""
-    command.add_argument("config", help="YAML file: its model, tasks (eval.tasks), engines and verifiers are used")
-    command.add_argument("overrides", nargs="*", metavar="key=value", help="dotted settings that replace the file's")
+    command.add_argument(
+        "config", help="YAML file: its model, tasks (eval.tasks), engines and verifiers are used"
+    )
+    command.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="dotted settings that replace the file's"
+    )
     command.add_argument(
         "--checkpoint",
         type=Path,
         required=True,
         metavar="X",
-        help="Hugging Face folder, run directory (its newest checkpoint) or distributed checkpoint; the same model as "
-        "model.path",
+        help=(
+            "Hugging Face folder, run directory (its newest checkpoint) or distributed checkpoint;"
+            " the same model as model.path"
+        ),
     )
     command.add_argument(
-        "--tasks", metavar="A,B", help="names of tasks of eval.tasks; default: all, those too that training leaves out"
+        "--tasks",
+        metavar="A,B",
+        help="names of tasks of eval.tasks; default: all, those too that training leaves out",
     )
     command.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder of responses and results; one that is there already is gone on with. Default: evals/NAME, of the "
-        "run's name and the checkpoint's path",
+        help=(
+            "folder of responses and results; one that is there already is gone on with. Default:"
+            " evals/NAME, of the run's name and the checkpoint's path"
+        ),
     )
-    command.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
+    command.add_argument(
+        "--json", action="store_true", help="print the results as JSON instead of a table"
+    )
 
 
 def run_command(args: argparse.Namespace) -> int:
@@ -58,9 +71,15 @@ def run_command(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are forked and spawned around it
+    # workers are forked and spawned around it
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are local folders
-    from megatron_stare.commands.evaluate.offline_evaluation import default_out, read, refuse_missing, run
+    from megatron_stare.commands.evaluate.offline_evaluation import (
+        default_out,
+        read,
+        refuse_missing,
+        run,
+    )
     from megatron_stare.evaluation.results import table  # imports torch
 
     refuse_missing(args.checkpoint)
@@ -69,13 +88,22 @@ def _run(args: argparse.Namespace) -> None:
     out = args.out or default_out(config, opened.checkpoint.path)
     records = run(opened, out, _shown, _say)
     if args.json:
-        print(json.dumps({"checkpoint": str(opened.checkpoint.path), "out": str(out), "tasks": records}, indent=2))
+        print(
+            json.dumps(
+                {"checkpoint": str(opened.checkpoint.path), "out": str(out), "tasks": records},
+                indent=2,
+            )
+        )
         return
-    print(f"{opened.checkpoint.path}, after step {opened.checkpoint.step}\n\n{table(records)}\n\n{out}/")
+    print(
+        f"{opened.checkpoint.path}, after step"
+        f" {opened.checkpoint.step}\n\n{table(records)}\n\n{out}/"
+    )
 
 
 def _shown(task: str) -> Callable[[int, int], None]:
-    """Returns a callback that prints a task's progress: one line that moves on a terminal, else 20 lines a task."""
+    """Returns a callback that prints a task's progress: one line that moves on a terminal, else 20
+    lines a task."""
     last = -1
 
     def told(done: int, wanted: int) -> None:
@@ -83,7 +111,9 @@ def _shown(task: str) -> Callable[[int, int], None]:
         part = done * _PARTS // wanted
         text = f"{task}: {done} of {wanted} responses"
         if sys.stderr.isatty():
-            print(f"\r\033[K{text}", end="\n" if done == wanted else "", file=sys.stderr, flush=True)
+            print(
+                f"\r\033[K{text}", end="\n" if done == wanted else "", file=sys.stderr, flush=True
+            )
         elif part > last:
             _say(text)
         last = max(last, part)

@@ -1,4 +1,5 @@
-"""The folder of one `megatron-stare eval`: what is evaluated, every response as it comes, and the results.
+"""The folder of one `megatron-stare eval`: what is evaluated, every response as it comes, and the
+results.
 
     evaluation.json   what is evaluated and how: checkpoint, tasks, decoding, seeds
     config.yaml       the resolved configuration
@@ -7,7 +8,8 @@
     results.json      the record of every task that is done
     heartbeat.json    what the evaluation is at; and blackbox/, where it hung (docs/black_box.md)
 
-A process that is killed leaves a folder that the same command goes on with: a response is in it whole or not at all.
+A process that is killed leaves a folder that the same command goes on with: a response is in it
+whole or not at all.
 """
 
 from __future__ import annotations
@@ -35,11 +37,12 @@ class EvaluationFolder:
     """Held by one process at a time.
 
     Args:
-        what: by name, what a response depends on; of `tasks` by task. A folder takes no responses of anything else;
-            tasks may be added.
+        what: by name, what a response depends on; of `tasks` by task. A folder takes no responses
+            of anything else; tasks may be added.
 
     Raises:
-        UserError: it cannot be written, another process has it, it is damaged, or what is in it is of something else.
+        UserError: it cannot be written, another process has it, it is damaged, or what is in it is
+            of something else.
     """
 
     def __init__(self, path: Path, what: Mapping[str, Any], config: str) -> None:
@@ -68,12 +71,16 @@ class EvaluationFolder:
 
     def _hold(self) -> None:
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by the kernel when the process ends, however
+            # freed by the kernel when the process ends, however
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise UserError("another process is evaluating into this folder", where=str(self.path)) from error
+            raise UserError(
+                "another process is evaluating into this folder", where=str(self.path)
+            ) from error
 
     def _written(self, what: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the folder's record from here on: what the folder holds, and the tasks that are new.
+        """Returns the folder's record from here on: what the folder holds, and the tasks that are
+        new.
 
         Raises UserError where the folder holds something else, or responses made in another way.
         """
@@ -81,14 +88,19 @@ class EvaluationFolder:
         if not (self.path / EVALUATION).exists():
             if any(entry.name != ".lock" for entry in self.path.iterdir()):
                 raise UserError(
-                    "there is something else in this folder", where=str(self.path), fix="name another --out"
+                    "there is something else in this folder",
+                    where=str(self.path),
+                    fix="name another --out",
                 )
             return now
         before = self._read(EVALUATION)
-        added = {name: task for name, task in now["tasks"].items() if name not in before.get("tasks", {})}
+        added = {
+            name: task for name, task in now["tasks"].items() if name not in before.get("tasks", {})
+        }
         for key, old in _flat(before).items():
             new = _flat(now).get(key)
-            if new != old and not (new is None and key.startswith("tasks.")):  # a task that is left out this time
+            # a task that is left out this time
+            if new != old and not (new is None and key.startswith("tasks.")):
                 raise UserError(
                     f"its responses are of {key} {old}, now it is {new}",
                     where=str(self.path),
@@ -109,8 +121,12 @@ class EvaluationFolder:
         try:
             response, task = Response.read(row), (str(row["task"]), bool(row["greedy"]))
         except KeyError as error:
-            raise DataError(f"a response without {error}", where=str(self.path / RESPONSES)) from error
-        self._responses.setdefault(task, {}).setdefault((response.prompt, response.sample), response)
+            raise DataError(
+                f"a response without {error}", where=str(self.path / RESPONSES)
+            ) from error
+        self._responses.setdefault(task, {}).setdefault(
+            (response.prompt, response.sample), response
+        )
 
     def task(self, name: str) -> KeptResponses:
         """The responses of a task; see evaluator.Kept."""
@@ -121,7 +137,8 @@ class EvaluationFolder:
         return self._responses.setdefault((task, greedy), {})
 
     def add(self, task: str, greedy: bool, response: Response) -> None:
-        """Takes one more; it is the kernel's when this returns, so no kill of this process loses it."""
+        """Takes one more; it is the kernel's when this returns, so no kill of this process loses
+        it."""
         row = {"task": task, "greedy": greedy, **response.record()}
         assert self._file is not None
         try:
@@ -145,7 +162,9 @@ class EvaluationFolder:
 
     def _store(self, name: str, tree: Mapping[str, Any]) -> None:
         temporary = self.path / f".{name}.tmp"
-        temporary.write_text(json.dumps(json.loads(to_line(tree)), indent=2, ensure_ascii=False) + "\n")
+        temporary.write_text(
+            json.dumps(json.loads(to_line(tree)), indent=2, ensure_ascii=False) + "\n"
+        )
         os.replace(temporary, self.path / name)
 
     def close(self) -> None:
@@ -170,5 +189,7 @@ class KeptResponses:
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+        flat |= (
+            _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+        )
     return flat

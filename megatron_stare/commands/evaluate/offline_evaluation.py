@@ -33,7 +33,11 @@ from megatron_stare.process.workers import Handle
 from megatron_stare.registry import Extension
 from megatron_stare.rewards.known_answers import open_pool
 from megatron_stare.rewards.verifier_pool import VerifierPool
-from megatron_stare.rollout.engines.model_folder import check_vocabulary, load_tokenizer, stop_token_ids
+from megatron_stare.rollout.engines.model_folder import (
+    check_vocabulary,
+    load_tokenizer,
+    stop_token_ids,
+)
 from megatron_stare.rollout.engines.replicas import replica_count, replica_nodes
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.sources.rollout_source import Progress
@@ -52,7 +56,8 @@ Shown = Callable[[str], Progress]  # of a task, what is told responses done and 
 class Checkpoint:
     """The weights to be evaluated.
 
-    path: a Hugging Face folder, or a distributed checkpoint. step: training steps behind them, as far as they say it.
+    path: a Hugging Face folder, or a distributed checkpoint. step: training steps behind them, as
+    far as they say it.
     """
 
     path: Path
@@ -69,8 +74,11 @@ class Checkpoint:
         return cls(path, True, RunState.read(path).step if (path / RUN_STATE).exists() else 0)
 
     def identity(self) -> dict[str, Any]:
-        """Identity of the weights at a path: the path, the step, and a digest of file names, sizes and write times."""
-        files = sorted(file for file in self.path.iterdir() if file.suffix in (".safetensors", ".distcp"))
+        """Identity of the weights at a path: the path, the step, and a digest of file names, sizes
+        and write times."""
+        files = sorted(
+            file for file in self.path.iterdir() if file.suffix in (".safetensors", ".distcp")
+        )
         held = [(file.name, (found := file.stat()).st_size, found.st_mtime_ns) for file in files]
         return {"path": str(self.path), "step": self.step, "files": _digest(held)}
 
@@ -90,7 +98,10 @@ class Opened:
         config = self.config
         return {
             "checkpoint": self.checkpoint.identity(),
-            "engine": {"name": config.rollout.engine.written(), "dtype": config.sglang.dtype or config.model.dtype},
+            "engine": {
+                "name": config.rollout.engine.written(),
+                "dtype": config.sglang.dtype or config.model.dtype,
+            },
             "tasks": {name: _what(evaluation) for name, evaluation in self.evaluations.items()},
         }
 
@@ -113,8 +124,10 @@ def read(config: Config, checkpoint: Path, tasks: Sequence[str]) -> Opened:
         raise ConfigError(
             "an evaluation starts engines of one node alone",
             where="sglang.nodes",
-            fix="start the servers yourself and name them in sglang.urls, or set sglang.nodes=1 on GPUs that hold the "
-            "model",
+            fix=(
+                "start the servers yourself and name them in sglang.urls, or set sglang.nodes=1 on"
+                " GPUs that hold the model"
+            ),
         )
     chosen = _chosen(config, tasks)
     for task in chosen.values():
@@ -128,15 +141,22 @@ def read(config: Config, checkpoint: Path, tasks: Sequence[str]) -> Opened:
         shape,
         found,
         stop_token_ids(config.model.path, tokenizer),
-        {name: Evaluation(t, t.problems(tokenizer), t.environment(tokenizer)) for name, t in chosen.items()},
+        {
+            name: Evaluation(t, t.problems(tokenizer), t.environment(tokenizer))
+            for name, t in chosen.items()
+        },
     )
 
 
-def run(opened: Opened, out: Path, shown: Shown, note: Callable[[str], None]) -> dict[str, dict[str, Any]]:
-    """Evaluates every task, and returns its record by name. What is in `out` already is not done again.
+def run(
+    opened: Opened, out: Path, shown: Shown, note: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
+    """Evaluates every task, and returns its record by name. What is in `out` already is not done
+    again.
 
     Raises:
-        UserError: the folder is another evaluation's; or engines, verifiers or the disk fail: what was answered stays.
+        UserError: the folder is another evaluation's; or engines, verifiers or the disk fail: what
+            was answered stays.
     """
     config, step = opened.config, opened.checkpoint.step
     records: dict[str, dict[str, Any]] = {}
@@ -151,7 +171,9 @@ def run(opened: Opened, out: Path, shown: Shown, note: Callable[[str], None]) ->
         folder = EvaluationFolder(out, opened.what(), dump_yaml(config))
         stack.callback(folder.close)
         missing = {name: _missing(folder, name, each) for name, each in opened.evaluations.items()}
-        if kept := sum(each.wanted for each in missing.values()) - sum(each.left for each in missing.values()):
+        if kept := sum(each.wanted for each in missing.values()) - sum(
+            each.left for each in missing.values()
+        ):
             note(f"{kept} responses are in {out} already")
         watched = Watched(config, out, step, port_share(config, 0, replica_count(config)))
         stack.callback(watched.close)
@@ -203,17 +225,24 @@ def _missing(folder: EvaluationFolder, name: str, evaluation: Evaluation) -> _Mi
 
 
 def _load(
-    opened: Opened, engines: EnginePool, share: Callable[[Any], Handle], converted: Path, watched: Watched
+    opened: Opened,
+    engines: EnginePool,
+    share: Callable[[Any], Handle],
+    converted: Path,
+    watched: Watched,
 ) -> None:
     """Gives the engines the weights, and has them prove that they arrived."""
     folder, config = opened.checkpoint.path, opened.config
     if opened.checkpoint.distributed:
-        if not converted.exists():  # else of an evaluation that was killed; it is there whole or not at all
+        # else of an evaluation that was killed; it is there whole or not at all
+        if not converted.exists():
             with watched.phase("conversion"):
                 megatron_to_hf(folder, converted, Path(config.model.path), Options())
         folder = converted
     dtype = getattr(torch, config.model.dtype)
-    weights = FolderWeights(folder, opened.shape, dtype, config.rollout.sync_bucket_mb * 10**6, share)
+    weights = FolderWeights(
+        folder, opened.shape, dtype, config.rollout.sync_bucket_mb * 10**6, share
+    )
     with watched.phase("sync"):
         engines.update_weights(opened.checkpoint.step, weights)
 
@@ -253,12 +282,19 @@ def _digest(thing: Any) -> str:
 
 
 def default_out(config: Config, checkpoint: Path) -> Path:
-    """evals/NAME, the name that of the run and of the last folders of the checkpoint's path: the same every time."""
-    parts = [part for part in checkpoint.absolute().parts[-3:] if part not in ("/", "checkpoints", "runs")]
+    """evals/NAME, the name that of the run and of the last folders of the checkpoint's path: the
+    same every time."""
+    parts = [
+        part
+        for part in checkpoint.absolute().parts[-3:]
+        if part not in ("/", "checkpoints", "runs")
+    ]
     return Path("evals") / "-".join([config.run.name, *parts])
 
 
 def refuse_missing(checkpoint: Path) -> None:
     """Raises UserError where there is nothing at all."""
     if not checkpoint.exists():
-        raise UserError("there is no such folder", where=f"--checkpoint {checkpoint}", fix="correct the path")
+        raise UserError(
+            "there is no such folder", where=f"--checkpoint {checkpoint}", fix="correct the path"
+        )

@@ -1,8 +1,9 @@
-"""Lets unpatched megatron-core run on a machine without CUDA, and build models without data on any machine.
+"""Lets unpatched megatron-core run on a machine without CUDA, and build models without data on any
+machine.
 
-Everything is a reversible substitution inside one context, entered around each call into Megatron and refused where
-CUDA is available, unless the model is one without data. docs/architecture.md lists what megatron-core asks of CUDA on
-the paths used here.
+Everything is a reversible substitution inside one context, entered around each call into Megatron
+and refused where CUDA is available, unless the model is one without data. docs/architecture.md
+lists what megatron-core asks of CUDA on the paths used here.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def substituted(owner: Any, name: str, value: Any, *, absent: bool = False) -> I
         absent: whether the name may be missing before.
 
     Raises:
-        AttributeError: the name is missing: this release of the upstream is not the one that was looked at.
+        AttributeError: the name is missing: this release of the upstream is not the one that was
+            looked at.
     """
     before = vars(owner).get(name, _ABSENT)
     if before is _ABSENT and not absent:
@@ -55,17 +57,25 @@ def substituted(owner: Any, name: str, value: Any, *, absent: bool = False) -> I
 
 
 class _CudaMeansOurs(TorchFunctionMode):
-    """`device="cuda"` means this rank's, `.cuda()` is self, memory is not pinned, `.type()` answers with the CUDA names
-    that optimizers look for."""
+    """`device="cuda"` means this rank's, `.cuda()` is self, memory is not pinned, `.type()` answers
+    with the CUDA names that optimizers look for."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
         if not kwargs:
             result = func(*args)
-            return _CUDA_TYPES.get(result, result) if func is torch.Tensor.type and len(args) == 1 else result
+            return (
+                _CUDA_TYPES.get(result, result)
+                if func is torch.Tensor.type and len(args) == 1
+                else result
+            )
         asked = kwargs.get("device")
         if asked is not None and torch.device(asked).type == "cuda":
             kwargs = {**kwargs, "device": device().type}
@@ -75,7 +85,8 @@ class _CudaMeansOurs(TorchFunctionMode):
 
 
 class _InertStream:
-    """Stands where mixture-of-experts layers want a side stream for copies to the host; here there are none."""
+    """Stands where mixture-of-experts layers want a side stream for copies to the host; here there
+    are none."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -92,7 +103,9 @@ def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _get_random_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+def _get_random_state(
+    device: Any = "cuda", clone: bool = False, graph_safe: bool = False
+) -> torch.Tensor:
     """The state of the one generator that there is, where recomputation asks for the device's."""
     return torch.get_rng_state()
 
@@ -104,7 +117,8 @@ def _set_random_state(new_state: torch.Tensor, device: Any = -1, graph_safe: boo
 
 @contextlib.contextmanager
 def cpu_backend() -> Iterator[None]:
-    """While open, megatron-core's CUDA calls mean the CPU, or the meta device. Every attribute is restored on exit.
+    """While open, megatron-core's CUDA calls mean the CPU, or the meta device. Every attribute is
+    restored on exit.
 
     Raises:
         RuntimeError: CUDA is available and the model has data, so nothing must be substituted.
@@ -129,7 +143,8 @@ def cpu_backend() -> Iterator[None]:
 
 
 def backend() -> contextlib.AbstractContextManager[None]:
-    """Context for every call into Megatron: nothing where this rank uses CUDA, else the CPU substitutions."""
+    """Context for every call into Megatron: nothing where this rank uses CUDA, else the CPU
+    substitutions."""
     return contextlib.nullcontext() if uses_cuda() else cpu_backend()
 
 
@@ -139,7 +154,8 @@ def uses_cuda() -> bool:
 
 
 def has_transformer_engine() -> bool:
-    """Returns True if layers, attention included, are Transformer Engine's; False: they are Megatron's local ones."""
+    """Returns True if layers, attention included, are Transformer Engine's; False: they are
+    Megatron's local ones."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
@@ -155,7 +171,7 @@ _on_meta = False
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """While open, the device of this process is the meta device, with CUDA or without: what is built has names, shapes
-    and dtypes, and no data."""
+    """While open, the device of this process is the meta device, with CUDA or without: what is
+    built has names, shapes and dtypes, and no data."""
     with substituted(sys.modules[__name__], "_on_meta", True):
         yield

@@ -1,4 +1,5 @@
-"""Joins the process group and cuts it into Megatron's parallel groups. The only reader of Megatron's global state."""
+"""Joins the process group and cuts it into Megatron's parallel groups. The only reader of
+Megatron's global state."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Layout:
     ep: int
     expert_dp_rank: int  # among the replicas of its experts
     tp_group: ProcessGroup
-    dp_group: ProcessGroup  # ranks that hold different tokens of the batch: of other data and of other chunks
+    # ranks that hold different tokens of the batch: of other data and of other chunks
+    dp_group: ProcessGroup
     cp_group: ProcessGroup  # ranks that hold different chunks of the same sequences
     stage_group: ProcessGroup  # all ranks of this pipeline stage
     model_group: ProcessGroup  # ranks that hold the whole model between them, this one among them
@@ -45,12 +47,16 @@ class Layout:
 
     @property
     def is_reporting_rank(self) -> bool:
-        """Marks the one rank that reports results: last stage, first of its tensor, data and context groups."""
+        """Marks the one rank that reports results: last stage, first of its tensor, data and
+        context groups."""
         return self.last_stage and self.tp_rank == self.dp_rank == self.cp_rank == 0
 
 
-def join(parallel: ParallelConfig, rank: int, init_method: str, seed: int, timeout_s: float) -> Layout:
-    """Initialises torch.distributed (NCCL with CUDA, else gloo) and Megatron's groups. Call once per process.
+def join(
+    parallel: ParallelConfig, rank: int, init_method: str, seed: int, timeout_s: float
+) -> Layout:
+    """Initialises torch.distributed (NCCL with CUDA, else gloo) and Megatron's groups. Call once
+    per process.
 
     Args:
         init_method: where the ranks meet, 'tcp://host:port' or 'file:///path'.
@@ -61,7 +67,9 @@ def join(parallel: ParallelConfig, rank: int, init_method: str, seed: int, timeo
         UserError: the ranks cannot meet there.
     """
     cuda = torch.cuda.is_available()
-    gc.collect()  # a former model is a reference cycle; its groups keep dozens of threads that wake up all the time
+    # a former model is a reference cycle; its groups keep dozens of threads that wake up all the
+    # time
+    gc.collect()
     try:
         dist.init_process_group(
             "nccl" if cuda else "gloo",
@@ -94,17 +102,24 @@ def cut_world(parallel: ParallelConfig, rank: int, timeout_s: float) -> Layout:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
-            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline
+            if parallel.virtual_pipeline > 1
+            else None,
             context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
-            expert_tensor_parallel_size=1,  # whole experts: cut ones would need gathers of uneven sizes
+            # whole experts: cut ones would need gathers of uneven sizes
+            expert_tensor_parallel_size=1,
             distributed_timeout_minutes=timeout_s / 60,
         )
         if not uses_cuda():
             # without dropout nothing draws from the tracker; the CUDA one cannot exist here
-            tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+            tensor_parallel.random.initialize_rng_tracker(
+                inference_rng_tracker=True, force_reset=True
+            )
     # experts are spread over data ranks
-    model_group = parallel_state.get_model_parallel_group() if parallel.expert == 1 else dist.group.WORLD
+    model_group = (
+        parallel_state.get_model_parallel_group() if parallel.expert == 1 else dist.group.WORLD
+    )
     assert model_group is not None
     return Layout(
         rank=rank,

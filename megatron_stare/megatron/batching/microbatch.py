@@ -1,8 +1,9 @@
-"""One rank's part of a rollout batch: micro-batches for the model, and the flat view that methods see.
+"""One rank's part of a rollout batch: micro-batches for the model, and the flat view that methods
+see.
 
-Shape legend: b rows and s positions of a micro-batch (packed: one row of all tokens); n response positions of a
-micro-batch, those of the loss mask; N those of this rank, micro-batch after micro-batch; B samples of the whole batch;
-L layers and K experts a token of a mixture of experts.
+Shape legend: b rows and s positions of a micro-batch (packed: one row of all tokens); n response
+positions of a micro-batch, those of the loss mask; N those of this rank, micro-batch after
+micro-batch; B samples of the whole batch; L layers and K experts a token of a mixture of experts.
 """
 
 from __future__ import annotations
@@ -32,18 +33,22 @@ class MicroBatch:
 
     tokens: Tensor  # [b, s] int64
     positions: Tensor  # [b, s] int64
-    rows: Tensor  # [n] int64, rows of the flattened [b s] outputs that predict a response token of the loss mask
+    # [n] int64, rows of the flattened [b s] outputs that predict a response token of the loss mask
+    rows: Tensor
     targets: Tensor  # [n] int64, the tokens they predict
     span: slice  # where these n stand among the rank's N
     layout: SequenceLayout
     packing: PackedSequences | None = None
-    # [L, s, b, K] where the engine sent every token in every layer, as routers see them; stays on the host
+    # [L, s, b, K] where the engine sent every token in every layer, as routers see them; stays on
+    # the host
     experts: Tensor | None = None
 
     def to(self, device: torch.device, *, bounds: bool) -> MicroBatch:
         """On the model's device, without waiting for it. bounds: see PackedSequences.to."""
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS}
-        return replace(self, **moved, packing=self.packing.to(device, bounds=bounds) if self.packing else None)
+        return replace(
+            self, **moved, packing=self.packing.to(device, bounds=bounds) if self.packing else None
+        )
 
     def pinned(self) -> MicroBatch:
         """In memory that a GPU copies from by itself."""
@@ -57,9 +62,11 @@ _TENSORS = ("tokens", "positions", "rows", "targets")
 
 
 class RankBatch:
-    """A share of a rollout batch as micro-batches, following the plan. They stay on the host until their turn comes.
+    """A share of a rollout batch as micro-batches, following the plan. They stay on the host until
+    their turn comes.
 
-    index, sequence, position: [N] int64 canonical number, sample and place in its response of every position here.
+    index, sequence, position: [N] int64 canonical number, sample and place in its response of every
+    position here.
     held: [N] int64 where they stand in the share's columns.
 
     Args:
@@ -70,7 +77,12 @@ class RankBatch:
     """
 
     def __init__(
-        self, share: RankShare, plan: MicroBatchPlan, dp_rank: int, device: torch.device, layout: SequenceLayout
+        self,
+        share: RankShare,
+        plan: MicroBatchPlan,
+        dp_rank: int,
+        device: torch.device,
+        layout: SequenceLayout,
     ) -> None:
         if share.samples.tolist() != plan.samples_of(dp_rank):
             raise ValueError(f"data rank {dp_rank} was given the share of another")
@@ -81,7 +93,9 @@ class RankBatch:
         self.micro_batches: list[MicroBatch] = []
         samples = [torch.tensor(each, dtype=torch.int64) for each in plan.ranks[dp_rank]]
         found, done = [], 0
-        for chosen, full in zip(samples, layout.lay_out([share.lengths[each] for each in samples]), strict=True):
+        for chosen, full in zip(
+            samples, layout.lay_out([share.lengths[each] for each in samples]), strict=True
+        ):
             whole = layout.share(full, share.prompt_lengths[chosen], share.groups[chosen])
             micro, where = _micro_batch(share, chosen, layout.split(whole), done, layout)
             micro = replace(micro, packing=layout.describe(whole, HOST))
@@ -89,7 +103,9 @@ class RankBatch:
             found.append(where)
             done += micro.rows.numel()
         self.sequence, self.position, self.held = torch.cat(found, dim=1)
-        self.index = (share.response_lengths.cumsum(0) - share.response_lengths)[self.sequence] + self.position
+        self.index = (share.response_lengths.cumsum(0) - share.response_lengths)[
+            self.sequence
+        ] + self.position
 
     def token_batch(self, log_prob: Tensor, entropy: Tensor) -> TokenBatch:
         """The flat view of this rank's positions of a batch that was judged.
@@ -125,14 +141,16 @@ class RankBatch:
         )
 
     def mini_batch(self, number: int) -> RankBatch:
-        """The micro-batches of one optimizer step alone; their spans are still those among the rank's N."""
+        """The micro-batches of one optimizer step alone; their spans are still those among the
+        rank's N."""
         part = copy.copy(self)
         part.micro_batches = self.micro_batches[self.plan.mini_batches[number]]
         return part
 
     @property
     def span(self) -> slice:
-        """The range in which the response positions of these micro-batches stand among the rank's N."""
+        """The range in which the response positions of these micro-batches stand among the rank's
+        N."""
         return slice(self.micro_batches[0].span.start, self.micro_batches[-1].span.stop)
 
     def tokens_of(self, number: int, tokens: TokenBatch) -> TokenBatch:
@@ -162,16 +180,19 @@ class RankBatch:
 def _micro_batch(
     share: RankShare, chosen: Tensor, grid: Grid, done: int, layout: SequenceLayout
 ) -> tuple[MicroBatch, Tensor]:
-    """The micro-batch of the chosen samples, and [3, n] of its response positions: the sample, the place in the
-    response, the place in the share's columns."""
-    number = torch.cat([chosen, torch.zeros(1, dtype=torch.int64)])  # the last is what padding (-1) points to
+    """The micro-batch of the chosen samples, and [3, n] of its response positions: the sample, the
+    place in the response, the place in the share's columns."""
+    # the last is what padding (-1) points to
+    number = torch.cat([chosen, torch.zeros(1, dtype=torch.int64)])
     real = grid.sample >= 0
     sample, token = number[grid.sample], grid.token
     # the output at token c predicts token c + 1
     first, last = share.prompt_lengths[sample] - 1, share.lengths[sample] - 1
     rows = (real & (token >= first) & (token < last)).flatten().nonzero().squeeze(1)
     sequence, position = sample.flatten()[rows], (token - first).flatten()[rows]
-    where = torch.stack([sequence, position, share.starts(share.response_lengths)[sequence] + position])
+    where = torch.stack(
+        [sequence, position, share.starts(share.response_lengths)[sequence] + position]
+    )
     kept = share.loss_mask[where[2]]
     rows, where = rows[kept], where[:, kept]
     source = share.starts(share.lengths)[sample] + token
@@ -179,7 +200,11 @@ def _micro_batch(
     tokens[real] = share.tokens[source[real]].to(torch.int64)
     targets = share.tokens[source.flatten()[rows] + 1].to(torch.int64)
     if grid.shared is not None:  # of a row: [1, s]
-        tokens, token, rows = tokens[:, grid.shared.fed], token[:, grid.shared.fed], grid.shared.stands[rows]
+        tokens, token, rows = (
+            tokens[:, grid.shared.fed],
+            token[:, grid.shared.fed],
+            grid.shared.stands[rows],
+        )
     span = slice(done, done + rows.numel())
     experts = None
     if share.experts is not None:
@@ -187,14 +212,17 @@ def _micro_batch(
         experts = torch.full((*real.shape, *share.experts.shape[1:]), unknown(dtype), dtype=dtype)
         experts[real] = share.experts[source[real]]
         experts = experts.permute(2, 1, 0, 3).contiguous()  # [b, s, L, K] as routers take them
-    return MicroBatch(tokens, token.contiguous(), rows, targets, span, layout, experts=experts), where
+    return MicroBatch(
+        tokens, token.contiguous(), rows, targets, span, layout, experts=experts
+    ), where
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of the ranks' `x`, on every rank. All must call it, and all or none take its gradient.
+    """The sum of the ranks' `x`, on every rank. All must call it, and all or none take its
+    gradient.
 
-    Every rank's loss is its own part of a sum: with L = sum_r L_r and y = sum_r x_r the gradient in x_r is
-    sum_q dL_q / dy, so the gradients are summed over the ranks as well.
+    Every rank's loss is its own part of a sum: with L = sum_r L_r and y = sum_r x_r the gradient in
+    x_r is sum_q dL_q / dy, so the gradients are summed over the ranks as well.
     """
     return _SumOverRanks.apply(x, group)
 

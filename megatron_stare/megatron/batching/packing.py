@@ -1,16 +1,20 @@
-"""Sequences laid end to end (thd), as Megatron's packed_seq_params and as our CPU attention want them.
+"""Sequences laid end to end (thd), as Megatron's packed_seq_params and as our CPU attention want
+them.
 
-Prompts that several responses of a micro-batch have in common are passed through the model once: a prompt's hidden
-states depend on nothing behind it, so those of one sample serve all samples of its group. Layers are given it once,
-and attention alone, in which responses look back at it, repeats its queries, keys and values.
+Prompts that several responses of a micro-batch have in common are passed through the model once: a
+prompt's hidden states depend on nothing behind it, so those of one sample serve all samples of its
+group. Layers are given it once, and attention alone, in which responses look back at it, repeats
+its queries, keys and values.
 
-For attention on a CPU tokens are spread to padded groups of sequences, and back, with backward passes that only copy.
-Indexing would add every gradient into a tensor of zeros, row by row; here it is known where each came from.
+For attention on a CPU tokens are spread to padded groups of sequences, and back, with backward
+passes that only copy. Indexing would add every gradient into a tensor of zeros, row by row; here it
+is known where each came from.
 
-Shape legend: t tokens of a micro-batch, b sequences of a group, s the longest of a group; under context parallelism m
-positions of the longest that this rank holds, and t / C tokens of the micro-batch. p places of all groups laid end to
-end, padding included. In `shared_columns` s positions of a packed row with every prompt before each of its responses,
-k of them the model is fed.
+Shape legend: t tokens of a micro-batch, b sequences of a group, s the longest of a group; under
+context parallelism m positions of the longest that this rank holds, and t / C tokens of the
+micro-batch. p places of all groups laid end to end, padding included. In `shared_columns` s
+positions of a packed row with every prompt before each of its responses, k of them the model is
+fed.
 """
 
 from __future__ import annotations
@@ -36,15 +40,17 @@ class SharedColumns:
     """The columns of a packed row that the model is fed.
 
     fed: [k] int64, ascending.
-    stands: [s] int64, of every column the place among those fed at which its token, or the same of another sample,
-        stands.
+    stands: [s] int64, of every column the place among those fed at which its token, or the same of
+        another sample, stands.
     """
 
     fed: Tensor
     stands: Tensor
 
 
-def shared_columns(sample: Tensor, token: Tensor, prompts: Tensor, groups: Tensor, multiple: int) -> SharedColumns:
+def shared_columns(
+    sample: Tensor, token: Tensor, prompts: Tensor, groups: Tensor, multiple: int
+) -> SharedColumns:
     """Finds the columns to feed, of a row in which sequences stand end to end.
 
     Args:
@@ -79,8 +85,8 @@ class Spread:
     index: [p] int64, a token.
     inverse: [t] int64, a place of every token: the one that counts where it has several.
     shapes: (b, s) of every group.
-    repeated: whether tokens stand at several places whose gradients are not 0 (prompts that responses share); padding,
-        whose gradient is 0, repeats tokens as well and does not count.
+    repeated: whether tokens stand at several places whose gradients are not 0 (prompts that
+        responses share); padding, whose gradient is 0, repeats tokens as well and does not count.
     """
 
     index: Tensor
@@ -96,8 +102,8 @@ class Spread:
         """[t, ...] -> [b, s, ...] of every group.
 
         Args:
-            collected: a token's gradient comes from the place in `inverse` alone, as that of queries does, of whose
-                outputs `collect` takes no other.
+            collected: a token's gradient comes from the place in `inverse` alone, as that of
+                queries does, of whose outputs `collect` takes no other.
         """
         sums = self.repeated and not collected
         places = _Spread.apply(tokens, self.index, None if sums else self.inverse)
@@ -145,8 +151,9 @@ class _Collect(Function):
 class PackedSequences(PackedSeqParams):
     """Megatron's parameters, and the tokens' places in an attention over padded groups.
 
-    Without `cu_seqlens_q` rotary embeddings are those of each token's position (megatron/model/model.py): Megatron's
-    own for packed sequences without fusion cuts the tokens into sequences in every layer, and on a device waits for it.
+    Without `cu_seqlens_q` rotary embeddings are those of each token's position
+    (megatron/model/model.py): Megatron's own for packed sequences without fusion cuts the tokens
+    into sequences in every layer, and on a device waits for it.
 
     queries: of this rank's tokens; padding repeats a sequence's last one.
     keys, positions: under context parallelism alone, where queries are a part of the keys.
@@ -154,8 +161,10 @@ class PackedSequences(PackedSeqParams):
 
     queries: Spread | None = None
     keys: Spread | None = None  # of the tokens of all ranks, laid end to end in order of rank
-    tokens: Tensor | None = None  # [t] int64, where each of them stands in its sequence; for latent attention
-    positions: tuple[Tensor, ...] = ()  # each [b, m] int64 on the host: where a group's queries stand in their sequence
+    # [t] int64, where each of them stands in its sequence; for latent attention
+    tokens: Tensor | None = None
+    # each [b, m] int64 on the host: where a group's queries stand in their sequence
+    positions: tuple[Tensor, ...] = ()
 
     def pinned(self) -> PackedSequences:
         """In memory that a GPU copies from by itself."""
@@ -183,13 +192,17 @@ class PackedSequences(PackedSeqParams):
 
 
 def pack(
-    lengths: list[int], device: torch.device, place: Zigzag = WHOLE, shared: SharedColumns | None = None
+    lengths: list[int],
+    device: torch.device,
+    place: Zigzag = WHOLE,
+    shared: SharedColumns | None = None,
 ) -> PackedSequences:
     """The description of sequences of these lengths laid end to end, in order.
 
     Args:
         place: which of their positions this rank holds.
-        shared: which of the tokens the model is fed, and in the place of which others; not where ranks hold parts.
+        shared: which of the tokens the model is fed, and in the place of which others; not where
+            ranks hold parts.
     """
     held = [length // place.ranks for length in lengths]
     groups = _alike(lengths)
@@ -210,7 +223,8 @@ def pack(
     if place.ranks > 1:
         packed.keys = _spread(lengths, groups, place.order(lengths))
         packed.positions = tuple(
-            pad_sequence([place.positions(lengths[i]) for i in members], batch_first=True) for members in groups
+            pad_sequence([place.positions(lengths[i]) for i in members], batch_first=True)
+            for members in groups
         )
     return packed._each(lambda tensor: tensor.to(device))
 
@@ -235,7 +249,8 @@ def _spread(lengths: list[int], groups: list[list[int]], order: Tensor | None = 
 
 
 def _rows(lengths: list[int], members: list[int]) -> tuple[Tensor, Tensor]:
-    """[b, s] int64 where the tokens of some of the sequences stand, and [b, s] bool which of these are not padding."""
+    """[b, s] int64 where the tokens of some of the sequences stand, and [b, s] bool which of these
+    are not padding."""
     sizes = torch.tensor(lengths)
     starts, size = (sizes.cumsum(0) - sizes)[members][:, None], sizes[members][:, None]
     column = torch.arange(int(size.max()))
@@ -243,7 +258,8 @@ def _rows(lengths: list[int], members: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _alike(lengths: list[int]) -> list[list[int]]:
-    """Numbers of the sequences in groups of like length, so that padding a group to its longest costs little."""
+    """Numbers of the sequences in groups of like length, so that padding a group to its longest
+    costs little."""
     groups: list[list[int]] = []
     longest = tokens = 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

@@ -1,7 +1,8 @@
-"""How the sequences of a micro-batch lie over the ranks that compute it together. One object decides it.
+"""How the sequences of a micro-batch lie over the ranks that compute it together. One object
+decides it.
 
-Shape legend: b rows and s positions of a micro-batch (packed: one row of all tokens), n response positions that this
-rank computes, H hidden size.
+Shape legend: b rows and s positions of a micro-batch (packed: one row of all tokens), n response
+positions that this rank computes, H hidden size.
 """
 
 from __future__ import annotations
@@ -22,15 +23,22 @@ from megatron_stare.config.performance import shares_prompts
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.backend.cpu_backend import has_transformer_engine
 from megatron_stare.megatron.backend.layout import Layout
-from megatron_stare.megatron.batching.packing import PackedSequences, SharedColumns, pack, shared_columns
+from megatron_stare.megatron.batching.packing import (
+    PackedSequences,
+    SharedColumns,
+    pack,
+    shared_columns,
+)
 from megatron_stare.megatron.batching.zigzag import WHOLE, Zigzag
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Which sample of a micro-batch ([b, s], -1: padding) and which of its tokens ([b, s]) stands at every position.
+    """Which sample of a micro-batch ([b, s], -1: padding) and which of its tokens ([b, s]) stands
+    at every position.
 
-    shared: of a packed row in which prompts stand more often than the model is fed them; None: it is fed all positions.
+    shared: of a packed row in which prompts stand more often than the model is fed them; None: it
+    is fed all positions.
     """
 
     sample: Tensor
@@ -48,22 +56,26 @@ class Grid:
 
 
 class SequenceLayout(ABC):
-    """Layout of sequences over positions and ranks, as micro-batches, the head and a step's sums need it.
+    """Layout of sequences over positions and ranks, as micro-batches, the head and a step's sums
+    need it.
 
-    A position brings its sample and token along, so that targets, canonical numbers and masks follow a split by
-    themselves. Ranks among which a sequence is split are given the same share of the batch.
+    A position brings its sample and token along, so that targets, canonical numbers and masks
+    follow a split by themselves. Ranks among which a sequence is split are given the same share of
+    the batch.
     """
 
     @abstractmethod
     def lay_out(self, lengths: Sequence[Tensor]) -> list[Grid]:
-        """Places the tokens of every micro-batch of a rank, given the lengths of its samples ([.] each)."""
+        """Places the tokens of every micro-batch of a rank, given the lengths of its samples ([.]
+        each)."""
 
     @abstractmethod
     def split(self, grid: Grid) -> Grid:
         """The positions that this rank's model is fed."""
 
     def share(self, grid: Grid, prompts: Tensor, groups: Tensor) -> Grid:
-        """The same grid, in which later copies of a prompt are not fed to the model where this layout allows it.
+        """The same grid, in which later copies of a prompt are not fed to the model where this
+        layout allows it.
 
         Args:
             prompts: [samples of the micro-batch] int64 tokens of each one's prompt.
@@ -73,12 +85,13 @@ class SequenceLayout(ABC):
 
     @abstractmethod
     def describe(self, grid: Grid, device: torch.device) -> PackedSequences | None:
-        """Boundaries of the sequences in a whole grid, for the attention; None: each row is one sequence."""
+        """Boundaries of the sequences in a whole grid, for the attention; None: each row is one
+        sequence."""
 
     @abstractmethod
     def rows(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """[n, H] hidden states of the response positions, on every rank that holds columns of the output layer; its
-        backward brings the gradient to wherever they came from.
+        """[n, H] hidden states of the response positions, on every rank that holds columns of the
+        output layer; its backward brings the gradient to wherever they came from.
 
         Args:
             hidden: [s, b, H] the last stage's output here, or a part of its s.
@@ -88,27 +101,28 @@ class SequenceLayout(ABC):
     @property
     @abstractmethod
     def group(self) -> ProcessGroup | None:
-        """Ranks that hold other tokens of the batch, over which sums, maxima and selects are reduced; None: this rank
-        holds all."""
+        """Ranks that hold other tokens of the batch, over which sums, maxima and selects are
+        reduced; None: this rank holds all."""
 
     @property
     def micro_batch_group(self) -> ProcessGroup | None:
-        """Ranks that hold other tokens of the same responses, in the same micro-batches; None: this rank holds them
-        whole."""
+        """Ranks that hold other tokens of the same responses, in the same micro-batches; None: this
+        rank holds them whole."""
         return None
 
 
 @dataclass(frozen=True)
 class WholeSequences(SequenceLayout):
-    """A sequence lies on all tensor-parallel ranks alike; under sequence parallelism Megatron cuts the positions of a
-    micro-batch, after the embedding, into one part a rank.
+    """A sequence lies on all tensor-parallel ranks alike; under sequence parallelism Megatron cuts
+    the positions of a micro-batch, after the embedding, into one part a rank.
 
     packed: sequences stand end to end in one row; else a row each, padded on the right.
     cut: sequence parallelism.
     multiple: positions of a micro-batch are padded to a multiple of this, so that they can be cut.
     each: packed sequences are each padded to a multiple of this.
     uniform: all micro-batches are given the shape of the largest.
-    share_prompts: a prompt that stands before several responses of a micro-batch is fed to the model once.
+    share_prompts: a prompt that stands before several responses of a micro-batch is fed to the
+    model once.
     """
 
     packed: bool = False
@@ -135,13 +149,17 @@ class WholeSequences(SequenceLayout):
     def share(self, grid: Grid, prompts: Tensor, groups: Tensor) -> Grid:
         if not self.share_prompts or not len(prompts):
             return grid
-        return replace(grid, shared=shared_columns(grid.sample[0], grid.token[0], prompts, groups, self.multiple))
+        return replace(
+            grid,
+            shared=shared_columns(grid.sample[0], grid.token[0], prompts, groups, self.multiple),
+        )
 
     def describe(self, grid: Grid, device: torch.device) -> PackedSequences | None:
         return pack(self.sequences(grid), device, shared=grid.shared) if self.packed else None
 
     def sequences(self, grid: Grid) -> list[int]:
-        """Lengths, padding included, of the sequences that stand end to end in every row of a whole grid."""
+        """Lengths, padding included, of the sequences that stand end to end in every row of a whole
+        grid."""
         columns = grid.token.shape[1]
         if not self.packed:
             return [columns]
@@ -163,8 +181,9 @@ class WholeSequences(SequenceLayout):
 
 @dataclass(frozen=True)
 class SplitSequences(WholeSequences):
-    """Context parallelism: every sequence, padded to a multiple of twice the ranks, is cut into chunks; a rank holds
-    two of them and feeds them to its model, whose attention exchanges keys and values.
+    """Context parallelism: every sequence, padded to a multiple of twice the ranks, is cut into
+    chunks; a rank holds two of them and feeds them to its model, whose attention exchanges keys and
+    values.
 
     data_group: ranks that hold other data or other chunks.
     place: of this rank among the context-parallel ones, which are `context_group`.
@@ -195,11 +214,16 @@ def sequence_layout(config: Config, layout: Layout) -> SequenceLayout:
         multiple=place.multiple * (layout.tp if parallel.sequence else 1),
         each=place.multiple,
         uniform=parallel.virtual_pipeline > 1,
-        # Transformer Engine's attention takes whole sequences; megatron/model/attention.py repeats what they share
+        # Transformer Engine's attention takes whole sequences; megatron/model/attention.py repeats
+        # what they share
         share_prompts=shares_prompts(config) and not has_transformer_engine(),
         data_group=layout.dp_group if layout.dp * layout.cp > 1 else None,
     )
-    return whole if layout.cp == 1 else SplitSequences(**vars(whole), place=place, context_group=layout.cp_group)
+    return (
+        whole
+        if layout.cp == 1
+        else SplitSequences(**vars(whole), place=place, context_group=layout.cp_group)
+    )
 
 
 def _padded(lengths: Tensor, multiple: int) -> Grid:
@@ -213,8 +237,8 @@ def _padded(lengths: Tensor, multiple: int) -> Grid:
 
 
 def _packed(lengths: Tensor, each: int, multiple: int) -> Grid:
-    """One row of all samples end to end, each padded to a multiple of `each`; padding to a `multiple` of all, where
-    there must be some, is a sequence of its own at the end."""
+    """One row of all samples end to end, each padded to a multiple of `each`; padding to a
+    `multiple` of all, where there must be some, is a sequence of its own at the end."""
     sizes = lengths + -lengths % each
     total = int(sizes.sum())
     padding = multiple if total == 0 else -total % multiple

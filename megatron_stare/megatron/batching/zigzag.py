@@ -1,7 +1,8 @@
-"""Which positions of a sequence a context-parallel rank holds: two chunks, one from either end, as Megatron's rotary
-embeddings and Transformer Engine's attention take it.
+"""Which positions of a sequence a context-parallel rank holds: two chunks, one from either end, as
+Megatron's rotary embeddings and Transformer Engine's attention take it.
 
-Shape legend: L positions of a sequence, t positions of sequences laid end to end, C context-parallel ranks.
+Shape legend: L positions of a sequence, t positions of sequences laid end to end, C
+context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -44,11 +45,16 @@ class Zigzag:
     def columns(self, lengths: Sequence[int]) -> Tensor:
         """[t / C] int64 the columns that this rank holds of sequences laid end to end."""
         starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-        return torch.cat([start + self.positions(length) for start, length in zip(starts, lengths, strict=False)])
+        return torch.cat(
+            [start + self.positions(length) for start, length in zip(starts, lengths, strict=False)]
+        )
 
     def order(self, lengths: Sequence[int]) -> Tensor:
-        """[t] int64 where every column stands once the parts of all ranks are laid end to end in order of rank."""
-        return torch.cat([Zigzag(rank, self.ranks).columns(lengths) for rank in range(self.ranks)]).argsort()
+        """[t] int64 where every column stands once the parts of all ranks are laid end to end in
+        order of rank."""
+        return torch.cat(
+            [Zigzag(rank, self.ranks).columns(lengths) for rank in range(self.ranks)]
+        ).argsort()
 
 
 WHOLE = Zigzag()

@@ -1,7 +1,9 @@
-"""A checkpoint that is written while training goes on: staged and forked by `BackgroundSave`, completed by `finish`.
+"""A checkpoint that is written while training goes on: staged and forked by `BackgroundSave`,
+completed by `finish`.
 
-A rank's writers are forked from it, so that they see its memory as it was then and nothing is copied that does not
-change meanwhile; what lies on a GPU, or in host memory that a fork shares, is copied first. They die with their rank.
+A rank's writers are forked from it, so that they see its memory as it was then and nothing is
+copied that does not change meanwhile; what lies on a GPU, or in host memory that a fork shares, is
+copied first. They die with their rank.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ class BackgroundSave:
     """One save under way on this rank. Its caller makes no other until it is finished or dropped.
 
     Args:
-        request: what Megatron planned; its own ways of running it either take a second import of torch a save, or
-            leave writers behind when a rank is killed.
+        request: what Megatron planned; its own ways of running it either take a second import of
+            torch a save, or leave writers behind when a rank is killed.
         folder: that is written.
     """
 
@@ -54,9 +56,9 @@ class BackgroundSave:
             self._writers.append(self._begun(request.async_fn.args[0], number, bucket))
 
     def _begun(self, transforms: Sequence[Any], number: int, bucket: Any) -> tuple[Any, Connection]:
-        """A writer that has begun, and the pipe that its result will come through. A fork has this process's locks and
-        none of its other threads: one that waits for a lock that such a thread had taken will never begin, and another
-        is forked in its place.
+        """A writer that has begun, and the pipe that its result will come through. A fork has this
+        process's locks and none of its other threads: one that waits for a lock that such a thread
+        had taken will never begin, and another is forked in its place.
 
         Raises:
             UserError: none of them began.
@@ -64,7 +66,9 @@ class BackgroundSave:
         context = mp.get_context("fork")
         for _ in range(_FORKS):
             here, there = context.Pipe(duplex=False)
-            writer = context.Process(target=_write, args=(there, os.getpid(), transforms, number, bucket), daemon=False)
+            writer = context.Process(
+                target=_write, args=(there, os.getpid(), transforms, number, bucket), daemon=False
+            )
             writer.start()
             there.close()  # so that a writer that dies is noticed
             if here.poll(_BEGIN_S):
@@ -75,7 +79,9 @@ class BackgroundSave:
             writer.join()
             here.close()
         self.drop()
-        raise UserError("the checkpoint could not be written (its writers do not begin)", where=self._folder)
+        raise UserError(
+            "the checkpoint could not be written (its writers do not begin)", where=self._folder
+        )
 
     def written(self) -> bool:
         """Returns True once this rank's part is on disk or could not be written; does not wait."""
@@ -87,7 +93,8 @@ class BackgroundSave:
             pipe.poll(None)
 
     def finish(self) -> dict[str, Sum]:
-        """Waits for this rank's part, and with all other ranks makes the folder a checkpoint. All ranks must call it.
+        """Waits for this rank's part, and with all other ranks makes the folder a checkpoint. All
+        ranks must call it.
 
         Returns:
             Lengths and checksums of the files that this rank wrote, by name.
@@ -108,15 +115,21 @@ class BackgroundSave:
                 for complete in self._request.finalize_fns:
                     complete()
             except CheckpointException as error:  # of another rank, which says what it is
-                raise UserError("the checkpoint could not be written", where=self._folder) from error
+                raise UserError(
+                    "the checkpoint could not be written", where=self._folder
+                ) from error
         return sums | self._of_the_first_rank()
 
     def _of_the_first_rank(self) -> dict[str, Sum]:
-        """Sums of what Megatron's first rank writes beside its share: metadata, and what is no tensor."""
+        """Sums of what Megatron's first rank writes beside its share: metadata, and what is no
+        tensor."""
         if torch.distributed.get_rank() != 0:
             return {}
         folder = Path(self._folder)
-        return sums_of(folder, (file.name for file in folder.iterdir() if file.is_file() and file.suffix != SHARD))
+        return sums_of(
+            folder,
+            (file.name for file in folder.iterdir() if file.is_file() and file.suffix != SHARD),
+        )
 
     def drop(self) -> None:
         """Ends the writers where they are."""
@@ -132,7 +145,9 @@ class BackgroundSave:
         if isinstance(result, Exception):
             self.drop()
             reason = getattr(result, "strerror", None) or result
-            raise UserError(f"the checkpoint could not be written ({reason})", where=self._folder) from result
+            raise UserError(
+                f"the checkpoint could not be written ({reason})", where=self._folder
+            ) from result
         return result
 
     def _end(self) -> None:
@@ -142,7 +157,9 @@ class BackgroundSave:
         self._writers = []
 
 
-def _write(pipe: Connection, parent: int, transforms: Sequence[Any], number: int, bucket: Any) -> None:
+def _write(
+    pipe: Connection, parent: int, transforms: Sequence[Any], number: int, bucket: Any
+) -> None:
     gc.disable()  # it would free the parent's CUDA tensors
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(signum, signal.SIG_IGN)  # of the whole terminal; the parent decides
@@ -160,11 +177,15 @@ def _write(pipe: Connection, parent: int, transforms: Sequence[Any], number: int
         files.append(SummedFile(path))
         return files[-1]
 
-    with substituted(filesystem_async, "open", opened, absent=True):  # the built-in one, which its module has not
-        FileSystemWriterAsync.write_preloaded_data(list(transforms), number, bucket, results, counted, use_fsync=True)
+    # the built-in one, which its module has not
+    with substituted(filesystem_async, "open", opened, absent=True):
+        FileSystemWriterAsync.write_preloaded_data(
+            list(transforms), number, bucket, results, counted, use_fsync=True
+        )
     result = results.get()[1]
     sums = {os.path.basename(os.fspath(file.name)): file.sum() for file in files}
-    if isinstance(result, Exception):  # torch's writer says of a full disk that its position is unexpected
+    # torch's writer says of a full disk that its position is unexpected
+    if isinstance(result, Exception):
         pipe.send(next((file.failure for file in files if file.failure is not None), result))
     else:
         pipe.send((result, sums))

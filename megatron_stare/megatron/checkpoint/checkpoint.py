@@ -1,8 +1,11 @@
-"""Distributed checkpoints of model, optimizer, schedule and random states, by megatron.core.dist_checkpointing.
+"""Distributed checkpoints of model, optimizer, schedule and random states, by
+megatron.core.dist_checkpointing.
 
-All tensors are saved as parts of the whole model's, so a checkpoint loads in any layout. The random states are those of
-ranks: in another layout they begin anew from the run's seed. docs/checkpoints.md says what may change on a resume.
-`load_start` fills a new policy, from a Hugging Face folder or a checkpoint that was converted from one.
+All tensors are saved as parts of the whole model's, so a checkpoint loads in any layout. The random
+states are those of
+ranks: in another layout they begin anew from the run's seed. docs/checkpoints.md says what may
+change on a resume. `load_start` fills a new policy, from a Hugging Face folder or a checkpoint that
+was converted from one.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ from megatron_stare.weights.files.torch_dist import TorchDist, check_files, is_c
 
 
 class Saver:
-    """Saves checkpoints of one layout. What it learns of the first, the others need not exchange again.
+    """Saves checkpoints of one layout. What it learns of the first, the others need not exchange
+    again.
 
     Each part that several data ranks hold is written by one of them, in shares of like size.
 
@@ -61,7 +65,9 @@ class Saver:
     def __init__(self, layout: Layout, writers: int) -> None:
         self._layout = layout
         whole = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=writers)
-        self._strategy = FullyParallelSaveStrategyWrapper(whole, layout.dp_group, do_cache_distribution=True)
+        self._strategy = FullyParallelSaveStrategyWrapper(
+            whole, layout.dp_group, do_cache_distribution=True
+        )
         self._first = True
 
     def begin(
@@ -72,14 +78,17 @@ class Saver:
         scheduler: OptimizerParamScheduler,
         reference: Sequence[nn.Module] = (),
     ) -> BackgroundSave:
-        """Begins to write the checkpoint into `folder`, which exists and is empty. What is saved may change as soon as
-        this returns. The caller makes the folder visible when all ranks have finished. All ranks must call this.
+        """Begins to write the checkpoint into `folder`, which exists and is empty. What is saved
+        may change as soon as this returns. The caller makes the folder visible when all ranks have
+        finished. All ranks must call this.
 
         Args:
-            reference: chunks of a reference policy that moves with the run; one that does not is not saved.
+            reference: chunks of a reference policy that moves with the run; one that does not is
+                not saved.
         """
-        # Megatron passes what its writers report through a process of its own. It costs every rank seconds and a
-        # second import of torch; here the reports are read in the process that gathers them.
+        # Megatron passes what its writers report through a process of its own. It costs every rank
+        # seconds and a second import of torch; here the reports are read in the process that
+        # gathers them.
         reports = substituted(filesystem_async, "_results_queue", queue.SimpleQueue())
         with backend(), reports:
             state = _state(model, optimizer, scheduler, self._layout, reference, loading=False)
@@ -113,22 +122,28 @@ def load(
     """Restores what `save` wrote, in this or another layout.
 
     Raises:
-        DataError: files are missing or cut short, or the checkpoint holds other tensors than this model and optimizer.
+        DataError: files are missing or cut short, or the checkpoint holds other tensors than this
+            model and optimizer.
     """
     check_files(folder)
     with backend(), _explained(folder):
         common = load_common(folder)
         wanted = _state(model, optimizer, scheduler, layout, reference, loading=True)
-        if {"context": 1, **common.get("layout", {})} != _sizes(layout, model):  # older ones do not name it
+        # older ones do not name it
+        if {"context": 1, **common.get("layout", {})} != _sizes(layout, model):
             del wanted["random"]
         # what several data ranks hold is read by one of them, and sent to the others
-        read_once = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(folder), layout.dp_group)
+        read_once = FullyParallelLoadStrategyWrapper(
+            get_default_load_sharded_strategy(folder), layout.dp_group
+        )
         state = load_tensors(wanted, folder, read_once)
         for i, chunk in enumerate(model):
             unwrap(chunk).load_state_dict(state[f"model{i}"])
         for i, chunk in enumerate(reference):
             unwrap(chunk).load_state_dict(state[f"reference{i}"])
-        load_state(optimizer, _parameters_by_chunk(model), state["optimizer"], state["optimizer_step"])
+        load_state(
+            optimizer, _parameters_by_chunk(model), state["optimizer"], state["optimizer_step"]
+        )
         scheduler.load_state_dict(state["scheduler"])
         if (scale := loss_scale_of(optimizer)) is not None:
             scale.load_state_dict(state["loss_scale"])
@@ -137,7 +152,8 @@ def load(
 
 
 def load_weights(folder: str | Path, model: Sequence[nn.Module]) -> None:
-    """Fills a model's parameters from any distributed checkpoint that holds them, such as a converted one.
+    """Fills a model's parameters from any distributed checkpoint that holds them, such as a
+    converted one.
 
     Raises:
         DataError: the checkpoint holds others.
@@ -147,22 +163,24 @@ def load_weights(folder: str | Path, model: Sequence[nn.Module]) -> None:
         _ask_for_saved_names(wanted, folder)
         state = load_tensors(wanted, str(folder))
         for i, chunk in enumerate(model):
-            unwrap(chunk).load_state_dict(state[f"model{i}"], strict=False)  # what is left out is extra states
+            # what is left out is extra states
+            unwrap(chunk).load_state_dict(state[f"model{i}"], strict=False)
 
 
 def _as_its_own(shared: SharedMappings, part: Any) -> Any:
     """A part whose values lie on the host, as a tensor that the writers' fork sees as it is now.
 
-    Memory that a fork copies on write is used as it is, by a tensor of just the part's size: Megatron would copy views
-    before it returns. Memory that a fork shares is copied, and so is pinned memory, which is CUDA's to map: the writers
-    would see the next step in it."""
+    Memory that a fork copies on write is used as it is, by a tensor of just the part's size:
+    Megatron would copy views before it returns. Memory that a fork shares is copied, and so is
+    pinned memory, which is CUDA's to map: the writers would see the next step in it."""
     if not isinstance(part, ShardedTensor) or part.data.device.type != "cpu":
         return part
     data, storage = part.data.detach(), part.data.untyped_storage()
     if shared.overlap(storage.data_ptr(), storage.nbytes()) or data.is_pinned():
         return replace(part, data=data.clone())
     if data.is_contiguous():
-        return replace(part, data=torch.from_dlpack(data))  # numpy's way would fix the memory's size
+        # numpy's way would fix the memory's size
+        return replace(part, data=torch.from_dlpack(data))
     return part
 
 
@@ -171,11 +189,13 @@ def _parameters(chunk: nn.Module) -> dict[str, Any]:
     return {name: part for name, part in parts.items() if not _EXTRA_STATE.search(name)}
 
 
-_EXTRA_STATE = re.compile(r"_extra_state\d*$")  # of the numbered experts of a grouped GEMM, each has its own
+# of the numbered experts of a grouped GEMM, each has its own
+_EXTRA_STATE = re.compile(r"_extra_state\d*$")
 
 
-# of one norm each: before experts Transformer Engine's layers save it as it is called, and local ones as if it were
-# fused into the next linear, as it is where there are no experts; in latent attention it is the other way round
+# of one norm each: before experts Transformer Engine's layers save it as it is called, and local
+# ones as if it were fused into the next linear, as it is where there are no experts; in latent
+# attention it is the other way round
 _NORMS = (
     ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
     ("q_layernorm.weight", "linear_q_up_proj.layer_norm_weight"),
@@ -231,7 +251,8 @@ def _state(
     state["optimizer"], step = sharded_state(optimizer, parameters, loading=loading)
     if (scale := loss_scale_of(optimizer)) is not None:
         for part in state["optimizer"]:
-            part.pop("grad_scaler", None)  # a chain's optimizers share one, and their number depends on the layout
+            # a chain's optimizers share one, and their number depends on the layout
+            part.pop("grad_scaler", None)
         state["loss_scale"] = scale.state_dict()
     state["scheduler"] = scheduler.state_dict()
     if not loading:
@@ -242,7 +263,8 @@ def _state(
 
 
 def _parameters_by_chunk(model: Sequence[nn.Module]) -> dict[str, Any]:
-    """The sharded state of the model. By chunk: two chunks of a virtual pipeline name their layers alike."""
+    """The sharded state of the model. By chunk: two chunks of a virtual pipeline name their layers
+    alike."""
     return {f"model{i}": unwrap(chunk).sharded_state_dict() for i, chunk in enumerate(model)}
 
 
@@ -274,10 +296,12 @@ def _set_random_states(states: dict[str, Any]) -> None:
 
 
 def load_start(model: list[nn.Module], path: str, shape: ModelShape, layout: Layout) -> None:
-    """Fills every parameter from the folder at `path`, of either kind; a rank reads only what it holds.
+    """Fills every parameter from the folder at `path`, of either kind; a rank reads only what it
+    holds.
 
     Raises:
-        DataError: a tensor is missing or has the wrong shape, or holds numbers that are none in float16.
+        DataError: a tensor is missing or has the wrong shape, or holds numbers that are none in
+            float16.
     """
     if is_checkpoint(Path(path)):
         load_weights(path, model)

@@ -1,7 +1,9 @@
-"""Builds every rank of a layout on the meta device, and says whether they hold the model between them.
+"""Builds every rank of a layout on the meta device, and says whether they hold the model between
+them.
 
-This is for layouts that this machine could not run. `faults` checks, each for the whole world at once, the names of
-parameters, what these make of Hugging Face tensors, the checkpoint and the weight stream.
+This is for layouts that this machine could not run. `faults` checks, each for the whole world at
+once, the names of parameters, what these make of Hugging Face tensors, the checkpoint and the
+weight stream.
 """
 
 from __future__ import annotations
@@ -52,7 +54,10 @@ def plan_layout(
         advance: called with the number of ranks that were built since it was called last.
     """
     world = parallel.world_size
-    split = [_Ranks(shape, model, parallel, optimizer, range(n, world, processes)) for n in range(processes)]
+    split = [
+        _Ranks(shape, model, parallel, optimizer, range(n, world, processes))
+        for n in range(processes)
+    ]
     built = run_parts(_build, [part for part in split if part.ranks], advance, where="the layout")
     return sorted((plan for part in built for plan in part), key=lambda plan: plan.rank)
 
@@ -79,7 +84,9 @@ def extremes(plans: Sequence[RankPlan]) -> dict[str, tuple[RankPlan, RankPlan]]:
     """The ranks that hold most and least of every item, and of their sum, "total"."""
     sizes = {item: [plan.nbytes[item] for plan in plans] for item in plans[0].nbytes}
     sizes["total"] = [sum(plan.nbytes.values()) for plan in plans]
-    return {item: (plans[of.index(max(of))], plans[of.index(min(of))]) for item, of in sizes.items()}
+    return {
+        item: (plans[of.index(max(of))], plans[of.index(min(of))]) for item, of in sizes.items()
+    }
 
 
 def assumptions(
@@ -87,21 +94,44 @@ def assumptions(
 ) -> list[str]:
     """Lists what the bytes of a plan rest on, and what they leave out."""
     experts = parallel.tensor * parallel.replicas // parallel.expert
-    shared = f"{parallel.replicas} data-parallel replicas" + (f" ({experts} of an expert's)" if shape.experts else "")
+    shared = f"{parallel.replicas} data-parallel replicas" + (
+        f" ({experts} of an expert's)" if shape.experts else ""
+    )
     return [
-        f"parameters in {model.dtype}, gradients in float32, and what the optimizer updates and its moments in float32",
-        f"the optimizer's share is cut over {shared}"
-        if optimizer.distributed
-        else "every rank has all optimizer state",
-        "Adam keeps two moments of every element" if optimizer.name == "adam" else "the optimizer keeps no moments",
-        f"{shape.vocab_size} rows of the vocabulary, padded to {shape.padded_vocab(parallel.tensor)}",
-        f"layers of {'Transformer Engine' if has_transformer_engine() else 'megatron-core'}; both are of equal size",
-        "left out: activations, logits, collectives' and the weight stream's buffers, what CUDA and its allocator take",
+        (
+            f"parameters in {model.dtype}, gradients in float32, and what the optimizer updates and"
+            " its moments in float32"
+        ),
+        (
+            f"the optimizer's share is cut over {shared}"
+            if optimizer.distributed
+            else "every rank has all optimizer state"
+        ),
+        (
+            "Adam keeps two moments of every element"
+            if optimizer.name == "adam"
+            else "the optimizer keeps no moments"
+        ),
+        (
+            f"{shape.vocab_size} rows of the vocabulary, padded to"
+            f" {shape.padded_vocab(parallel.tensor)}"
+        ),
+        (
+            f"layers of {'Transformer Engine' if has_transformer_engine() else 'megatron-core'};"
+            " both are of equal size"
+        ),
+        (
+            "left out: activations, logits, collectives' and the weight stream's buffers, what CUDA"
+            " and its allocator take"
+        ),
     ]
 
 
-def faults(plans: Sequence[RankPlan], shape: ModelShape, parallel: ParallelConfig, bucket_bytes: int) -> list[str]:
-    """Lists what is wrong with a layout, in words; nothing where the ranks hold the model between them.
+def faults(
+    plans: Sequence[RankPlan], shape: ModelShape, parallel: ParallelConfig, bucket_bytes: int
+) -> list[str]:
+    """Lists what is wrong with a layout, in words; nothing where the ranks hold the model between
+    them.
 
     Args:
         plans: of all ranks, in order.
@@ -114,9 +144,15 @@ def faults(plans: Sequence[RankPlan], shape: ModelShape, parallel: ParallelConfi
     return found
 
 
-def _faults_of_replicas(plans: Sequence[RankPlan], shape: ModelShape, parallel: ParallelConfig) -> Iterator[str]:
-    """Every data-parallel replica makes every Hugging Face tensor of config.json once, and nothing else."""
-    replicas = {False: parallel.replicas, True: parallel.tensor * parallel.replicas // parallel.expert}
+def _faults_of_replicas(
+    plans: Sequence[RankPlan], shape: ModelShape, parallel: ParallelConfig
+) -> Iterator[str]:
+    """Every data-parallel replica makes every Hugging Face tensor of config.json once, and nothing
+    else."""
+    replicas = {
+        False: parallel.replicas,
+        True: parallel.tensor * parallel.replicas // parallel.expert,
+    }
     found: dict[tuple[str, int], list[Held]] = defaultdict(list)
     expert_tensors = set()
     for plan in plans:
@@ -126,22 +162,29 @@ def _faults_of_replicas(plans: Sequence[RankPlan], shape: ModelShape, parallel: 
             if of_expert:
                 expert_tensors.add(held.hf)
     wanted = expected(shape)
-    yield from (f"{name} is none of the model's tensors" for name in {name for name, _ in found} - wanted.keys())
+    yield from (
+        f"{name} is none of the model's tensors"
+        for name in {name for name, _ in found} - wanted.keys()
+    )
     layouts = {name: rule.layout for rule in rules(shape) for name in rule.hf}
     for name, size in wanted.items():
         for replica in range(replicas[name in expert_tensors]):
             held_here = found.pop((name, replica), [])
             # Transformer Engine keeps projections into latents whole on every rank
             whole = layouts[name] == "column" and all(one.parts == 1 for one in held_here)
-            made = _made(held_here, _copies("replicated" if whole else layouts[name], shape, parallel))
+            made = _made(
+                held_here, _copies("replicated" if whole else layouts[name], shape, parallel)
+            )
             if made != size:
                 yield f"replica {replica} makes {name} {made}, not {size}"
-    yield from (f"there is a replica {replica} of {name}" for name, replica in found if name in wanted)
+    yield from (
+        f"there is a replica {replica} of {name}" for name, replica in found if name in wanted
+    )
 
 
 def _copies(layout: str, shape: ModelShape, parallel: ParallelConfig) -> int:
-    """Counts how often a replica holds each part of a tensor: what is not cut, on every tensor-parallel rank; a tied
-    embedding, on the first and the last stage."""
+    """Counts how often a replica holds each part of a tensor: what is not cut, on every
+    tensor-parallel rank; a tied embedding, on the first and the last stage."""
     tied = shape.tied and layout == "vocab" and parallel.pipeline > 1
     return (parallel.tensor if layout == "replicated" else 1) * (2 if tied else 1)
 
@@ -154,7 +197,10 @@ def _made(held: list[Held], copies: int) -> tuple[int, ...] | str:
     if set(counts.values()) != {copies}:
         return f"{dict(counts)} times (piece, part), each should be {copies}"
     numbers = {one.piece.number for one in held}
-    if len(counts) != len(numbers) * held[0].parts or len({(one.parts, one.cut, one.dtype) for one in held}) > 1:
+    if (
+        len(counts) != len(numbers) * held[0].parts
+        or len({(one.parts, one.cut, one.dtype) for one in held}) > 1
+    ):
         return "in parts that do not belong together"
     pieces = {(one.piece.number, one.part): one.piece.shape for one in held}
     size = list(held[0].piece.shape)
@@ -163,8 +209,8 @@ def _made(held: list[Held], copies: int) -> tuple[int, ...] | str:
 
 
 def _faults_of_checkpoint(parts: Sequence[StatePart], shape: ModelShape) -> Iterator[str]:
-    """The ranks that write tile every tensor of the model's checkpoint, the others hold what one of them writes, and
-    the tensors are those that weights/ converts."""
+    """The ranks that write tile every tensor of the model's checkpoint, the others hold what one of
+    them writes, and the tensors are those that weights/ converts."""
     by_key: dict[str, list[StatePart]] = defaultdict(list)
     for part in parts:
         by_key[part.key].append(part)
@@ -185,19 +231,37 @@ def _faults_of_checkpoint(parts: Sequence[StatePart], shape: ModelShape) -> Iter
             yield f"checkpoint: {len(found)} places for {rule.megatron}"
             continue
         known.add(found[0].key)
-        counts = tuple(shape.experts if what == "experts" else shape.layers for what in found[0].dims)
+        counts = tuple(
+            shape.experts if what == "experts" else shape.layers for what in found[0].dims
+        )
         rows, rest = sum(sizes[name][0] for name in rule.hf), sizes[rule.hf[0]][1:]
         lead, own = wholes[found[0].key][: len(counts)], wholes[found[0].key][len(counts) :]
-        if lead != counts or own[1:] != rest or not (own[0] >= rows if rule.layout == "vocab" else own[0] == rows):
-            yield f"checkpoint: {found[0].key} is {wholes[found[0].key]}, not {(*counts, rows, *rest)}"
-    yield from (f"checkpoint: {key} is none of the model's tensors" for key in wholes.keys() - known)
+        if (
+            lead != counts
+            or own[1:] != rest
+            or not (own[0] >= rows if rule.layout == "vocab" else own[0] == rows)
+        ):
+            yield (
+                f"checkpoint: {found[0].key} is {wholes[found[0].key]}, not"
+                f" {(*counts, rows, *rest)}"
+            )
+    yield from (
+        f"checkpoint: {key} is none of the model's tensors" for key in wholes.keys() - known
+    )
 
 
-def _tiled(whole: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Says whether boxes (start, sizes) cover every element of a tensor once, by the grid of all their edges."""
+def _tiled(
+    whole: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> bool:
+    """Says whether boxes (start, sizes) cover every element of a tensor once, by the grid of all
+    their edges."""
     edges = []
     for dim, size in enumerate(whole):
-        edges.append(sorted({0, size, *(start[dim] for start, _ in boxes), *(s[dim] + n[dim] for s, n in boxes)}))
+        edges.append(
+            sorted(
+                {0, size, *(start[dim] for start, _ in boxes), *(s[dim] + n[dim] for s, n in boxes)}
+            )
+        )
         if edges[dim][0] < 0 or edges[dim][-1] > size:
             return False
     at = [{edge: index for index, edge in enumerate(of_dim)} for of_dim in edges]
@@ -207,7 +271,9 @@ def _tiled(whole: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[
     return bool((covered == 1).all())
 
 
-def _faults_of_stream(plans: Sequence[RankPlan], shape: ModelShape, bucket_bytes: int) -> Iterator[str]:
+def _faults_of_stream(
+    plans: Sequence[RankPlan], shape: ModelShape, bucket_bytes: int
+) -> Iterator[str]:
     """The weight stream carries every Hugging Face tensor whole and once."""
     try:
         plan = plan_of([plan.held for plan in plans], shape, bucket_bytes)
@@ -219,4 +285,6 @@ def _faults_of_stream(plans: Sequence[RankPlan], shape: ModelShape, bucket_bytes
         sent[slot.name] += 1
         if slot.shape != wanted.get(slot.name):
             yield f"weight stream: {slot.name} is {slot.shape}, not {wanted.get(slot.name)}"
-    yield from (f"weight stream: {name} is sent {sent[name]} times" for name in wanted if sent[name] != 1)
+    yield from (
+        f"weight stream: {name} is sent {sent[name]} times" for name in wanted if sent[name] != 1
+    )

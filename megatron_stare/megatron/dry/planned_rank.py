@@ -1,13 +1,14 @@
 """Finds what one rank of a layout holds, without data, on the meta device.
 
-`plan_rank` builds the rank with the functions that build it in a run, at its own place in the layout. Nothing is taken
-from another rank by symmetry.
+`plan_rank` builds the rank with the functions that build it in a run, at its own place in the
+layout. Nothing is taken from another rank by symmetry.
 
-`stage_bytes` puts ranks of many layouts together from parts that `build_parts` built once. All layers of a model are
-alike, but for leading dense ones before layers with experts, and a rank has a number of them, with the embedding on the
-first stage and the norm and the output layer on the last. So the tensors of one layer of a kind, cut as the layout cuts
-them, say what every rank of every pipeline, data and context layout holds: one build for each way to cut a layer
-(tensor and expert ranks). tests/megatron/test_planned_parts.py holds the sums against whole ranks, to the byte.
+`stage_bytes` puts ranks of many layouts together from parts that `build_parts` built once. All
+layers of a model are alike, but for leading dense ones before layers with experts, and a rank has a
+number of them, with the embedding on the first stage and the norm and the output layer on the last.
+So the tensors of one layer of a kind, cut as the layout cuts them, say what every rank of every
+pipeline, data and context layout holds: one build for each way to cut a layer (tensor and expert
+ranks). tests/megatron/test_planned_parts.py holds the sums against whole ranks, to the byte.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories, is_main_replica
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    apply_factories,
+    is_main_replica,
+)
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -46,19 +52,22 @@ from megatron_stare.weights.sync.stream_plan import Held, held_pieces
 
 NO_WAIT_S = 1.0  # of collectives that return at once
 ITEMS = ("parameters", "gradients", "main parameters", "moments")
-_ALIGNED = 64  # elements that a parameter starts at a multiple of, in a buffer that is cut over replicas
+# elements that a parameter starts at a multiple of, in a buffer that is cut over replicas
+_ALIGNED = 64
 _BUCKET = 128  # and that a bucket ends at a multiple of
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @contextlib.contextmanager
 def pretend(parallel: ParallelConfig, rank: int) -> Iterator[Layout]:
-    """While open, this process is the rank, and its device the meta device. Collectives return at once and bring
-    nothing of other ranks, so this is for building only."""
+    """While open, this process is the rank, and its device the meta device. Collectives return at
+    once and bring nothing of other ranks, so this is for building only."""
     # torch wraps the hook of errors that end the process with every process group
     hook = substituted(sys, "excepthook", sys.excepthook)
     with on_meta(), hook, substituted(dist, "new_group", _fake_group):
-        dist.init_process_group("fake", rank=rank, world_size=parallel.world_size, store=FakeStore())
+        dist.init_process_group(
+            "fake", rank=rank, world_size=parallel.world_size, store=FakeStore()
+        )
         try:
             yield cut_world(parallel, rank, timeout_s=NO_WAIT_S)
         finally:
@@ -69,13 +78,15 @@ _new_group = dist.new_group
 
 
 def _fake_group(*args: Any, **options: Any) -> Any:
-    """A group of the world's backend where gloo is asked for by name: gloo would wait for the other ranks."""
+    """A group of the world's backend where gloo is asked for by name: gloo would wait for the other
+    ranks."""
     return _new_group(*args, **{**options, "backend": None})
 
 
 @dataclass(frozen=True)
 class StatePart:
-    """A part of a tensor of the whole model's checkpoint, or of a grid of objects, where `dtype` is None."""
+    """A part of a tensor of the whole model's checkpoint, or of a grid of objects, where `dtype` is
+    None."""
 
     key: str
     dtype: torch.dtype | None
@@ -89,7 +100,8 @@ class StatePart:
 class RankPlan:
     """The bytes and tensors that a rank of a layout holds.
 
-    replica: which of the data-parallel replicas its parameters belong to; expert_replica: and its experts.
+    replica: which of the data-parallel replicas its parameters belong to; expert_replica: and its
+    experts.
     nbytes: by ITEMS.
     held: its pieces of the Hugging Face tensors.
     state: its parts of the model's checkpoint.
@@ -108,7 +120,11 @@ class RankPlan:
 
 
 def plan_rank(
-    shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, rank: int
+    shape: ModelShape,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    optimizer: OptimizerConfig,
+    rank: int,
 ) -> RankPlan:
     """Builds a rank of `parallel.world_size` without the others.
 
@@ -128,21 +144,31 @@ def plan_rank(
             nbytes=_nbytes(chunks, trained, optimizer),
             held=held,
             state=_state(chunks),
-            with_data=[name for name, tensor in _everything(chunks, trained) if tensor.device.type != "meta"],
+            with_data=[
+                name
+                for name, tensor in _everything(chunks, trained)
+                if tensor.device.type != "meta"
+            ],
         )
 
 
-def _nbytes(chunks: list[nn.Module], optimizer: MegatronOptimizer, config: OptimizerConfig) -> dict[str, int]:
-    """Bytes of the storages behind each item: padding of Megatron's buffers included, shared ones counted once."""
+def _nbytes(
+    chunks: list[nn.Module], optimizer: MegatronOptimizer, config: OptimizerConfig
+) -> dict[str, int]:
+    """Bytes of the storages behind each item: padding of Megatron's buffers included, shared ones
+    counted once."""
     parameters = _storages(parameter for chunk in chunks for parameter in chunk.parameters())
     gradients = _storages(buffer.grad_data for buffer in gradient_buffers(chunks))
     updated = list(_updated(optimizer))
     main = _storages(updated)  # views of the parameters, where these are float32 themselves
-    moments = 2 if config.name == "adam" else 0  # Adam's, float32 for each element that this rank updates
+    # Adam's, float32 for each element that this rank updates
+    moments = 2 if config.name == "adam" else 0
     return {
         "parameters": sum(parameters.values()),
         "gradients": sum(gradients.values()),
-        "main parameters": sum(nbytes for storage, nbytes in main.items() if storage not in parameters),
+        "main parameters": sum(
+            nbytes for storage, nbytes in main.items() if storage not in parameters
+        ),
         "moments": moments * sum(tensor.numel() for tensor in updated) * torch.float32.itemsize,
     }
 
@@ -153,13 +179,16 @@ def _storages(tensors: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
 
 
 def _updated(optimizer: MegatronOptimizer) -> Iterable[Tensor]:
-    """Parameters that this rank's optimizer updates: float32; a share of the replica's if it is distributed."""
+    """Parameters that this rank's optimizer updates: float32; a share of the replica's if it is
+    distributed."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for group in part.optimizer.param_groups:
             yield from group["params"]
 
 
-def _everything(chunks: list[nn.Module], optimizer: MegatronOptimizer) -> Iterable[tuple[str, Tensor]]:
+def _everything(
+    chunks: list[nn.Module], optimizer: MegatronOptimizer
+) -> Iterable[tuple[str, Tensor]]:
     for chunk in chunks:
         yield from chunk.named_parameters()
     for number, buffer in enumerate(gradient_buffers(chunks)):
@@ -169,8 +198,8 @@ def _everything(chunks: list[nn.Module], optimizer: MegatronOptimizer) -> Iterab
 
 
 def _state(chunks: list[nn.Module]) -> list[StatePart]:
-    """Parts of the model's checkpoint as megatron/checkpoint/checkpoint.py saves it; where experts' or gated
-    matrices are cut in two, both halves."""
+    """Parts of the model's checkpoint as megatron/checkpoint/checkpoint.py saves it; where experts'
+    or gated matrices are cut in two, both halves."""
     parts = []
     with backend():
         for chunk in chunks:
@@ -185,7 +214,9 @@ def _state(chunks: list[nn.Module]) -> list[StatePart]:
                     parts.append(StatePart(value.key, value.dtype, whole, start, sizes, main))
                 elif isinstance(value, ShardedObject):
                     whole, start = tuple(value.global_shape), tuple(value.global_offset)
-                    parts.append(StatePart(value.key, None, whole, start, tuple(1 for _ in whole), main))
+                    parts.append(
+                        StatePart(value.key, None, whole, start, tuple(1 for _ in whole), main)
+                    )
     return parts
 
 
@@ -196,7 +227,8 @@ class Parts:
     layer: of a layer without its experts; experts: of the experts of a layer that lie on the rank.
     whole: of both, in the order of the layer.
     dense: of a leading dense layer.
-    head: the norm after the last layer and the output layer, which tied embeddings do not have on one stage.
+    head: the norm after the last layer and the output layer, which tied embeddings do not have on
+    one stage.
     """
 
     embedding: tuple[int, ...]
@@ -215,7 +247,9 @@ def build_parts(shape: ModelShape, model: ModelConfig, tensor: int, expert: int)
     sizes: dict[str, list[int]] = {part.name: [] for part in fields(Parts)}
     dense = 1 if shape.dense_layers else 0
     with pretend(parallel, 0) as layout:
-        chunks = build_model(replace(shape, layers=1 + dense, dense_layers=dense), model, parallel, layout)
+        chunks = build_model(
+            replace(shape, layers=1 + dense, dense_layers=dense), model, parallel, layout
+        )
         for name, parameter in named_parameters(chunks):
             part = name.split(".")[0]
             if name.startswith(f"decoder.layers.{dense}."):
@@ -236,7 +270,9 @@ def stage_bytes(
     stage: int,
 ) -> dict[str, int]:
     """Bytes of the first rank of a pipeline stage, by the items of planned_rank.py."""
-    chunks = [_chunk(parts, shape, parallel, stage, chunk) for chunk in range(parallel.virtual_pipeline)]
+    chunks = [
+        _chunk(parts, shape, parallel, stage, chunk) for chunk in range(parallel.virtual_pipeline)
+    ]
     experts = parallel.tensor * parallel.replicas // parallel.expert
     held = updated = 0
     for dense, routed in chunks:
@@ -263,7 +299,8 @@ def _chunk(
         layers = first if stage == 0 else (shape.layers - first) // (stages - 1)
         start = 0 if stage == 0 else first + (stage - 1) * layers
     dense = min(max(shape.dense_layers - start, 0), layers)
-    apart = parallel.tensor > 1 or parallel.expert > 1  # only then have experts replicas, and buffers, of their own
+    # only then have experts replicas, and buffers, of their own
+    apart = parallel.tensor > 1 or parallel.expert > 1
     body = [*parts.dense * dense, *(parts.layer if apart else parts.whole) * (layers - dense)]
     shared: list[int] = []
     starts, ends = stage == 0 and chunk == 0, stage == stages - 1 and chunk == chunks - 1
@@ -278,7 +315,8 @@ def _chunk(
 
 
 def _buffer(tensors: Sequence[int], replicas: int | None) -> int:
-    """Elements of a bucket, padded as Megatron pads what it cuts over `replicas`; None: it is not cut."""
+    """Elements of a bucket, padded as Megatron pads what it cuts over `replicas`; None: it is not
+    cut."""
     if replicas is None:
         return sum(tensors)
     unit = math.lcm(replicas, _BUCKET)
@@ -286,8 +324,9 @@ def _buffer(tensors: Sequence[int], replicas: int | None) -> int:
 
 
 def _share(tensors: Sequence[int], replicas: int | None) -> int:
-    """Elements that the first replica updates, of the first of as many equal parts of the bucket, in which Megatron
-    lays tensors from the last to the first; gaps between tensors are not updated."""
+    """Elements that the first replica updates, of the first of as many equal parts of the bucket,
+    in which Megatron lays tensors from the last to the first; gaps between tensors are not
+    updated."""
     if replicas is None:
         return sum(tensors)
     end = _buffer(tensors, replicas) // replicas

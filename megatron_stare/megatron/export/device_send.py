@@ -1,8 +1,10 @@
-"""Weights on their way to engines on the trainer's own devices: the ranks that hold the model between them gather every
-bucket on each of them, and each hands the engine's rank on its device a handle of it.
+"""Weights on their way to engines on the trainer's own devices: the ranks that hold the model
+between them gather every bucket on each of them, and each hands the engine's rank on its device a
+handle of it.
 
-Of the ranks that an engine shares devices with the first collects the handles and sends them, one a rank of the engine;
-nothing passes between the devices of two engines but what the ranks of one copy of the model gather.
+Of the ranks that an engine shares devices with the first collects the handles and sends them, one a
+rank of the engine; nothing passes between the devices of two engines but what the ranks of one copy
+of the model gather.
 """
 
 from __future__ import annotations
@@ -24,9 +26,12 @@ from megatron_stare.weights.sync.target import Sender, SyncTarget
 
 
 class DeviceSend:
-    """A rank's end. All ranks must make it and make the same calls, in order: `prepare`, then `send`."""
+    """A rank's end. All ranks must make it and make the same calls, in order: `prepare`, then
+    `send`."""
 
-    def __init__(self, model: list[nn.Module], layout: Layout, shape: ModelShape, bucket_bytes: int) -> None:
+    def __init__(
+        self, model: list[nn.Module], layout: Layout, shape: ModelShape, bucket_bytes: int
+    ) -> None:
         self._model, self._layout = model, layout
         self._plan = plan_stream(shards(model, layout), shape, bucket_bytes, layout.model_group)
         self._rooms = DeviceRooms()
@@ -108,7 +113,9 @@ class _Carried:
         self._group: ProcessGroup | None = None
         if len(self._members) > 1:
             # handles are words: they need no GPU, whose communicators would take memory of it
-            self._group = dist.new_group(self._members, backend="gloo", use_local_synchronization=True)
+            self._group = dist.new_group(
+                self._members, backend="gloo", use_local_synchronization=True
+            )
         self._told: Any = None
         self._error: Exception | None = None
 

@@ -1,5 +1,5 @@
-"""The policy, or its gradients, as whole Hugging Face tensors: on the first rank, or in the files of the ranks that
-hold them. What Megatron holds is shards of the weight stream."""
+"""The policy, or its gradients, as whole Hugging Face tensors: on the first rank, or in the files
+of the ranks that hold them. What Megatron holds is shards of the weight stream."""
 
 from __future__ import annotations
 
@@ -17,35 +17,52 @@ from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.files.hf_folder import fill
 from megatron_stare.weights.files.safetensors_file import Entry
 from megatron_stare.weights.sync.stream import Bucket, stream
-from megatron_stare.weights.sync.stream_plan import SENDER, BucketLayout, Shard, StreamPlan, plan_stream
+from megatron_stare.weights.sync.stream_plan import (
+    SENDER,
+    BucketLayout,
+    Shard,
+    StreamPlan,
+    plan_stream,
+)
 
 EXPORT_BUCKET_BYTES = 64 * 2**20
 
 
 def main_grad(parameter: nn.Parameter) -> Tensor:
-    """The gradient that Megatron's buffers hold for a parameter. Under the distributed optimizer only this rank's shard
-    of the buffers is reduced over data ranks, until `gather_gradients`."""
+    """The gradient that Megatron's buffers hold for a parameter. Under the distributed optimizer
+    only this rank's shard of the buffers is reduced over data ranks, until `gather_gradients`."""
     return parameter.main_grad.view_as(parameter)  # type: ignore[attr-defined]
 
 
-def shards(model: list[nn.Module], layout: Layout, of: Callable[[nn.Parameter], Tensor] | None = None) -> list[Shard]:
+def shards(
+    model: list[nn.Module], layout: Layout, of: Callable[[nn.Parameter], Tensor] | None = None
+) -> list[Shard]:
     """This rank's weights, without autograd; or what `of` gives for each parameter in its shape."""
     if of is None:
-        return [Shard(name, weight.detach(), *part_of(name, weight, layout)) for name, weight in named_weights(model)]
+        return [
+            Shard(name, weight.detach(), *part_of(name, weight, layout))
+            for name, weight in named_weights(model)
+        ]
     return [
-        Shard(name, of(parameter), *part_of(name, parameter, layout)) for name, parameter in named_parameters(model)
+        Shard(name, of(parameter), *part_of(name, parameter, layout))
+        for name, parameter in named_parameters(model)
     ]
 
 
 def export_hf(
-    model: list[nn.Module], shape: ModelShape, layout: Layout, of: Callable[[nn.Parameter], Tensor] | None = None
+    model: list[nn.Module],
+    shape: ModelShape,
+    layout: Layout,
+    of: Callable[[nn.Parameter], Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """All tensors by Hugging Face name, in the first rank's host memory; nothing elsewhere. All ranks must call this.
+    """All tensors by Hugging Face name, in the first rank's host memory; nothing elsewhere. All
+    ranks must call this.
 
     For models that one process can hold; PolicyStream is for all others.
 
     Args:
-        of: what is exported of a parameter in the place of the weights: its gradient. Has the parameter's shape.
+        of: what is exported of a parameter in the place of the weights: its gradient. Has the
+            parameter's shape.
     """
     held, group = shards(model, layout, of), dist.group.WORLD
     buckets = stream(plan_stream(held, shape, EXPORT_BUCKET_BYTES, group), held, group)
@@ -56,39 +73,44 @@ def export_hf(
 def export_gradients(
     model: list[nn.Module], shape: ModelShape, layout: Layout, loss_scale: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """The gradients, reduced over data ranks, as export_hf gives the policy. All ranks must call this, after backward;
-    after the optimizer step they are clipped.
+    """The gradients, reduced over data ranks, as export_hf gives the policy. All ranks must call
+    this, after backward; after the optimizer step they are clipped.
 
     Args:
         loss_scale: 0-dim, what the loss was multiplied by; None: 1.
     """
     gather_gradients(model)
-    unscaled = main_grad if loss_scale is None else lambda parameter: main_grad(parameter) / loss_scale
+    unscaled = (
+        main_grad if loss_scale is None else lambda parameter: main_grad(parameter) / loss_scale
+    )
     return export_hf(model, shape, layout, of=unscaled)
 
 
 @torch.no_grad()
 def gather_gradients(model: list[nn.Module]) -> None:
-    """Completes the gradient buffers where they were reduce-scattered, from the shards of the data ranks; a rank's own
-    shard stays as it is."""
+    """Completes the gradient buffers where they were reduce-scattered, from the shards of the data
+    ranks; a rank's own shard stays as it is."""
     for chunk in model:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):  # type: ignore[misc]
             if not group.ddp_config.use_distributed_optimizer:
                 continue
             ranks = group.intra_distributed_optimizer_instance_group
             for bucket in group.buckets:
-                shard = bucket.grad_data.chunk(ranks.size())[ranks.rank()]  # Megatron pads buffers to equal shards
+                # Megatron pads buffers to equal shards
+                shard = bucket.grad_data.chunk(ranks.size())[ranks.rank()]
                 dist.all_gather_into_tensor(bucket.grad_data, shard.clone(), group=ranks)
 
 
 class PolicyStream:
     """A rank's end of the weight sync: planned once, run through after every change of the weights.
 
-    All ranks must make it and make the same calls: `begin`, `next` once a bucket, `end`. Only the first rank's calls
-    return something.
+    All ranks must make it and make the same calls: `begin`, `next` once a bucket, `end`. Only the
+    first rank's calls return something.
     """
 
-    def __init__(self, model: list[nn.Module], shape: ModelShape, layout: Layout, bucket_bytes: int) -> None:
+    def __init__(
+        self, model: list[nn.Module], shape: ModelShape, layout: Layout, bucket_bytes: int
+    ) -> None:
         self._model, self._layout = model, layout
         self.plan = plan_stream(shards(model, layout), shape, bucket_bytes, dist.group.WORLD)
         self._buckets: Iterator[Bucket | None] = iter(())
@@ -106,7 +128,8 @@ class PolicyStream:
         Args:
             checksums: compute those that `end` gives, else they are "".
         """
-        self._finish()  # of a sync that an error cut short: its messages must not be taken for this one's
+        # of a sync that an error cut short: its messages must not be taken for this one's
+        self._finish()
         self._buckets = stream(self.plan, shards(self._model, self._layout), dist.group.WORLD)
         self._checksums, self._computed = {}, checksums
 
@@ -133,19 +156,25 @@ class PolicyStream:
 
 
 class HfExport:
-    """A rank's end of writing the policy: a tensor-parallel group gathers the tensors that are its own, bucket by
-    bucket, on its first rank, which puts them into its files. Nobody holds the model. All ranks must make it, and call
-    `write`."""
+    """A rank's end of writing the policy: a tensor-parallel group gathers the tensors that are its
+    own, bucket by bucket, on its first rank, which puts them into its files. Nobody holds the
+    model. All ranks must make it, and call `write`."""
 
-    def __init__(self, model: list[nn.Module], layout: Layout, shape: ModelShape, whole: StreamPlan) -> None:
-        """`whole` is the plan of the weight stream, in which every tensor comes from one tensor-parallel group alone:
-        that of the lowest ranks that hold it."""
+    def __init__(
+        self, model: list[nn.Module], layout: Layout, shape: ModelShape, whole: StreamPlan
+    ) -> None:
+        """`whole` is the plan of the weight stream, in which every tensor comes from one
+        tensor-parallel group alone: that of the lowest ranks that hold it."""
         self._group = layout.tp_group
         ranks = set(dist.get_process_group_ranks(self._group))
         planned = (tensor for bucket in whole.buckets for tensor in bucket.tensors)
-        own = {tensor.name for tensor in planned if {piece.rank for piece in tensor.pieces} <= ranks}
+        own = {
+            tensor.name for tensor in planned if {piece.rank for piece in tensor.pieces} <= ranks
+        }
         self._shards = shards(model, layout)
-        held = [shard for shard in self._shards if own.issuperset(rule_for(shard.name, shape).sources)]
+        held = [
+            shard for shard in self._shards if own.issuperset(rule_for(shard.name, shape).sources)
+        ]
         self._plan = plan_stream(held, shape, EXPORT_BUCKET_BYTES, self._group)
 
     def own(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -169,7 +198,9 @@ class HfExport:
             fill(entries, self._tensors())
         except OSError as error:
             where = str(next(iter(entries.values())).file.parent)
-            raise UserError(f"the policy could not be written ({error.strerror})", where=where) from error
+            raise UserError(
+                f"the policy could not be written ({error.strerror})", where=where
+            ) from error
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         if not self._plan.buckets:

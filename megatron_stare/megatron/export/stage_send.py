@@ -1,5 +1,5 @@
-"""A pipeline stage's weights on their way to the engines: gathered over its ranks on the first of them, which sends; or
-experts by the ranks that own them, without a gather."""
+"""A pipeline stage's weights on their way to the engines: gathered over its ranks on the first of
+them, which sends; or experts by the ranks that own them, without a gather."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from megatron_stare.megatron.model.model import is_expert
 from megatron_stare.models import rule_for
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.sync.stream import Bucket, RoomsByTurns, stream
-from megatron_stare.weights.sync.stream_plan import SENDER, StreamPlan, held_pieces, plan_of, plan_stream
+from megatron_stare.weights.sync.stream_plan import (
+    SENDER,
+    StreamPlan,
+    held_pieces,
+    plan_of,
+    plan_stream,
+)
 from megatron_stare.weights.sync.target import Sender, SyncTarget
 
 
@@ -30,14 +36,19 @@ class _Plans:
 
 
 class StageSend:
-    """A rank's end. All ranks must make it; those of a stage make the same calls, in order: `prepare`, `send`, and
-    `send_own` where owners send."""
+    """A rank's end. All ranks must make it; those of a stage make the same calls, in order:
+    `prepare`, `send`, and `send_own` where owners send."""
 
     def __init__(
-        self, model: list[nn.Module], layout: Layout, shape: ModelShape, whole: StreamPlan, bucket_bytes: int
+        self,
+        model: list[nn.Module],
+        layout: Layout,
+        shape: ModelShape,
+        whole: StreamPlan,
+        bucket_bytes: int,
     ) -> None:
-        """`whole` is the plan of all stages' stream, in which every tensor comes from the ranks of one stage alone: a
-        tied embedding from the first."""
+        """`whole` is the plan of all stages' stream, in which every tensor comes from the ranks of
+        one stage alone: a tied embedding from the first."""
         self._model, self._layout, self._shape, self._bytes = model, layout, shape, bucket_bytes
         self._group = layout.stage_group
         ranks = set(dist.get_process_group_ranks(self._group))
@@ -68,22 +79,28 @@ class StageSend:
     def _holding(self, names: set[str]) -> list[Any]:
         """This rank's shards of these tensors."""
         held = shards(self._model, self._layout)
-        return [shard for shard in held if names.issuperset(rule_for(shard.name, self._shape).sources)]
+        return [
+            shard for shard in held if names.issuperset(rule_for(shard.name, self._shape).sources)
+        ]
 
     @torch.no_grad()
     def prepare(self, target: SyncTarget, prove: bool) -> None:
-        """Gathers the first bucket of the weights as they are, which must not change until they are sent to the target.
+        """Gathers the first bucket of the weights as they are, which must not change until they are
+        sent to the target.
 
         Args:
             prove: tell the engines what proves the values.
         """
-        self._drain()  # of a sync that an error cut short: its messages must not be taken for this one's
+        # of a sync that an error cut short: its messages must not be taken for this one's
+        self._drain()
         if target != self._target:
             self.close()
         self._target = target
         plans = self._planned(target.owners_send)
         self._own = plans.own
-        self._buckets = stream(plans.gathered, shards(self._model, self._layout), self._group, self._rooms)
+        self._buckets = stream(
+            plans.gathered, shards(self._model, self._layout), self._group, self._rooms
+        )
         self._first = next(self._buckets)
         if self._first is not None or self._own is not None:
             self._sender = self._sender or target.sender(self._layout.rank)
@@ -91,7 +108,8 @@ class StageSend:
 
     @torch.no_grad()
     def send(self) -> Any:
-        """Sends what the stage gathers, gathering the next bucket meanwhile, then what this rank owns.
+        """Sends what the stage gathers, gathering the next bucket meanwhile, then what this rank
+        owns.
 
         Returns:
             On the first rank what the engines are told; elsewhere None.
@@ -109,7 +127,8 @@ class StageSend:
 
     @torch.no_grad()
     def send_own(self) -> Any:
-        """Sends the experts that this rank owns and has not sent. Returns what the engines are told; None: it has none.
+        """Sends the experts that this rank owns and has not sent. Returns what the engines are
+        told; None: it has none.
 
         Raises:
             UserError: they could not be sent.

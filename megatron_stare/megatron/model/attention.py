@@ -1,11 +1,12 @@
-"""Core attention for the local layer spec, over torch's scaled_dot_product_attention; over ours for short sequences on
-a CPU.
+"""Core attention for the local layer spec, over torch's scaled_dot_product_attention; over ours for
+short sequences on a CPU.
 
-The stock local one builds the whole s x s matrix and knows neither causal kernels nor packed sequences. Padding stands
-on the right, so causality alone keeps it from real tokens and no mask is needed. Under context parallelism a rank has
-the queries of two chunks of every sequence, masked by position, and gathers the keys and values of all ranks.
-Shape legend: s positions, b sequences, t packed tokens, n heads of this rank, g query groups of this rank, d head size,
-m positions of a sequence that this rank holds; C context-parallel ranks.
+The stock local one builds the whole s x s matrix and knows neither causal kernels nor packed
+sequences. Padding stands on the right, so causality alone keeps it from real tokens and no mask is
+needed. Under context parallelism a rank has the queries of two chunks of every sequence, masked by
+position, and gathers the keys and values of all ranks. Shape legend: s positions, b sequences, t
+packed tokens, n heads of this rank, g query groups of this rank, d head size, m positions of a
+sequence that this rank holds; C context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from megatron_stare.megatron.batching.packing import PackedSequences
 from megatron_stare.megatron.batching.zigzag import Zigzag
 from megatron_stare.megatron.model.local_layers import short_attention
 
-MASK_ENTRIES = 2**24  # of a mask by positions that is held at a time: 64 MB once torch has made it float32
+# of a mask by positions that is held at a time: 64 MB once torch has made it float32
+MASK_ENTRIES = 2**24
 
 
 class SdpaCoreAttention(nn.Module):
-    """Causal attention without dropout. Arguments are those megatron-core gives any core attention."""
+    """Causal attention without dropout. Arguments are those megatron-core gives any core
+    attention."""
 
     def __init__(
         self,
@@ -48,7 +51,9 @@ class SdpaCoreAttention(nn.Module):
         if config.attention_dropout:
             raise ValueError("SdpaCoreAttention has no dropout")
         self.softmax_scale = softmax_scale
-        self.context_group = pg_collection.cp if config.context_parallel_size > 1 and pg_collection else None
+        self.context_group = (
+            pg_collection.cp if config.context_parallel_size > 1 and pg_collection else None
+        )
 
     def forward(
         self,
@@ -60,12 +65,16 @@ class SdpaCoreAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query [s, b, n, d], key and value [s, b, g, d] -> [s, b, n d]; packed [t, n, d], [t, g, d] -> [t, n d].
+        """query [s, b, n, d], key and value [s, b, g, d] -> [s, b, n d]; packed [t, n, d], [t, g,
+        d] -> [t, n d].
 
         Under context parallelism s and t are what this rank holds.
         """
         if attention_mask is not None or attention_bias is not None:
-            raise ValueError("SdpaCoreAttention takes right-padded or packed causal sequences without mask and bias")
+            raise ValueError(
+                "SdpaCoreAttention takes right-padded or packed causal sequences without mask and"
+                " bias"
+            )
         positions = None
         if packed_seq_params is None:
             if self.context_group is not None:
@@ -74,7 +83,9 @@ class SdpaCoreAttention(nn.Module):
                 positions = place.positions(length).expand(query.shape[1], -1)
                 order = place.order([length]).to(query.device)
                 key, value = (x[order] for x in self._gathered(key, value))
-            out = self._attend(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), positions)
+            out = self._attend(
+                query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), positions
+            )
             return out.transpose(0, 1).flatten(2)
         packing = packed_seq_params
         if not isinstance(packing, PackedSequences):
@@ -86,7 +97,12 @@ class SdpaCoreAttention(nn.Module):
         parts = [
             self._attend(q, k, v, packing.positions[i] if packing.positions else None).flatten(0, 1)
             for i, (q, k, v) in enumerate(
-                zip(queries.spread(query, collected=True), keys.spread(key), keys.spread(value), strict=True)
+                zip(
+                    queries.spread(query, collected=True),
+                    keys.spread(key),
+                    keys.spread(value),
+                    strict=True,
+                )
             )
         ]
         return queries.collect(torch.cat(parts)).flatten(1)
@@ -96,27 +112,41 @@ class SdpaCoreAttention(nn.Module):
 
         Backward gives every rank the gradient of its own part, summed over all ranks' queries.
         """
-        both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self.context_group)
+        both = gather_from_sequence_parallel_region(
+            torch.cat([key, value], dim=-1), group=self.context_group
+        )
         return tuple(both.split([key.shape[-1], value.shape[-1]], dim=-1))
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None = None) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None = None
+    ) -> Tensor:
         """query [b, m, n, d], key and value [b, s, g, d] -> [b, m, n, d].
 
         Args:
-            positions: [b, m] int64 on the host, where each query stands among the s keys; None: m is s.
+            positions: [b, m] int64 on the host, where each query stands among the s keys; None: m
+                is s.
         """
         if positions is None:
-            short = query.shape[1] <= WHOLE_UP_TO and query.device.type == "cpu" and query.dtype == torch.float32
+            short = (
+                query.shape[1] <= WHOLE_UP_TO
+                and query.device.type == "cpu"
+                and query.dtype == torch.float32
+            )
             if short:
                 return short_attention(query, key, value, self.softmax_scale)
             return self._sdpa(query, key, value, None)
         step = max(1, MASK_ENTRIES // (key.shape[0] * key.shape[1]))
         if step >= query.shape[1]:
             return self._masked(query, key, value, positions)
-        # a block's mask is made again in backward: kept, the masks of all blocks would take the square of the length
+        # a block's mask is made again in backward: kept, the masks of all blocks would take the
+        # square of the length
         parts = [
-            checkpoint(self._masked, rows, key, value, where, use_reentrant=False, preserve_rng_state=False)
-            for where, rows in zip(positions.split(step, dim=1), query.split(step, dim=1), strict=True)
+            checkpoint(
+                self._masked, rows, key, value, where, use_reentrant=False, preserve_rng_state=False
+            )
+            for where, rows in zip(
+                positions.split(step, dim=1), query.split(step, dim=1), strict=True
+            )
         ]
         return torch.cat(parts, dim=1)
 

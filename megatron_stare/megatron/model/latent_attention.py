@@ -1,8 +1,8 @@
-"""Multi-head latent attention of the local layer spec: Megatron's, over packed sequences without bounds and over
-tensor-parallel ranks.
+"""Multi-head latent attention of the local layer spec: Megatron's, over packed sequences without
+bounds and over tensor-parallel ranks.
 
-Shape legend: s positions and b sequences of this rank's part, t packed tokens, d columns that positions rotate, K those
-of the latent of keys and values with them.
+Shape legend: s positions and b sequences of this rank's part, t packed tokens, d columns that
+positions rotate, K those of the latent of keys and values with them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from megatron_stare.megatron.batching.packing import PackedSequences
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron cuts the columns of both latents over tensor-parallel ranks and gathers them. Of the columns that are
-    rotated, one for the keys of all heads, every rank then has the gradient of its own heads alone, which nothing sums:
-    gathered here and cut by positions, they go where Megatron gathers positions, whose gradients are summed."""
+    """Megatron cuts the columns of both latents over tensor-parallel ranks and gathers them. Of the
+    columns that are rotated, one for the keys of all heads, every rank then has the gradient of its
+    own heads alone, which nothing sums: gathered here and cut by positions, they go where Megatron
+    gathers positions, whose gradients are summed."""
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -43,7 +44,9 @@ class LatentAttention(MLASelfAttention):
 def _cut_by_positions(_module: Any, _inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
     """[s, b, K of this rank] -> [s of this rank, b, K]."""
     columns, bias = output
-    return scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(columns)), bias
+    return scatter_to_sequence_parallel_region(
+        gather_from_tensor_model_parallel_region(columns)
+    ), bias
 
 
 class TokenRotary(RotaryEmbedding):

@@ -1,17 +1,21 @@
-"""Operators of the layers that run without Transformer Engine: RMSNorm, SwiGLU, attention over short sequences.
+"""Operators of the layers that run without Transformer Engine: RMSNorm, SwiGLU, attention over
+short sequences.
 
-- RMSNorm is as megatron-core's torch norm, but it also runs under sequence parallelism, and takes a third of the time
-  on a CPU. The stock one refuses sequence parallelism because its weight would miss the gradient all-reduce; the
-  attribute set here asks for that all-reduce. torch has a kernel for the norm and its gradient on GPUs; on CPUs it
-  puts them together of a dozen operations, each of which reads and writes all of its input.
-- SwiGLU: megatron-core puts it together of operations that copy halves of the feed-forward layer's hidden states,
-  forward and backward; its fused one wants a compiler, and Transformer Engine brings its own.
-- Short attention holds the scores whole, on a CPU. torch's kernel for CPUs starts small matrix products for every head
-  of every sequence, forward and backward; for short sequences that costs more than the products. Here each is one
-  batched product over all of them.
+- RMSNorm is as megatron-core's torch norm, but it also runs under sequence parallelism, and takes a
+  third of the time on a CPU. The stock one refuses sequence parallelism because its weight would
+  miss the gradient all-reduce; the attribute set here asks for that all-reduce. torch has a kernel
+  for the norm and its gradient on GPUs; on CPUs it puts them together of a dozen operations, each
+  of which reads and writes all of its input.
+- SwiGLU: megatron-core puts it together of operations that copy halves of the feed-forward layer's
+  hidden states, forward and backward; its fused one wants a compiler, and Transformer Engine brings
+  its own.
+- Short attention holds the scores whole, on a CPU. torch's kernel for CPUs starts small matrix
+  products for every head of every sequence, forward and backward; for short sequences that costs
+  more than the products. Here each is one batched product over all of them.
 
-Shape legend: H hidden size; F feed-forward size of this rank; b sequences, s positions, n heads, g groups of heads that
-share keys and values, r heads of a group, d head size; *: any leading dimensions.
+Shape legend: H hidden size; F feed-forward size of this rank; b sequences, s positions, n heads, g
+groups of heads that share keys and values, r heads of a group, d head size; *: any leading
+dimensions.
 """
 
 from __future__ import annotations
@@ -27,7 +31,9 @@ from torch import Tensor, nn
 class RMSNorm(nn.Module):
     """y = weight * x / rms(x), over the last dimension, computed in at least float32."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
@@ -40,14 +46,21 @@ class RMSNorm(nn.Module):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """With r = 1 / sqrt(mean(x^2) + eps) and n = x r: y = w n, and for a gradient g of y that of w is the sum of g n
-    over all rows, that of x is r (g w - n mean(g w n)). (B. Zhang and R. Sennrich, arXiv 1910.07467, equation 4.)"""
+    """With r = 1 / sqrt(mean(x^2) + eps) and n = x r: y = w n, and for a gradient g of y that of w
+    is the sum of g n over all rows, that of x is r (g w - n mean(g w n)). (B. Zhang and R.
+    Sennrich, arXiv 1910.07467, equation 4.)"""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [*, H], weight [H]; returns [*, H] in the type of x."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        r = (
+            torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+            .square_()
+            .div_(x.shape[-1])
+            .add_(eps)
+            .rsqrt_()
+        )
         normed = wide * r
         ctx.save_for_backward(normed, r, weight)
         return (normed * weight).to(x.dtype)
@@ -68,14 +81,16 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 class SwiGlu(MegatronModule):
-    """`swiglu` as Megatron builds an activation and asks it for its part of a checkpoint, which is nothing."""
+    """`swiglu` as Megatron builds an activation and asks it for its part of a checkpoint, which is
+    nothing."""
 
     def forward(self, x: Tensor) -> Tensor:
         return swiglu(x)
 
 
 class _SwiGlu(torch.autograd.Function):
-    """Bit for bit what autograd makes of the formula; both halves of the gradient are written where they belong."""
+    """Bit for bit what autograd makes of the formula; both halves of the gradient are written where
+    they belong."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -96,27 +111,33 @@ class _SwiGlu(torch.autograd.Function):
 
 
 def short_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """query [b, s, n, d], key and value [b, s, g, d] -> [b, s, n, d], each position seeing itself and what is before.
+    """query [b, s, n, d], key and value [b, s, g, d] -> [b, s, n, d], each position seeing itself
+    and what is before.
 
     Args:
         scale: of the scores; None: 1 / sqrt(d).
     """
-    return _ShortAttention.apply(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)
+    return _ShortAttention.apply(
+        query, key, value, query.shape[-1] ** -0.5 if scale is None else scale
+    )
 
 
 class _ShortAttention(torch.autograd.Function):
-    """With P = softmax(scale Q K') and O = P V, for a gradient G of O: that of V is P'G; with D = G V' that of the
-    scores is S = P (D - sum(D P)), of Q scale S K, of K scale S'Q. (A. Vaswani et al., arXiv 1706.03762, eq. 1.)"""
+    """With P = softmax(scale Q K') and O = P V, for a gradient G of O: that of V is P'G; with D = G
+    V' that of the scores is S = P (D - sum(D P)), of Q scale S K, of K scale S'Q. (A. Vaswani et
+    al., arXiv 1706.03762, eq. 1.)"""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         groups, heads = key.shape[2], query.shape[2]
         rows, keys = _rows(query, groups), _rows(key, groups)
-        values = _rows(value, groups).contiguous()  # a view would keep the product of all three projections
+        # a view would keep the product of all three projections
+        values = _rows(value, groups).contiguous()
         length = query.shape[1]
         later = torch.full((length, length), -torch.inf, dtype=query.dtype).triu_(1)
         later = later.repeat(heads // groups, 1).expand(rows.shape[0], -1, -1)
-        chances = torch.baddbmm(later, rows, keys.transpose(1, 2), alpha=scale).softmax(-1)  # [b g, r s, s]
+        # [b g, r s, s]
+        chances = torch.baddbmm(later, rows, keys.transpose(1, 2), alpha=scale).softmax(-1)
         ctx.save_for_backward(rows, keys, values, chances)
         ctx.scale, ctx.groups, ctx.heads = scale, groups, heads
         return _heads(torch.bmm(chances, values), groups, heads)
@@ -128,19 +149,34 @@ class _ShortAttention(torch.autograd.Function):
         out = _rows(grad, groups)
         of_values = torch.bmm(chances.transpose(1, 2), out)
         of_chances = torch.bmm(out, values.transpose(1, 2))
-        of_scores = torch._softmax_backward_data(of_chances, chances, -1, chances.dtype).mul_(ctx.scale)
+        of_scores = torch._softmax_backward_data(of_chances, chances, -1, chances.dtype).mul_(
+            ctx.scale
+        )
         of_rows, of_keys = torch.bmm(of_scores, keys), torch.bmm(of_scores.transpose(1, 2), rows)
-        return _heads(of_rows, groups, heads), _heads(of_keys, groups, groups), _heads(of_values, groups, groups), None
+        return (
+            _heads(of_rows, groups, heads),
+            _heads(of_keys, groups, groups),
+            _heads(of_values, groups, groups),
+            None,
+        )
 
 
 def _rows(x: Tensor, groups: int) -> Tensor:
     """[b, s, n, d] -> [b g, r s, d]: what is to meet the same keys, one below the other."""
     b, s, n, d = x.shape
-    return x.reshape(b, s, groups, n // groups, d).permute(0, 2, 3, 1, 4).reshape(b * groups, n // groups * s, d)
+    return (
+        x.reshape(b, s, groups, n // groups, d)
+        .permute(0, 2, 3, 1, 4)
+        .reshape(b * groups, n // groups * s, d)
+    )
 
 
 def _heads(rows: Tensor, groups: int, heads: int) -> Tensor:
     """[b g, r s, d] -> [b, s, n, d]: undoes `_rows`."""
     many, tall, d = rows.shape
     s = tall // (heads // groups)
-    return rows.view(many // groups, groups, heads // groups, s, d).permute(0, 3, 1, 2, 4).reshape(-1, s, heads, d)
+    return (
+        rows.view(many // groups, groups, heads // groups, s, d)
+        .permute(0, 3, 1, 2, 4)
+        .reshape(-1, s, heads, d)
+    )

@@ -21,7 +21,10 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
@@ -43,14 +46,22 @@ from megatron_stare.weights.files.hf_folder import HfFolder
 
 
 class PolicyModel(GPTModel):
-    """GPTModel that ends with the hidden states [s, b, H] after the last norm, for megatron/model/head.py;
-    its own output layer would make the logits of every position. Packed sequences without bounds are given the rotary
-    embedding of each token, [t, 1, d], which Megatron applies to their queries and keys [t, n, d] at once."""
+    """GPTModel that ends with the hidden states [s, b, H] after the last norm, for
+    megatron/model/head.py; its own output layer would make the logits of every position. Packed
+    sequences without bounds are given the rotary embedding of each token, [t, 1, d], which Megatron
+    applies to their queries and keys [t, n, d] at once."""
 
     def _preprocess(
-        self, input_ids: Tensor, position_ids: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        *args: Any,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
     ) -> tuple[Any, ...]:
-        made = super()._preprocess(input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs)
+        made = super()._preprocess(
+            input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs
+        )
         hidden, rotary, *others = made
         if packed_seq_params is None or packed_seq_params.cu_seqlens_q is not None:
             return made
@@ -73,7 +84,10 @@ def recomputation(model: ModelConfig) -> dict[str, Any]:
     if model.recompute == "none":
         return {}
     if model.recompute == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": list(model.recompute_modules)}
+        return {
+            "recompute_granularity": "selective",
+            "recompute_modules": list(model.recompute_modules),
+        }
     return {
         "recompute_granularity": "full",
         "recompute_method": model.recompute_method,
@@ -92,16 +106,21 @@ def transformer_config(
     dtype = getattr(torch, model.dtype)
     tuned = megatron_fields(performance, "model")
     if shape.latent:
-        tuned.pop("apply_rope_fusion", None)  # Megatron's kernel for latent attention knows one setting of YaRN alone
+        # Megatron's kernel for latent attention knows one setting of YaRN alone
+        tuned.pop("apply_rope_fusion", None)
     kind = MLATransformerConfig if shape.latent else TransformerConfig
     return kind(
         **family_of(shape).megatron_config(shape),
-        softmax_scale=scaled_frequencies(shape)[1] if shape.rope_scaling and not shape.latent else None,
+        softmax_scale=scaled_frequencies(shape)[1]
+        if shape.rope_scaling and not shape.latent
+        else None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline
+        if parallel.virtual_pipeline > 1
+        else None,
         num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
         context_parallel_size=parallel.context,
         cp_comm_type=parallel.context_comm,
@@ -109,8 +128,9 @@ def transformer_config(
         expert_tensor_parallel_size=1,
         sequence_parallel=parallel.sequence,
         pipeline_dtype=dtype,
-        # Every micro-batch has its own length. Two stages of several chunks would exchange lengths in a batch that gloo
-        # matches by order, and take one for another: there, micro-batches are given one length (microbatch.py).
+        # Every micro-batch has its own length. Two stages of several chunks would exchange lengths
+        # in a batch that gloo matches by order, and take one for another: there, micro-batches are
+        # given one length (microbatch.py).
         variable_seq_lengths=parallel.pipeline > 1 and parallel.virtual_pipeline == 1,
         overlap_p2p_comm=False,
         params_dtype=dtype,
@@ -120,14 +140,19 @@ def transformer_config(
         init_model_with_meta_device=device().type == "meta",
         perform_initialization=False,  # every parameter is loaded
         calculate_per_token_loss=True,  # with num_tokens 0 Megatron divides by nothing
-        finalize_model_grads_func=finalize_model_grads,  # without it gradients are not reduced over any group
+        # without it gradients are not reduced over any group
+        finalize_model_grads_func=finalize_model_grads,
         masked_softmax_fusion=False,
         persist_layer_norm=has_transformer_engine(),
         **recomputation(model),
         **tuned,
-        # Megatron's name for an activation that the layer spec brings; experts have no place for one
-        use_te_activation_func=not (has_transformer_engine() or shape.experts or tuned.get("bias_activation_fusion")),
-        # variable lengths in a pipeline want the dispatcher named for any model; ranks hold different numbers of tokens
+        # Megatron's name for an activation that the layer spec brings; experts have no place for
+        # one
+        use_te_activation_func=not (
+            has_transformer_engine() or shape.experts or tuned.get("bias_activation_fusion")
+        ),
+        # variable lengths in a pipeline want the dispatcher named for any model; ranks hold
+        # different numbers of tokens
         moe_token_dispatcher_type="alltoall",
         moe_router_dtype=_ROUTER_DTYPES[moe.router_dtype],
         moe_grouped_gemm=shape.experts > 0 and has_transformer_engine(),
@@ -135,13 +160,16 @@ def transformer_config(
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Transformer Engine's layers where it is installed and there is CUDA, else Megatron's local ones with our norm,
-    activation and attention."""
+    """Transformer Engine's layers where it is installed and there is CUDA, else Megatron's local
+    ones with our norm, activation and attention."""
     if has_transformer_engine():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     places = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    alike = {routed: _local_layer(config, routed) for routed in {_has_experts(config, place) for place in places}}
+    alike = {
+        routed: _local_layer(config, routed)
+        for routed in {_has_experts(config, place) for place in places}
+    }
     layers = [alike[_has_experts(config, place)] for place in places]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
@@ -184,7 +212,8 @@ def build_policy(
     performance: PerformanceConfig = _DEFAULT,
     moe: MoeConfig = _MOE,
 ) -> list[nn.Module]:
-    """This rank's model chunks with gradient buffers, reduced over data ranks. Parameters are not yet loaded."""
+    """This rank's model chunks with gradient buffers, reduced over data ranks. Parameters are not
+    yet loaded."""
     parts = build_model(shape, model, parallel, layout, performance, moe)
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=distributed_optimizer,
@@ -193,8 +222,12 @@ def build_policy(
         **megatron_fields(performance, "gradients"),
     )
     with backend():
-        wrapped = [DistributedDataParallel(config=unwrap(p).config, ddp_config=ddp, module=p) for p in parts]
-    if ddp.overlap_grad_reduce:  # of several micro-batches the last one's backward reduces, as Megatron's hooks count
+        wrapped = [
+            DistributedDataParallel(config=unwrap(p).config, ddp_config=ddp, module=p)
+            for p in parts
+        ]
+    # of several micro-batches the last one's backward reduces, as Megatron's hooks count
+    if ddp.overlap_grad_reduce:
         no_sync = [part.no_sync for part in wrapped]
         unwrap(wrapped[0]).config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
     return wrapped
@@ -227,14 +260,19 @@ def build_model(
             ).to(device())
             if shape.rope_scaling:  # megatron-core knows one setting of one scaling
                 whole = unwrap(part)
-                each = [layer.self_attention for layer in whole.decoder.layers] if shape.latent else [whole]
+                each = (
+                    [layer.self_attention for layer in whole.decoder.layers]
+                    if shape.latent
+                    else [whole]
+                )
                 for module in each:
                     module.rotary_pos_emb.inv_freq = scaled_frequencies(shape)[0].to(device())
             mark_cut_parameters(part, shape)
             if model.dtype != "float32":
                 part = Float16Module(config, part)
                 for _, bias in expert_biases([part]):
-                    bias.data = bias.data.float()  # Megatron would, but after what was loaded has been rounded
+                    # Megatron would, but after what was loaded has been rounded
+                    bias.data = bias.data.float()
             parts.append(part)
         return parts
 
@@ -242,8 +280,9 @@ def build_model(
 def mark_cut_parameters(part: nn.Module, shape: ModelShape) -> None:
     """Tells Megatron which parameters are cut over tensor-parallel ranks.
 
-    It would tell itself while initialising them, which is left out because they are loaded; unmarked, a parameter
-    counts as a duplicate, and the gradient norm holds the first rank's part alone.
+    It would tell itself while initialising them, which is left out because they are loaded;
+    unmarked, a parameter counts as a duplicate, and the gradient norm holds the first rank's part
+    alone.
     """
     tensor = unwrap(part).config.tensor_model_parallel_size
     for name, parameter in named_parameters([part]):
@@ -254,23 +293,27 @@ def mark_cut_parameters(part: nn.Module, shape: ModelShape) -> None:
             parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
         elif layout != "replicated" and "tensor_model_parallel" not in vars(parameter):
             for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
-                vars(parameter).pop(attribute, None)  # without data Transformer Engine's layers set the last one alone
+                # without data Transformer Engine's layers set the last one alone
+                vars(parameter).pop(attribute, None)
             set_tensor_model_parallel_attributes(parameter, True, 1 if layout == "row" else 0, 1)
         if is_expert(name) and tensor > 1:
-            # whole experts on every tensor-parallel rank, each of which sees its own tokens: their gradients are summed
-            # over those ranks as well. Megatron does so by itself only where experts are cut over ranks.
+            # whole experts on every tensor-parallel rank, each of which sees its own tokens: their
+            # gradients are summed over those ranks as well. Megatron does so by itself only where
+            # experts are cut over ranks.
             parameter.allreduce = False  # type: ignore[attr-defined]
 
 
 def named_parameters(model: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters with Megatron names whose layer and expert numbers are those of the whole model, wrappers stripped."""
+    """Parameters with Megatron names whose layer and expert numbers are those of the whole model,
+    wrappers stripped."""
     for chunk in model:
         for name, parameter in unwrap(chunk).named_parameters():
             yield _whole_name(chunk, name), parameter
 
 
 def expert_biases(model: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """The routers' biases of experts, [E] float32, by names like those of parameters. No optimizer moves them."""
+    """The routers' biases of experts, [E] float32, by names like those of parameters. No optimizer
+    moves them."""
     for chunk in model:
         for name, buffer in unwrap(chunk).named_buffers():
             if name.endswith(".expert_bias"):
@@ -299,7 +342,8 @@ _EXPERT = re.compile(r"(?<=\.experts\.)(?:local_experts\.|linear_fc[12]\.weight)
 
 
 def is_expert(name: str) -> bool:
-    """Returns True if a parameter belongs to one expert; experts are never cut over tensor-parallel ranks."""
+    """Returns True if a parameter belongs to one expert; experts are never cut over tensor-parallel
+    ranks."""
     return _EXPERT.search(name) is not None
 
 
@@ -309,16 +353,19 @@ def part_of(name: str, weight: Tensor, layout: Layout) -> tuple[int, int]:
     return (layout.tp_rank, layout.tp) if cut else (0, 1)
 
 
-def hidden_states(chunk: nn.Module, tokens: Tensor, positions: Tensor, packing: PackedSequences | None) -> Tensor:
-    """Runs a model chunk; in its own precision, where Float16Module would make the last stage's output float32."""
+def hidden_states(
+    chunk: nn.Module, tokens: Tensor, positions: Tensor, packing: PackedSequences | None
+) -> Tensor:
+    """Runs a model chunk; in its own precision, where Float16Module would make the last stage's
+    output float32."""
     inside = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
     as_it_is = {"fp32_output": False} if isinstance(inside, Float16Module) else {}
     return chunk(tokens, positions, None, packed_seq_params=packing, **as_it_is)
 
 
 def finish_gather(model: list[nn.Module]) -> None:
-    """Waits for updated parameters that are gathered as the next forward goes, before anything else reads them. All
-    ranks must call it."""
+    """Waits for updated parameters that are gathered as the next forward goes, before anything else
+    reads them. All ranks must call it."""
     for chunk in model:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             with backend():
@@ -326,8 +373,11 @@ def finish_gather(model: list[nn.Module]) -> None:
 
 
 def gradient_buffers(model: Iterable[nn.Module]) -> Iterator[Any]:
-    """Megatron's buffers, in which gradients (and under the distributed optimizer parameters) lie end to end."""
-    return (buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))  # type: ignore[misc]
+    """Megatron's buffers, in which gradients (and under the distributed optimizer parameters) lie
+    end to end."""
+    for chunk in model:
+        yield from chunk.buffers  # type: ignore[misc]
+        yield from chunk.expert_parallel_buffers  # type: ignore[misc]
 
 
 def unwrap(chunk: Any) -> GPTModel:
@@ -339,7 +389,8 @@ def unwrap(chunk: Any) -> GPTModel:
 
 @torch.no_grad()
 def load_hf(model: list[nn.Module], folder: HfFolder, shape: ModelShape, layout: Layout) -> None:
-    """Fills every parameter, and biases of experts, with its slice of the folder's tensors; only that is read.
+    """Fills every parameter, and biases of experts, with its slice of the folder's tensors; only
+    that is read.
 
     Raises:
         DataError: a tensor is missing or has the wrong shape.

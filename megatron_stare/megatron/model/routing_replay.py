@@ -1,11 +1,13 @@
-"""Routing replay: tokens go to the experts that the rollout engine chose, in the log-prob pass and in training alike.
+"""Routing replay: tokens go to the experts that the rollout engine chose, in the log-prob pass and
+in training alike.
 
-Engine and trainer round differently, so now and then a token's k-th and next expert change places between them, and
-its log-prob moves by far more than rounding ("R3", Ma et al. 2025, arXiv:2510.11370). With the engine's choice given,
-what is left is rounding. Gates are those of the trainer's own logits at the experts given, so the router still learns.
+Engine and trainer round differently, so now and then a token's k-th and next expert change places
+between them, and its log-prob moves by far more than rounding ("R3", Ma et al. 2025,
+arXiv:2510.11370). With the engine's choice given, what is left is rounding. Gates are those of the
+trainer's own logits at the experts given, so the router still learns.
 
-Shape legend: s positions and b rows of a micro-batch on this rank, t = s b tokens of a router, L layers, K experts a
-token, E experts.
+Shape legend: s positions and b rows of a micro-batch on this rank, t = s b tokens of a router, L
+layers, K experts a token, E experts.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ METRICS = (
     Metric(
         "routing/differs",
         "share",
-        "experts of the engine that the trainer's routers would not have chosen with the same weights",
+        "experts of the engine that the trainer's routers would not have chosen with the same"
+        " weights",
         "small and steady; 0 in float32; a jump: other weights on one side",
     ),
 )
@@ -39,9 +42,10 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 class GivenExperts(RouterReplay):
     """Replay for one router: takes the experts of a micro-batch as it enters the layer.
 
-    Megatron's own is told from outside whether a forward is backward's, made again for recomputed activations. In a
-    pipeline forwards and backwards take turns, so here a router tells by itself: a forward that will be made again
-    runs without gradients, and what is made again comes in the order in which it was.
+    Megatron's own is told from outside whether a forward is backward's, made again for recomputed
+    activations. In a pipeline forwards and backwards take turns, so here a router tells by itself:
+    a forward that will be made again runs without gradients, and what is made again comes in the
+    order in which it was.
     """
 
     def __init__(self) -> None:
@@ -49,7 +53,8 @@ class GivenExperts(RouterReplay):
         self._given: Tensor | None = None
         self._trains = False
         self._again: deque[Tensor | None] = deque()
-        self.counts: Tensor | None = None  # [2] experts given in a pass without backward, and those chosen here too
+        # [2] experts given in a pass without backward, and those chosen here too
+        self.counts: Tensor | None = None
 
     def begin(self, trains: bool) -> None:
         """Before a pass. trains: its backward follows."""
@@ -68,11 +73,13 @@ class GivenExperts(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Scores [t, K] and numbers [t, K] of the experts that are given, of `scores` [t, E]; where none is, of those
-        with the highest scores. See Megatron's."""
+        """Scores [t, K] and numbers [t, K] of the experts that are given, of `scores` [t, E]; where
+        none is, of those with the highest scores. See Megatron's."""
         assert default_compute_topk is not None
         experts = self._next()
-        highest, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        highest, chosen = default_compute_topk(
+            scores, topk, num_groups=num_groups, group_topk=group_topk
+        )
         if experts is None:
             return highest, chosen
         given = experts.to(scores.device, non_blocking=True)
@@ -112,7 +119,8 @@ def give_experts(chunk: nn.Module, experts: Tensor | None) -> None:
     """Before a chunk's forward of a micro-batch; does nothing where `install` was not called.
 
     Args:
-        experts: [L, s, b, K] on the host, of all layers of the model, s those of all tensor-parallel ranks.
+        experts: [L, s, b, K] on the host, of all layers of the model, s those of all
+            tensor-parallel ranks.
     """
     for router, layer in _routers(chunk):
         if router.router_replay is None:
@@ -120,7 +128,8 @@ def give_experts(chunk: nn.Module, experts: Tensor | None) -> None:
         given = None
         if experts is not None:
             given = experts[layer]
-            if router.config.sequence_parallel:  # Megatron cuts the positions, which then come first
+            # Megatron cuts the positions, which then come first
+            if router.config.sequence_parallel:
                 given = given.chunk(router.tp_group.size())[router.tp_group.rank()]
             given = given.flatten(0, 1)
         router.router_replay.give(given)
@@ -128,9 +137,9 @@ def give_experts(chunk: nn.Module, experts: Tensor | None) -> None:
 
 @torch.no_grad()
 def routing_metrics(model: list[nn.Module], device: torch.device) -> dict[str, Tensor]:
-    """`routing/differs`, 0-dim: the share of the experts that were given in the last pass, which had no backward, that
-    the trainer's own routers would not have chosen, over all tokens and layers; NaN where none was given. All ranks
-    must call it, after `install`."""
+    """`routing/differs`, 0-dim: the share of the experts that were given in the last pass, which
+    had no backward, that the trainer's own routers would not have chosen, over all tokens and
+    layers; NaN where none was given. All ranks must call it, after `install`."""
     counts = torch.zeros(2, dtype=torch.int64, device=device)
     for chunk in model:
         for router, _ in _routers(chunk):

@@ -1,15 +1,18 @@
-"""The state of Megatron's DistributedOptimizer as parts of the whole model's tensors, each where it lies.
+"""The state of Megatron's DistributedOptimizer as parts of the whole model's tensors, each where it
+lies.
 
-A data rank holds a stretch of each parameter, counted in elements, which ends anywhere. Of Megatron's own forms one
-gathers all stretches on every rank, one keeps them as they are and fits no other layout, and the one for this purpose
-is refused by megatron-core 0.16. Here a stretch is cut into boxes: its whole rows, and what is left at its ends.
-Boxes are parts of a tensor as any others: nothing is gathered, every rank writes and reads its own, in any layout.
+A data rank holds a stretch of each parameter, counted in elements, which ends anywhere. Of
+Megatron's own forms one gathers all stretches on every rank, one keeps them as they are and fits no
+other layout, and the one for this purpose is refused by megatron-core 0.16. Here a stretch is cut
+into boxes: its whole rows, and what is left at its ends. Boxes are parts of a tensor as any others:
+nothing is gathered, every rank writes and reads its own, in any layout.
 
-The float32 masters of 16-bit parameters are read as float32 and written back wherever the optimizer keeps them.
-Megatron's distributed optimizer updates masters of its own. Told to be precision-aware it updates the parameters, and
-the masters are the inner optimizer's: Transformer Engine's FusedAdam keeps of a bfloat16 parameter's the 16 bits that
-the parameter lacks, and others in float32; HybridDeviceOptimizer shows those that it updates on the host. Both call
-them "master_param" in their state.
+The float32 masters of 16-bit parameters are read as float32 and written back wherever the optimizer
+keeps them. Megatron's distributed optimizer updates masters of its own. Told to be precision-aware
+it updates the parameters, and the masters are the inner optimizer's: Transformer Engine's FusedAdam
+keeps of a bfloat16 parameter's the 16 bits that the parameter lacks, and others in float32;
+HybridDeviceOptimizer shows those that it updates on the host. Both call them "master_param" in
+their state.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def read_master(updated: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """float32 [n]: what is kept itself, or its value put together anew where a part of it lies in the parameter.
+    """float32 [n]: what is kept itself, or its value put together anew where a part of it lies in
+    the parameter.
 
     Args:
         updated: [n] what the optimizer updates.
@@ -50,7 +54,8 @@ def write_master(updated: Tensor, state: Mapping[str, Any], values: Tensor | Non
     """Makes these the master, where writing to what `read_master` gave has not done so.
 
     Args:
-        values: float32 [n]; None: a float32 parameter is its own master, of which there may be a copy.
+        values: float32 [n]; None: a float32 parameter is its own master, of which there may be a
+            copy.
     """
     kept = state.get(MASTER)
     if kept is None:
@@ -66,7 +71,8 @@ def write_master(updated: Tensor, state: Mapping[str, Any], values: Tensor | Non
 
 
 def joined(rounded: Tensor, low: Tensor) -> Tensor:
-    """The float32 numbers of which these are the parts, as Transformer Engine's kernel puts them together.
+    """The float32 numbers of which these are the parts, as Transformer Engine's kernel puts them
+    together.
 
     Args:
         rounded: bfloat16 [n], rounded to the nearest, halves away from zero.
@@ -80,8 +86,9 @@ def parted(values: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
     """The parts of float32 numbers [n], for `joined`: bfloat16 and int16.
 
     Args:
-        near: bfloat16 [n], the numbers rounded by whatever rule. All data ranks hold them, so they stay: of a half that
-            another rule has rounded towards zero, the last of 32 bits is lost instead.
+        near: bfloat16 [n], the numbers rounded by whatever rule. All data ranks hold them, so they
+            stay: of a half that another rule has rounded towards zero, the last of 32 bits is lost
+            instead.
     """
     bits = values.contiguous().view(torch.int32)
     low = ((bits & _LOW) ^ 0x8000) - 0x8000  # as a signed number of 16 bits
@@ -92,7 +99,8 @@ def parted(values: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Elements [start, stop) of a tensor of this shape, counted row by row, as boxes in the same order."""
+    """Elements [start, stop) of a tensor of this shape, counted row by row, as boxes in the same
+    order."""
     if start >= stop:
         return
     if not shape:
@@ -119,7 +127,8 @@ def _in_row(shape: Sequence[int], number: int, start: int, stop: int) -> Iterato
 class _Stretch:
     """Elements [start, stop) of a parameter, which are this rank's to update.
 
-    updated: [stop - start] what the optimizer updates: the float32 master, or the parameter's own elements.
+    updated: [stop - start] what the optimizer updates: the float32 master, or the parameter's own
+    elements.
     state: that the optimizer has for it.
     """
 
@@ -130,20 +139,22 @@ class _Stretch:
     state: Mapping[str, Any]
 
     def held(self) -> dict[str, Tensor]:
-        """The tensors for a checkpoint, [stop - start] by the name of what it is; a float32 parameter is saved with
-        the model."""
+        """The tensors for a checkpoint, [stop - start] by the name of what it is; a float32
+        parameter is saved with the model."""
         held = {name: self.state[name] for name in MOMENTS}
         if self.parameter.dtype != torch.float32:
             held["param"] = read_master(self.updated, self.state)
         return held
 
 
-def sharded_shards(optimizer: DistributedOptimizer, parameters: Mapping[str, Any]) -> list[list[ShardedTensor]]:
-    """This rank's part of moments and float32 masters, a list a parameter; their data are views of the optimizer's, or
-    masters that were put together.
+def sharded_shards(
+    optimizer: DistributedOptimizer, parameters: Mapping[str, Any]
+) -> list[list[ShardedTensor]]:
+    """This rank's part of moments and float32 masters, a list a parameter; their data are views of
+    the optimizer's, or masters that were put together.
 
-    Names are those of Megatron's `fully_reshardable` form, which reads what is saved by this one and the other way
-    round. A parameter that is its own master is saved with the model alone.
+    Names are those of Megatron's `fully_reshardable` form, which reads what is saved by this one
+    and the other way round. A parameter that is its own master is saved with the model alone.
 
     Args:
         parameters: the sharded state of the model that is optimised, of the parameters themselves.
@@ -154,12 +165,17 @@ def sharded_shards(optimizer: DistributedOptimizer, parameters: Mapping[str, Any
 def _shards(
     optimizer: DistributedOptimizer, parameters: Mapping[str, Any]
 ) -> Iterator[tuple[_Stretch, dict[str, Tensor], list[ShardedTensor]]]:
-    """Every stretch of this rank, what is held of it, and the same as parts of the whole model's tensors."""
+    """Every stretch of this rank, what is held of it, and the same as parts of the whole model's
+    tensors."""
     found, _ = extract_sharded_tensors_and_factories(dict(parameters))
     whole = {id(part.data): part for part in nested_values(found)}
     for stretch in _stretches(optimizer):
         held = stretch.held()
-        yield stretch, held, list(_parts(whole[id(stretch.parameter)], stretch.start, stretch.stop, held))
+        yield (
+            stretch,
+            held,
+            list(_parts(whole[id(stretch.parameter)], stretch.start, stretch.stop, held)),
+        )
 
 
 def _stretches(optimizer: DistributedOptimizer) -> Iterator[_Stretch]:
@@ -171,7 +187,9 @@ def _stretches(optimizer: DistributedOptimizer) -> Iterator[_Stretch]:
                     group, order = optimizer.model_param_group_index_map[parameter]
                     updated = optimizer.optimizer.param_groups[group]["params"][order]
                     state = optimizer.optimizer.state[updated]
-                    yield _Stretch(parameter, ranges["param"].start, ranges["param"].end, updated, state)
+                    yield _Stretch(
+                        parameter, ranges["param"].start, ranges["param"].end, updated, state
+                    )
 
 
 def _parts(
@@ -183,17 +201,25 @@ def _parts(
         held: tensors [stop - start] by the name of what they are.
 
     Raises:
-        ValueError: the model's checkpoint holds a copy of the parameter, which no layer of the supported release has.
+        ValueError: the model's checkpoint holds a copy of the parameter, which no layer of the
+            supported release has.
     """
     pieces = nested_values(whole.build()) if isinstance(whole, ShardedTensorFactory) else [whole]
     for piece in pieces:  # gate and up rows of one parameter lie apart in the model's tensor
         if piece.data.untyped_storage().data_ptr() != whole.data.untyped_storage().data_ptr():
-            raise ValueError(f"{whole.key} is saved from a copy, so where its moments belong cannot be told")
-        before = piece.data.storage_offset() - whole.data.storage_offset()  # elements of the parameter
+            raise ValueError(
+                f"{whole.key} is saved from a copy, so where its moments belong cannot be told"
+            )
+        # elements of the parameter
+        before = piece.data.storage_offset() - whole.data.storage_offset()
         lead = piece.global_offset[: piece.prepend_axis_num]  # the layer, where layers are stacked
         at = max(start, before)
-        for offset, size in boxes(piece.data.shape, at - before, min(stop, before + piece.data.numel()) - before):
-            begins = tuple(a + b for a, b in zip(piece.global_offset[len(lead) :], offset, strict=True))
+        for offset, size in boxes(
+            piece.data.shape, at - before, min(stop, before + piece.data.numel()) - before
+        ):
+            begins = tuple(
+                a + b for a, b in zip(piece.global_offset[len(lead) :], offset, strict=True)
+            )
             for name, values in held.items():
                 data = values[at - start : at - start + prod(size)].view((1,) * len(lead) + size)
                 yield replace(
@@ -211,7 +237,9 @@ def _parts(
 
 
 @torch.no_grad()
-def load_shards(optimizer: DistributedOptimizer, parameters: Mapping[str, Any], loaded: list[list[Tensor]]) -> None:
+def load_shards(
+    optimizer: DistributedOptimizer, parameters: Mapping[str, Any], loaded: list[list[Tensor]]
+) -> None:
     """Puts what was loaded into the optimizer's tensors. The model's parameters are loaded before.
 
     Args:

@@ -1,8 +1,9 @@
 """Moves parts of a rank's policy between its device and host memory.
 
-Memory is moved beneath the tensors: the storage of each is shrunk to nothing and grown again, so that everything that
-looks into it - parameters, their shards in the optimizer, the buckets of Megatron's buffers - goes on doing so. On a
-CPU, device and host are the same memory, and everything else is as on a GPU.
+Memory is moved beneath the tensors: the storage of each is shrunk to nothing and grown again, so
+that everything that looks into it - parameters, their shards in the optimizer, the buckets of
+Megatron's buffers - goes on doing so. On a CPU, device and host are the same memory, and everything
+else is as on a GPU.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from megatron_stare.megatron.backend.cpu_backend import device, uses_cuda
 from megatron_stare.megatron.model.model import finish_gather, gradient_buffers
 from megatron_stare.megatron.optimizer.optimizer_state import chain
 
-# In this order: what several of them look into is moved with the first, as float32 parameters, which are their own
-# masters, are.
+# In this order: what several of them look into is moved with the first, as float32 parameters,
+# which are their own masters, are.
 PARTS = ("parameters", "gradients", "optimizer", "reference")
 
 
@@ -28,7 +29,8 @@ PARTS = ("parameters", "gradients", "optimizer", "reference")
 class _Left:
     """A storage that holds nothing now.
 
-    copy: uint8 [nbytes] of what it held, in host memory; None: zeros, for what it held is not needed again.
+    copy: uint8 [nbytes] of what it held, in host memory; None: zeros, for what it held is not
+    needed again.
     """
 
     storage: UntypedStorage
@@ -37,21 +39,26 @@ class _Left:
 
 
 class DeviceState:
-    """Moves the parts of a rank's policy. A part that is away must not be touched: its tensors have no memory.
+    """Moves the parts of a rank's policy. A part that is away must not be touched: its tensors have
+    no memory.
 
     Args:
         reference: chunks of the reference policy, if there is one.
     """
 
     def __init__(
-        self, model: list[nn.Module], optimizer: MegatronOptimizer, reference: Collection[nn.Module] = ()
+        self,
+        model: list[nn.Module],
+        optimizer: MegatronOptimizer,
+        reference: Collection[nn.Module] = (),
     ) -> None:
         self._model, self._optimizer, self._reference = model, optimizer, reference
         self._away: dict[str, list[_Left]] = {}
         self._kept: dict[int, list[Tensor]] = {}  # pinned memory to copy to again, by size
 
     def storages(self) -> dict[str, list[UntypedStorage]]:
-        """Storages behind each part on this device, each storage once; includes parts that are away."""
+        """Storages behind each part on this device, each storage once; includes parts that are
+        away."""
         found: dict[str, list[UntypedStorage]] = {}
         seen: set[StorageWeakRef] = set()
         for part in PARTS:
@@ -64,7 +71,8 @@ class DeviceState:
         return found
 
     def offload(self, parts: Collection[str] = PARTS) -> None:
-        """Parts leave the device; gradients are forgotten. All ranks must call it. What is away already stays away."""
+        """Parts leave the device; gradients are forgotten. All ranks must call it. What is away
+        already stays away."""
         leaving = [part for part in PARTS if part in parts and part not in self._away]
         if "parameters" in leaving:
             finish_gather(self._model)  # of the last step, which would still write them
@@ -73,7 +81,9 @@ class DeviceState:
         storages = self.storages()
         for part in leaving:
             held = [storage for storage in storages[part] if storage.nbytes()]
-            self._away[part] = [self._emptied(storage, keep=part != "gradients") for storage in held]
+            self._away[part] = [
+                self._emptied(storage, keep=part != "gradients") for storage in held
+            ]
         if uses_cuda() and leaving:
             torch.cuda.synchronize()  # copies are complete
             torch.cuda.empty_cache()  # what torch would keep for itself, others on the device want
@@ -89,7 +99,11 @@ class DeviceState:
         nbytes, copy = storage.nbytes(), None
         if keep:
             kept = self._kept.get(nbytes)
-            copy = kept.pop() if kept else torch.empty(nbytes, dtype=torch.uint8, pin_memory=uses_cuda())
+            copy = (
+                kept.pop()
+                if kept
+                else torch.empty(nbytes, dtype=torch.uint8, pin_memory=uses_cuda())
+            )
             copy.copy_(_bytes(storage), non_blocking=True)
         storage.resize_(0)
         return _Left(storage, nbytes, copy)
@@ -101,7 +115,8 @@ class DeviceState:
             values.zero_()
             return
         values.copy_(left.copy, non_blocking=True)
-        if uses_cuda():  # pinning takes longer than copying; on the same stream, so never overwritten too early
+        # pinning takes longer than copying; on the same stream, so never overwritten too early
+        if uses_cuda():
             self._kept.setdefault(left.nbytes, []).append(left.copy)
 
     def _tensors(self, part: str) -> Iterator[Tensor]:
@@ -116,7 +131,11 @@ class DeviceState:
                 for group in one.param_groups:
                     for parameter in group["params"]:
                         yield parameter
-                        yield from (x for x in one.optimizer.state.get(parameter, {}).values() if torch.is_tensor(x))
+                        yield from (
+                            x
+                            for x in one.optimizer.state.get(parameter, {}).values()
+                            if torch.is_tensor(x)
+                        )
 
 
 def _parameters(chunks: Iterable[nn.Module]) -> Iterator[Tensor]:

@@ -1,8 +1,9 @@
-"""Builds Megatron's optimizer, with its schedule of learning rate and weight decay, and the loss scale of float16.
+"""Builds Megatron's optimizer, with its schedule of learning rate and weight decay, and the loss
+scale of float16.
 
-float16's smallest numbers are larger than many gradients. So the loss is multiplied by the scale before backward
-(passes.py), Megatron divides the float32 gradients by it (`prepare_grads`), and it moves with what came of that. In
-float32 and bfloat16 there is none.
+float16's smallest numbers are larger than many gradients. So the loss is multiplied by the scale
+before backward (passes.py), Megatron divides the float32 gradients by it (`prepare_grads`), and it
+moves with what came of that. In float32 and bfloat16 there is none.
 """
 
 from __future__ import annotations
@@ -28,29 +29,32 @@ _DEFAULT = PerformanceConfig()
 
 
 class LossScale(DynamicGradScaler):
-    """Megatron's dynamic scale, except that it moves when a step is decided, not while its gradient is prepared.
+    """Megatron's dynamic scale, except that it moves when a step is decided, not while its gradient
+    is prepared.
 
-    Megatron moves it with every gradient it prepares: for a batch without a loss too, and, where experts have an
-    optimizer of their own, for each optimizer by itself, so that their gradients would be divided by another scale than
-    the loss was multiplied by.
+    Megatron moves it with every gradient it prepares: for a batch without a loss too, and, where
+    experts have an optimizer of their own, for each optimizer by itself, so that their gradients
+    would be divided by another scale than the loss was multiplied by.
     """
 
     def update(self, found_inf: bool) -> None:
         """Megatron's call, which changes nothing."""
 
     def settle(self, *, overflow: bool) -> None:
-        """Moves the scale after a step that was taken, or left out because its gradient overflowed."""
+        """Moves the scale after a step that was taken, or left out because its gradient
+        overflowed."""
         super().update(overflow)
 
     @property
     def exhausted(self) -> bool:
-        """Says whether the scale is at its floor, so that an overflow is no fault of it. Waits for the device."""
+        """Says whether the scale is at its floor, so that an overflow is no fault of it. Waits for
+        the device."""
         return bool(self._scale <= self.min_scale)
 
     @property
     def factor(self) -> Tensor:
-        """0-dim float32, what the loss is multiplied by. A step leaves it as it is: the next one has a tensor of its
-        own."""
+        """0-dim float32, what the loss is multiplied by. A step leaves it as it is: the next one
+        has a tensor of its own."""
         return self._scale[0]
 
 
@@ -84,9 +88,11 @@ def build_optimizer(
     steps: int,
     performance: PerformanceConfig = _DEFAULT,
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """The optimizer and the scheduler that sets its rates before every one of the run's `steps` optimizer steps.
+    """The optimizer and the scheduler that sets its rates before every one of the run's `steps`
+    optimizer steps.
 
-    Megatron applies wd_mult, which spares norms and biases, through its scheduler only, so there is always one.
+    Megatron applies wd_mult, which spares norms and biases, through its scheduler only, so there is
+    always one.
     """
     with backend():
         optimizer = get_megatron_optimizer(
@@ -121,7 +127,8 @@ def build_optimizer(
             end_wd=config.weight_decay,
             wd_incr_steps=steps,
             wd_incr_style="constant",
-            # a resumed run may have another number of steps: the configuration's schedule counts, not the checkpoint's
+            # a resumed run may have another number of steps: the configuration's schedule counts,
+            # not the checkpoint's
             override_opt_param_scheduler=True,
             use_checkpoint_opt_param_scheduler=False,
         )
@@ -159,20 +166,23 @@ def take_step(
     loss_not_finite: Tensor | None,
     norm_limit: float = math.inf,
 ) -> Outcome:
-    """Clips and steps, unless loss or gradient is not finite, the batch is empty or the norm above its limit: then
-    optimizer and schedule stay as they are. All ranks must call it, and all decide the same: by the norm over all
-    parameters, and by flags that are reduced over all ranks.
+    """Clips and steps, unless loss or gradient is not finite, the batch is empty or the norm above
+    its limit: then optimizer and schedule stay as they are. All ranks must call it, and all decide
+    the same: by the norm over all parameters, and by flags that are reduced over all ranks.
 
     Args:
         empty: 0-dim bool, whether no token of the batch had a loss; None on ranks that do not know.
-        loss_not_finite: 0-dim bool, whether this rank's part of the loss is not; None on ranks that do not know.
+        loss_not_finite: 0-dim bool, whether this rank's part of the loss is not; None on ranks that
+            do not know.
         norm_limit: a step whose gradient norm before clipping is above it is held back.
     """
     with backend():
-        overflow = optimizer.prepare_grads()  # all ranks say the same; without a loss scale none looks
+        # all ranks say the same; without a loss scale none looks
+        overflow = optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
         scale = loss_scale_of(optimizer)
-        lost = _on_any_rank(loss_not_finite)  # a loss may be lost to clipping, and leave a gradient that is finite
+        # a loss may be lost to clipping, and leave a gradient that is finite
+        lost = _on_any_rank(loss_not_finite)
         if overflow or not norm < float("inf"):  # NaN too
             # the scale is to blame only where the loss is finite and a smaller scale is left to try
             if scale is None or lost or scale.exhausted:
@@ -181,7 +191,8 @@ def take_step(
             return Outcome(norm, skipped=True)
         if lost:
             return Outcome(norm, finite=False)
-        # an empty batch has a gradient of 0, which all ranks see: only then need they ask those that know
+        # an empty batch has a gradient of 0, which all ranks see: only then need they ask those
+        # that know
         if norm == 0 and _on_any_rank(empty):
             return Outcome(norm, empty=True)
         if norm > norm_limit:
@@ -190,7 +201,9 @@ def take_step(
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):  # experts have their own
             # precision-aware, gradients are not where autograd has them
             aside = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-            clip_grad_by_total_norm_fp32(part.get_parameters(), clip_grad, norm, use_decoupled_grad=aside)
+            clip_grad_by_total_norm_fp32(
+                part.get_parameters(), clip_grad, norm, use_decoupled_grad=aside
+            )
         optimizer.step_with_ready_grads()
         if scale is not None:
             scale.settle(overflow=False)
@@ -199,6 +212,10 @@ def take_step(
 
 def _on_any_rank(flag: Tensor | None) -> bool:
     """Says whether the flag is set on a rank that has one."""
-    here = torch.zeros((), dtype=torch.int32, device=device()) if flag is None else flag.to(torch.int32)
+    here = (
+        torch.zeros((), dtype=torch.int32, device=device())
+        if flag is None
+        else flag.to(torch.int32)
+    )
     dist.all_reduce(here, dist.ReduceOp.MAX)
     return bool(here)

@@ -1,11 +1,13 @@
-"""Diagnoses an update on the last pipeline stage: its entropy forecast, and the numbers of single tokens.
+"""Diagnoses an update on the last pipeline stage: its entropy forecast, and the numbers of single
+tokens.
 
-`forecast` runs after the log-prob pass, from the trainer's own loss, on [N] numbers alone. `measured_change` runs after
-the optimizer step, with one more forward pass, and says what the step really did to the same tokens.
-docs/diagnostics.md says how the two compare.
+`forecast` runs after the log-prob pass, from the trainer's own loss, on [N] numbers alone.
+`measured_change` runs after the optimizer step, with one more forward pass, and says what the step
+really did to the same tokens. docs/diagnostics.md says how the two compare.
 
-`token_numbers` says what the update at hand makes of the tokens of some responses, from the trainer's own statistics
-and loss, without the model. `records/token_numbers.py` joins what the ranks find.
+`token_numbers` says what the update at hand makes of the tokens of some responses, from the
+trainer's own statistics and loss, without the model. `records/token_numbers.py` joins what the
+ranks find.
 """
 
 from __future__ import annotations
@@ -16,7 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron_stare.algorithms.gradient_norm import cell_metrics, cell_requests, norm_metrics, norm_requests
+from megatron_stare.algorithms.gradient_norm import (
+    cell_metrics,
+    cell_requests,
+    norm_metrics,
+    norm_requests,
+)
 from megatron_stare.algorithms.proxy import proxy_metrics, proxy_requests
 from megatron_stare.algorithms.sensitivity import (
     EntropyForecast,
@@ -39,16 +46,21 @@ METRICS = (
     Metric(
         "forecast/measured_change",
         "nats",
-        "mean entropy of the same tokens after the first update less before; see observability.measured_every",
+        "mean entropy of the same tokens after the first update less before; see"
+        " observability.measured_every",
         "mostly the sign of forecast/entropy_change",
     ),
 )
 
 
 def forecast(
-    objective: Objective, micro_batches: Sequence[MicroBatch], head: Head, group: ProcessGroup | None
+    objective: Objective,
+    micro_batches: Sequence[MicroBatch],
+    head: Head,
+    group: ProcessGroup | None,
 ) -> dict[str, Tensor]:
-    """The `forecast/*` and `gradient/*` metrics of the step that is about to be taken, over the whole batch; 0-dim.
+    """The `forecast/*` and `gradient/*` metrics of the step that is about to be taken, over the
+    whole batch; 0-dim.
 
     Args:
         objective: of the step, its tokens with sum_p2 and sum_p2_log_p.
@@ -71,7 +83,8 @@ def forecast(
 
 
 def token_norms(tokens: TokenBatch, group: ProcessGroup | None) -> dict[str, Tensor]:
-    """The norm of every token's gradient by its probability and entropy, over the rollout batch; 0-dim.
+    """The norm of every token's gradient by its probability and entropy, over the rollout batch;
+    0-dim.
 
     Args:
         tokens: with sum_p2.
@@ -80,50 +93,69 @@ def token_norms(tokens: TokenBatch, group: ProcessGroup | None) -> dict[str, Ten
     return cell_metrics(answer(cell_requests(tokens), group))
 
 
-def push_of(tokens: TokenBatch, micro_batches: Sequence[MicroBatch], loss_of: LossFunction) -> Tensor:
-    """[N] minus the slope of the loss in every token's log-prob, on-policy: what the gradient multiplies
-    (one_hot - p) by. Taken from the loss itself, so weights, masks, aggregation and corrections are all in it."""
+def push_of(
+    tokens: TokenBatch, micro_batches: Sequence[MicroBatch], loss_of: LossFunction
+) -> Tensor:
+    """[N] minus the slope of the loss in every token's log-prob, on-policy: what the gradient
+    multiplies (one_hot - p) by. Taken from the loss itself, so weights, masks, aggregation and
+    corrections are all in it."""
     log_prob = tokens.old_log_prob.detach().requires_grad_()
     with torch.enable_grad():
         losses = [loss_of(log_prob[m.span], tokens.entropy[m.span], m)[0] for m in micro_batches]
-        (slope,) = torch.autograd.grad(torch.stack(losses).sum(), log_prob, allow_unused=True, materialize_grads=True)
+        (slope,) = torch.autograd.grad(
+            torch.stack(losses).sum(), log_prob, allow_unused=True, materialize_grads=True
+        )
     return -slope
 
 
 def measured_change(
-    model: list[nn.Module], batch: RankBatch, head: Head, tokens: TokenBatch | None, group: ProcessGroup | None
+    model: list[nn.Module],
+    batch: RankBatch,
+    head: Head,
+    tokens: TokenBatch | None,
+    group: ProcessGroup | None,
 ) -> dict[str, Tensor]:
-    """`forecast/measured_change`: mean entropy of the batch's tokens under the weights of now, less that of the
-    log-prob pass; nats. A forward pass, which all ranks must enter together.
+    """`forecast/measured_change`: mean entropy of the batch's tokens under the weights of now, less
+    that of the log-prob pass; nats. A forward pass, which all ranks must enter together.
 
     Args:
-        tokens: as they were before the step; None: not on the last pipeline stage, and the answer is empty.
+        tokens: as they were before the step; None: not on the last pipeline stage, and the answer
+            is empty.
     """
     _, entropy = compute_log_probs(model, batch, head)
     if tokens is None:
         return {}
-    answers = answer({"forecast/measured_change": Mean(entropy - tokens.entropy, tokens.loss_mask)}, group)
+    answers = answer(
+        {"forecast/measured_change": Mean(entropy - tokens.entropy, tokens.loss_mask)}, group
+    )
     return {name: scalar(answers, name) for name in answers}
 
 
-def token_numbers(objective: Objective, tokens: TokenBatch, part: RankBatch, samples: Sequence[int]) -> TokenNumbers:
-    """The numbers of those tokens of `samples` that stand here in the update's micro-batches; on the device, which is
-    not waited for.
+def token_numbers(
+    objective: Objective, tokens: TokenBatch, part: RankBatch, samples: Sequence[int]
+) -> TokenNumbers:
+    """The numbers of those tokens of `samples` that stand here in the update's micro-batches; on
+    the device, which is not waited for.
 
-    The weight is the slope of the loss in the token's log-prob, on-policy, over -(coefficient x advantage): what is
-    left of the advantage after STARE's weights, STAPO's mask, GTPO's shares, importance corrections and KL terms, of a
-    method in a user's own file too. A token without a coefficient has weight 0. All ranks that hold other tokens of the
-    same responses must call it, since a method's loss may sum over them.
+    The weight is the slope of the loss in the token's log-prob, on-policy, over -(coefficient x
+    advantage): what is left of the advantage after STARE's weights, STAPO's mask, GTPO's shares,
+    importance corrections and KL terms, of a method in a user's own file too. A token without a
+    coefficient has weight 0. All ranks that hold other tokens of the same responses must call it,
+    since a method's loss may sum over them.
 
     Args:
         objective: of the update.
         tokens: this rank's N positions with the log-probs and entropies of the log-prob pass.
         part: the mini-batch's micro-batches.
     """
-    push, here = push_of(tokens, part.micro_batches, objective.loss), torch.isin(part.sequence, torch.tensor(samples))
+    push, here = (
+        push_of(tokens, part.micro_batches, objective.loss),
+        torch.isin(part.sequence, torch.tensor(samples)),
+    )
     found = []
     for micro in part.micro_batches:
-        rows = here[micro.span].nonzero().squeeze(1).to(part.device, non_blocking=True)  # found on the host
+        # found on the host
+        rows = here[micro.span].nonzero().squeeze(1).to(part.device, non_blocking=True)
         found.append(_of_micro_batch(objective, tokens, micro, push[micro.span], rows))
     return TokenNumbers(*(torch.cat(column) for column in zip(*found, strict=True)))
 

@@ -1,4 +1,5 @@
-"""Engine and trainer compared token by token where their log-probs lie: on the ranks, each for the positions it holds.
+"""Engine and trainer compared token by token where their log-probs lie: on the ranks, each for the
+positions it holds.
 
 Shape legend: N response positions of this rank.
 """
@@ -19,9 +20,11 @@ from megatron_stare.records.batch_statistics import Count, Max, Mean, Quantile, 
 from megatron_stare.records.log_prob_difference import LogProbDifference, Sizes
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
-POSITIONS = (0, 1, 8, 64, 512, 4096)  # where the ranges of positions begin that are reported by themselves
-# Nats. Of a thousand sampled tokens about one is less likely than this; what 16 bits round off a logit grows with its
-# distance from the likeliest, so such tokens say more of rounding than of a fault.
+# where the ranges of positions begin that are reported by themselves
+POSITIONS = (0, 1, 8, 64, 512, 4096)
+# Nats. Of a thousand sampled tokens about one is less likely than this; what 16 bits round off a
+# logit grows with its distance from the likeliest, so such tokens say more of rounding than of a
+# fault.
 UNLIKELY = math.log(1e-3)
 
 
@@ -42,7 +45,9 @@ class Compared:
     expected: int
 
     @classmethod
-    def of(cls, batch: RankBatch, engine: Tensor, trainer: Tensor, all_versions: Sequence[int]) -> Compared:
+    def of(
+        cls, batch: RankBatch, engine: Tensor, trainer: Tensor, all_versions: Sequence[int]
+    ) -> Compared:
         """From [N] log-probs of both."""
         share, here = batch.share, trainer.device
         longest = int((share.response_lengths == share.response_lengths.max()).nonzero()[0])
@@ -61,7 +66,9 @@ class Compared:
         size, everyone = self.values.abs(), torch.ones_like(self.values, dtype=torch.bool)
         ranges = {
             first: (self.positions >= first) & (self.positions < end)
-            for first, end in zip(POSITIONS, (*POSITIONS[1:], torch.iinfo(torch.int64).max), strict=True)
+            for first, end in zip(
+                POSITIONS, (*POSITIONS[1:], torch.iinfo(torch.int64).max), strict=True
+            )
         }
         parts = {("all", 0): everyone, ("longest", 0): self.longest}
         parts |= {("likely", 0): ~self.unlikely, ("unlikely", 0): self.unlikely}
@@ -77,12 +84,15 @@ class Compared:
             asked[f"{kind} {key} largest"] = Max(size, part & number)
             asked[f"{kind} {key} mean"] = Mean(size, part & number)
         answers = answer(asked, group)
-        table = torch.stack([scalar(answers, name).to(torch.float64) for name in asked]).tolist()  # one wait
+        # one wait
+        table = torch.stack([scalar(answers, name).to(torch.float64) for name in asked]).tolist()
         known = dict(zip(asked, table, strict=True))
 
         def sizes(kind: str, key: int = 0, missing: int = 0) -> Sizes:
             tokens, numbers = (int(known[f"{kind} {key} {what}"]) for what in ("tokens", "numbers"))
-            largest, mean = (known[f"{kind} {key} {what}"] if numbers else 0.0 for what in ("largest", "mean"))
+            largest, mean = (
+                known[f"{kind} {key} {what}"] if numbers else 0.0 for what in ("largest", "mean")
+            )
             return Sizes(tokens, tokens - numbers + missing, largest, mean)
 
         everywhere = sizes("all", missing=self.expected - int(known["all 0 tokens"]))
@@ -90,7 +100,9 @@ class Compared:
             everywhere=everywhere,
             lowest=float("nan") if everywhere.not_numbers else -known["lowest"],
             quantiles={name: known[name] for name in QUANTILES},
-            from_position={first: each for first in ranges if (each := sizes("from", first)).tokens},
+            from_position={
+                first: each for first in ranges if (each := sizes("from", first)).tokens
+            },
             of_version={v: each for v in self.all_versions if (each := sizes("version", v)).tokens},
             longest=sizes("longest"),
             likely=sizes("likely"),

@@ -1,4 +1,5 @@
-"""Writes one training step in Hugging Face names, so that anyone can recompute it with plain transformers."""
+"""Writes one training step in Hugging Face names, so that anyone can recompute it with plain
+transformers."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from megatron_stare.config.schema import Config
 from megatron_stare.records.rollout_batch import RolloutBatch
 
 
-def write_tensors(folder: Path, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+def write_tensors(
+    folder: Path, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+) -> None:
     """Writes weights.safetensors and gradients.safetensors.
 
     Args:
@@ -24,15 +27,21 @@ def write_tensors(folder: Path, weights: Mapping[str, Tensor], gradients: Mappin
     """
     folder.mkdir(parents=True, exist_ok=True)
     save_file(dict(weights), folder / "weights.safetensors")
-    save_file({name: g.to(torch.float32) for name, g in gradients.items()}, folder / "gradients.safetensors")
+    save_file(
+        {name: g.to(torch.float32) for name, g in gradients.items()},
+        folder / "gradients.safetensors",
+    )
 
 
-def write_batch(folder: Path, batch: RolloutBatch, more: Mapping[str, Tensor] = MappingProxyType({})) -> None:
+def write_batch(
+    folder: Path, batch: RolloutBatch, more: Mapping[str, Tensor] = MappingProxyType({})
+) -> None:
     """Writes batch.safetensors.
 
     Args:
-        batch: with advantages. Its columns keep their names, but `loss_mask` is called `sampled`; the versions of the
-            weights are written out, one a response position. With `experts` where it names them.
+        batch: with advantages. Its columns keep their names, but `loss_mask` is called `sampled`;
+            the versions of the weights are written out, one a response position. With `experts`
+            where it names them.
         more: further columns, by name.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +64,10 @@ def write_batch(folder: Path, batch: RolloutBatch, more: Mapping[str, Tensor] = 
     if batch.experts is not None:
         columns["experts"] = batch.experts
     columns |= more
-    save_file({name: column.contiguous() for name, column in columns.items()}, folder / "batch.safetensors")
+    save_file(
+        {name: column.contiguous() for name, column in columns.items()},
+        folder / "batch.safetensors",
+    )
 
 
 def write_step(folder: Path, loss: float, config: Config) -> None:

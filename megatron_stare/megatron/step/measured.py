@@ -20,7 +20,8 @@ METRICS = (
         "entropy/mean",
         "nats",
         "mean entropy of the policy over the tokens that carry loss, before the first update",
-        "at its target (alert: 10 steps outside a quarter of it); without one no halving in under 40 steps (alert)",
+        "at its target (alert: 10 steps outside a quarter of it); without one no halving in under"
+        " 40 steps (alert)",
     ),
     Metric(
         "surprisal/mean",
@@ -49,7 +50,8 @@ LOG_PROB, ENTROPY = "pass/log_prob", "pass/entropy"
 
 @dataclass(frozen=True)
 class Measured:
-    """A rank's tokens [N], the statistics of all tokens of the rollout batch, and the method's state for its updates.
+    """A rank's tokens [N], the statistics of all tokens of the rollout batch, and the method's
+    state for its updates.
 
     next_state: what the next step starts from; another one only where the gate lags.
     forecast: metrics of the entropy forecast.
@@ -88,9 +90,11 @@ def measure_batch(
     return Measured(tokens, statistics, now, now)
 
 
-def complete(measured: Measured, logged: Mapping[str, Tensor], method: Method, group: ProcessGroup | None) -> Measured:
-    """With what a training pass in the place of the log-prob pass has given, and the method's state moved by
-    them for the next step. All ranks of the last pipeline stage must call it."""
+def complete(
+    measured: Measured, logged: Mapping[str, Tensor], method: Method, group: ProcessGroup | None
+) -> Measured:
+    """With what a training pass in the place of the log-prob pass has given, and the method's state
+    moved by them for the next step. All ranks of the last pipeline stage must call it."""
     log_prob, entropy = logged[LOG_PROB], logged[ENTROPY]
     tokens = replace(measured.tokens, log_prob=log_prob, old_log_prob=log_prob, entropy=entropy)
     after = measure_batch(method, tokens, measured.state, group, lagged=False)

@@ -1,7 +1,8 @@
-"""Finds where on this rank a number that is not finite came from, after an update that was skipped because of it.
+"""Finds where on this rank a number that is not finite came from, after an update that was skipped
+because of it.
 
-Reducing gradients over data ranks spreads what is not finite to all of them, so whether a rank's own gradient was
-finite is kept from before; all else is looked up when it is asked for.
+Reducing gradients over data ranks spreads what is not finite to all of them, so whether a rank's
+own gradient was finite is kept from before; all else is looked up when it is asked for.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from megatron_stare.records.batch import TokenBatch
 class NotFinite:
     """Numbers on one rank that are not finite.
 
-    own_gradient: whether the rank's own gradient, before it was reduced over data ranks, was not finite.
+    own_gradient: whether the rank's own gradient, before it was reduced over data ranks, was not
+    finite.
     weights: the first parameter with values that are not finite, in the order of the forward pass.
     gradient: the first parameter whose gradient was not finite, in the order of the backward pass.
-    samples: of the whole batch, in ascending order, those with a log-prob, advantage or loss of this rank that is not
-        finite.
+    samples: of the whole batch, in ascending order, those with a log-prob, advantage or loss of
+        this rank that is not finite.
     """
 
     rank: int
@@ -42,9 +44,11 @@ class NotFinite:
 
 
 class OwnGradients:
-    """The largest magnitude in this rank's gradients, by bucket, just before each is reduced over data ranks.
+    """The largest magnitude in this rank's gradients, by bucket, just before each is reduced over
+    data ranks.
 
-    One more pass over the gradients an update, and nothing is read from the device until `not_finite` is asked.
+    One more pass over the gradients an update, and nothing is read from the device until
+    `not_finite` is asked.
     """
 
     def __init__(self, model: Iterable[nn.Module]) -> None:
@@ -56,27 +60,37 @@ class OwnGradients:
     def _watched(self, group: Any, reduce: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(reduce)
         def reduce_after_a_look(*args: Any, **kwargs: Any) -> Any:
-            if group.grad_reduce_handle is None:  # else it is on its way, and no longer this rank's own
+            # else it is on its way, and no longer this rank's own
+            if group.grad_reduce_handle is None:
                 for bucket in group.buckets:
-                    # of an infinite order, so that large but finite gradients do not overflow; NaN stays NaN
-                    self._largest[id(bucket)] = torch.linalg.vector_norm(bucket.grad_data.detach(), ord=torch.inf)
+                    # of an infinite order, so that large but finite gradients do not overflow; NaN
+                    # stays NaN
+                    self._largest[id(bucket)] = torch.linalg.vector_norm(
+                        bucket.grad_data.detach(), ord=torch.inf
+                    )
             return reduce(*args, **kwargs)
 
         return reduce_after_a_look
 
     def not_finite(self) -> bool:
-        """Returns True if this rank's own gradient was not finite in the last update. Waits for the device."""
+        """Returns True if this rank's own gradient was not finite in the last update. Waits for the
+        device."""
         return any(not bool(largest.isfinite()) for largest in self._largest.values())
 
 
 def look(
-    model: list[nn.Module], layout: Layout, own: OwnGradients, tokens: TokenBatch | None, lost: Tensor | None
+    model: list[nn.Module],
+    layout: Layout,
+    own: OwnGradients,
+    tokens: TokenBatch | None,
+    lost: Tensor | None,
 ) -> NotFinite:
     """Finds the numbers on this rank that are not finite, after an update that was skipped.
 
     Args:
         tokens: this rank's, on the last stage.
-        lost: [k] int64 samples of the last update's tokens whose loss is not finite, where this rank has it.
+        lost: [k] int64 samples of the last update's tokens whose loss is not finite, where this
+            rank has it.
     """
     named = list(named_parameters(model))
     samples: set[int] = set() if lost is None else set(lost.tolist())

@@ -1,4 +1,5 @@
-"""Objective of one optimizer step: the method's loss over its micro-batches, and metrics; on the last pipeline stage.
+"""Objective of one optimizer step: the method's loss over its micro-batches, and metrics; on the
+last pipeline stage.
 
 Shape legend: N response positions of this rank, n those of a micro-batch, as in microbatch.py.
 """
@@ -42,11 +43,13 @@ METRICS = (
 class Objective:
     """The loss of one optimizer step, and what is logged of it.
 
-    tokens: this rank's N positions; those of other mini-batches are masked, and counts are the mini-batch's.
+    tokens: this rank's N positions; those of other mini-batches are masked, and counts are the
+    mini-batch's.
     rows: [.] the positions of the mini-batch among the N.
     statistics: over the mini-batch, of all ranks.
     own: under statistics.scope micro_batch, what each micro-batch reads instead, by its span.
-    is_log_prob_pass: whether this training pass is also the log-prob pass, so that the old log-prob is the current one.
+    is_log_prob_pass: whether this training pass is also the log-prob pass, so that the old log-prob
+    is the current one.
     """
 
     method: Method
@@ -57,19 +60,31 @@ class Objective:
     own: Mapping[tuple[int, int], Statistics] = field(default_factory=dict)
     is_log_prob_pass: bool = False
 
-    def loss(self, log_prob: Tensor, entropy: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(
+        self, log_prob: Tensor, entropy: Tensor, micro: MicroBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """A micro-batch's part of the loss, and tensors [n] to log; see passes.LossFunction."""
         tokens, statistics = self.tokens_of(log_prob, entropy, micro), self.statistics_of(micro)
-        passed = {LOG_PROB: tokens.old_log_prob, ENTROPY: tokens.entropy} if self.is_log_prob_pass else {}
+        passed = (
+            {LOG_PROB: tokens.old_log_prob, ENTROPY: tokens.entropy}
+            if self.is_log_prob_pass
+            else {}
+        )
         terms = self.method.token_loss(tokens, statistics, self.state)
         scale = self.method.coefficients(tokens, statistics)
         # where, not multiplication: a masked position may hold a loss that is not finite
         each = torch.where(scale > 0, scale * terms.loss, 0.0)
         log_ratio = (log_prob.detach() - tokens.old_log_prob).abs()
-        return each.sum(), {"loss/policy": each.detach(), "ratio/max_abs_log": log_ratio, **terms.shares, **passed}
+        return each.sum(), {
+            "loss/policy": each.detach(),
+            "ratio/max_abs_log": log_ratio,
+            **terms.shares,
+            **passed,
+        }
 
     def tokens_of(self, log_prob: Tensor, entropy: Tensor, micro: MicroBatch) -> TokenBatch:
-        """Tokens of a micro-batch as the method sees them, with the current log-probs [n] and entropies [n]."""
+        """Tokens of a micro-batch as the method sees them, with the current log-probs [n] and
+        entropies [n]."""
         rows = torch.arange(micro.span.start, micro.span.stop, device=log_prob.device)
         tokens = replace(
             self.tokens.select(rows),
@@ -81,11 +96,13 @@ class Objective:
         return tokens
 
     def selected(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """[N] int8, `Method.selected` of the positions that stand in these micro-batches, 0 elsewhere; by the log-probs
-        of the log-prob pass."""
+        """[N] int8, `Method.selected` of the positions that stand in these micro-batches, 0
+        elsewhere; by the log-probs of the log-prob pass."""
         found = torch.zeros_like(self.tokens.loss_mask, dtype=torch.int8)
         for micro in micro_batches:
-            seen = self.tokens_of(self.tokens.old_log_prob[micro.span], self.tokens.entropy[micro.span], micro)
+            seen = self.tokens_of(
+                self.tokens.old_log_prob[micro.span], self.tokens.entropy[micro.span], micro
+            )
             found[micro.span] = self.method.selected(seen, self.statistics_of(micro))
         return found
 
@@ -94,7 +111,8 @@ class Objective:
         return self.own.get((micro.span.start, micro.span.stop), self.statistics)
 
     def requests(self, logged: Mapping[str, Tensor]) -> dict[str, Request]:
-        """Requests for the metrics of the update, over all ranks, from the tensors that `loss` gave to log."""
+        """Requests for the metrics of the update, over all ranks, from the tensors that `loss` gave
+        to log."""
         mask = self.tokens.loss_mask[self.rows]
         asked: dict[str, Request] = {
             "loss/policy": Sum(logged["loss/policy"], mask),
@@ -134,7 +152,9 @@ def make_objective(
         spans = [(micro.span.start, micro.span.stop) for micro in part.micro_batches]
         cut = [tokens.select(torch.arange(*span, device=part.device)) for span in spans]
         within = part.layout.micro_batch_group
-        parts = gather_by_micro_batch([partial(method.requests, each) for each in cut], group, within)
+        parts = gather_by_micro_batch(
+            [partial(method.requests, each) for each in cut], group, within
+        )
         own = dict(zip(spans, parts, strict=True))
         known = summary(method.requests(chosen, known), known, parts, group, within)
     return Objective(method, tokens, rows, known, state, own, is_log_prob_pass)

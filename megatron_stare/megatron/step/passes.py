@@ -1,7 +1,8 @@
-"""The two passes over a batch: forward only for log-probs and entropies, forward and backward for the gradient.
+"""The two passes over a batch: forward only for log-probs and entropies, forward and backward for
+the gradient.
 
-Both run Megatron's pipeline schedule over the same micro-batches, so on-policy ratios are 1. `Reference` is the policy
-that a KL term is measured against, whose log-probs are such a pass too.
+Both run Megatron's pipeline schedule over the same micro-batches, so on-policy ratios are 1.
+`Reference` is the policy that a KL term is measured against, whose log-probs are such a pass too.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ def compute_log_probs(
     second_moment: bool = False,
     keep: list[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Log-probs and entropies [N] of this rank's response positions; on the last pipeline stage only, else empty.
+    """Log-probs and entropies [N] of this rank's response positions; on the last pipeline stage
+    only, else empty.
 
     Args:
         second_moment: also give sum p^2 and sum p^2 ln p [N] over the vocabulary.
-        keep: takes the micro-batches' last hidden states with their graph, for `accumulate_gradients` to go on from;
-            not of a model that is cut into pipeline stages.
+        keep: takes the micro-batches' last hidden states with their graph, for
+            `accumulate_gradients` to go on from; not of a model that is cut into pipeline stages.
     """
 
     def collect(chunk: nn.Module, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, ...]:
@@ -62,32 +64,41 @@ def accumulate_gradients(
     loss_scale: Tensor | None = None,
     kept: list[Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Adds the gradient of the summed loss of all micro-batches to the model's gradient buffers, reduced over ranks.
+    """Adds the gradient of the summed loss of all micro-batches to the model's gradient buffers,
+    reduced over ranks.
 
     Args:
         loss_scale: 0-dim, what the loss, and so the gradient, is multiplied by; None: 1.
-        kept: by `compute_log_probs`, of the same micro-batches and weights: the model's forward is not run again. Left
-            empty.
+        kept: by `compute_log_probs`, of the same micro-batches and weights: the model's forward is
+            not run again. Left empty.
 
     Returns:
-        The tensors that `loss_of` gave to log, laid end to end: [N] each; empty but on the last stage.
+        The tensors that `loss_of` gave to log, laid end to end: [N] each; empty but on the last
+            stage.
     """
 
-    def scaled_loss(log_prob: Tensor, entropy: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def scaled_loss(
+        log_prob: Tensor, entropy: Tensor, micro: MicroBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         loss, logged = loss_of(log_prob, entropy, micro)
         return loss if loss_scale is None else loss * loss_scale, logged
 
-    def loss_function(chunk: nn.Module, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        # Scaled before the head sees it, not by Megatron's grad_scale_func after: a head that takes gradients in the
-        # forward writes those of the logits in float16 there.
+    def loss_function(
+        chunk: nn.Module, hidden: Tensor, micro: MicroBatch
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        # Scaled before the head sees it, not by Megatron's grad_scale_func after: a head that takes
+        # gradients in the forward writes those of the logits in float16 there.
         loss, logged = head.loss(unwrap(chunk), hidden, micro, scaled_loss)
-        # the loss is already scaled by counts over the whole batch: with 0 tokens Megatron divides by nothing
+        # the loss is already scaled by counts over the whole batch: with 0 tokens Megatron divides
+        # by nothing
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), logged
 
     for chunk in model:
         chunk.zero_grad_buffer()  # type: ignore[operator]
     logged = _run(model, batch, loss_function, forward_only=False, kept=kept)
-    return {name: torch.cat([each[name] for each in logged]) for name in (logged[0] if logged else ())}
+    return {
+        name: torch.cat([each[name] for each in logged]) for name in (logged[0] if logged else ())
+    }
 
 
 def _run(
@@ -98,9 +109,10 @@ def _run(
     forward_only: bool,
     kept: list[Tensor] | None = None,
 ) -> Any:
-    """Megatron's schedule over this rank's micro-batches; `after_hidden` turns the last hidden states, those in `kept`
-    where it has some, into what is collected."""
-    split = batch.layout.micro_batch_group  # Megatron asks for the length before sequences are split
+    """Megatron's schedule over this rank's micro-batches; `after_hidden` turns the last hidden
+    states, those in `kept` where it has some, into what is collected."""
+    # Megatron asks for the length before sequences are split
+    split = batch.layout.micro_batch_group
 
     def forward_step(micro_batches: Any, chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         micro: MicroBatch = next(micro_batches)
@@ -124,7 +136,8 @@ def _run(
             data_iterator=[on_device() for _ in model],
             model=model,
             num_microbatches=len(batch.micro_batches),
-            seq_length=batch.micro_batches[0].tokens.shape[1] * (split.size() if split is not None else 1),
+            seq_length=batch.micro_batches[0].tokens.shape[1]
+            * (split.size() if split is not None else 1),
             micro_batch_size=batch.micro_batches[0].tokens.shape[0],
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -147,7 +160,8 @@ class Reference:
         self._move("cpu" if self._offload else str(device()))
 
     def compute_log_probs(self, batch: RankBatch, head: Head) -> Tensor:
-        """Log-probs [N] of this rank's response positions, over the same micro-batches as the policy's."""
+        """Log-probs [N] of this rank's response positions, over the same micro-batches as the
+        policy's."""
         self._move(str(device()))
         log_prob, _ = compute_log_probs(self.model, batch, head)
         if self._offload:
@@ -158,7 +172,9 @@ class Reference:
     def refresh(self, policy: list[nn.Module]) -> None:
         """Takes over the weights of the policy, chunk by chunk, wherever the reference lies."""
         for mine, other in zip(self.model, policy, strict=True):
-            for weight, current in zip(unwrap(mine).parameters(), unwrap(other).parameters(), strict=True):
+            for weight, current in zip(
+                unwrap(mine).parameters(), unwrap(other).parameters(), strict=True
+            ):
                 weight.copy_(current)
 
     def _move(self, where: str) -> None:

@@ -1,4 +1,5 @@
-"""Measures the memory that a rank holds, and what autograd keeps for backward on a CPU, for its metrics."""
+"""Measures the memory that a rank holds, and what autograd keeps for backward on a CPU, for its
+metrics."""
 
 from __future__ import annotations
 
@@ -14,12 +15,13 @@ from megatron_stare.process.memory import device_used_bytes, take_peak_bytes
 
 
 class SavedForBackward:
-    """The bytes that are kept now, and the most that were since it was last asked. Memory that several saved tensors
-    look into counts once, that of the policy itself not at all."""
+    """The bytes that are kept now, and the most that were since it was last asked. Memory that
+    several saved tensors look into counts once, that of the policy itself not at all."""
 
     def __init__(self) -> None:
         self._own: frozenset[int] = frozenset()
-        self._held: dict[int, list[int]] = {}  # address: how many saved tensors look into it, and bytes
+        # address: how many saved tensors look into it, and bytes
+        self._held: dict[int, list[int]] = {}
         self._now = self._peak = 0
 
     @contextlib.contextmanager
@@ -64,7 +66,8 @@ class _Kept:
     __slots__ = ("_address", "_count", "tensor")
 
     def __init__(self, tensor: Tensor, count: SavedForBackward) -> None:
-        self._address: int | None = None  # a signal may end this here, and then `__del__` is still called
+        # a signal may end this here, and then `__del__` is still called
+        self._address: int | None = None
         self.tensor, self._count = tensor, count
         self._address = count.add(tensor.untyped_storage())
 
@@ -80,16 +83,19 @@ class RankMemory:
         self._policy, self._saved = policy, SavedForBackward()
 
     def counting(self) -> contextlib.AbstractContextManager[None]:
-        """While open, what autograd keeps for backward counts to `live_mb`; on CUDA the allocator knows."""
+        """While open, what autograd keeps for backward counts to `live_mb`; on CUDA the allocator
+        knows."""
         return contextlib.nullcontext() if uses_cuda() else self._saved.counting(self._storages())
 
     def take_mb(self) -> dict[str, float]:
-        """10^6 bytes: `peak_mb`, the most this process held since this was asked last; without CUDA `live_mb`, the
-        policy's tensors now and the most that autograd kept since; `device_mb`, what all processes hold of its GPU now;
-        what is not known is left out."""
+        """10^6 bytes: `peak_mb`, the most this process held since this was asked last; without CUDA
+        `live_mb`, the policy's tensors now and the most that autograd kept since; `device_mb`, what
+        all processes hold of its GPU now; what is not known is left out."""
         found = {"peak_mb": take_peak_bytes(), "device_mb": device_used_bytes()}
         if not uses_cuda():
-            found["live_mb"] = sum(storage.nbytes() for storage in self._storages()) + self._saved.take_peak()
+            found["live_mb"] = (
+                sum(storage.nbytes() for storage in self._storages()) + self._saved.take_peak()
+            )
         return {name: size / 1e6 for name, size in found.items() if size is not None}
 
     def _storages(self) -> list[UntypedStorage]:

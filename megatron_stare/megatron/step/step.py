@@ -1,7 +1,8 @@
 """A rollout batch on one rank of the trainer, from its log-prob pass to its last optimizer step.
 
-`compute_log_probs` -> `measure` (statistics of the rollout batch, the method's state) -> `update`, once a
-mini-batch (gradient, clip, optimizer step). Pipeline stages but the last run the passes and know no numbers.
+`compute_log_probs` -> `measure` (statistics of the rollout batch, the method's state) -> `update`,
+once a mini-batch (gradient, clip, optimizer step). Pipeline stages but the last run the passes and
+know no numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ from megatron_stare.megatron.model.head import Head
 from megatron_stare.megatron.model.model import finish_gather
 from megatron_stare.megatron.model.routing_replay import routing_metrics
 from megatron_stare.megatron.optimizer.optimizer import loss_scale_of, take_step
-from megatron_stare.megatron.step.diagnostics import forecast, measured_change, token_norms, token_numbers
+from megatron_stare.megatron.step.diagnostics import (
+    forecast,
+    measured_change,
+    token_norms,
+    token_numbers,
+)
 from megatron_stare.megatron.step.dump import write_step, write_tensors
 from megatron_stare.megatron.step.measured import Measured, complete, measure_batch
 from megatron_stare.megatron.step.objective import Objective, make_objective
@@ -60,7 +66,8 @@ METRICS = (
 class Policy:
     """A rank's part of the policy, and what moves it.
 
-    reference: the policy that a KL term is measured against; None where the method has no such term.
+    reference: the policy that a KL term is measured against; None where the method has no such
+    term.
     """
 
     model: list[nn.Module]
@@ -75,7 +82,8 @@ class Policy:
 class Step:
     """Training step on one rollout batch, as this rank sees it.
 
-    measured: the batch's tokens here and what was asked of all ranks' tokens; None but on the last pipeline stage.
+    measured: the batch's tokens here and what was asked of all ranks' tokens; None but on the last
+    pipeline stage.
     group: ranks that hold other tokens of the batch; None: this rank holds all.
     """
 
@@ -86,14 +94,20 @@ class Step:
         self.batch = batch
         self.group: ProcessGroup | None = batch.layout.group
         self.measured: Measured | None = None
-        self._objective: Objective | None = None  # of the update at hand; None but on the last stage
-        self.lost: Tensor | None = None  # [k] samples whose loss was not finite in the last update that was not taken
+        # of the update at hand; None but on the last stage
+        self._objective: Objective | None = None
+        # [k] samples whose loss was not finite in the last update that was not taken
+        self.lost: Tensor | None = None
         self._numbers: list[TokenNumbers] = []  # of tokens that were asked for, an entry an update
-        self._kept: list[Tensor] | None = [] if keeps_graph(config, batch.plan.micro_batches) else None
-        self._routing: dict[str, Tensor] = {}  # how far the routers of the log-prob pass agree with the engine's
+        self._kept: list[Tensor] | None = (
+            [] if keeps_graph(config, batch.plan.micro_batches) else None
+        )
+        # how far the routers of the log-prob pass agree with the engine's
+        self._routing: dict[str, Tensor] = {}
 
     def compute_log_probs(self) -> None:
-        """The forward-only pass: log-prob and entropy of every response token under the current policy.
+        """The forward-only pass: log-prob and entropy of every response token under the current
+        policy.
 
         Where the configuration skips it, both are NaN until the training pass has given them.
         """
@@ -108,7 +122,11 @@ class Step:
             )
             if config.moe.routing_replay:
                 self._routing = routing_metrics(policy.model, device())
-        reference = policy.reference.compute_log_probs(batch, policy.head) if policy.reference is not None else None
+        reference = (
+            policy.reference.compute_log_probs(batch, policy.head)
+            if policy.reference is not None
+            else None
+        )
         if not policy.layout.last_stage:
             return
         tokens = batch.token_batch(log_prob, entropy)
@@ -126,42 +144,57 @@ class Step:
 
     @torch.no_grad()
     def measure(self, state: dict[str, float]) -> None:
-        """The method's statistics over the rollout batch, and its state for this step: it moves once a batch."""
+        """The method's statistics over the rollout batch, and its state for this step: it moves
+        once a batch."""
         if self.measured is None:
             return
-        before = {name: torch.tensor(x, dtype=torch.float64, device=device()) for name, x in state.items()}
+        before = {
+            name: torch.tensor(x, dtype=torch.float64, device=device()) for name, x in state.items()
+        }
         lagged, tokens = self._config.skips_log_prob_pass, self.measured.tokens
         self.measured = measure_batch(self._method, tokens, before, self.group, lagged=lagged)
         self._objective = self._make_objective(0)
         if tokens.sum_p2 is not None and (first := self._objective) is not None:
             # of several updates the first: only its policy is that of the log-prob pass
-            found = forecast(first, self.batch.mini_batch(0).micro_batches, self._policy.head, self.group)
+            found = forecast(
+                first, self.batch.mini_batch(0).micro_batches, self._policy.head, self.group
+            )
             if self._measures_forecast():
                 found |= token_norms(tokens, self.group)
             self.measured = replace(self.measured, forecast=found)
 
     def update(
-        self, number: int, dump_to: str | None, watched: Sequence[int] = (), norm_limit: float = math.inf
+        self,
+        number: int,
+        dump_to: str | None,
+        watched: Sequence[int] = (),
+        norm_limit: float = math.inf,
     ) -> tuple[dict[str, float], dict[str, float]] | None:
         """Forward, backward, clip, optimizer step on one mini-batch; see Trainer.update."""
         policy = self._policy
         part = self.batch.mini_batch(self._mini_batch(number))
         if number > 0:  # `measure` made the first
             self._objective = self._make_objective(number)
-        # The last step left every parameter's grad pointing into the gradient buffer: autograd would add to the buffer
-        # through it, and Megatron's hook would then add the buffer to itself.
+        # The last step left every parameter's grad pointing into the gradient buffer: autograd
+        # would add to the buffer through it, and Megatron's hook would then add the buffer to
+        # itself.
         policy.optimizer.zero_grad()
         if dump_to:
             finish_gather(policy.model)
         weights_before = export_hf(policy.model, policy.shape, policy.layout) if dump_to else {}
         scale = loss_scale_of(policy.optimizer)
         loss_scale = scale.factor if scale is not None else None
-        logged = accumulate_gradients(policy.model, part, policy.head, self._loss, loss_scale, self._kept)
+        logged = accumulate_gradients(
+            policy.model, part, policy.head, self._loss, loss_scale, self._kept
+        )
         if self._config.skips_log_prob_pass and self.measured is not None:
             self.measured = complete(self.measured, logged, self._method, self.group)
-        if watched and self.measured is not None and number < len(self.batch.plan.mini_batches):  # the first epoch
+        # the first epoch
+        if watched and self.measured is not None and number < len(self.batch.plan.mini_batches):
             assert self._objective is not None
-            self._numbers.append(token_numbers(self._objective, self.measured.tokens, part, watched))
+            self._numbers.append(
+                token_numbers(self._objective, self.measured.tokens, part, watched)
+            )
         metrics = self._metrics(logged, with_batch=number == 0)
         if number == 0:
             metrics = {**metrics, **self._routing}
@@ -171,16 +204,27 @@ class Step:
             policy.optimizer,
             policy.scheduler,
             self._config.optimizer.clip_grad,
-            empty=self._method.empty(self._objective.statistics) if self._objective is not None else None,
-            loss_not_finite=~logged["loss/policy"].isfinite().all() if self._objective is not None else None,
+            empty=self._method.empty(self._objective.statistics)
+            if self._objective is not None
+            else None,
+            loss_not_finite=~logged["loss/policy"].isfinite().all()
+            if self._objective is not None
+            else None,
             norm_limit=norm_limit,
         )
         if not outcome.finite and self._objective is not None:
             samples = self._objective.tokens.sequence[self._objective.rows]
             self.lost = samples[~logged["loss/policy"].isfinite()].unique()
         if outcome.taken and number == 0 and self._measures_forecast():
-            tokens = self._objective.tokens.select(self._objective.rows) if self._objective is not None else None
-            metrics = {**metrics, **measured_change(policy.model, part, policy.head, tokens, self.group)}
+            tokens = (
+                self._objective.tokens.select(self._objective.rows)
+                if self._objective is not None
+                else None
+            )
+            metrics = {
+                **metrics,
+                **measured_change(policy.model, part, policy.head, tokens, self.group),
+            }
         if self.measured is None or not policy.layout.is_reporting_rank:
             return None
         rates = {
@@ -192,12 +236,16 @@ class Step:
         if norm_limit < math.inf:
             rates["update/held"] = float(outcome.held)
         if loss_scale is not None:
-            rates |= {"update/skipped": float(outcome.skipped), "optimizer/loss_scale": float(loss_scale)}
+            rates |= {
+                "update/skipped": float(outcome.skipped),
+                "optimizer/loss_scale": float(loss_scale),
+            }
         state = {name: float(x) for name, x in self.measured.next_state.items()}
         return {**{name: float(x) for name, x in metrics.items()}, **rates}, state
 
     def token_numbers(self) -> list[TokenNumbers]:
-        """Numbers of the tokens here that updates were asked for, an entry an update. Waits for the device.
+        """Numbers of the tokens here that updates were asked for, an entry an update. Waits for the
+        device.
 
         On one rank of each tensor-parallel group of the last stage; none elsewhere.
         """
@@ -212,8 +260,8 @@ class Step:
     def _make_objective(self, number: int) -> Objective | None:
         """Makes the objective of an update; None but on the last pipeline stage.
 
-        All ranks must call it for updates after the first, whose mini-batches `statistics.surprisal: current` passes
-        through the model again.
+        All ranks must call it for updates after the first, whose mini-batches
+        `statistics.surprisal: current` passes through the model again.
         """
         mini_batch = self._mini_batch(number)
         part, renewed = self.batch.mini_batch(mini_batch), None
@@ -238,13 +286,18 @@ class Step:
             known=self.measured.statistics if whole and renewed is None else None,
         )
 
-    def _loss(self, log_prob: Tensor, entropy: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(
+        self, log_prob: Tensor, entropy: Tensor, micro: MicroBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         assert self._objective is not None  # Megatron calls it on the last stage
         return self._objective.loss(log_prob, entropy, micro)
 
     @torch.no_grad()
-    def _metrics(self, logged: Mapping[str, Tensor], *, with_batch: bool) -> Mapping[str, Tensor | float]:
-        """Everything that is logged of an update, and `with_batch` of the rollout batch; 0-dim tensors."""
+    def _metrics(
+        self, logged: Mapping[str, Tensor], *, with_batch: bool
+    ) -> Mapping[str, Tensor | float]:
+        """Everything that is logged of an update, and `with_batch` of the rollout batch; 0-dim
+        tensors."""
         if self.measured is None or self._objective is None:
             return {}
         objective = self._objective
@@ -255,9 +308,14 @@ class Step:
         return {**asked, **forecast, **self._method.metrics(objective.statistics, objective.state)}
 
     def _measures_forecast(self) -> bool:
-        """Returns True if this step is one of `observability.measured_every`; always False without a forecast."""
+        """Returns True if this step is one of `observability.measured_every`; always False without
+        a forecast."""
         watched = self._config.observability
-        if not watched.entropy_forecast or self._config.skips_log_prob_pass or watched.measured_every == 0:
+        if (
+            not watched.entropy_forecast
+            or self._config.skips_log_prob_pass
+            or watched.measured_every == 0
+        ):
             return False
         return self.batch.share.step % watched.measured_every == 0
 
@@ -268,8 +326,8 @@ class Step:
         metrics: Mapping[str, Tensor | float],
         loss_scale: Tensor | None,
     ) -> None:
-        """Writes the weights before the first update, its loss and gradients. All ranks must call it; the mini-batch
-        is written by the driver, which has it whole."""
+        """Writes the weights before the first update, its loss and gradients. All ranks must call
+        it; the mini-batch is written by the driver, which has it whole."""
         policy = self._policy
         gradients = export_gradients(policy.model, policy.shape, policy.layout, loss_scale)
         if policy.layout.rank == 0:  # which has all tensors, as the last stage has the loss

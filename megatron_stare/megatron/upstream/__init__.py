@@ -1,8 +1,8 @@
 """Differences between releases of megatron-core: a module a release, the same names in each.
 
-The rest of the package neither asks for the release nor looks for what it may lack. tests/test_structure.py holds both.
-A newer release is served by the newest module. Those between the two are not served: 0.18 lacks a name that the older
-module imports (scripts/try_release.sh).
+The rest of the package neither asks for the release nor looks for what it may lack.
+tests/test_structure.py holds both. A newer release is served by the newest module. Those between
+the two are not served: 0.18 lacks a name that the older module imports (scripts/try_release.sh).
 """
 
 from __future__ import annotations

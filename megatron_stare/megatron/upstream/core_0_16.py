@@ -18,7 +18,8 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-# Names that are read without being defined where Transformer Engine is absent, or say that it is there.
+# Names that are read without being defined where Transformer Engine is absent, or say that it is
+# there.
 UNDEFINED = ((moe_utils, "te_general_gemm"), (multi_latent_attention, "HAVE_TE"))
 _COMMON = "common_state/shard_0_1"  # the object that 0.19 saves in the place of a file
 
@@ -28,17 +29,22 @@ def mlp_submodules(layer: ModuleSpec) -> MLPSubmodules:
     return layer.submodules.mlp.submodules
 
 
-def begin_save(state: dict[str, Any], folder: str, strategy: Any, *, validate: bool) -> AsyncRequest:
+def begin_save(
+    state: dict[str, Any], folder: str, strategy: Any, *, validate: bool
+) -> AsyncRequest:
     """Plans a checkpoint that is written in the background.
 
     Args:
         validate: whether every part of a tensor is checked to be saved by just one rank.
     """
-    return dist_checkpointing.save(state, folder, strategy, validate_access_integrity=validate, async_sharded_save=True)
+    return dist_checkpointing.save(
+        state, folder, strategy, validate_access_integrity=validate, async_sharded_save=True
+    )
 
 
 class _LoadCommon(TorchCommonLoadStrategy):
-    """Reads what is no tensor, from its file or, in a checkpoint of 0.19, from among the tensors."""
+    """Reads what is no tensor, from its file or, in a checkpoint of 0.19, from among the
+    tensors."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         if (Path(checkpoint_dir) / COMMON_STATE_FNAME).exists():
@@ -56,5 +62,6 @@ def load_common(folder: str) -> dict[str, Any]:
 
 
 def load(state: dict[str, Any], folder: str, strategy: Any = None) -> dict[str, Any]:
-    """Reads what `state` asks for; `strategy` says how tensors are read, None: as Megatron does by itself."""
+    """Reads what `state` asks for; `strategy` says how tensors are read, None: as Megatron does by
+    itself."""
     return dist_checkpointing.load(state, folder, strategy, _LoadCommon())

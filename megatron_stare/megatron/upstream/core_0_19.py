@@ -19,7 +19,9 @@ def mlp_submodules(layer: ModuleSpec) -> MLPSubmodules:
     return layer.submodules.mlp.keywords["submodules"]  # of a partial of its class
 
 
-def begin_save(state: dict[str, Any], folder: str, strategy: Any, *, validate: bool) -> AsyncRequest:
+def begin_save(
+    state: dict[str, Any], folder: str, strategy: Any, *, validate: bool
+) -> AsyncRequest:
     """Plans a checkpoint that is written in the background.
 
     Args:
@@ -41,5 +43,6 @@ def load_common(folder: str) -> dict[str, Any]:
 
 
 def load(state: dict[str, Any], folder: str, strategy: Any = None) -> dict[str, Any]:
-    """Reads what `state` asks for; `strategy` says how tensors are read, None: as Megatron does by itself."""
+    """Reads what `state` asks for; `strategy` says how tensors are read, None: as Megatron does by
+    itself."""
     return dist_checkpointing.load(state, folder, strategy)

@@ -1,6 +1,8 @@
-"""Conditions on the metrics of a run's steps, and the windows of earlier steps that they look back on. Pure.
+"""Conditions on the metrics of a run's steps, and the windows of earlier steps that they look back
+on. Pure.
 
-Each kind of condition is a class; which of them a run is held to, and what follows, is the table in rules.py.
+Each kind of condition is a class; which of them a run is held to, and what follows, is the table in
+rules.py.
 """
 
 from __future__ import annotations
@@ -16,28 +18,34 @@ from typing import NamedTuple
 Row = Mapping[str, float]
 
 BAND = 0.25  # entropy within this share of its target counts as on target
-GUARDS = "faults.guards"  # the section of the configuration that rules with a `guard` have settings in
+# the section of the configuration that rules with a `guard` have settings in
+GUARDS = "faults.guards"
 
-# Single batches leave the band by chance; ten in a row do not, and a controller that works is back sooner.
+# Single batches leave the band by chance; ten in a row do not, and a controller that works is back
+# sooner.
 OFF_TARGET_STEPS = 10
-# Without a target: entropy halves in fewer steps than this, as in the published collapses of plain GRPO. Slower is the
-# normal sharpening of a policy that learns.
+# Without a target: entropy halves in fewer steps than this, as in the published collapses of plain
+# GRPO. Slower is the normal sharpening of a policy that learns.
 HALVING_STEPS = 40
-FALL_WINDOW = 20  # steps the speed is measured over: means of its two halves, so that one odd batch is no fall
+# steps the speed is measured over: means of its two halves, so that one odd batch is no fall
+FALL_WINDOW = 20
 # Share of the entropy at the start: above it, the fast first steps of a base model are no collapse.
 FALLEN_SHARE = 0.5
 START_STEPS = 5  # averaged to say what the run started with
-# In 16 bits: growth of the mean difference since the run's first steps. By chance windows differ by a tenth or two.
-# Means up to TREND_MEAN are rounding, whatever they grew from.
+# In 16 bits: growth of the mean difference since the run's first steps. By chance windows differ by
+# a tenth or two. Means up to TREND_MEAN are rounding, whatever they grew from.
 TREND = 2.0
 TREND_MEAN = 5e-3  # nats
-# Share of `agreement.mean` up to which the mean may have grown from whatever it was, where growth stops the run.
+# Share of `agreement.mean` up to which the mean may have grown from whatever it was, where growth
+# stops the run.
 TREND_FLOOR = 0.2
 GRAD_SPIKE = 10.0  # times the median; batches of one run differ by factors of two or three
-GRAD_WINDOW = 50  # steps the median is over: long enough to be steady, short enough to follow training
+# steps the median is over: long enough to be steady, short enough to follow training
+GRAD_WINDOW = 50
 GRAD_KNOWN = 10  # steps before there is a median worth the name
 NORMAL = 1.4826  # median absolute deviations to a standard deviation, of normal figures
-# Share of the median that a spread is at least: figures that hardly move are not judged by their rounding.
+# Share of the median that a spread is at least: figures that hardly move are not judged by their
+# rounding.
 LEAST_SHARE = 0.05
 
 
@@ -48,7 +56,8 @@ class Window:
         steps: of the latest that are held.
         known: finite values among them without which there is nothing to compare with.
         first: of the run's first values that are held.
-        gaps: a step whose figure is not finite takes a place among the latest too; else it is passed over.
+        gaps: a step whose figure is not finite takes a place among the latest too; else it is
+            passed over.
     """
 
     def __init__(self, steps: int, known: int = 1, *, first: int = 0, gaps: bool = False) -> None:
@@ -72,8 +81,8 @@ class Window:
         return statistics.median(known) if len(known) >= self._known else None
 
     def growth(self) -> float | None:
-        """Median of the latest figures over that of the first ones. None until the latest are all after the first, and
-        where the first are not above 0."""
+        """Median of the latest figures over that of the first ones. None until the latest are all
+        after the first, and where the first are not above 0."""
         if self._count < self._starts + self._steps:
             return None
         before = statistics.median(self.first)
@@ -83,7 +92,9 @@ class Window:
         """Median and spread of the latest figures; None where there are too few, or all are 0."""
         if (middle := self.median()) is None:
             return None
-        deviation = statistics.median(abs(value - middle) for value in self.latest if math.isfinite(value))
+        deviation = statistics.median(
+            abs(value - middle) for value in self.latest if math.isfinite(value)
+        )
         spread = max(NORMAL * deviation, LEAST_SHARE * abs(middle))
         return (middle, spread) if spread > 0 else None
 
@@ -166,7 +177,8 @@ class Risen(Condition):
 
 @dataclass(frozen=True)
 class TimesMedian(Condition):
-    """The figure is many times the median of the steps before. What is not finite is another rule's."""
+    """The figure is many times the median of the steps before. What is not finite is another
+    rule's."""
 
     times: float = GRAD_SPIKE
     steps: int = GRAD_WINDOW
@@ -187,12 +199,13 @@ class TimesMedian(Condition):
 
 @dataclass(frozen=True)
 class Collapse(Condition):
-    """Without a target, entropy is already low against the start of the run, and still halves fast."""
+    """Without a target, entropy is already low against the start of the run, and still halves
+    fast."""
 
     def __str__(self) -> str:
         return (
-            f"no target, below {FALLEN_SHARE:g} of the first {START_STEPS} steps' mean, and halves in under "
-            f"{HALVING_STEPS} steps, by the last {FALL_WINDOW}"
+            f"no target, below {FALLEN_SHARE:g} of the first {START_STEPS} steps' mean, and halves"
+            f" in under {HALVING_STEPS} steps, by the last {FALL_WINDOW}"
         )
 
     def window(self) -> Window:
@@ -208,12 +221,14 @@ class Collapse(Condition):
         early, late = statistics.fmean(values[:half]), statistics.fmean(values[half:])
         if late >= early or late > FALLEN_SHARE * start:
             return NOTHING
-        halving = half * math.log(2) / math.log(early / late)  # the halves' centres are `half` steps apart
+        # the halves' centres are `half` steps apart
+        halving = half * math.log(2) / math.log(early / late)
         return Found(halving < HALVING_STEPS, {"late": late, "start": start, "halving": halving})
 
 
 class _Sides(Window):
-    """Sides of the band that entropy was on, step by step: 1 above, -1 below, 0 within, NaN without a target.
+    """Sides of the band that entropy was on, step by step: 1 above, -1 below, 0 within, NaN without
+    a target.
 
     The step that comes over the band counts as within, for the target has been reached."""
 
@@ -228,10 +243,13 @@ class _Sides(Window):
 
 @dataclass(frozen=True)
 class OffTarget(Condition):
-    """Entropy is outside the band around its target for long, after it was reached: the way there is no alert."""
+    """Entropy is outside the band around its target for long, after it was reached: the way there
+    is no alert."""
 
     def __str__(self) -> str:
-        return f"once reached, {OFF_TARGET_STEPS} steps in a row outside {BAND:g} of `entropy/target`"
+        return (
+            f"once reached, {OFF_TARGET_STEPS} steps in a row outside {BAND:g} of `entropy/target`"
+        )
 
     def window(self) -> Window:
         return _Sides(OFF_TARGET_STEPS - 1, gaps=True)
@@ -240,12 +258,18 @@ class OffTarget(Condition):
         entropy, target = row.get("entropy/mean", math.nan), row.get("entropy/target", math.nan)
         if not math.isfinite(entropy + target):
             return math.nan
-        return 0.0 if abs(entropy - target) <= BAND * target else math.copysign(1.0, entropy - target)
+        return (
+            0.0 if abs(entropy - target) <= BAND * target else math.copysign(1.0, entropy - target)
+        )
 
     def judge(self, row: Row, before: Window) -> Found:
         assert isinstance(before, _Sides)
         sides = [*before.latest, self.figure(row)]
-        if not before.reached or len(sides) < OFF_TARGET_STEPS or not all(abs(side) == 1 for side in sides):
+        if (
+            not before.reached
+            or len(sides) < OFF_TARGET_STEPS
+            or not all(abs(side) == 1 for side in sides)
+        ):
             return NOTHING
         target = row["entropy/target"]
         side = "below" if sides[-1] < 0 else "above"
@@ -254,7 +278,8 @@ class OffTarget(Condition):
 
 @dataclass(frozen=True)
 class Grown(Condition):
-    """Engine's and trainer's mean difference has grown over the run, and is more than nearly nothing, which may grow.
+    """Engine's and trainer's mean difference has grown over the run, and is more than nearly
+    nothing, which may grow.
 
     setting: that says `times` and `least` in a run; "": the table's hold.
     """
@@ -309,7 +334,10 @@ class Spike(Condition):
         away = (figure - median) / spread if figure > self.least else 0.0
         away = abs(away) if self.both_ways else max(away, 0.0)
         too_small = self.both_ways and figure < median - self.spreads * spread
-        return Found(too_small or figure > self.limit(before), {"figure": figure, "away": away, "median": median})
+        return Found(
+            too_small or figure > self.limit(before),
+            {"figure": figure, "away": away, "median": median},
+        )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The verdict figures and settings of a run, in words and numbers.
 
-Comes from a `RunRecord`; goes to the head of the report, as cards for one run and as columns for several, and to the
-terminal when a run has finished.
+Comes from a `RunRecord`; goes to the head of the report, as cards for one run and as columns for
+several, and to the terminal when a run has finished.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Figure:
 
 
 def verdict(run: RunRecord) -> list[Figure]:
-    """The figures of a run, most important first. Figures that do not apply to its method are left out."""
+    """The figures of a run, most important first. Figures that do not apply to its method are left
+    out."""
     s = summary(run.metrics)
     figures = [
         *(figure for task in run.tasks for figure in _pass_at_1_of(run, task)),
@@ -48,13 +49,25 @@ def verdict(run: RunRecord) -> list[Figure]:
     figures.append(_reward(s))
     planned = run.setting("run.steps")
     done = "–" if s["last_step"] is None else f"{s['last_step']:,.0f}"
-    figures.append(Figure("Steps", done, f"of {planned:,} planned" if isinstance(planned, int) else ""))
+    figures.append(
+        Figure("Steps", done, f"of {planned:,} planned" if isinstance(planned, int) else "")
+    )
     figures.append(Figure("Training time", duration(s["wall_s"]), f"{short(s['step_s'])} s a step"))
     figures.append(Figure("Throughput", short(s["tokens_per_s"], 4), "tokens a second, mean"))
-    figures.append(Figure("Peak memory", short(s["peak_memory_gb"]), "GB, all processes of the run (Pss)"))
-    figures.append(Figure("Largest |log ratio|", short(s["max_abs_log_ratio"], 2), "nats; 0 is exactly on-policy"))
     figures.append(
-        Figure("Engine against trainer", short(s["logprob_diff_max"], 2), "nats, largest log-prob difference")
+        Figure("Peak memory", short(s["peak_memory_gb"]), "GB, all processes of the run (Pss)")
+    )
+    figures.append(
+        Figure(
+            "Largest |log ratio|", short(s["max_abs_log_ratio"], 2), "nats; 0 is exactly on-policy"
+        )
+    )
+    figures.append(
+        Figure(
+            "Engine against trainer",
+            short(s["logprob_diff_max"], 2),
+            "nats, largest log-prob difference",
+        )
     )
     return figures
 
@@ -67,8 +80,8 @@ def outline(run: RunRecord) -> str:
 
 
 def started(run: RunRecord) -> str:
-    """Date, host and commit of its starts; those one after the other in the same place as one. "" for a run of a
-    release that did not note them."""
+    """Date, host and commit of its starts; those one after the other in the same place as one. ""
+    for a run of a release that did not note them."""
     said: list[str] = []
     for place, starts in itertools.groupby(run.starts, _place):
         first, *others = starts
@@ -99,7 +112,11 @@ def duration(seconds: float | None) -> str:
     if seconds < 60:
         return f"{short(seconds)} s"
     whole = round(seconds)
-    for size, unit, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+    for size, unit, below, small in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
         if whole >= size:
             return f"{whole // size} {unit} {whole % size // below} {small}"
     return f"{whole} s"
@@ -109,11 +126,16 @@ def _entropy(s: dict[str, float | None]) -> Figure:
     value, target, ratio = s["entropy_last_share"], s["entropy_target"], s["entropy_ratio"]
     label = "Entropy, last third"
     if target is None or ratio is None:
-        return Figure(label, short(value), "nats, mean; the method has no target" if value is not None else "")
+        return Figure(
+            label, short(value), "nats, mean; the method has no target" if value is not None else ""
+        )
     inside = abs(ratio - 1) <= BAND
     where = f"inside ±{BAND:.0%}" if inside else f"outside ±{BAND:.0%}"
     return Figure(
-        label, short(value), f"nats; {ratio:.2f} × target {short(target)}, {where}", "good" if inside else "warn"
+        label,
+        short(value),
+        f"nats; {ratio:.2f} × target {short(target)}, {where}",
+        "good" if inside else "warn",
     )
 
 
@@ -122,14 +144,19 @@ def _reward(s: dict[str, float | None]) -> Figure:
     note = f"mean; first {RECENT} steps {short(s['reward_first'])}"
     if failures:
         note += f"; {failures:,.0f} answers not verified"
-    return Figure(f"Reward, last {RECENT} steps", short(s["reward_last"]), note, "warn" if failures else "")
+    return Figure(
+        f"Reward, last {RECENT} steps", short(s["reward_last"]), note, "warn" if failures else ""
+    )
 
 
 def _pass_at_1_of(run: RunRecord, task: str | None) -> list[Figure]:
     """The results on one task."""
     on = run.on_task(task)
     sampled, greedy = labels_of(on, task)
-    return [_pass_at_1(on, sampled, "pass1", "correct"), _pass_at_1(on, greedy, "greedy", "greedy_correct")]
+    return [
+        _pass_at_1(on, sampled, "pass1", "correct"),
+        _pass_at_1(on, greedy, "greedy", "greedy_correct"),
+    ]
 
 
 def labels_of(run: RunRecord, task: str | None) -> tuple[str, str]:
@@ -164,7 +191,9 @@ def _pass_at_1(run: RunRecord, label: str, accuracy: str, results: str) -> Figur
     count = f"{number} problems"
     if problems and (different := len(set(problems))) < number:
         count += f", {different} of them different"
-    return Figure(label, value, f"{mean:+.3f} [{low:+.3f}, {high:+.3f}], 95 %, paired, {count}", tone)
+    return Figure(
+        label, value, f"{mean:+.3f} [{low:+.3f}, {high:+.3f}], 95 %, paired, {count}", tone
+    )
 
 
 CONTENTS = {
@@ -185,5 +214,7 @@ def closing(run_dir: Path) -> str:
     figures = verdict(read_run(run_dir))
     width = max(len(figure.label) for figure in figures)
     lines = [f"  {f.label:<{width}}  {f.value}  {f.note}".rstrip() for f in figures]
-    files = [f"  {name:<{width}}  {what}" for name, what in CONTENTS.items() if (run_dir / name).exists()]
+    files = [
+        f"  {name:<{width}}  {what}" for name, what in CONTENTS.items() if (run_dir / name).exists()
+    ]
     return "\n".join(["", *lines, "", f"{run_dir}/", *files])

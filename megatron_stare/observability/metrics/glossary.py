@@ -1,7 +1,7 @@
 """Meanings of metrics by name, as declared beside the code that logs them.
 
-`glossary.json` is made with docs/metrics.md by tools/make_metric_docs.py, since whoever shows a metric must not import
-all that logs some.
+`glossary.json` is made with docs/metrics.md by tools/make_metric_docs.py, since whoever shows a
+metric must not import all that logs some.
 """
 
 from __future__ import annotations

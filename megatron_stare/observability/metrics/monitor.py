@@ -1,7 +1,7 @@
 """Reports of a run to all its sinks: steps, evaluations, alerts, phases and notes.
 
-Comes from the driver loop; goes to the sinks that the configuration names. One that fails neither ends the run nor
-keeps anything from the others, unless it is the record of the run.
+Comes from the driver loop; goes to the sinks that the configuration names. One that fails neither
+ends the run nor keeps anything from the others, unless it is the record of the run.
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ class Monitor:
     """Everything that a run says.
 
     Args:
-        sinks: by name; the essential ones are told first, so that what others show has been recorded.
+        sinks: by name; the essential ones are told first, so that what others show has been
+            recorded.
         run: which run it is.
         own: the user's functions of a step's batch, by their paths.
     """
 
     def __init__(
-        self, sinks: Mapping[str, Sink], run: RunOutline, own: Mapping[str, OwnMetric] = MappingProxyType({})
+        self,
+        sinks: Mapping[str, Sink],
+        run: RunOutline,
+        own: Mapping[str, OwnMetric] = MappingProxyType({}),
     ) -> None:
         self._own = own
         self._sinks = dict(sorted(sinks.items(), key=lambda item: not item[1].essential))
@@ -44,8 +48,10 @@ class Monitor:
         self._failed: set[str] = set()
         self._watch = Watch(run.config.model.dtype)
         self._stopwatch = Stopwatch(self._shown)
-        self.gauges: list[Gauge] = []  # metrics that are not the trainer's, read as a step is logged
-        self.resumed: list[dict[str, Any]] = []  # metrics of the steps before, of a run that is continued
+        # metrics that are not the trainer's, read as a step is logged
+        self.gauges: list[Gauge] = []
+        # metrics of the steps before, of a run that is continued
+        self.resumed: list[dict[str, Any]] = []
 
     def start(self) -> None:
         """A new run begins. Raises UserError where a sink cannot take it down."""
@@ -54,7 +60,9 @@ class Monitor:
 
     def resume(self, step: int) -> None:
         """A run is continued after `step`. Raises UserError where a sink cannot take it down."""
-        rows = self.resumed = [row for row in read_metrics(self._run.dir / METRICS_FILE) if row["step"] <= step]
+        rows = self.resumed = [
+            row for row in read_metrics(self._run.dir / METRICS_FILE) if row["step"] <= step
+        ]
         self._watch.restore(rows)
         for name, sink in self._sinks.items():
             self._begin(name, sink, lambda sink: sink.resume(self._run, step, rows))
@@ -64,7 +72,8 @@ class Monitor:
         self._stopwatch = Stopwatch(self._shown)
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """The time spent inside is this phase's, and that of the step under way: metric `time/<name>_s`."""
+        """The time spent inside is this phase's, and that of the step under way: metric
+        `time/<name>_s`."""
         return self._stopwatch(name)
 
     def progress(self, done: int, total: int) -> None:
@@ -93,7 +102,9 @@ class Monitor:
             try:
                 metrics |= measure(function, batch, metrics)
             except Exception as error:  # whatever a user's function raises
-                self._warn_once(name, f"{name!r} of {OWN} failed: {_said(error)}; the run goes on without it")
+                self._warn_once(
+                    name, f"{name!r} of {OWN} failed: {_said(error)}; the run goes on without it"
+                )
         changed = self._watch.add(step, metrics)
         active = tuple(self._watch.active.values())
         self._tell(lambda sink: sink.step(step, metrics, batch))
@@ -109,7 +120,8 @@ class Monitor:
             self._guarded(name, sink, lambda sink: sink.finish(self._run))
 
     def close(self) -> None:
-        """Ends every sink that was started. Raises UserError where one that is essential could not be ended whole."""
+        """Ends every sink that was started. Raises UserError where one that is essential could not
+        be ended whole."""
         first: UserError | None = None
         for name, sink in reversed(self._open.items()):
             try:
@@ -137,7 +149,9 @@ class Monitor:
             raise
         except Exception as error:
             raise UserError(
-                f"{name!r} cannot begin: {_said(error)}", where=WHERE, fix="mend it, or leave this sink out"
+                f"{name!r} cannot begin: {_said(error)}",
+                where=WHERE,
+                fix="mend it, or leave this sink out",
             ) from error
 
     def _tell(self, call: Callable[[Sink], None]) -> None:
@@ -152,11 +166,14 @@ class Monitor:
             known = name in self._failed
             if not sink.essential:
                 self._warn_once(
-                    name, f"the sink {name!r} of {WHERE} failed: {_said(error)}; the run goes on without what it misses"
+                    name,
+                    f"the sink {name!r} of {WHERE} failed: {_said(error)}; the run goes on without"
+                    " what it misses",
                 )
             elif not isinstance(error, OSError):
                 raise
-            elif not known:  # or it is closed because of this: what it had still to write fails once more
+            # or it is closed because of this: what it had still to write fails once more
+            elif not known:
                 self._failed.add(name)
                 raise UserError(
                     f"the record of the run cannot be written ({error.strerror or error})",

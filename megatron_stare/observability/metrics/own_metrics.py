@@ -1,4 +1,5 @@
-"""Metrics of a user's own: functions of a step's batch, named in YAML. docs/howto/metric.md shows one."""
+"""Metrics of a user's own: functions of a step's batch, named in YAML. docs/howto/metric.md shows
+one."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def load_metrics(names: Sequence[str]) -> dict[str, OwnMetric]:
     return found
 
 
-def measure(function: OwnMetric, batch: RolloutBatch, taken: Mapping[str, float]) -> dict[str, float]:
+def measure(
+    function: OwnMetric, batch: RolloutBatch, taken: Mapping[str, float]
+) -> dict[str, float]:
     """Computes the metrics that a user's function gives for a batch, and checks their names.
 
     Args:

@@ -1,7 +1,7 @@
 """The statistics a report states about a run.
 
-Comes from metrics.jsonl (as `metrics.read_metrics` returns it) and from the per-problem results in eval.jsonl; goes to
-the figures at the head of the report. Plain Python, no arrays.
+Comes from metrics.jsonl (as `metrics.read_metrics` returns it) and from the per-problem results in
+eval.jsonl; goes to the figures at the head of the report. Plain Python, no arrays.
 """
 
 from __future__ import annotations
@@ -19,9 +19,14 @@ RECENT = 20  # steps that "at the end" means
 
 
 def paired_interval(
-    before: Sequence[float], after: Sequence[float], level: float = 0.95, *, problems: Sequence[int] | None = None
+    before: Sequence[float],
+    after: Sequence[float],
+    level: float = 0.95,
+    *,
+    problems: Sequence[int] | None = None,
 ) -> tuple[float, float, float]:
-    """Mean of after - before over the same prompts, with Student's confidence interval over problems.
+    """Mean of after - before over the same prompts, with Student's confidence interval over
+    problems.
 
     With d_i = after_i - before_i, mean d, sample standard deviation s (n - 1) and t the
     (1 + level)/2 quantile of Student's distribution with n - 1 degrees of freedom: d ± t s / √n.
@@ -30,8 +35,8 @@ def paired_interval(
     equal it has no width, which says nothing about unseen problems.
 
     Several prompts of one problem are not independent: n is then the effective number of problems,
-    and the half width t √v with v the variance of the mean (`evaluation.estimates.mean_of_problems`),
-    which is the above where each problem has one prompt.
+    and the half width t √v with v the variance of the mean
+    (`evaluation.estimates.mean_of_problems`), which is the above where each problem has one prompt.
 
     Args:
         problems: the problem of each prompt; None: all are different.
@@ -56,7 +61,9 @@ def paired_interval(
     return mean, mean - half, mean + half
 
 
-def compared(before: Mapping[str, Any], after: Mapping[str, Any], results: str) -> tuple[float, float, float] | str:
+def compared(
+    before: Mapping[str, Any], after: Mapping[str, Any], results: str
+) -> tuple[float, float, float] | str:
     """Two evaluations by their results a problem: `paired_interval`, or why there is none.
 
     Args:
@@ -71,7 +78,9 @@ def compared(before: Mapping[str, Any], after: Mapping[str, Any], results: str) 
     return paired_interval(one, two, problems=problems)
 
 
-def summary(metrics: Sequence[Mapping[str, Any]], last_share: float = 1 / 3) -> dict[str, float | None]:
+def summary(
+    metrics: Sequence[Mapping[str, Any]], last_share: float = 1 / 3
+) -> dict[str, float | None]:
     """The figures of one run. What was not logged, or never finite, is None.
 
     steps, last_step             how many, and the number of the last

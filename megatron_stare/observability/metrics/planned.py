@@ -1,4 +1,5 @@
-"""Predictions of a run beside its measurements, from its metrics; for `status` and the report. No torch."""
+"""Predictions of a run beside its measurements, from its metrics; for `status` and the report. No
+torch."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from dataclasses import dataclass
 
 PHASES = ("rollout", "log_probs", "update", "sync", "step")  # whose seconds a plan gives
 MEMORY = ("log_probs", "update")  # whose tensors
-WARM_UP = 2  # steps left out where there are others, in which kernels are compiled and caches filled
+# steps left out where there are others, in which kernels are compiled and caches filled
+WARM_UP = 2
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,9 @@ def planned_and_measured(rows: Sequence[Mapping[str, float]]) -> list[Planned]:
     newest, steady = rows[-1], rows[WARM_UP:] or rows
     found = []
     for phase in PHASES:
-        if (taken := _series(steady, f"time/{phase}_s")) and (said := newest.get(f"plan/{phase}_s")) is not None:
+        if (taken := _series(steady, f"time/{phase}_s")) and (
+            said := newest.get(f"plan/{phase}_s")
+        ) is not None:
             found.append(Planned(phase, "s", said, statistics.median(taken)))
     for phase in MEMORY:
         held = _series(rows, f"memory/{phase}_live_mb") or _series(rows, f"memory/{phase}_peak_mb")

@@ -1,5 +1,6 @@
-"""How often responses look back at themselves: by words that the configuration names, and by the STARE paper's six
-categories among the tokens that a method selects. Pure; goes into a step's metrics and from there to the report.
+"""How often responses look back at themselves: by words that the configuration names, and by the
+STARE paper's six categories among the tokens that a method selects. Pure; goes into a step's
+metrics and from there to the report.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ METRICS = (
         Metric(
             f"reflection/selected_{category}",
             "share",
-            f"of the selected tokens of stored responses, those in a word of {category.replace('_', ' ')}; "
-            "missing where none is selected",
+            "of the selected tokens of stored responses, those in a word of"
+            f" {category.replace('_', ' ')}; missing where none is selected",
             f"above reflection/all_{category}: what the method picks is where a response turns",
         )
         for category in CATEGORIES
@@ -44,7 +45,8 @@ METRICS = (
 
 
 def reflections(samples: Sequence[Trajectory], words: Sequence[str]) -> dict[str, float]:
-    """`response/reflections`: occurrences of any of the words a response, mean over the step's samples.
+    """`response/reflections`: occurrences of any of the words a response, mean over the step's
+    samples.
 
     Args:
         words: counted as records/words.py says. None: no metric.
@@ -56,16 +58,20 @@ def reflections(samples: Sequence[Trajectory], words: Sequence[str]) -> dict[str
 
 
 def selected_reflections(samples: Sequence[Trajectory]) -> dict[str, float]:
-    """`reflection/selected_<category>` and `reflection/all_<category>`: shares of the selected tokens, and of all that
-    carry loss, that lie in a word of a category. Words are counted as records/words.py says; a token that any of a
-    word's characters stand in lies in it. Over the samples whose tokens' numbers are known; {} where none is selected.
+    """`reflection/selected_<category>` and `reflection/all_<category>`: shares of the selected
+    tokens, and of all that carry loss, that lie in a word of a category. Words are counted as
+    records/words.py says; a token that any of a word's characters stand in lies in it. Over the
+    samples whose tokens' numbers are known; {} where none is selected.
     """
     selected, everything = Counter[str](), Counter[str]()
     for sample in samples:
         if sample.numbers is None:
             continue
         trained = sample.loss_mask.tolist()
-        picked = [chosen != 0 and here for chosen, here in zip(sample.numbers.selected.tolist(), trained, strict=True)]
+        picked = [
+            chosen != 0 and here
+            for chosen, here in zip(sample.numbers.selected.tolist(), trained, strict=True)
+        ]
         everything["tokens"] += sum(trained)
         selected["tokens"] += sum(picked)
         for category, where in tokens_by_category(sample.pieces).items():

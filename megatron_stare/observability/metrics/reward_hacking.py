@@ -1,7 +1,8 @@
 """Signs that a policy earns its reward by other means than reasoning, from the samples of one step.
 
-Comes from verified samples; goes into the step's metrics and from there to the report. Pure functions of the samples.
-None of them proves anything alone; docs/diagnostics.md says how each is read.
+Comes from verified samples; goes into the step's metrics and from there to the report. Pure
+functions of the samples. None of them proves anything alone; docs/diagnostics.md says how each is
+read.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ METRICS = (
         "moves with signal/length_wrong",
     ),
     Metric(
-        "signal/length_wrong", "tokens", "mean length of wrong responses", "does not grow away from signal/length_right"
+        "signal/length_wrong",
+        "tokens",
+        "mean length of wrong responses",
+        "does not grow away from signal/length_right",
     ),
     Metric(
         "signal/repetition",
@@ -43,7 +47,10 @@ METRICS = (
         "steady; rising: loops",
     ),
     Metric(
-        "signal/format", "share", "verified responses in which the verifier finds an answer", "rises early, then near 1"
+        "signal/format",
+        "share",
+        "verified responses in which the verifier finds an answer",
+        "rises early, then near 1",
     ),
     Metric(
         "signal/no_reasoning",
@@ -59,7 +66,8 @@ FEW_TOKENS = 8  # "The answer is" and a box fit; a line of working does not
 
 
 def hacking_signals(samples: Sequence[Trajectory]) -> dict[str, float]:
-    """The `signal/*` metrics of a step. Samples without a verdict are left out, but for the repetition.
+    """The `signal/*` metrics of a step. Samples without a verdict are left out, but for the
+    repetition.
 
     Metrics of where the answer stands are missing where the verifier does not say it.
     """
@@ -73,7 +81,9 @@ def hacking_signals(samples: Sequence[Trajectory]) -> dict[str, float]:
     }
     if any(s.answer_at is not None for s in verified):
         signals["signal/format"] = _mean([has_answer(s) for s in verified])
-        signals["signal/no_reasoning"] = _mean([tokens_before_answer(s) < FEW_TOKENS for s in right if has_answer(s)])
+        signals["signal/no_reasoning"] = _mean(
+            [tokens_before_answer(s) < FEW_TOKENS for s in right if has_answer(s)]
+        )
     return signals
 
 
@@ -88,7 +98,8 @@ def has_answer(sample: Trajectory) -> bool:
 
 
 def length_reward_correlation(samples: Sequence[Trajectory]) -> float:
-    """Pearson's correlation of length in tokens and reward; NaN where one of them is the same for all."""
+    """Pearson's correlation of length in tokens and reward; NaN where one of them is the same for
+    all."""
     try:
         return correlation([float(len(s)) for s in samples], [s.reward or 0.0 for s in samples])
     except StatisticsError:  # fewer than two, or no spread
@@ -96,11 +107,11 @@ def length_reward_correlation(samples: Sequence[Trajectory]) -> float:
 
 
 def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
-    """Share of the n-grams of token ids ([.] each response's) that stood earlier in the same response; NaN where there
-    are none.
+    """Share of the n-grams of token ids ([.] each response's) that stood earlier in the same
+    response; NaN where there are none.
 
-    Every n-gram becomes one int64, in the number system whose digits are token ids, behind the number of its response;
-    numpy sorts these in a tenth of torch's time.
+    Every n-gram becomes one int64, in the number system whose digits are token ids, behind the
+    number of its response; numpy sorts these in a tenth of torch's time.
     """
     columns = [tokens.numpy() for tokens in responses]
     lengths = np.array([len(column) for column in columns], dtype=np.int64)
@@ -111,9 +122,11 @@ def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
     ids = np.concatenate(columns).astype(np.int64)
     within = np.arange(total) - np.repeat(np.cumsum(grams) - grams, grams)
     starts, base = np.repeat(np.cumsum(lengths) - lengths, grams) + within, int(ids.max()) + 1
-    numbers, end = np.repeat(np.arange(len(lengths)), grams), len(lengths)  # numbers are below `end`
+    # numbers are below `end`
+    numbers, end = np.repeat(np.arange(len(lengths)), grams), len(lengths)
     for i in range(n):
-        if end * base > INT64_MAX:  # there is no room for one more digit, but for that of a number's rank there is
+        # there is no room for one more digit, but for that of a number's rank there is
+        if end * base > INT64_MAX:
             numbers, end = np.unique(numbers, return_inverse=True)[1], total
         numbers, end = numbers * base + ids[starts + i], end * base
     ordered = np.sort(numbers)
@@ -122,13 +135,14 @@ def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
 
 
 def tokens_before_answer(sample: Trajectory) -> float:
-    """Sampled tokens before the answer begins: all that the policy sampled, times the share of its text that stands
-    before it.
+    """Sampled tokens before the answer begins: all that the policy sampled, times the share of its
+    text that stands before it.
 
     Only of a sample that has an answer.
     """
     assert sample.answer_at is not None
-    sampled = sum(tokens for version, tokens in sample.versions if version >= 0)  # not those of an environment
+    # not those of an environment
+    sampled = sum(tokens for version, tokens in sample.versions if version >= 0)
     return sampled * sample.answer_at / len(sample.said)
 
 

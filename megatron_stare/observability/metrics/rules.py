@@ -1,8 +1,9 @@
-"""The rules that the metrics of a run are held to: one table, RULES, and the alerts that follow from it.
+"""The rules that the metrics of a run are held to: one table, RULES, and the alerts that follow
+from it.
 
-`Watch` says when alerts begin and end: in a run, and from its metrics alone in `status`. What may end a run or send it
-back is judged by the driver before the step is done, with the run's settings: driver/guards.py and
-driver/agreement_watch.py.
+`Watch` says when alerts begin and end: in a run, and from its metrics alone in `status`. What may
+end a run or send it back is judged by the driver before the step is done, with the run's settings:
+driver/guards.py and driver/agreement_watch.py.
 """
 
 from __future__ import annotations
@@ -32,15 +33,20 @@ from megatron_stare.observability.metrics.conditions import (
 )
 from megatron_stare.observability.sink import Alert
 
-# One token budget for all: beyond a fifth, the reward says more about the budget than about the reasoning.
+# One token budget for all: beyond a fifth, the reward says more about the budget than about the
+# reasoning.
 TRUNCATED_SHARE = 0.2
-# float32 on both sides differs by rounding, 1e-6 to 1e-5. A thousandth is another model: stale or misplaced weights,
-# other sampling settings, a mask. Not checked in 16 bits: bfloat16 tokens differ by tenths with nothing wrong.
+# float32 on both sides differs by rounding, 1e-6 to 1e-5. A thousandth is another model: stale or
+# misplaced weights, other sampling settings, a mask. Not checked in 16 bits: bfloat16 tokens differ
+# by tenths with nothing wrong.
 LOGPROB_DIFF = 1e-3
-# Nats up to which engine and trainer agree, however much less they differed before; by the model's dtype.
+# Nats up to which engine and trainer agree, however much less they differed before; by the model's
+# dtype.
 LEAST_AGREEMENT = {"float32": LOGPROB_DIFF, "bfloat16": TREND_MEAN, "float16": 1e-3}
-DEGENERATE_SHARE = 0.9  # of the groups teach nothing: a step costs as much and learns from a tenth of its batch
-# An alert is over after this many steps without its condition: a value at its threshold would else come and go.
+# of the groups teach nothing: a step costs as much and learns from a tenth of its batch
+DEGENERATE_SHARE = 0.9
+# An alert is over after this many steps without its condition: a value at its threshold would else
+# come and go.
 QUIET_STEPS = 5
 
 
@@ -60,11 +66,14 @@ class Rule:
 
     name: of its alert, in words that hold while values change.
     when: it holds.
-    alert: the text of its alert; "": it is none. Names in braces are metrics of the step, or what was measured.
+    alert: the text of its alert; "": it is none. Names in braces are metrics of the step, or what
+    was measured.
     error: what ends the run; "": nothing does. With both, the setting `action` decides.
-    metrics: that tell of it most directly, of which an alert carries the largest; (): those that are judged.
+    metrics: that tell of it most directly, of which an alert carries the largest; (): those that
+    are judged.
     guard: the name of its settings in the section `guards`; "": it has none.
-    flag: the metric that is 1 in the steps in which a guard held: the driver judges it, and all others read that.
+    flag: the metric that is 1 in the steps in which a guard held: the driver judges it, and all
+    others read that.
     dtype: of the models in training that it is for; "": all.
     """
 
@@ -104,14 +113,21 @@ def said(text: Text, row: Row, found: Found) -> str:
 
 
 def _not_taken(row: Row) -> str:
-    if (taken := row.get("update/count", math.nan)) > 0:  # of several updates; their norms are averaged
+    # of several updates; their norms are averaged
+    if (taken := row.get("update/count", math.nan)) > 0:
         return f"a gradient was not finite, {taken:.0f} of this step's optimizer steps were taken"
     return f"gradient norm {row.get('optimizer/grad_norm', math.nan):g}, no optimizer step taken"
 
 
 def _not_verified(row: Row) -> str:
-    counts = (row.get("reward/timeouts", math.nan), "timed out"), (row.get("reward/crashes", math.nan), "crashed")
-    return f"verifying answers: {' and '.join(f'{count:.0f} {what}' for count, what in counts if count > 0)}"
+    counts = (
+        (row.get("reward/timeouts", math.nan), "timed out"),
+        (row.get("reward/crashes", math.nan), "crashed"),
+    )
+    return (
+        "verifying answers:"
+        f" {' and '.join(f'{count:.0f} {what}' for count, what in counts if count > 0)}"
+    )
 
 
 # The most serious first: a narrow or low display shows the first.
@@ -120,8 +136,8 @@ _TABLE = (
     Rule(
         "rolled back",
         Risen(("guard/rollbacks",)),
-        "the run went back to a checkpoint, {guard/rollbacks:.0f} times so far, and leaves {guard/left_out:.0f} "
-        "prompts out",
+        "the run went back to a checkpoint, {guard/rollbacks:.0f} times so far, and leaves"
+        " {guard/left_out:.0f} prompts out",
     ),
     Rule(
         "entropy out of bounds",
@@ -134,28 +150,32 @@ _TABLE = (
     Rule(
         "spike of the loss",
         Spike(("loss/policy",), both_ways=True),
-        "loss/policy {loss/policy:.3g} is {guard/loss:.3g} spreads from the median before it " + f"({GUARDS}.loss)",
+        "loss/policy {loss/policy:.3g} is {guard/loss:.3g} spreads from the median before it "
+        + f"({GUARDS}.loss)",
         "the loss {figure:.3g} is {away:.3g} spreads from the median {median:.3g} before it",
         guard="loss",
         flag="guard/loss_spike",
     ),
     Rule(
         "spike of the gradient norm",
-        Spike(("optimizer/grad_norm_max", "optimizer/grad_norm")),  # the first, where a step has several updates
-        "optimizer/grad_norm {optimizer/grad_norm:.3g} is {guard/grad_norm:.3g} spreads from the median before it "
-        f"({GUARDS}.grad_norm)",
-        "the gradient norm {figure:.3g} is {away:.3g} spreads from the median {median:.3g} before it",
+        # the first, where a step has several updates
+        Spike(("optimizer/grad_norm_max", "optimizer/grad_norm")),
+        "optimizer/grad_norm {optimizer/grad_norm:.3g} is {guard/grad_norm:.3g} spreads from"
+        f" the median before it ({GUARDS}.grad_norm)",
+        "the gradient norm {figure:.3g} is {away:.3g} spreads from the median {median:.3g}"
+        " before it",
         metrics=("optimizer/grad_norm",),
         guard="grad_norm",
         flag="guard/grad_norm_spike",
     ),
     Rule(
         "spike of engine against trainer",
-        Spike(("agreement/mean", "rollout/logprob_diff_mean")),  # the second, of an engine in process in float32
-        "rollout/logprob_diff_mean {rollout/logprob_diff_mean:.3g} is {guard/agreement:.3g} spreads from the median "
-        f"before it ({GUARDS}.agreement)",
-        "the difference of engine and trainer {figure:.3g} is {away:.3g} spreads from the median {median:.3g} before "
-        "it",
+        # the second, of an engine in process in float32
+        Spike(("agreement/mean", "rollout/logprob_diff_mean")),
+        "rollout/logprob_diff_mean {rollout/logprob_diff_mean:.3g} is {guard/agreement:.3g}"
+        f" spreads from the median before it ({GUARDS}.agreement)",
+        "the difference of engine and trainer {figure:.3g} is {away:.3g} spreads from the median"
+        " {median:.3g} before it",
         metrics=("rollout/logprob_diff_mean",),
         guard="agreement",
         flag="guard/agreement_spike",
@@ -163,7 +183,8 @@ _TABLE = (
     Rule(
         "nothing to learn",
         Above(("update/empty",)),
-        "no token had a loss in {update/empty:.0f} of this step's mini-batches, for which no optimizer step was taken",
+        "no token had a loss in {update/empty:.0f} of this step's mini-batches, for which no"
+        " optimizer step was taken",
     ),
     Rule(
         "engine and trainer differ",
@@ -174,23 +195,26 @@ _TABLE = (
     Rule(
         "engine and trainer too far apart",
         Grown(("agreement/trend",), setting="agreement.trend"),
-        error="log-probs of sampled tokens lie {agreement/trend:.3g} times as far apart between rollout engine and "
-        "trainer as at the start of the run, {agreement/mean:.3g} nats in the mean, the limit is {limit:g} times; "
-        "engine and trainer drift apart, though each step's difference would pass: a part of the weights is not "
-        "synced, or rounding grows with the weights",
+        error=(
+            "log-probs of sampled tokens lie {agreement/trend:.3g} times as far apart between"
+            " rollout engine and trainer as at the start of the run, {agreement/mean:.3g} nats in"
+            " the mean, the limit is {limit:g} times; engine and trainer drift apart, though each"
+            " step's difference would pass: a part of the weights is not synced, or rounding grows"
+            " with the weights"
+        ),
     ),
     Rule(
         "engine and trainer drift apart",
         Grown(("agreement/trend",)),
-        "engine and trainer differ {agreement/trend:.2g} times as much as at first, {agreement/mean:.2g} nats in the "
-        "mean",
+        "engine and trainer differ {agreement/trend:.2g} times as much as at first,"
+        " {agreement/mean:.2g} nats in the mean",
     ),
     Rule("reward failures", Above(("reward/timeouts", "reward/crashes")), _not_verified),
     Rule(
         "requests lost",
         Above(("rollout/retried",)),
-        "{rollout/retried:.0f} requests for responses were lost and made again, {rollout/retried_late:.0f} of them "
-        "late",
+        "{rollout/retried:.0f} requests for responses were lost and made again,"
+        " {rollout/retried_late:.0f} of them late",
     ),
     Rule(
         "engines lost",
@@ -205,12 +229,14 @@ _TABLE = (
     Rule(
         "entropy off target",
         OffTarget(("entropy/mean",)),
-        "entropy {entropy/mean:.3g} is {side} its band {low:.3g} to {high:.3g} for " + f"{OFF_TARGET_STEPS}+ steps",
+        "entropy {entropy/mean:.3g} is {side} its band {low:.3g} to {high:.3g} for "
+        + f"{OFF_TARGET_STEPS}+ steps",
     ),
     Rule(
         "gradient spike",
         TimesMedian(("optimizer/grad_norm",)),
-        "gradient norm {optimizer/grad_norm:.3g} is {times:.0f} times the median {median:.3g} before it",
+        "gradient norm {optimizer/grad_norm:.3g} is {times:.0f} times the median {median:.3g}"
+        " before it",
     ),
     Rule(
         "responses cut off",
@@ -244,10 +270,16 @@ class Watch:
         for rule in self._rules:
             found, held = self._judge.judge(rule.name, metrics), self.active.get(rule.name)
             if found.holds:
-                metric = max((name for name in rule.told_by if name in metrics), key=metrics.__getitem__, default="")
+                metric = max(
+                    (name for name in rule.told_by if name in metrics),
+                    key=metrics.__getitem__,
+                    default="",
+                )
                 value = float(metrics[metric]) if metric else math.nan
                 first, text = held.first_step if held else step, said(rule.alert, metrics, found)
-                self.active[rule.name] = Alert(rule.name, text, first, step, metric=metric, value=value)
+                self.active[rule.name] = Alert(
+                    rule.name, text, first, step, metric=metric, value=value
+                )
                 changed += [] if held else [self.active[rule.name]]
             elif held and step - held.last_step >= QUIET_STEPS:
                 changed.append(replace(self.active.pop(rule.name), over=True))
@@ -255,7 +287,8 @@ class Watch:
         return changed
 
     def restore(self, rows: Iterable[Row]) -> None:
-        """Takes the steps of a resumed run: what they did is remembered, but nothing is said about them."""
+        """Takes the steps of a resumed run: what they did is remembered, but nothing is said about
+        them."""
         for row in rows:
             self._judge.remember(row)
 

@@ -1,4 +1,5 @@
-"""Numbers on their way into a picture: round tick marks, short labels, smoothing, and thinning of long series.
+"""Numbers on their way into a picture: round tick marks, short labels, smoothing, and thinning of
+long series.
 
 Comes from metric series; goes to `report/charts.py` and `figures.py`. Knows nothing of SVG or HTML.
 """
@@ -14,7 +15,8 @@ Points = list[tuple[float, float]]  # (step, value); a NaN value is a gap in the
 
 
 def nice_ticks(low: float, high: float, count: int = 5, integer: bool = False) -> list[float]:
-    """Tick marks at multiples of 1, 2 or 5 times a power of ten, about `count` of them, that enclose [low, high]."""
+    """Tick marks at multiples of 1, 2 or 5 times a power of ten, about `count` of them, that
+    enclose [low, high]."""
     if high <= low:
         pad = abs(low) * 0.1 or 0.5
         low, high = low - pad, high + pad
@@ -41,7 +43,8 @@ def tick_label(value: float, step: float) -> str:
 
 
 def short(value: float | None, digits: int = 3) -> str:
-    """A value for people: `digits` significant digits, thousands separated, en dash where there is none."""
+    """A value for people: `digits` significant digits, thousands separated, en dash where there is
+    none."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
@@ -53,7 +56,8 @@ def short(value: float | None, digits: int = 3) -> str:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """A centred Gaussian average about a sixtieth of the series wide. Gaps stay gaps and pull nothing down.
+    """A centred Gaussian average about a sixtieth of the series wide. Gaps stay gaps and pull
+    nothing down.
 
     Centred, because a trailing average would draw every turn later than it happened.
     """
@@ -69,7 +73,8 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def thin(points: Points, limit: int = 700) -> Points:
-    """At most about `limit` points with the same outline: of every bucket its lowest, its highest and a gap."""
+    """At most about `limit` points with the same outline: of every bucket its lowest, its highest
+    and a gap."""
     if len(points) <= limit:
         return points
     size = math.ceil(2 * len(points) / limit)
@@ -77,14 +82,17 @@ def thin(points: Points, limit: int = 700) -> Points:
     for start in range(0, len(points), size):
         bucket = points[start : start + size]
         finite = [p for p in bucket if math.isfinite(p[1])]
-        chosen = {min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])} if finite else set()
+        chosen = (
+            {min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])} if finite else set()
+        )
         gap = [p for p in bucket if not math.isfinite(p[1])][:1]
         kept += sorted([*chosen, *gap], key=lambda p: p[0])
     return kept
 
 
 def intervals_on(steps: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
-    """Intervals in which a 0/1 series is on, as (from, to) in steps; each step covers half a step to either side."""
+    """Intervals in which a 0/1 series is on, as (from, to) in steps; each step covers half a step
+    to either side."""
     found: list[tuple[float, float]] = []
     for step, value in zip(steps, values, strict=True):
         if not value >= 0.5:

@@ -1,4 +1,5 @@
-"""A step's figures: what the trainer reports, and what the driver sees of rewards, responses, time and memory."""
+"""A step's figures: what the trainer reports, and what the driver sees of rewards, responses, time
+and memory."""
 
 from __future__ import annotations
 
@@ -27,11 +28,17 @@ METRICS = (
         "whose verifier took longer than reward.timeout_s",
         "0; any is an alert, many stop the run (reward.max_failure_rate)",
     ),
-    Metric("reward/crashes", "responses", "whose verifier raised or took its process down", "0; as above"),
+    Metric(
+        "reward/crashes",
+        "responses",
+        "whose verifier raised or took its process down",
+        "0; as above",
+    ),
     Metric(
         "environment/given_up",
         "responses",
-        "whose environment had begun a call that nobody knows the end of and that cannot be made again; without loss",
+        "whose environment had begun a call that nobody knows the end of and that cannot be made"
+        " again; without loss",
         "0, or a few in the step after a run was killed",
     ),
     Metric(
@@ -47,7 +54,12 @@ METRICS = (
         "steady or slowly rising",
     ),
     Metric("response/length_max", "tokens", "longest response", "below rollout.max_new_tokens"),
-    Metric("response/truncated", "share", "responses cut off at rollout.max_new_tokens", "below 0.2 (alert above)"),
+    Metric(
+        "response/truncated",
+        "share",
+        "responses cut off at rollout.max_new_tokens",
+        "below 0.2 (alert above)",
+    ),
     Metric(
         "time/rollout_s",
         "s",
@@ -68,13 +80,19 @@ METRICS = (
     ),
     Metric("time/sync_s", "s", "weights to the engines, and the canary", "steady"),
     Metric(
-        "time/step_s", "s", "the whole step; evaluations and checkpoints are not in it", "near the sum of its phases"
+        "time/step_s",
+        "s",
+        "the whole step; evaluations and checkpoints are not in it",
+        "near the sum of its phases",
     ),
-    Metric("perf/tokens_per_s", "tokens/s", "response tokens of the batch over time/step_s", "steady"),
+    Metric(
+        "perf/tokens_per_s", "tokens/s", "response tokens of the batch over time/step_s", "steady"
+    ),
     Metric(
         "memory/tree_pss_gb",
         "GB",
-        "10^9 bytes: main memory of all the run's processes on the driver's node (Pss), read every 10 s",
+        "10^9 bytes: main memory of all the run's processes on the driver's node (Pss), read every"
+        " 10 s",
         "level after some steps; a steady rise is a leak",
     ),
 )
@@ -124,7 +142,10 @@ _memory = _MemoryProbe()
 
 
 def step_metrics(
-    batch: RolloutBatch, samples: Sequence[Trajectory], trainer: Mapping[str, float], watch: Stopwatch
+    batch: RolloutBatch,
+    samples: Sequence[Trajectory],
+    trainer: Mapping[str, float],
+    watch: Stopwatch,
 ) -> dict[str, float]:
     """Every metric of the step, by name."""
     verified = batch.verified

@@ -1,7 +1,8 @@
 """Line charts over training steps as inline SVG.
 
-Comes from the metric series of one or more runs; goes into `page.html.jinja`. Colours are CSS classes (c0, c1,
-...), so the page's light and dark palettes apply; the numbers under the pointer travel along as JSON.
+Comes from the metric series of one or more runs; goes into `page.html.jinja`. Colours are CSS
+classes (c0, c1, ...), so the page's light and dark palettes apply; the numbers under the pointer
+travel along as JSON.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_stare.observability.metrics.scales import Points, nice_ticks, short, smooth, thin, tick_label
+from megatron_stare.observability.metrics.scales import (
+    Points,
+    nice_ticks,
+    short,
+    smooth,
+    thin,
+    tick_label,
+)
 
 WIDTH, HEIGHT = 560, 262
 LEFT, RIGHT, TOP, BOTTOM = 50, 14, 12, 40
@@ -24,7 +32,8 @@ HOVER_POINTS = 400  # positions the pointer can stop at
 
 @dataclass(frozen=True)
 class Line:
-    """One run's series in a chart. `colour` numbers the run; `kind` is the CSS class of a line that is not a run's."""
+    """One run's series in a chart. `colour` numbers the run; `kind` is the CSS class of a line that
+    is not a run's."""
 
     label: str
     colour: int
@@ -44,14 +53,16 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Chart to be drawn. `targets` are drawn dashed, with a band of `band` times the target to either side if not 0."""
+    """Chart to be drawn. `targets` are drawn dashed, with a band of `band` times the target to
+    either side if not 0."""
 
     title: str
     unit: str
     lines: Sequence[Line]
     targets: Sequence[Line] = ()
     band: float = 0.0
-    gates: Sequence[tuple[Line, Sequence[tuple[float, float]]]] = ()  # a run and where its gate is on
+    # a run and where its gate is on
+    gates: Sequence[tuple[Line, Sequence[tuple[float, float]]]] = ()
     caption: str = ""
     raw: bool = False  # few, separate measurements: dots, no smoothing
     y_limit: float | None = None  # top of the plot; what lies above it is cut off
@@ -61,9 +72,16 @@ class Chart:
 
     @property
     def flat(self) -> str | None:
-        """The one value of a chart in which nothing happens; None where something does, or there is nothing to see."""
-        values = [v for line in (*self.lines, *self.targets) for v in line.values if math.isfinite(v)]
-        if self.gates or len(values) < 2 or max(values) - min(values) > 1e-9 * max(map(abs, values)):
+        """The one value of a chart in which nothing happens; None where something does, or there is
+        nothing to see."""
+        values = [
+            v for line in (*self.lines, *self.targets) for v in line.values if math.isfinite(v)
+        ]
+        if (
+            self.gates
+            or len(values) < 2
+            or max(values) - min(values) > 1e-9 * max(map(abs, values))
+        ):
             return None
         return short(values[0])
 
@@ -121,9 +139,12 @@ def draw(chart: Chart) -> Drawing | None:
 def _frame(chart: Chart, lines: Sequence[Line]) -> _Frame:
     steps = [step for line in lines for step in line.steps]
     values = [v for line in lines for v in line.values if math.isfinite(v)]
-    values += [v * (1 + chart.band) for target in chart.targets for v in target.values if math.isfinite(v)]
+    values += [
+        v * (1 + chart.band) for target in chart.targets for v in target.values if math.isfinite(v)
+    ]
     low, high = min(values), max(values)
-    low, high = min(low, 0.0), max(high, 0.0)  # so that heights compare and a small wobble does not look like a cliff
+    # so that heights compare and a small wobble does not look like a cliff
+    low, high = min(low, 0.0), max(high, 0.0)
     low = low if chart.y_floor is None else max(low, chart.y_floor)
     high = high if chart.y_limit is None else chart.y_limit
     x_low, x_high = min(steps), max(steps)
@@ -132,7 +153,9 @@ def _frame(chart: Chart, lines: Sequence[Line]) -> _Frame:
     if x_low == x_high:
         x_low, x_high = x_low - 1, x_high + 1
     lanes = LANE * len(chart.gates) if len(chart.gates) > 1 else 0
-    return _Frame(x_low, x_high, nice_ticks(low, high if high > low else low + 1), HEIGHT - BOTTOM - lanes)
+    return _Frame(
+        x_low, x_high, nice_ticks(low, high if high > low else low + 1), HEIGHT - BOTTOM - lanes
+    )
 
 
 def _beyond(frame: _Frame, lines: Sequence[Line]) -> str:
@@ -147,7 +170,9 @@ def _beyond(frame: _Frame, lines: Sequence[Line]) -> str:
         for step, value in thin(outside, 60):
             y, tip = (TOP, -6) if value > high else (frame.bottom, 6)
             x = frame.x(step)
-            frame.parts.append(f'<path class="beyond {line.css}" d="M{x - 4:.1f} {y}h8l-4 {tip}z"/>')
+            frame.parts.append(
+                f'<path class="beyond {line.css}" d="M{x - 4:.1f} {y}h8l-4 {tip}z"/>'
+            )
         step, far = max(outside, key=lambda point: abs(point[1]))
         whose = f" of {line.label}" if len(lines) > 1 else ""
         many = f"{len(outside)} of {len(finite)} values{whose}"
@@ -158,7 +183,10 @@ def _beyond(frame: _Frame, lines: Sequence[Line]) -> str:
 def _clip(chart: Chart, frame: _Frame) -> str:
     name = "clip-" + "".join(c if c.isalnum() else "-" for c in chart.title.lower())
     # the margin keeps a line that runs along an edge at its full width
-    area = f'x="{LEFT - 4}" y="{TOP - 4}" width="{WIDTH - LEFT - RIGHT + 8}" height="{frame.bottom - TOP + 8:g}"'
+    area = (
+        f'x="{LEFT - 4}" y="{TOP - 4}" width="{WIDTH - LEFT - RIGHT + 8}"'
+        f' height="{frame.bottom - TOP + 8:g}"'
+    )
     return f'<clipPath id="{name}"><rect {area}/></clipPath><g clip-path="url(#{name})">'
 
 
@@ -168,23 +196,35 @@ def _grid(frame: _Frame) -> None:
     for value in ticks:
         y = frame.y(value)
         kind = "axis" if value in (0, ticks[0]) else "grid"
-        out.append(f'<line class="{kind}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        out.append(
+            f'<line class="{kind}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
         label = tick_label(value, ticks[1] - ticks[0])
-        out.append(f'<text class="tick" text-anchor="end" x="{LEFT - 8}" y="{y + 4:.1f}">{label}</text>')
+        out.append(
+            f'<text class="tick" text-anchor="end" x="{LEFT - 8}" y="{y + 4:.1f}">{label}</text>'
+        )
     steps = nice_ticks(frame.x_low, frame.x_high, 6, integer=True)
     for step in steps:
         if frame.x_low <= step <= frame.x_high:
             x, label = frame.x(step), tick_label(step, steps[1] - steps[0])
             out.append(
-                f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM + 4}"/>'
+                f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{HEIGHT - BOTTOM}"'
+                f' y2="{HEIGHT - BOTTOM + 4}"/>'
             )
-            out.append(f'<text class="tick" text-anchor="middle" x="{x:.1f}" y="{HEIGHT - BOTTOM + 17}">{label}</text>')
+            out.append(
+                f'<text class="tick" text-anchor="middle" x="{x:.1f}"'
+                f' y="{HEIGHT - BOTTOM + 17}">{label}</text>'
+            )
     middle = (LEFT + WIDTH - RIGHT) / 2
-    out.append(f'<text class="tick name" text-anchor="middle" x="{middle}" y="{HEIGHT - 5}">training step</text>')
+    out.append(
+        f'<text class="tick name" text-anchor="middle" x="{middle}" y="{HEIGHT - 5}">training'
+        " step</text>"
+    )
 
 
 def _gates(frame: _Frame, chart: Chart) -> None:
-    # One run: strips behind its line. Several: strips would mix, so every run has a lane in its colour below the plot.
+    # One run: strips behind its line. Several: strips would mix, so every run has a lane in its
+    # colour below the plot.
     for number, (line, spans) in enumerate(chart.gates):
         alone = len(chart.gates) == 1
         y = TOP if alone else frame.bottom + LANE * number + 2
@@ -193,7 +233,8 @@ def _gates(frame: _Frame, chart: Chart) -> None:
         for low, high in spans:
             x, x_end = frame.x(low), frame.x(high)
             frame.parts.append(
-                f'<rect class="{kind}" x="{x:.1f}" width="{x_end - x:.1f}" y="{y:.1f}" height="{height:.1f}"/>'
+                f'<rect class="{kind}" x="{x:.1f}" width="{x_end - x:.1f}" y="{y:.1f}"'
+                f' height="{height:.1f}"/>'
             )
 
 
@@ -201,7 +242,9 @@ def _target(frame: _Frame, target: Line, band: float) -> None:
     colour = target.css
     for run in _unbroken(thin(target.points)):
         if band:
-            edge = [(x, y * (1 + band)) for x, y in run] + [(x, y * (1 - band)) for x, y in reversed(run)]
+            edge = [(x, y * (1 + band)) for x, y in run] + [
+                (x, y * (1 - band)) for x, y in reversed(run)
+            ]
             frame.parts.append(f'<path class="band {colour}" d="{_path(frame, edge)}Z"/>')
         frame.parts.append(f'<path class="target {colour}" d="{_path(frame, run)}"/>')
 
@@ -212,10 +255,13 @@ def _line(frame: _Frame, line: Line, chart: Chart) -> None:
     for run in _unbroken(thin(line.points)):
         if len(run) == 1 or raw:  # a lone point between gaps has no line to show it
             frame.parts += [
-                f'<circle class="{colour}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3"/>' for x, y in run
+                f'<circle class="{colour}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3"/>'
+                for x, y in run
             ]
         if len(run) > 1:
-            frame.parts.append(f'<path class="{"raw" if smoothed else "line"} {colour}" d="{_path(frame, run)}"/>')
+            frame.parts.append(
+                f'<path class="{"raw" if smoothed else "line"} {colour}" d="{_path(frame, run)}"/>'
+            )
     if smoothed:
         for run in _unbroken(thin(list(zip(line.steps, smooth(line.values), strict=True)))):
             if len(run) > 1:
@@ -245,10 +291,16 @@ def _hover(frame: _Frame, chart: Chart, lines: Sequence[Line]) -> dict[str, Any]
         known = dict(line.points)
         return [short(known.get(step)) for step in stops]
 
-    rows: list[dict[str, Any]] = [{"name": x.label, "css": x.css, "values": column(x)} for x in lines]
+    rows: list[dict[str, Any]] = [
+        {"name": x.label, "css": x.css, "values": column(x)} for x in lines
+    ]
     if len(lines) == 1:
-        rows += [{"name": target.label, "css": "", "values": column(target)} for target in chart.targets]
+        rows += [
+            {"name": target.label, "css": "", "values": column(target)} for target in chart.targets
+        ]
         for _, spans in chart.gates:
-            on = ["on" if any(low <= step <= high for low, high in spans) else "off" for step in stops]
+            on = [
+                "on" if any(low <= step <= high for low, high in spans) else "off" for step in stops
+            ]
             rows.append({"name": "gate", "css": "", "values": on})
     return {"steps": stops, "x": [round(frame.x(step), 1) for step in stops], "rows": rows}

@@ -15,7 +15,10 @@ from megatron_stare.observability.metrics.scales import short
 from megatron_stare.run_dir.run_files import RunRecord
 
 LAST = 1 / 3  # of the steps that both have, over which they are compared
-_BY_STEP = (("Entropy, last third", "entropy/mean", ""), (f"Reward, last {RECENT} steps", "reward/mean", "good"))
+_BY_STEP = (
+    ("Entropy, last third", "entropy/mean", ""),
+    (f"Reward, last {RECENT} steps", "reward/mean", "good"),
+)
 
 
 def against(first: RunRecord, run: RunRecord) -> dict[str, Figure]:
@@ -37,22 +40,29 @@ def _problems(one: Mapping[str, Any], two: Mapping[str, Any], results: str) -> F
     if isinstance(pair, str):
         return Figure("", "–", pair)
     mean, low, high = pair
-    interval = f"[{low:+.3f}, {high:+.3f}], 95 %, paired by problem" if not math.isnan(low) else "one problem"
+    interval = (
+        f"[{low:+.3f}, {high:+.3f}], 95 %, paired by problem"
+        if not math.isnan(low)
+        else "one problem"
+    )
     return Figure("", f"{mean:+.3f}", interval + _word(low, high), _tone(low, high))
 
 
 def _steps(first: RunRecord, run: RunRecord, key: str, good: str) -> Figure | None:
-    """Over the last third of the steps that both have. Steps near each other are not independent: blocks of RECENT are
-    taken for one observation each."""
+    """Over the last third of the steps that both have. Steps near each other are not independent:
+    blocks of RECENT are taken for one observation each."""
     ours, theirs = (
-        {row["step"]: row[key] for row in r.metrics if math.isfinite(row.get(key, math.nan))} for r in (run, first)
+        {row["step"]: row[key] for row in r.metrics if math.isfinite(row.get(key, math.nan))}
+        for r in (run, first)
     )
     shared = sorted(ours.keys() & theirs.keys())
     shared = shared[-math.ceil(len(shared) * LAST) :]
     if not shared:
         return None
     blocks = [i // RECENT for i in range(len(shared))]
-    mean, low, high = paired_interval([theirs[s] for s in shared], [ours[s] for s in shared], problems=blocks)
+    mean, low, high = paired_interval(
+        [theirs[s] for s in shared], [ours[s] for s in shared], problems=blocks
+    )
     means = (sum(of[s] for s in shared) / len(shared) for of in (theirs, ours))
     said = f"{' and '.join(map(short, means))} in the {len(shared)} last steps of both"
     if math.isnan(low):
@@ -70,8 +80,8 @@ def _tone(low: float, high: float) -> Tone:
 
 
 def settings_that_tell(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, list[str | None]]], str]:
-    """Rows of (setting, its value in every run) of those that differ from the defaults or between the runs, and what
-    is to be said about them."""
+    """Rows of (setting, its value in every run) of those that differ from the defaults or between
+    the runs, and what is to be said about them."""
     trees = [_flat(run.config) for run in runs]
     defaults = [_defaults(run.config) for run in runs]
     known = all(default is not None for default in defaults)
@@ -103,7 +113,8 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def _defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Default settings of the same method; None where there are none, as for a method in a file that is not here.
+    """Default settings of the same method; None where there are none, as for a method in a file
+    that is not here.
 
     Imports the method, and with it torch, which the rest of the report does without.
     """
@@ -116,7 +127,9 @@ def _defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
     except (ImportError, ValueError):  # pydantic's, or ours of a name that is not known
         return None
     found = _flat(model.model_dump(mode="json"))
-    return {key: value for key, value in found.items() if key not in ("model.path", "algorithm.name")}
+    return {
+        key: value for key, value in found.items() if key not in ("model.path", "algorithm.name")
+    }
 
 
 def _plain(value: Any) -> str:

@@ -1,6 +1,8 @@
-"""The report's charts of the entropy forecast and of the signs of reward hacking; docs/diagnostics.md explains each.
+"""The report's charts of the entropy forecast and of the signs of reward hacking;
+docs/diagnostics.md explains each.
 
-Comes from the metric series of one or more runs; goes to `page.py`. What no run recorded is left out.
+Comes from the metric series of one or more runs; goes to `page.py`. What no run recorded is left
+out.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _SETS = (  # of STARE's selection: metric's end, label, class
     ("common_plus", "U+", "plus common"),
     ("common_minus", "U−", "minus common"),
 )
-# lower ends of the cells of gradient/token_norm_<n>, but the first, as algorithms/gradient_norm.py has them
+# lower ends of the cells of gradient/token_norm_<n>, but the first, as algorithms/gradient_norm.py
+# has them
 PROBABILITIES, ENTROPIES = (0.002, 0.05, 0.5, 0.9), (0.1, 0.5, 1.5)
 _SIGNALS = (  # metric, title, unit, caption
     (
@@ -39,8 +42,18 @@ _SIGNALS = (  # metric, title, unit, caption
         "correlation over the batch",
         "Above 0: longer responses earn more; below: shorter ones.",
     ),
-    ("signal/repetition", "Repetition", f"share of {NGRAM}-grams seen before", "Rising: the policy goes in circles."),
-    ("signal/format", "Answers in the right format", "share", "What the verifier's parser can read."),
+    (
+        "signal/repetition",
+        "Repetition",
+        f"share of {NGRAM}-grams seen before",
+        "Rising: the policy goes in circles.",
+    ),
+    (
+        "signal/format",
+        "Answers in the right format",
+        "share",
+        "What the verifier's parser can read.",
+    ),
     (
         "signal/no_reasoning",
         "Answers without reasoning",
@@ -64,14 +77,23 @@ def parts(runs: Sequence[RunRecord]) -> list[Part]:
     found = [
         Part(
             "Entropy forecast",
-            "What the advantages of a step do to the entropy of its tokens, to first order, and what the step did.",
+            "What the advantages of a step do to the entropy of its tokens, to first order, and"
+            " what the step did.",
             _recorded(
-                [_change(runs), *_quadrants(runs), _neutral_weight(runs), _rare(runs), *_proxy(runs), _gradient(runs)]
+                [
+                    _change(runs),
+                    *_quadrants(runs),
+                    _neutral_weight(runs),
+                    _rare(runs),
+                    *_proxy(runs),
+                    _gradient(runs),
+                ]
             ),
         ),
         Part(
             "Signs of reward hacking",
-            "None proves anything alone; a turn in one of them while the reward rises is a reason to read rollouts.",
+            "None proves anything alone; a turn in one of them while the reward rises is a reason"
+            " to read rollouts.",
             _recorded([_lengths(runs), *_signals(runs)]),
         ),
     ]
@@ -82,20 +104,33 @@ def _change(runs: Sequence[RunRecord]) -> Chart:
     measured, forecasts, notes = [], [], []
     for run, line, rate in zip(runs, _lines(runs, MEASURED), _lines(runs, FORECAST), strict=True):
         _, lr = run.series("optimizer/lr")
-        rates = [f * factor for f, factor in zip(rate.values, lr, strict=False)]  # a step is as long as its lr
-        pairs = [(s, f, m) for s, f, m in zip(line.steps, rates, line.values, strict=False) if math.isfinite(f + m)]
+        # a step is as long as its lr
+        rates = [f * factor for f, factor in zip(rate.values, lr, strict=False)]
+        pairs = [
+            (s, f, m)
+            for s, f, m in zip(line.steps, rates, line.values, strict=False)
+            if math.isfinite(f + m)
+        ]
         steps, rates, changes = ([pair[i] for pair in pairs] for i in range(3))
         measured.append(replace(line, steps=steps, values=changes))
         fit = forecast_fit(rates, changes)
         if fit is None:
             continue
-        forecasts.append(replace(rate, label="forecast, scaled", steps=steps, values=[fit.scale * x for x in rates]))
+        forecasts.append(
+            replace(
+                rate, label="forecast, scaled", steps=steps, values=[fit.scale * x for x in rates]
+            )
+        )
         whose = f"{run.name}: " if len(runs) > 1 else ""
         together = f"correlation {fit.correlation:.2f}, " if math.isfinite(fit.correlation) else ""
         notes.append(
-            f"{whose}{together}same sign in {fit.same_sign:.0%} of {fit.points} steps, scale {short(fit.scale)}"
+            f"{whose}{together}same sign in {fit.same_sign:.0%} of {fit.points} steps, scale"
+            f" {short(fit.scale)}"
         )
-    about = "Solid: measured on the step's own tokens. Dashed: forecast × learning rate × one scale fitted to the run; "
+    about = (
+        "Solid: measured on the step's own tokens. Dashed: forecast × learning rate × one scale"
+        " fitted to the run; "
+    )
     return Chart(
         "Change of entropy in a step",
         "nats, mean",
@@ -112,17 +147,20 @@ def _quadrants(runs: Sequence[RunRecord]) -> list[Chart]:
         lines = [Line(label, 0, *run.series(key), kind) for key, label, kind in _QUADRANTS]
         title = f"Pull on the entropy, {run.name}" if len(runs) > 1 else "Pull on the entropy"
         caption = (
-            "Above 0 raises the entropy, below lowers it; the sum is the forecast without the method's weights. "
-            "Solid: rare tokens. Dotted: common ones."
+            "Above 0 raises the entropy, below lowers it; the sum is the forecast without the"
+            " method's weights. Solid: rare tokens. Dotted: common ones."
         )
-        charts.append(Chart(title, "nats a unit step, by quadrant", lines, caption=caption, key=True))
+        charts.append(
+            Chart(title, "nats a unit step, by quadrant", lines, caption=caption, key=True)
+        )
     return charts
 
 
 def _neutral_weight(runs: Sequence[RunRecord]) -> Chart:
     lines = _lines(runs, "forecast/neutral_weight")
     sizes = sorted(abs(value) for line in lines for value in line.values if math.isfinite(value))
-    limit = max(2.0, 1.2 * sizes[int(0.95 * (len(sizes) - 1))]) if sizes else 2.0  # a batch without L+ is far out
+    # a batch without L+ is far out
+    limit = max(2.0, 1.2 * sizes[int(0.95 * (len(sizes) - 1))]) if sizes else 2.0
     used = []
     for i, run in enumerate(runs):
         steps, gate = run.series("stare/gate")
@@ -142,30 +180,59 @@ def _neutral_weight(runs: Sequence[RunRecord]) -> Chart:
 
 
 def selection(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Thresholds and counts of the tokens that STARE selects, a chart each for every run that selects any."""
+    """Thresholds and counts of the tokens that STARE selects, a chart each for every run that
+    selects any."""
     charts = []
     for run in runs:
         whose = f", {run.name}" if len(runs) > 1 else ""
         for what, title, unit, caption in (
-            ("threshold", "Threshold of surprisal", "nats", "What parts rare tokens from common ones."),
-            ("selected", "Tokens selected", "a step", "Of each set the share that the settings name."),
+            (
+                "threshold",
+                "Threshold of surprisal",
+                "nats",
+                "What parts rare tokens from common ones.",
+            ),
+            (
+                "selected",
+                "Tokens selected",
+                "a step",
+                "Of each set the share that the settings name.",
+            ),
         ):
             lines = _of_sets(run, f"stare/{what}")
-            charts.append(Chart(f"{title}{whose}", unit, lines, caption=caption, key=True, exact=what == "selected"))
+            charts.append(
+                Chart(
+                    f"{title}{whose}",
+                    unit,
+                    lines,
+                    caption=caption,
+                    key=True,
+                    exact=what == "selected",
+                )
+            )
     return _recorded(charts)
 
 
 def _proxy(runs: Sequence[RunRecord]) -> list[Chart]:
-    """How well the selection hits, and what the selected tokens have done in all; for runs that select any."""
+    """How well the selection hits, and what the selected tokens have done in all; for runs that
+    select any."""
     charts = []
     for run in runs:
         whose = f", {run.name}" if len(runs) > 1 else ""
         about = "Share of the set that lies on its side of its position's critical surprisal."
         precision = _of_sets(run, "forecast/precision")
         charts.append(Chart(f"Proxy precision{whose}", "share", precision, caption=about, key=True))
-        about = "Running sum over the steps at hand. Falling: the set's tokens pull the entropy up; rising: down."
-        sums = [replace(line, values=_running_sum(line.values)) for line in _of_sets(run, "forecast/a_phi")]
-        charts.append(Chart(f"Cumulative ΣÂΦ{whose}", "nats a unit step", sums, caption=about, key=True))
+        about = (
+            "Running sum over the steps at hand. Falling: the set's tokens pull the entropy up;"
+            " rising: down."
+        )
+        sums = [
+            replace(line, values=_running_sum(line.values))
+            for line in _of_sets(run, "forecast/a_phi")
+        ]
+        charts.append(
+            Chart(f"Cumulative ΣÂΦ{whose}", "nats a unit step", sums, caption=about, key=True)
+        )
     return charts
 
 
@@ -190,14 +257,19 @@ def _gradient(runs: Sequence[RunRecord]) -> Chart:
         "norm",
         _lines(runs, "gradient/logit_norm"),
         [line for line in bounds if line.values],
-        caption="Of the loss of a step. Dashed: STAPO's bounds, from probabilities and entropies alone.",
+        caption=(
+            "Of the loss of a step. Dashed: STAPO's bounds, from probabilities and entropies alone."
+        ),
     )
 
 
 def _rare(runs: Sequence[RunRecord]) -> Chart:
     caption = "More surprising than their position's s*: rewarding them raises the entropy."
     return Chart(
-        "Rare tokens", "share past the critical surprisal", _lines(runs, "forecast/rare_share"), caption=caption
+        "Rare tokens",
+        "share past the critical surprisal",
+        _lines(runs, "forecast/rare_share"),
+        caption=caption,
     )
 
 
@@ -213,7 +285,10 @@ def _lengths(runs: Sequence[RunRecord]) -> Chart:
 
 
 def _signals(runs: Sequence[RunRecord]) -> list[Chart]:
-    return [Chart(title, unit, _lines(runs, key), caption=caption) for key, title, unit, caption in _SIGNALS]
+    return [
+        Chart(title, unit, _lines(runs, key), caption=caption)
+        for key, title, unit, caption in _SIGNALS
+    ]
 
 
 def _lines(runs: Sequence[RunRecord], key: str) -> list[Line]:
@@ -226,15 +301,18 @@ def _dashed(line: Line) -> Line:
 
 
 def _recorded(charts: Sequence[Chart]) -> list[Chart]:
-    return [c for c in charts if any(math.isfinite(value) for line in c.lines for value in line.values)]
+    return [
+        c for c in charts if any(math.isfinite(value) for line in c.lines for value in line.values)
+    ]
 
 
 @dataclass(frozen=True)
 class TokenNorms:
     """The norm of a token's gradient by its probability and entropy, as text.
 
-    columns: ranges of entropy. rows: range of probability, the bound sqrt(2 - 2 p) at its lower end, and a cell for
-    each range of entropy: mean norm and share of the tokens, None where there is no token.
+    columns: ranges of entropy. rows: range of probability, the bound sqrt(2 - 2 p) at its lower
+    end, and a cell for each range of entropy: mean norm and share of the tokens, None where there
+    is no token.
     """
 
     step: int
@@ -250,12 +328,17 @@ def token_norms(run: RunRecord) -> TokenNorms | None:
     wide = len(ENTROPIES) + 1
 
     def cell(n: int) -> tuple[str, str] | None:
-        norm, share = row.get(f"gradient/token_norm_{n}", math.nan), row[f"gradient/token_share_{n}"]
+        norm, share = (
+            row.get(f"gradient/token_norm_{n}", math.nan),
+            row[f"gradient/token_share_{n}"],
+        )
         return (short(norm), f"{share:.2%}") if share > 0 else None
 
     rows = [
         (label, short(math.sqrt(2 - 2 * low)), [cell(wide * number + n) for n in range(wide)])
-        for number, (low, label) in enumerate(zip((0.0, *PROBABILITIES), _ranges(PROBABILITIES), strict=True))
+        for number, (low, label) in enumerate(
+            zip((0.0, *PROBABILITIES), _ranges(PROBABILITIES), strict=True)
+        )
     ]
     return TokenNorms(int(row["step"]), _ranges(ENTROPIES), rows)
 

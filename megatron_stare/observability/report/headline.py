@@ -1,6 +1,7 @@
 """Summary of a run in one sentence, and remarks on what a reader may trip over.
 
-Comes from a `RunRecord`; goes to the top of the report. Every number in it is one of the figures below it.
+Comes from a `RunRecord`; goes to the top of the report. Every number in it is one of the figures
+below it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from megatron_stare.observability.metrics.paired import BAND, RECENT, compared, 
 from megatron_stare.observability.metrics.scales import short
 from megatron_stare.run_dir.run_files import RunRecord, result_name
 
-COLLAPSED = 0.25  # of its target, or of where it began: entropy below this share is called collapsed
+# of its target, or of where it began: entropy below this share is called collapsed
+COLLAPSED = 0.25
 _FELL = 0.5  # of its best stretch: a reward below this share is said to have fallen
 GREEDY = (
-    "Greedy decoding takes the likeliest token everywhere and never meets the rest of the distribution, which is what "
-    "training improves and what entropy that is held up keeps alive: it may lose while sampling gains."
+    "Greedy decoding takes the likeliest token everywhere and never meets the rest of the"
+    " distribution, which is what training improves and what entropy that is held up keeps alive:"
+    " it may lose while sampling gains."
 )
 
 
@@ -49,11 +52,15 @@ def headline(run: RunRecord) -> Headline:
     if figures["gate_on_share"] == 0:
         remarks.append(_never_opened(run, figures))
     sentence = ", ".join(filter(None, parts))
-    return Headline(f"{sentence[:1].upper()}{sentence[1:]}." if sentence else "No step is recorded yet.", remarks)
+    return Headline(
+        f"{sentence[:1].upper()}{sentence[1:]}." if sentence else "No step is recorded yet.",
+        remarks,
+    )
 
 
 def alike(runs: Sequence[RunRecord]) -> list[str]:
-    """Which runs are the same, step for step, so that their lines cover each other, and why they may be."""
+    """Which runs are the same, step for step, so that their lines cover each other, and why they
+    may be."""
     found = []
     for later, run in enumerate(runs):
         for other in runs[:later]:
@@ -62,28 +69,49 @@ def alike(runs: Sequence[RunRecord]) -> list[str]:
                 continue
             shared = min(len(run.metrics), len(other.metrics))
             how = (
-                f"in all {same} steps they share" if same == shared else f"up to step {other.metrics[same - 1]['step']}"
+                f"in all {same} steps they share"
+                if same == shared
+                else f"up to step {other.metrics[same - 1]['step']}"
             )
-            closed = [r.name for r in (other, run) if summary(r.metrics[:same])["gate_on_share"] == 0]
+            closed = [
+                r.name for r in (other, run) if summary(r.metrics[:same])["gate_on_share"] == 0
+            ]
             why = f", since the gate of {' and '.join(closed)} was closed" if closed else ""
             names = f"{other.name} and {run.name}"
-            found.append(f"{names} have the same entropy and reward {how}: their lines cover each other{why}.")
+            found.append(
+                f"{names} have the same entropy and reward {how}: their lines cover each"
+                f" other{why}."
+            )
     return found
 
 
 def _entropy(figures: dict[str, float | None]) -> str:
-    last, target, began = figures["entropy_last_share"], figures["entropy_target"], figures["entropy_first"]
+    last, target, began = (
+        figures["entropy_last_share"],
+        figures["entropy_target"],
+        figures["entropy_first"],
+    )
     if last is None or began is None:
         return ""
     ratio = figures["entropy_ratio"]
     if last < COLLAPSED * (target or began):
-        against = f"{short(ratio, 2)} × its target {short(target)}" if ratio is not None else f"from {short(began)}"
+        against = (
+            f"{short(ratio, 2)} × its target {short(target)}"
+            if ratio is not None
+            else f"from {short(began)}"
+        )
         return f"entropy collapsed to {short(last)} ({against})"
     if figures["gate_on_share"] == 0 and target is not None:
-        return f"entropy ended at {short(last)} without its gate (target {short(target)}) ever opening"
+        return (
+            f"entropy ended at {short(last)} without its gate (target {short(target)}) ever opening"
+        )
     if ratio is None:
         return f"entropy went from {short(began)} to {short(last)}"
-    how = "held at" if abs(ratio - 1) <= BAND else f"ended {'above' if ratio > 1 else 'below'} its target, at"
+    how = (
+        "held at"
+        if abs(ratio - 1) <= BAND
+        else f"ended {'above' if ratio > 1 else 'below'} its target, at"
+    )
     return f"entropy {how} {short(last)} (target {short(target)})"
 
 
@@ -111,19 +139,28 @@ def _reward(figures: dict[str, float | None]) -> str:
 
 
 def _reward_fell(run: RunRecord) -> str:
-    rewards = [row["reward/mean"] for row in run.metrics if math.isfinite(row.get("reward/mean", math.nan))]
+    rewards = [
+        row["reward/mean"] for row in run.metrics if math.isfinite(row.get("reward/mean", math.nan))
+    ]
     if len(rewards) < 2 * RECENT:
         return ""
-    means = [sum(rewards[i : i + RECENT]) / RECENT for i in range(0, len(rewards) - RECENT + 1, RECENT)]
+    means = [
+        sum(rewards[i : i + RECENT]) / RECENT for i in range(0, len(rewards) - RECENT + 1, RECENT)
+    ]
     best, last = max(means), sum(rewards[-RECENT:]) / RECENT
     return f"reward fell from {short(best)} to {short(last)}" if last < _FELL * best else ""
 
 
 def _never_opened(run: RunRecord, figures: dict[str, float | None]) -> str:
-    reason = "its entropy never came below the target" if figures["entropy_target"] is not None else "it stayed closed"
+    reason = (
+        "its entropy never came below the target"
+        if figures["entropy_target"] is not None
+        else "it stayed closed"
+    )
     return (
-        f"The gate never opened in {len(run.metrics):,} steps: {reason}, so every token had weight 1 and the run is "
-        "the same as one without STARE's weights. A longer run, or a higher target, shows what they do."
+        f"The gate never opened in {len(run.metrics):,} steps: {reason}, so every token had weight"
+        " 1 and the run is the same as one without STARE's weights. A longer run, or a higher"
+        " target, shows what they do."
     )
 
 

@@ -1,8 +1,9 @@
 """The run report: one self-contained HTML file that says how training went.
 
-Comes from the files of one or more run directories (config.yaml, metrics.jsonl, eval.jsonl); goes to report.html. It
-loads nothing from anywhere, so it can be mailed, archived and opened without a network. Here is what it says;
-`page.html.jinja` is the page, complete without its script but for the token view.
+Comes from the files of one or more run directories (config.yaml, metrics.jsonl, eval.jsonl); goes
+to report.html. It loads nothing from anywhere, so it can be mailed, archived and opened without a
+network. Here is what it says; `page.html.jinja` is the page, complete without its script but for
+the token view.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from megatron_stare.run_dir.json_lines import Record
 from megatron_stare.run_dir.liveness import how_it_stands
 from megatron_stare.run_dir.run_files import RunRecord, evaluation_figures, read_runs, result_name
 
-_ZOOM = 2.5  # times the target; entropy that starts above it hides the band, so a second chart leaves its top out
+# times the target; entropy that starts above it hides the band, so a second chart leaves its top
+# out
+_ZOOM = 2.5
 _CHARTS = (  # metric, title, unit
     ("response/length_mean", "Response length", "tokens, mean over the batch"),
     ("optimizer/grad_norm", "Gradient norm", "before clipping"),
@@ -72,8 +75,8 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
         `out`.
 
     Raises:
-        DataError: no run directory given, one of them holds nothing a run writes, `out` is the own report of one of
-            several, or it cannot be written.
+        DataError: no run directory given, one of them holds nothing a run writes, `out` is the own
+            report of one of several, or it cannot be written.
     """
     if not run_dirs:
         raise DataError("no run directory given")
@@ -89,10 +92,16 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
 
 def _page(runs: Sequence[RunRecord]) -> str:
     by_run = [{figure.label: figure for figure in verdict(run)} for run in runs]
-    labels = dict.fromkeys(label for figures in sorted(by_run, key=len, reverse=True) for label in figures)
+    labels = dict.fromkeys(
+        label for figures in sorted(by_run, key=len, reverse=True) for label in figures
+    )
     compared = [(f"{run.name} − {runs[0].name}", against(runs[0], run)) for run in runs[1:]]
     headlines = [headline(run) for run in runs]
-    said_twice = [remark for remark, times in Counter(r for h in headlines for r in h.remarks).items() if times > 1]
+    said_twice = [
+        remark
+        for remark, times in Counter(r for h in headlines for r in h.remarks).items()
+        if times > 1
+    ]
     told, about_settings = settings_that_tell(runs)
     return TEMPLATES.get_template("page.html.jinja").render(
         runs=runs,
@@ -107,7 +116,11 @@ def _page(runs: Sequence[RunRecord]) -> str:
         remarks=[*said_twice, *alike(runs)],
         compared=[name for name, _ in compared],
         figures=[
-            (label, [figures.get(label) for figures in by_run] + [column.get(label) for _, column in compared])
+            (
+                label,
+                [figures.get(label) for figures in by_run]
+                + [column.get(label) for _, column in compared],
+            )
             for label in labels
         ],
         charts=_charts(runs),
@@ -116,7 +129,12 @@ def _page(runs: Sequence[RunRecord]) -> str:
         planned=[(run.name, found) for run in runs if (found := planned_and_measured(run.metrics))],
         norms=[(run.name, table) for run in runs if (table := token_norms(run))],
         views=[(run.name, view) for run in runs if (view := view_of_run(run.directory))],
-        samples=[(run.name, task, rows) for run in runs for task in run.tasks if (rows := _samples(run.on_task(task)))],
+        samples=[
+            (run.name, task, rows)
+            for run in runs
+            for task in run.tasks
+            if (rows := _samples(run.on_task(task)))
+        ],
         settings=told,
         about_settings=about_settings,
     )
@@ -126,33 +144,52 @@ def _charts(runs: Sequence[RunRecord]) -> list[Chart]:
     charts = [Chart("Reward", "mean over the batch", _lines(runs, "reward/mean")), *_entropy(runs)]
     charts += [Chart(title, unit, _lines(runs, key)) for key, title, unit in _CHARTS]
     charts += selection(runs)
-    more = [Chart(title, unit, _lines(runs, key), exact=key == "optimizer/lr") for key, title, unit in _MORE]
+    more = [
+        Chart(title, unit, _lines(runs, key), exact=key == "optimizer/lr")
+        for key, title, unit in _MORE
+    ]
     charts += [chart for chart in more if any(line.values for line in chart.lines)]
     for task in dict.fromkeys(task for run in runs for task in run.tasks):
         evals = [(run.name, i % PALETTE, run.on_task(task).evals) for i, run in enumerate(runs)]
-        if all(len(records) <= 2 for _, _, records in evals):  # before and after alone are in the figures already
+        # before and after alone are in the figures already
+        if all(len(records) <= 2 for _, _, records in evals):
             continue
         lines = [
-            Line(name, colour, [e["step"] for e in records], [e.get("pass1", math.nan) for e in records])
+            Line(
+                name,
+                colour,
+                [e["step"] for e in records],
+                [e.get("pass1", math.nan) for e in records],
+            )
             for name, colour, records in evals
         ]
         title = f"Evaluation, {task}" if task else "Evaluation"
-        unit = " or ".join(dict.fromkeys(result_name(e) for _, _, records in evals for e in records))
+        unit = " or ".join(
+            dict.fromkeys(result_name(e) for _, _, records in evals for e in records)
+        )
         charts.append(Chart(title, f"{unit}, sampled", lines, raw=True))
         charts += _more_of(title, evals)
     return charts
 
 
 def _more_of(title: str, evals: Sequence[tuple[str, int, Sequence[Record]]]) -> list[Chart]:
-    """Charts what evaluations say beside their mean result, where problems are answered more than once."""
+    """Charts what evaluations say beside their mean result, where problems are answered more than
+    once."""
     found = [[evaluation_figures(record) for record in records] for _, _, records in evals]
     named = list(dict.fromkeys(name for figures in found for each in figures for name in each))
-    largest = {name.partition("@")[0]: name for name in named if "@" in name and not name.endswith("@1")}
+    largest = {
+        name.partition("@")[0]: name for name in named if "@" in name and not name.endswith("@1")
+    }
     wanted = [(largest[kind], "share of problems") for kind in ("pass", "maj") if kind in largest]
     charts = []
     for name, unit in [*wanted, *_EVALUATED] if wanted else []:
         lines = [
-            Line(run, colour, [record["step"] for record in records], [each.get(name, math.nan) for each in figures])
+            Line(
+                run,
+                colour,
+                [record["step"] for record in records],
+                [each.get(name, math.nan) for each in figures],
+            )
             for (run, colour, records), figures in zip(evals, found, strict=True)
         ]
         charts.append(Chart(f"{title}: {name.replace('_', ' ')}", unit, lines, raw=True))
@@ -165,7 +202,8 @@ def _lines(runs: Sequence[RunRecord], key: str) -> list[Line]:
 
 def _entropy(runs: Sequence[RunRecord]) -> list[Chart]:
     targets = {
-        (min(known), max(known)): line  # runs with the same target share one band, as long as the longest
+        # runs with the same target share one band, as long as the longest
+        (min(known), max(known)): line
         for line in sorted(_lines(runs, "entropy/target"), key=lambda line: len(line.values))
         if (known := [value for value in line.values if math.isfinite(value)])
     }
@@ -179,9 +217,19 @@ def _entropy(runs: Sequence[RunRecord]) -> list[Chart]:
     if gates and not any(spans for _, spans in gates):
         parts.append("The gate never opened.")
     elif gates:
-        parts.append("Shaded strips: gate on." if len(gates) == 1 else "Strips below: gate on, one lane a run.")
+        parts.append(
+            "Shaded strips: gate on."
+            if len(gates) == 1
+            else "Strips below: gate on, one lane a run."
+        )
     chart = Chart(
-        "Entropy", "nats, mean over the batch", _lines(runs, "entropy/mean"), drawn, BAND, gates, " ".join(parts)
+        "Entropy",
+        "nats, mean over the batch",
+        _lines(runs, "entropy/mean"),
+        drawn,
+        BAND,
+        gates,
+        " ".join(parts),
     )
     ceiling = _ZOOM * max((high for _, high in targets), default=math.inf)
     if not any(value > ceiling for line in chart.lines for value in line.values):
@@ -194,7 +242,12 @@ def _samples(run: RunRecord) -> list[tuple[object, object, Record | None, Record
     before = {s.get("prompt"): s for s in (run.before or {}).get("samples") or []}
     after = {s.get("prompt"): s for s in (run.after or {}).get("samples") or []}
     return [
-        (prompt, (after.get(prompt) or before[prompt]).get("answer"), before.get(prompt), after.get(prompt))
+        (
+            prompt,
+            (after.get(prompt) or before[prompt]).get("answer"),
+            before.get(prompt),
+            after.get(prompt),
+        )
         for prompt in dict.fromkeys([*after, *before])
     ]
 
@@ -252,6 +305,8 @@ def write_page(page: str, out: Path, what: str) -> Path:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise DataError(
-            f"{what} cannot be written ({error.strerror})", where=str(out), fix="name another file: --out FILE"
+            f"{what} cannot be written ({error.strerror})",
+            where=str(out),
+            fix="name another file: --out FILE",
         ) from error
     return out

@@ -1,11 +1,12 @@
-"""The page of sampled responses: one self-contained HTML file that lists, filters and shows them token by token.
+"""The page of sampled responses: one self-contained HTML file that lists, filters and shows them
+token by token.
 
-Comes from the files of one run directory, or of two side by side (rollouts/, eval.jsonl, metrics.jsonl, config.yaml);
-goes to rollouts.html. As the report it loads nothing from anywhere. What it shows of a response is the report's own
-view of tokens (`token_view.*`).
+Comes from the files of one run directory, or of two side by side (rollouts/, eval.jsonl,
+metrics.jsonl, config.yaml); goes to rollouts.html. As the report it loads nothing from anywhere.
+What it shows of a response is the report's own view of tokens (`token_view.*`).
 
-The page holds what is listed at once, and blocks read on demand. A block is gzipped JSON in base64, of at most BLOCK
-responses, so that a page of tens of thousands opens without reading them.
+The page holds what is listed at once, and blocks read on demand. A block is gzipped JSON in base64,
+of at most BLOCK responses, so that a page of tens of thousands opens without reading them.
 """
 
 from __future__ import annotations
@@ -35,17 +36,21 @@ HEAD, TAIL = 160, 70  # characters of a prompt and of a response's end that the 
 
 
 def write_rollouts(run_dirs: Sequence[Path], out: Path) -> Path:
-    """Writes the sampled responses of a run, or of two with what they said to the same prompts side by side.
+    """Writes the sampled responses of a run, or of two with what they said to the same prompts side
+    by side.
 
     Returns:
         `out`.
 
     Raises:
-        DataError: a directory holds nothing a run writes, there are no responses in any, more than two runs are given,
-            a file of theirs is damaged, or `out` cannot be written.
+        DataError: a directory holds nothing a run writes, there are no responses in any, more than
+            two runs are given, a file of theirs is damaged, or `out` cannot be written.
     """
     if not 1 <= len(run_dirs) <= MOST_RUNS:
-        raise DataError(f"{len(run_dirs)} runs are given, and one or two can be shown", fix="name one run, or two")
+        raise DataError(
+            f"{len(run_dirs)} runs are given, and one or two can be shown",
+            fix="name one run, or two",
+        )
     runs = read_runs(run_dirs)
     stored = [stored_responses(run) for run in runs]
     if not any(map(len, stored)):
@@ -77,8 +82,15 @@ def _index(stored: Stored) -> dict[str, object]:
 def _left_out(stored: Stored, named: bool) -> list[str]:
     responses, numbers = stored.left_out
     of = f"{stored.name}: " if named else ""
-    said = [f"{of}{responses:,} responses are left out, an even choice, to keep the page small."] if responses else []
-    more = f"{of}{numbers:,} responses stand here without the numbers of their tokens, to keep the page small."
+    said = (
+        [f"{of}{responses:,} responses are left out, an even choice, to keep the page small."]
+        if responses
+        else []
+    )
+    more = (
+        f"{of}{numbers:,} responses stand here without the numbers of their tokens, to keep the"
+        " page small."
+    )
     return [*said, more] if numbers else said
 
 
@@ -86,8 +98,9 @@ def _left_out(stored: Stored, named: bool) -> list[str]:
 class Stored:
     """The responses of one run.
 
-    rows: what the list shows, by column, with `prompt` and `task` by their places in `prompts` and `tasks`, `at` as
-        block and place in it, `numbers` as the block of the numbers of its tokens, -1 where there are none.
+    rows: what the list shows, by column, with `prompt` and `task` by their places in `prompts` and
+        `tasks`, `at` as block and place in it, `numbers` as the block of the numbers of its tokens,
+        -1 where there are none.
     keys: of every row, what makes it the same question in another run.
     texts, numbers: the blocks.
     reasons: by step, why tokens were selected.
@@ -110,13 +123,17 @@ class Stored:
 
 @dataclass(frozen=True)
 class _Block:
-    rows: Sequence[Mapping[str, Any]]  # of the list, with whole prompts; the numbers themselves are not kept unpacked
+    # of the list, with whole prompts; the numbers themselves are not kept unpacked
+    rows: Sequence[Mapping[str, Any]]
     texts: str
     numbers: str  # "" where none of them has any
 
 
-def stored_responses(run: RunRecord, text_bytes: int = TEXT_BYTES, number_bytes: int = NUMBER_BYTES) -> Stored:
-    """Reads the responses of a run, oldest first; of more than there is room for, an even choice of the blocks.
+def stored_responses(
+    run: RunRecord, text_bytes: int = TEXT_BYTES, number_bytes: int = NUMBER_BYTES
+) -> Stored:
+    """Reads the responses of a run, oldest first; of more than there is room for, an even choice of
+    the blocks.
 
     Raises:
         DataError: a rollout file is damaged.
@@ -124,7 +141,10 @@ def stored_responses(run: RunRecord, text_bytes: int = TEXT_BYTES, number_bytes:
     blocks = list(_blocks(run))
     kept = _evenly(blocks, [len(block.texts) for block in blocks], text_bytes)
     with_numbers = [block for block in kept if block.numbers]
-    numbered = {id(block) for block in _evenly(with_numbers, [len(b.numbers) for b in with_numbers], number_bytes)}
+    numbered = {
+        id(block)
+        for block in _evenly(with_numbers, [len(b.numbers) for b in with_numbers], number_bytes)
+    }
     found = Stored(run.name)
     for block in kept:
         for place, row in enumerate(block.rows):
@@ -132,7 +152,9 @@ def stored_responses(run: RunRecord, text_bytes: int = TEXT_BYTES, number_bytes:
         found.texts.append(block.texts)
         if id(block) in numbered:
             found.numbers.append(block.numbers)
-    without = sum(row["known"] for block in with_numbers if id(block) not in numbered for row in block.rows)
+    without = sum(
+        row["known"] for block in with_numbers if id(block) not in numbered for row in block.rows
+    )
     found.left_out = (sum(len(block.rows) for block in blocks) - len(found), without)
     metrics = {row["step"]: row for row in run.metrics}
     for step in sorted(set(found.rows["step"])):
@@ -142,10 +164,11 @@ def stored_responses(run: RunRecord, text_bytes: int = TEXT_BYTES, number_bytes:
 
 
 def pairs(runs: Sequence[Stored]) -> list[list[int]]:
-    """The rows of a list: places in the one run, or in each of two of the same prompt, -1 where one lacks it.
+    """The rows of a list: places in the one run, or in each of two of the same prompt, -1 where one
+    lacks it.
 
-    Of two runs the same step's same sample of a prompt is one row; what is left of a prompt then meets in order. A pair
-    stands where the first run has it, what only the second has comes last.
+    Of two runs the same step's same sample of a prompt is one row; what is left of a prompt then
+    meets in order. A pair stands where the first run has it, what only the second has comes last.
     """
     if len(runs) == 1:
         return [[place] for place in range(len(runs[0]))]
@@ -161,7 +184,9 @@ def pairs(runs: Sequence[Stored]) -> list[list[int]]:
             if place not in partner and waiting[exact(key)]:
                 partner[place] = waiting[exact(key)].pop()
     alone = sorted(set(range(len(second))) - set(partner.values()))
-    return [[place, partner.get(place, -1)] for place in range(len(first))] + [[-1, place] for place in alone]
+    return [[place, partner.get(place, -1)] for place in range(len(first))] + [
+        [-1, place] for place in alone
+    ]
 
 
 def packed(value: Any) -> str:
@@ -178,7 +203,13 @@ def _blocks(run: RunRecord) -> Iterator[_Block]:
         samples = [s for s in record.get("samples") or [] if s.get("response") is not None]
         shown = [
             SampledResponse(
-                int(record["step"]), str(s["prompt"]), str(s["response"]), str(s["answer"]), s["reward"], (), s
+                int(record["step"]),
+                str(s["prompt"]),
+                str(s["response"]),
+                str(s["answer"]),
+                s["reward"],
+                (),
+                s,
             )
             for s in samples
         ]

@@ -1,7 +1,8 @@
-"""Which tokens of a step a method selected, and why, in words: from its settings and the numbers that the step logged.
+"""Which tokens of a step a method selected, and why, in words: from its settings and the numbers
+that the step logged.
 
-Comes from config.yaml and a row of metrics.jsonl; goes to the page of sampled responses. Nothing is computed anew: a
-threshold is the one that the step's own selection was made by.
+Comes from config.yaml and a row of metrics.jsonl; goes to the page of sampled responses. Nothing is
+computed anew: a threshold is the one that the step's own selection was made by.
 """
 
 from __future__ import annotations
@@ -13,19 +14,22 @@ from typing import Any
 
 from megatron_stare.observability.metrics.scales import short
 
-# of STARE: name in metrics, as it is written, letter in a rollout file, sign of the advantage, state that weighs it
+# of STARE: name in metrics, as it is written, letter in a rollout file, sign of the advantage,
+# state that weighs it
 _SETS = (
     ("plus", "L+", "+", "positive", "amplify"),
     ("minus", "L−", "-", "negative", "attenuate"),
     ("common_plus", "U+", "p", "positive", "attenuate"),
     ("common_minus", "U−", "m", "negative", "amplify"),
 )
-_OF_METHODS = ("stapo/", "forks/", "clip_cov/", "kl_cov/")  # what other methods log of whom they select
+# what other methods log of whom they select
+_OF_METHODS = ("stapo/", "forks/", "clip_cov/", "kl_cov/")
 
 
 @dataclass(frozen=True)
 class Reasons:
-    """lines: about the step. sets: by letter of `selected` in a rollout file, how a token came into that set."""
+    """lines: about the step. sets: by letter of `selected` in a rollout file, how a token came into
+    that set."""
 
     lines: tuple[str, ...] = ()
     sets: Mapping[str, str] | None = None
@@ -38,7 +42,9 @@ def selection_reasons(algorithm: Any, row: Mapping[str, float] | None) -> Reason
         algorithm: the section of config.yaml, or a method's name alone.
         row: the step's metrics; None where the run has none of this step.
     """
-    settings: Mapping[str, Any] = algorithm if isinstance(algorithm, Mapping) else {"name": algorithm}
+    settings: Mapping[str, Any] = (
+        algorithm if isinstance(algorithm, Mapping) else {"name": algorithm}
+    )
     name = str(settings.get("name") or "the method")
     if row is None:
         return Reasons((f"{name}: the metrics of this step are not recorded.",))
@@ -51,11 +57,16 @@ def selection_reasons(algorithm: Any, row: Mapping[str, float] | None) -> Reason
     if not lines:
         return Reasons((f"{name} selects no tokens: all of a response have its advantage.",))
     if found and _of(row, "update/count") > 1:
-        lines.append("Thresholds are means over the step's updates, each of which selects among its own tokens.")
+        lines.append(
+            "Thresholds are means over the step's updates, each of which selects among its own"
+            " tokens."
+        )
     return Reasons(tuple(lines), {each[2]: _because(row, each) for each in found})
 
 
-def _rule(name: str, settings: Mapping[str, Any], row: Mapping[str, float], of: tuple[str, ...]) -> str:
+def _rule(
+    name: str, settings: Mapping[str, Any], row: Mapping[str, float], of: tuple[str, ...]
+) -> str:
     metric, letter, _, sign, _ = of
     rare, bound = letter.startswith("L"), short(row[f"stare/threshold_{metric}"])
     number = _of(row, f"stare/selected_{metric}")
@@ -72,14 +83,19 @@ def _rule(name: str, settings: Mapping[str, Any], row: Mapping[str, float], of: 
     return f"{name} put into {letter} {count} of {sign} advantage, {who}: {end} {bound} nats."
 
 
-def _gate(settings: Mapping[str, Any], row: Mapping[str, float], found: Sequence[tuple[str, ...]]) -> str:
+def _gate(
+    settings: Mapping[str, Any], row: Mapping[str, float], found: Sequence[tuple[str, ...]]
+) -> str:
     factors = {each[1]: _of(row, f"stare/{each[4]}") for each in found}
     weights = ", ".join(f"{letter} × {short(factor)}" for letter, factor in factors.items())
     entropy, target = _of(row, "entropy/mean"), _of(row, "entropy/target")
-    against = f" (entropy {short(entropy)} nats, target {short(target)})" if math.isfinite(target) else ""
+    against = (
+        f" (entropy {short(entropy)} nats, target {short(target)})" if math.isfinite(target) else ""
+    )
     if math.isfinite(share := _of(row, "stare/open")):
         return (
-            f"Gate by {settings.get('gate', 'token')}: open for {share:.0%} of the tokens, whose weights are {weights}."
+            f"Gate by {settings.get('gate', 'token')}: open for {share:.0%} of the tokens, whose"
+            f" weights are {weights}."
         )
     gate = _of(row, "stare/gate")
     if not found or not math.isfinite(gate):
@@ -95,7 +111,11 @@ def _because(row: Mapping[str, float], of: tuple[str, ...]) -> str:
     said = f"surprisal {'≥' if letter.startswith('L') else '≤'} {bound}"
     if not math.isfinite(gate := _of(row, "stare/gate")):
         return said
-    return f"{said}, gate open: × {short(_of(row, f'stare/{weight}'))}" if gate >= 0.5 else f"{said}, gate closed"
+    return (
+        f"{said}, gate open: × {short(_of(row, f'stare/{weight}'))}"
+        if gate >= 0.5
+        else f"{said}, gate closed"
+    )
 
 
 def _of(row: Mapping[str, float], key: str) -> float:

@@ -1,6 +1,8 @@
-"""Sampled responses with their tokens in colour: what `token_view.html.jinja` and `token_view.js` show.
+"""Sampled responses with their tokens in colour: what `token_view.html.jinja` and `token_view.js`
+show.
 
-Comes from rollout files; goes to any page that includes the macro. The numbers travel as they stand in the file.
+Comes from rollout files; goes to any page that includes the macro. The numbers travel as they stand
+in the file.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class TokenView:
 
 
 def token_view(responses: Sequence[SampledResponse], about: str = "") -> TokenView:
-    """The view of those responses that have the numbers of their tokens, up to MOST_TOKENS tokens."""
+    """The view of those responses that have the numbers of their tokens, up to MOST_TOKENS
+    tokens."""
     known = [response for response in responses if response.tokens]
     shown: list[dict[str, Any]] = []
     tokens = 0
@@ -40,21 +43,30 @@ def token_view(responses: Sequence[SampledResponse], about: str = "") -> TokenVi
             break
         shown.append(_entry(response))
     left = len(known) - len(shown)
-    more = [f"{left} responses are left out, for there is room for {MOST_TOKENS:,} tokens."] if left else []
+    more = (
+        [f"{left} responses are left out, for there is room for {MOST_TOKENS:,} tokens."]
+        if left
+        else []
+    )
     return TokenView(shown, " ".join(filter(None, [about, *more])))
 
 
 def view_of_run(directory: Path) -> TokenView | None:
-    """View of a run's rollouts whose tokens have numbers, from its first, middle and last rollout file.
+    """View of a run's rollouts whose tokens have numbers, from its first, middle and last rollout
+    file.
 
     None where no such rollout is found.
     """
     files = rollout_files(directory / "rollouts")
-    read = [found for file in _some(files) if (found := [r for r in read_rollouts(file) if r.tokens])]
+    read = [
+        found for file in _some(files) if (found := [r for r in read_rollouts(file) if r.tokens])
+    ]
     if not read:
         return None
     steps = ", ".join(str(found[0].step) for found in read)
-    about = f"Of steps {steps}; {len(files)} files are in rollouts." if len(files) > len(read) else ""
+    about = (
+        f"Of steps {steps}; {len(files)} files are in rollouts." if len(files) > len(read) else ""
+    )
     return token_view([response for found in reversed(read) for response in found], about)
 
 
@@ -68,7 +80,10 @@ def _entry(response: SampledResponse) -> dict[str, Any]:
     reward = "not verified" if response.reward is None else f"reward {response.reward:g}"
     record = response.record
     return {
-        "title": f"step {response.step}, prompt {record.get('cursor')}, sample {record.get('sample')}: {reward}",
+        "title": (
+            f"step {response.step}, prompt {record.get('cursor')}, sample {record.get('sample')}:"
+            f" {reward}"
+        ),
         "prompt": response.prompt,
         "answer": response.answer,
         **record["by_token"],

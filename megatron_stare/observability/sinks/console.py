@@ -1,4 +1,5 @@
-"""The run as a person at the console sees it: a live panel on a terminal that can show one, else plain lines."""
+"""The run as a person at the console sees it: a live panel on a terminal that can show one, else
+plain lines."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class Console(Sink):
 
     def __init__(self) -> None:
         self._opened: RunDisplay | None = None
-        self._phases: list[contextlib.AbstractContextManager[None]] = []  # under way, outermost first
+        # under way, outermost first
+        self._phases: list[contextlib.AbstractContextManager[None]] = []
 
     @property
     def _display(self) -> RunDisplay:
@@ -46,16 +48,21 @@ class Console(Sink):
     def evaluation(self, record: Mapping[str, Any]) -> None:
         self._evaluated(record)
         greedy = f", greedy {record['greedy']:.3f}" if record["greedy"] is not None else ""
-        result, task = result_name(dict(record)), f" of {record['task']}" if "task" in record else ""
+        result, task = (
+            result_name(dict(record)),
+            f" of {record['task']}" if "task" in record else "",
+        )
         self._display.note(
-            f"{result} of the {record['weights']} policy on {record['problems']} held-out problems{task}: "
-            f"sampled {record['pass1']:.3f}{greedy}{_of_several(record)}"
+            f"{result} of the {record['weights']} policy on {record['problems']} held-out"
+            f" problems{task}: sampled {record['pass1']:.3f}{greedy}{_of_several(record)}"
         )
 
     def _evaluated(self, record: Mapping[str, Any]) -> None:
         name = result_name(dict(record))
         self._display.evaluated(
-            f"{record['task']} {name}" if "task" in record else name, record["pass1"], record["step"]
+            f"{record['task']} {name}" if "task" in record else name,
+            record["pass1"],
+            record["step"],
         )
 
     def note(self, text: str) -> None:
@@ -79,5 +86,12 @@ class Console(Sink):
 
 def _of_several(record: Mapping[str, Any]) -> str:
     """pass@k and maj@k of the largest k, where problems are answered more than once."""
-    told = {name.partition("@")[0]: f", {name} {each['value']:.3f}" for name, each in record.get("results", {}).items()}
-    return "" if told.get("pass", "").startswith(", pass@1 ") else told.get("pass", "") + told.get("maj", "")
+    told = {
+        name.partition("@")[0]: f", {name} {each['value']:.3f}"
+        for name, each in record.get("results", {}).items()
+    }
+    return (
+        ""
+        if told.get("pass", "").startswith(", pass@1 ")
+        else told.get("pass", "") + told.get("maj", "")
+    )

@@ -1,9 +1,9 @@
 """Delivers what a run reports to a service: without training waiting for it, and nothing twice.
 
-`Background` makes calls that may hang or fail, in order, on a thread of their own. What a service has been given of a
-run stands in a small file of the run directory (`Delivered`), written before a step is handed over. Where a run is
-killed in between, the service may lack that step; it never has one twice. A checkpoint does not hold it: going back to
-one takes nothing back from a service.
+`Background` makes calls that may hang or fail, in order, on a thread of their own. What a service
+has been given of a run stands in a small file of the run directory (`Delivered`), written before a
+step is handed over. Where a run is killed in between, the service may lack that step; it never has
+one twice. A checkpoint does not hold it: going back to one takes nothing back from a service.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megatron_stare.errors import DataError
 class Background:
     """A thread with a bounded queue of calls.
 
-    Its errors are raised by the next `call`, for whoever asked to tell. A daemon: a call that hangs does not keep the
-    process.
+    Its errors are raised by the next `call`, for whoever asked to tell. A daemon: a call that hangs
+    does not keep the process.
 
     Args:
         name: of the thread.
@@ -49,7 +49,9 @@ class Background:
         try:
             self._calls.put_nowait(function)
         except queue.Full:
-            raise RuntimeError(f"{self._calls.maxsize} reports wait for it, and further ones are left out") from None
+            raise RuntimeError(
+                f"{self._calls.maxsize} reports wait for it, and further ones are left out"
+            ) from None
         if error := self._error:
             self._error = None
             raise error
@@ -84,7 +86,8 @@ class Delivered:
     """id: the run's name in the service, made here. starts: how often the run was opened there.
 
     step: the newest that was handed over. evaluated: [step, task] of evaluations that were.
-    redone: [first, last] of steps that were made again after that, and whose first figures the service has.
+    redone: [first, last] of steps that were made again after that, and whose first figures the
+    service has.
     """
 
     file: Path
@@ -114,7 +117,11 @@ class Delivered:
 
     def write(self) -> None:
         """Raises OSError."""
-        told = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "file"}
+        told = {
+            each.name: getattr(self, each.name)
+            for each in dataclasses.fields(self)
+            if each.name != "file"
+        }
         temporary = self.file.with_name(f".{self.file.name}.{os.getpid()}.tmp")
         temporary.write_text(json.dumps(told))
         os.replace(temporary, self.file)

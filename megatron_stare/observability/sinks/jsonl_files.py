@@ -1,7 +1,7 @@
 """The record of a run: metrics.jsonl, eval.jsonl, starts.jsonl and rollouts/ of its directory.
 
-The report, a resume and anyone with `jq` read them. A resumed run first cuts them back to the step it continues from,
-so that they read as if the run had never stopped.
+The report, a resume and anyone with `jq` read them. A resumed run first cuts them back to the step
+it continues from, so that they read as if the run had never stopped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from megatron_stare.run_dir.run_files import EVAL_FILE, METRICS_FILE, ROLLOUTS_D
 
 
 class JsonlFiles(Sink):
-    """A line a step in metrics.jsonl, a line an evaluation in eval.jsonl, and now and then a file of sampled rollouts.
+    """A line a step in metrics.jsonl, a line an evaluation in eval.jsonl, and now and then a file
+    of sampled rollouts.
 
     A line is on disk, as far as this process goes, when the call returns.
     """

@@ -20,18 +20,22 @@ _VALUE = 6000  # characters of a parameter
 
 
 class MlflowRuns(Service):
-    """Metrics by step, under their names as far as MLflow takes them. A continued run goes on as the same run there.
+    """Metrics by step, under their names as far as MLflow takes them. A continued run goes on as
+    the same run there.
 
     Args:
-        uri: tracking server, or file:/folder; None: MLFLOW_TRACKING_URI, or else the folder mlflow of the run
-            directory.
+        uri: tracking server, or file:/folder; None: MLFLOW_TRACKING_URI, or else the folder mlflow
+            of the run directory.
         experiment: in MLflow.
     """
 
     name, package = "mlflow", "mlflow"
 
     def __init__(
-        self, *, uri: str | None = None, experiment: Annotated[str, Field(min_length=1)] = "megatron_stare"
+        self,
+        *,
+        uri: str | None = None,
+        experiment: Annotated[str, Field(min_length=1)] = "megatron_stare",
     ) -> None:
         super().__init__()
         self._uri, self._experiment = uri, experiment
@@ -40,7 +44,8 @@ class MlflowRuns(Service):
         uri = self._uri or os.environ.get("MLFLOW_TRACKING_URI")
         uri = uri or (run.dir / "mlflow").resolve().as_uri()
         if "://" not in uri or uri.startswith("file:"):
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # its newer stores need a data base
+            # its newer stores need a data base
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow.entities import RunTag
         from mlflow.tracking import MlflowClient  # seconds
 
@@ -54,7 +59,9 @@ class MlflowRuns(Service):
             self._client.update_run(self._id, status="RUNNING")
         else:
             tags = {"megatron_stare_run": delivered.id, "run_dir": str(run.dir)}
-            self._id = self._client.create_run(experiment, tags=tags, run_name=run.config.run.name).info.run_id
+            self._id = self._client.create_run(
+                experiment, tags=tags, run_name=run.config.run.name
+            ).info.run_id
             self._parameters(_flat(run.config.model_dump(mode="json")))
         if delivered.redone:
             redone = ", ".join(f"{first} to {last}" for first, last in delivered.redone)
@@ -87,5 +94,7 @@ def _named(metric: str) -> str:
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+        flat |= (
+            _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+        )
     return flat

@@ -19,8 +19,9 @@ PREFIX = "megatron_stare_"
 
 
 class PrometheusEndpoint(Sink):
-    """A gauge a metric, named after it with `_` for what Prometheus does not take, and said in words as the glossary
-    says it. A scrape sees the newest step whole: the figures are replaced as one.
+    """A gauge a metric, named after it with `_` for what Prometheus does not take, and said in
+    words as the glossary says it. A scrape sees the newest step whole: the figures are replaced as
+    one.
 
     Args:
         host: address that the figures are served at; 0.0.0.0: to every machine.
@@ -54,7 +55,11 @@ class PrometheusEndpoint(Sink):
 
     def alerts(self, changed: Sequence[Alert], active: Sequence[Alert]) -> None:
         over = {alert.name: 0.0 for alert in changed if alert.over}
-        self._alerts = {**dict.fromkeys(self._alerts, 0.0), **over, **{alert.name: 1.0 for alert in active}}
+        self._alerts = {
+            **dict.fromkeys(self._alerts, 0.0),
+            **over,
+            **{alert.name: 1.0 for alert in active},
+        }
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         task = str(record.get("task") or "")
@@ -83,23 +88,38 @@ class PrometheusEndpoint(Sink):
         from prometheus_client.core import GaugeMetricFamily
 
         given = {"run": self._name}
-        yield _family(GaugeMetricFamily, "steps", "training steps that the run has", [(given, float(self._steps))])
+        yield _family(
+            GaugeMetricFamily,
+            "steps",
+            "training steps that the run has",
+            [(given, float(self._steps))],
+        )
         for name, value in sorted(self._figures.items()):
             if name == "step":
                 said = "training steps that are made"
             else:
                 entry = explained(name)
                 said = (
-                    f"{entry.meaning} [{entry.unit}]; healthy: {entry.healthy}" if entry else "a metric of the user's"
+                    f"{entry.meaning} [{entry.unit}]; healthy: {entry.healthy}"
+                    if entry
+                    else "a metric of the user's"
                 )
             yield _family(GaugeMetricFamily, name, said, [(given, value)])
         for figure in sorted({name for name, _ in self._evaluated}):
-            values = [({**given, "task": t}, v) for (name, t), v in sorted(self._evaluated.items()) if name == figure]
-            yield _family(GaugeMetricFamily, f"eval_{figure}", "of the newest evaluation of a task", values)
+            values = [
+                ({**given, "task": t}, v)
+                for (name, t), v in sorted(self._evaluated.items())
+                if name == figure
+            ]
+            yield _family(
+                GaugeMetricFamily, f"eval_{figure}", "of the newest evaluation of a task", values
+            )
         alerts = [({**given, "alert": name}, value) for name, value in sorted(self._alerts.items())]
         yield _family(GaugeMetricFamily, "alert", "1: the alert holds", alerts)
         phase = self._phases[-1] if self._phases else ""
-        yield _family(GaugeMetricFamily, "phase", "1: what the run is at", [({**given, "phase": phase}, 1.0)])
+        yield _family(
+            GaugeMetricFamily, "phase", "1: what the run is at", [({**given, "phase": phase}, 1.0)]
+        )
 
     def _serve(self, run: RunOutline) -> None:
         from prometheus_client import CollectorRegistry, start_http_server
@@ -117,7 +137,9 @@ class PrometheusEndpoint(Sink):
             ) from error
 
 
-def _family(kind: Any, name: str, said: str, values: Sequence[tuple[Mapping[str, str], float]]) -> Any:
+def _family(
+    kind: Any, name: str, said: str, values: Sequence[tuple[Mapping[str, str], float]]
+) -> Any:
     labels = list(dict.fromkeys(label for given, _ in values for label in given))
     family = kind(PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name), said, labels=labels)
     for given, value in values:

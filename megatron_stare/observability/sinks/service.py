@@ -1,7 +1,9 @@
-"""A sink that reports to a service: every step and evaluation once, whatever becomes of the run or of the service.
+"""A sink that reports to a service: every step and evaluation once, whatever becomes of the run or
+of the service.
 
-Comes from the monitor; goes to the sinks of W&B and MLflow, which say how. Their calls are made on a thread of their
-own; what the record of the run has and the service was not given yet is handed over when the run is continued.
+Comes from the monitor; goes to the sinks of W&B and MLflow, which say how. Their calls are made on
+a thread of their own; what the record of the run has and the service was not given yet is handed
+over when the run is continued.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class Service(Sink):
         self._background: Background | None = None
 
     def look(self, run: RunOutline, delivered: Delivered) -> None:
-        """Takes back from `delivered` what the service can be seen to lack, of a run that is continued."""
+        """Takes back from `delivered` what the service can be seen to lack, of a run that is
+        continued."""
 
     @abstractmethod
     def open(self, run: RunOutline, delivered: Delivered) -> None:
@@ -107,9 +110,13 @@ class Service(Sink):
         if self._background:
             self._background.call(function)
 
-    def _catch_up(self, rows: Sequence[Mapping[str, float]], evaluated: Sequence[Mapping[str, Any]]) -> None:
+    def _catch_up(
+        self, rows: Sequence[Mapping[str, float]], evaluated: Sequence[Mapping[str, Any]]
+    ) -> None:
         for row in rows:
-            self._step(int(row["step"]), {key: value for key, value in row.items() if key != "step"})
+            self._step(
+                int(row["step"]), {key: value for key, value in row.items() if key != "step"}
+            )
         for record in evaluated:
             self._evaluation(record)
 
@@ -126,7 +133,12 @@ class Service(Sink):
             return
         self._delivered.evaluated.append([step, task])
         self._delivered.write()
-        self.send(step, _finite({under(task) + name: value for name, value in evaluation_figures(record).items()}))
+        self.send(
+            step,
+            _finite(
+                {under(task) + name: value for name, value in evaluation_figures(record).items()}
+            ),
+        )
 
 
 def under(task: str) -> str:

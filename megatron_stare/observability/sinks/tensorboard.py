@@ -29,14 +29,17 @@ class TensorBoard(Sink):
 
     def resume(self, run: RunOutline, step: int, rows: Sequence[Mapping[str, float]]) -> None:
         _await_later_name(run.dir / TENSORBOARD_DIR)
-        self._open(run, step + 1)  # TensorBoard passes over what older files say of this step and later ones
+        # TensorBoard passes over what older files say of this step and later ones
+        self._open(run, step + 1)
 
     def step(self, step: int, metrics: Mapping[str, float], batch: RolloutBatch) -> None:
         self._scalars(step, metrics)
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         task = f"{record['task']}/" if "task" in record else ""
-        results = {f"eval/{task}{name}": value for name, value in evaluation_figures(record).items()}
+        results = {
+            f"eval/{task}{name}": value for name, value in evaluation_figures(record).items()
+        }
         self._scalars(int(record["step"]), results)
 
     def close(self) -> None:
@@ -45,7 +48,8 @@ class TensorBoard(Sink):
             writer.close()
 
     def _open(self, run: RunOutline, purge_step: int | None) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # seconds to import, which checks of a run do not need
+        # seconds to import, which checks of a run do not need
+        from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(run.dir / TENSORBOARD_DIR), purge_step=purge_step)
 
@@ -57,8 +61,9 @@ class TensorBoard(Sink):
 
 
 def _await_later_name(folder: Path) -> None:
-    """Returns in a later second than the newest file's, which stands in its name: TensorBoard reads files in the order
-    of their names, and a run that is opened again at once might be read before what it goes on from."""
+    """Returns in a later second than the newest file's, which stands in its name: TensorBoard reads
+    files in the order of their names, and a run that is opened again at once might be read before
+    what it goes on from."""
     seconds = [int(found[1]) for path in folder.glob("*") if (found := _SECOND.search(path.name))]
     wait_s = max(seconds, default=0) + 1 - time.time()
     time.sleep(min(max(wait_s, 0.0), 1.0))  # of clocks that differ by more no waiting is of use

@@ -1,4 +1,5 @@
-"""Alerts posted to a service: JSON to the address in an environment variable, retried, and never waited for."""
+"""Alerts posted to a service: JSON to the address in an environment variable, retried, and never
+waited for."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ CLOSE_S = 10.0  # for those that still wait when the run ends
 
 
 class Webhook(Sink):
-    """Posts every alert as it begins and as it is over. The address is a secret: it is in no file and no message.
+    """Posts every alert as it begins and as it is over. The address is a secret: it is in no file
+    and no message.
 
     Args:
         env: name of the environment variable that holds the address.
@@ -43,7 +45,12 @@ class Webhook(Sink):
         timeout_s: Annotated[float, Field(gt=0)] = 10.0,
         back_off_s: Annotated[float, Field(ge=0)] = 1.0,
     ) -> None:
-        self._env, self._attempts, self._timeout_s, self._back_off_s = env, attempts, timeout_s, back_off_s
+        self._env, self._attempts, self._timeout_s, self._back_off_s = (
+            env,
+            attempts,
+            timeout_s,
+            back_off_s,
+        )
         self._background: Background | None = None
 
     def start(self, run: RunOutline) -> None:
@@ -54,7 +61,11 @@ class Webhook(Sink):
                 where=f"{WHERE}[webhook].env",
                 fix=f"export {self._env}=https://..., or leave the sink webhook out",
             )
-        self._about = {"run": run.config.run.name, "dir": str(run.dir), "host": socket.gethostname()}
+        self._about = {
+            "run": run.config.run.name,
+            "dir": str(run.dir),
+            "host": socket.gethostname(),
+        }
         self._delivered, self._step = Delivered.read(run.dir / "webhook_delivered.json"), 0
         self._background = Background("webhook", ROOM)
 
@@ -62,9 +73,12 @@ class Webhook(Sink):
         self._step = step
 
     def alerts(self, changed: Sequence[Alert], active: Sequence[Alert]) -> None:
-        if self._background and changed and self._step > self._delivered.step:  # or a step is made again
+        # or a step is made again
+        if self._background and changed and self._step > self._delivered.step:
             bodies = [json.dumps({**self._about, **_told(alert)}).encode() for alert in changed]
-            self._background.call(partial(self._post_all, self._step, bodies, self._background.closing))
+            self._background.call(
+                partial(self._post_all, self._step, bodies, self._background.closing)
+            )
 
     def close(self) -> None:
         background, self._background = self._background, None
@@ -75,8 +89,11 @@ class Webhook(Sink):
         """Raises ConnectionError where one was not taken, after all were tried."""
         failed = [said for body in bodies if (said := self._post(body, closing))]
         if failed:
-            raise ConnectionError(f"{len(failed)} alerts were not taken in {self._attempts} attempts ({failed[-1]})")
-        self._delivered.step = step  # after it: of a run that is killed here, rather twice than never
+            raise ConnectionError(
+                f"{len(failed)} alerts were not taken in {self._attempts} attempts ({failed[-1]})"
+            )
+        # after it: of a run that is killed here, rather twice than never
+        self._delivered.step = step
         self._delivered.write()
 
     def _post(self, body: bytes, closing: Event) -> str:
@@ -84,7 +101,8 @@ class Webhook(Sink):
         said = ""
         for attempt in range(self._attempts):
             if attempt:
-                closing.wait(self._back_off_s * 2 ** (attempt - 1))  # the end of the run cuts it short
+                # the end of the run cuts it short
+                closing.wait(self._back_off_s * 2 ** (attempt - 1))
             try:
                 request = Request(self._url, body, {"Content-Type": "application/json"})
                 with urlopen(request, timeout=self._timeout_s):

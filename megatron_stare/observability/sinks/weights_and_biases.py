@@ -1,9 +1,9 @@
 """Steps and evaluations as a run of W&B, online or offline.
 
-W&B buffers up to a block of 32 KB, and a driver that is killed takes that with it. So the files of a run that is kept
-offline, and not what it was given, say where a continued run has to go on. They are logs of LevelDB's form
-(github.com/google/leveldb, doc/log_format.md) after a header of 7 bytes, of protocol buffers that the package
-describes.
+W&B buffers up to a block of 32 KB, and a driver that is killed takes that with it. So the files of
+a run that is kept offline, and not what it was given, say where a continued run has to go on. They
+are logs of LevelDB's form (github.com/google/leveldb, doc/log_format.md) after a header of 7 bytes,
+of protocol buffers that the package describes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ _WHOLE, _LAST = 1, 4
 class WeightsAndBiases(Service):
     """A row a step and a row an evaluation, over the axis `step`.
 
-    Online a continued run goes on as the same run of W&B. Offline, where W&B cannot continue one, each start is a run
-    of its own, all in one group; no step is in two of them.
+    Online a continued run goes on as the same run of W&B. Offline, where W&B cannot continue one,
+    each start is a run of its own, all in one group; no step is in two of them.
 
     Args:
         project: in W&B.
         entity: user or team in W&B; None: that of the login.
-        mode: 'offline' writes into the run directory, for `wandb sync`. None: as WANDB_MODE says, or online.
+        mode: 'offline' writes into the run directory, for `wandb sync`. None: as WANDB_MODE says,
+            or online.
     """
 
     name, package = "wandb", "wandb"
@@ -55,11 +56,16 @@ class WeightsAndBiases(Service):
         rows = offline_rows(run.dir)
         if rows is None:  # it was online
             return
-        delivered.step = min(delivered.step, max((row["step"] for row in rows if _TRAINED in row), default=0))
+        delivered.step = min(
+            delivered.step, max((row["step"] for row in rows if _TRAINED in row), default=0)
+        )
         delivered.evaluated = [
             [step, task]
             for step, task in delivered.evaluated
-            if any(row["step"] == step and any(key.startswith(under(str(task))) for key in row) for row in rows)
+            if any(
+                row["step"] == step and any(key.startswith(under(str(task))) for key in row)
+                for row in rows
+            )
         ]
 
     def open(self, run: RunOutline, delivered: Delivered) -> None:
@@ -105,7 +111,8 @@ class WeightsAndBiases(Service):
 
 
 def offline_rows(run_dir: Path) -> list[dict[str, Any]] | None:
-    """Reads the rows of all starts of a run, oldest first, as they were logged; None where it was not kept offline."""
+    """Reads the rows of all starts of a run, oldest first, as they were logged; None where it was
+    not kept offline."""
     from wandb.proto import wandb_internal_pb2
 
     rows: list[dict[str, Any]] = []
@@ -117,7 +124,10 @@ def offline_rows(run_dir: Path) -> list[dict[str, Any]] | None:
             record.ParseFromString(packed)
             if record.WhichOneof("record_type") == "history":
                 rows.append(
-                    {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+                    {
+                        item.key or item.nested_key[0]: json.loads(item.value_json)
+                        for item in record.history.item
+                    }
                 )
     return rows
 

@@ -1,8 +1,9 @@
-"""The run as a panel that stays in place, for people at a terminal, and the choice between it and plain lines.
+"""The run as a panel that stays in place, for people at a terminal, and the choice between it and
+plain lines.
 
-Comes from `sinks/console.py`; goes to the terminal through rich, whose thread redraws it a few times a second from a
-snapshot. The driver only stores what it has to say. Notes, warnings and alerts are also printed once above the panel,
-so that they are still there when it is gone.
+Comes from `sinks/console.py`; goes to the terminal through rich, whose thread redraws it a few
+times a second from a snapshot. The driver only stores what it has to say. Notes, warnings and
+alerts are also printed once above the panel, so that they are still there when it is gone.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def make_display(total_steps: int, out: TextIO | None = None) -> RunDisplay:
 
 
 class LiveDisplay(RunDisplay):
-    """Shows the panel from construction to `close`; ends it at interpreter exit if nobody else does.
+    """Shows the panel from construction to `close`; ends it at interpreter exit if nobody else
+    does.
 
     Args:
         total_steps: the step the run ends with.
@@ -64,7 +66,8 @@ class LiveDisplay(RunDisplay):
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total, self._console, self._now = total_steps, console, now
-        self._lock = threading.Lock()  # the driver writes what follows, the redrawing thread reads it
+        # the driver writes what follows, the redrawing thread reads it
+        self._lock = threading.Lock()
         self._run_dir = self._algorithm = self._closed = ""
         self._step, self._started = 0, now()
         self._series: dict[str, deque[float]] = {key: deque(maxlen=_KEPT) for key in SERIES}
@@ -137,7 +140,9 @@ class LiveDisplay(RunDisplay):
         atexit.unregister(self.close)
         with self._lock:
             if not self._closed:
-                self._closed = "finished" if self._step >= self._total else f"stopped after step {self._step}"
+                self._closed = (
+                    "finished" if self._step >= self._total else f"stopped after step {self._step}"
+                )
         self._live.stop()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -147,9 +152,16 @@ class LiveDisplay(RunDisplay):
             self._remaining.add(metrics.get("time/step_s", now - self._last_call))
             self._last_call, self._step = now, step
             self._append(metrics)
-            measured = {k[5:-2]: v for k, v in metrics.items() if k.startswith("time/") and k != "time/step_s"}
-            # A phase of earlier steps that this one lacked is not of the last step; where nobody logs times, ours do.
-            self._seconds = measured or {k: v for k, v in self._seconds.items() if k not in _BETWEEN_STEPS}
+            measured = {
+                k[5:-2]: v
+                for k, v in metrics.items()
+                if k.startswith("time/") and k != "time/step_s"
+            }
+            # A phase of earlier steps that this one lacked is not of the last step; where nobody
+            # logs times, ours do.
+            self._seconds = measured or {
+                k: v for k, v in self._seconds.items() if k not in _BETWEEN_STEPS
+            }
 
     def alerts(self, changed: Sequence[Alert], active: Sequence[Alert]) -> None:
         """Lists those that hold in the panel, and prints the others' beginning and end above it."""
@@ -187,10 +199,12 @@ class LiveDisplay(RunDisplay):
                 over=tuple(self._over),
                 evaluated=[(name, value, step) for name, (value, step) in self._evaluated.items()],
                 closed=self._closed,
-                shaded=self._console.color_system in ("256", "truecolor") and not self._console.no_color,
+                shaded=self._console.color_system in ("256", "truecolor")
+                and not self._console.no_color,
             )
 
     def _panel(self) -> RenderableType:
-        # One row less than the terminal has: a panel that fills it would scroll at every redraw. Two columns less: the
-        # terminal echoes ^C at the end of the last line, and if that wrapped, the next panel would be a line too low.
+        # One row less than the terminal has: a panel that fills it would scroll at every redraw.
+        # Two columns less: the terminal echoes ^C at the end of the last line, and if that wrapped,
+        # the next panel would be a line too low.
         return build(self._view(), self._console.width - 2, self._console.height - 1)

@@ -1,6 +1,8 @@
-"""Small pictures made of characters: a line chart over a band, a strip of on and off, bars, and trend arrows.
+"""Small pictures made of characters: a line chart over a band, a strip of on and off, bars, and
+trend arrows.
 
-Comes from series of metrics; goes to `live_panel.py`. Plain strings, no colour: what they show must not depend on it.
+Comes from series of metrics; goes to `live_panel.py`. Plain strings, no colour: what they show must
+not depend on it.
 """
 
 from __future__ import annotations
@@ -44,24 +46,29 @@ class Scale:
 
 
 def scale_of(values: Sequence[float], band: tuple[float, float] | None, rows: int) -> Scale:
-    """An axis from zero that encloses values and band; the same for runs with a target and without, so that heights
-    compare."""
+    """An axis from zero that encloses values and band; the same for runs with a target and without,
+    so that heights compare."""
     known = [v for v in values if math.isfinite(v)]
     high = max([*known, *(band or ())], default=0.0)
     low = min([0.0, *known])
     marks = nice_ticks(low, high if high > low else low + 1.0, max(2, min(5, rows)))
     low, row = marks[0], (marks[-1] - marks[0]) / rows
-    ticks = {min(rows - 1, int((mark - low) / row + 1e-9)): mark for mark in marks}  # of two in a row the higher
+    # of two in a row the higher
+    ticks = {min(rows - 1, int((mark - low) / row + 1e-9)): mark for mark in marks}
     if band is None:
         return Scale(low, row, rows, range(0), ticks)
     first = int((band[0] - low) / row + 1e-9)
-    return Scale(low, row, rows, range(first, max(first + 1, math.ceil((band[1] - low) / row - 1e-9))), ticks)
+    return Scale(
+        low, row, rows, range(first, max(first + 1, math.ceil((band[1] - low) / row - 1e-9))), ticks
+    )
 
 
 def line(values: Sequence[float], scale: Scale, width: int) -> list[str]:
-    """A continuous line, two values a character; rows from top to bottom, `width` wide. The newest values that fit.
+    """A continuous line, two values a character; rows from top to bottom, `width` wide. The newest
+    values that fit.
 
-    Values that are not finite leave a gap, values beyond the axis run along its edge. Untouched characters are spaces.
+    Values that are not finite leave a gap, values beyond the axis run along its edge. Untouched
+    characters are spaces.
     """
     columns = _columns(values, width)
     cells = [[0] * width for _ in range(scale.rows)]
@@ -71,7 +78,9 @@ def line(values: Sequence[float], scale: Scale, width: int) -> list[str]:
             before = None
             continue
         level = min(top, max(0, int((value - scale.low) / scale.row * 4)))
-        start = level if before is None or before == level else before + (1 if level > before else -1)
+        start = (
+            level if before is None or before == level else before + (1 if level > before else -1)
+        )
         for y in range(min(start, level), max(start, level) + 1):
             cells[scale.rows - 1 - y // 4][x // 2] |= _DOTS[x % 2][3 - y % 4]
         before = level
@@ -84,7 +93,8 @@ def _columns(values: Sequence[float], width: int) -> list[float]:
 
 
 def strip(on: Sequence[float], width: int) -> str:
-    """A 0/1 series as a line that is heavy where it is on, aligned with `line`; blank where it is not known."""
+    """A 0/1 series as a line that is heavy where it is on, aligned with `line`; blank where it is
+    not known."""
     columns = _columns(on, width)
     return "".join(
         " " if math.isnan(left) and math.isnan(right) else _STRIP[left >= 0.5][right >= 0.5]
@@ -93,7 +103,8 @@ def strip(on: Sequence[float], width: int) -> str:
 
 
 def bar(share: float, width: int) -> str:
-    """A horizontal bar of `share` of `width`, to an eighth of a character, at least a sliver; `width` wide."""
+    """A horizontal bar of `share` of `width`, to an eighth of a character, at least a sliver;
+    `width` wide."""
     eighths = max(1, round(min(1.0, max(0.0, share)) * width * 8))
     full, rest = divmod(eighths, 8)
     return (_EIGHTHS[8] * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
@@ -110,7 +121,8 @@ def progress_bar(share: float, width: int) -> tuple[str, str]:
 def trend(values: Sequence[float]) -> str:
     """An arrow: the last TREND_STEPS values against those before; a space while too few are known.
 
-    A change counts where it is twice its standard error and TREND_SHARE of the value: noise is no trend.
+    A change counts where it is twice its standard error and TREND_SHARE of the value: noise is no
+    trend.
     """
     known = [v for v in values[-2 * TREND_STEPS :] if math.isfinite(v)]
     half = len(known) // 2

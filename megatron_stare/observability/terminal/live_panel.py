@@ -1,7 +1,7 @@
 """The panel a person watches a run through, drawn from a snapshot of it for any width and height.
 
-Comes from `live.py`, which gathers what the driver says into a `View`; goes to rich. Pure: the same view gives the same
-panel.
+Comes from `live.py`, which gathers what the driver says into a `View`; goes to rich. Pure: the same
+view gives the same panel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ from megatron_stare.observability.metrics.conditions import BAND
 from megatron_stare.observability.metrics.rules import RULES
 from megatron_stare.observability.metrics.scales import short
 from megatron_stare.observability.sink import Alert
-from megatron_stare.observability.terminal.live_chart import Scale, bar, line, progress_bar, scale_of, strip, trend
+from megatron_stare.observability.terminal.live_chart import (
+    Scale,
+    bar,
+    line,
+    progress_bar,
+    scale_of,
+    strip,
+    trend,
+)
 from megatron_stare.observability.terminal.progress import clock
 
 MAX_WIDTH = 160  # of the panel, characters; wider, the eye loses the line
@@ -92,7 +100,8 @@ class View:
 
 
 def build(view: View, width: int, height: int) -> RenderableType:
-    """The panel, at most `width` wide and `height` high. What matters less goes first where there is no room."""
+    """The panel, at most `width` wide and `height` high. What matters less goes first where there
+    is no room."""
     width = min(width, MAX_WIDTH)
     inner = width - 4
     if height < 4 or inner < 36:  # no room for a frame: the one line that says where the run is
@@ -101,7 +110,8 @@ def build(view: View, width: int, height: int) -> RenderableType:
     numbers, alerts = _numbers(view, inner), _alerts(view)
     room = height - 2 - len(head)
     parts: list[list[Text]] = []
-    if room >= 1 and alerts:  # an alert is what one looks for first, then the numbers, then the pictures
+    # an alert is what one looks for first, then the numbers, then the pictures
+    if room >= 1 and alerts:
         shown = min(_ALERTS, len(alerts), max(1, room - 7))
         if len(view.active) > shown:
             alerts[shown - 1].append(f"  (and {len(view.active) - shown} more)", style=_LABEL)
@@ -115,7 +125,11 @@ def build(view: View, width: int, height: int) -> RenderableType:
         if room > 0:
             lines, room = [*lines, Text()], room - 1
         lines += part
-    style = _WARN if view.active else (_LIVE if not view.closed else _GOOD if view.step >= view.total else _LABEL)
+    style = (
+        _WARN
+        if view.active
+        else (_LIVE if not view.closed else _GOOD if view.step >= view.total else _LABEL)
+    )
     return Panel(
         Group(*(_fit(text, inner) for text in lines)),
         box=ROUNDED,
@@ -129,16 +143,23 @@ def build(view: View, width: int, height: int) -> RenderableType:
 
 def _title(view: View, width: int) -> Text:
     name, room = view.algorithm or "run", width - len(view.algorithm) - 6
-    directory = view.run_dir if len(view.run_dir) <= room else "…" + view.run_dir[-max(1, room) :]  # its end tells most
+    # its end tells most
+    directory = view.run_dir if len(view.run_dir) <= room else "…" + view.run_dir[-max(1, room) :]
     return Text.assemble((name, _VALUE), (f"  {directory}" if directory else "", _LABEL))
 
 
 def _progress(view: View, width: int) -> Text:
     count = f"step {str(view.step).rjust(len(str(view.total)))}/{view.total}"
-    times = f"{view.step / max(1, view.total):4.0%}" + (f"  {clock(view.run_s)}" if width >= 60 else "")
+    times = f"{view.step / max(1, view.total):4.0%}" + (
+        f"  {clock(view.run_s)}" if width >= 60 else ""
+    )
     left = "" if view.left_s is None or view.closed else f"  left {clock(view.left_s)}"
-    done, rest = progress_bar(view.step / max(1, view.total), max(4, width - len(count) - len(times) - len(left) - 2))
-    return Text.assemble((count, _VALUE), " ", (done, _GOOD), (rest, _LABEL), " ", (times, _LABEL), left)
+    done, rest = progress_bar(
+        view.step / max(1, view.total), max(4, width - len(count) - len(times) - len(left) - 2)
+    )
+    return Text.assemble(
+        (count, _VALUE), " ", (done, _GOOD), (rest, _LABEL), " ", (times, _LABEL), left
+    )
 
 
 def _now(view: View, width: int) -> Text:
@@ -147,10 +168,14 @@ def _now(view: View, width: int) -> Text:
     if not view.phase:
         return Text("between phases", style=_LABEL)
     spinner = _SPINNER[int(view.phase_s * 4) % len(_SPINNER)]
-    text = Text.assemble((f"{spinner} {view.phase}", f"{_LIVE} bold"), f"  {_seconds(view.phase_s)}")
+    text = Text.assemble(
+        (f"{spinner} {view.phase}", f"{_LIVE} bold"), f"  {_seconds(view.phase_s)}"
+    )
     if view.responses and view.responses[1] > 0:
         count = f" {view.responses[0]:,}/{view.responses[1]:,} responses"
-        done, rest = progress_bar(view.responses[0] / view.responses[1], min(40, width - len(text) - len(count) - 2))
+        done, rest = progress_bar(
+            view.responses[0] / view.responses[1], min(40, width - len(text) - len(count) - 2)
+        )
         text.append_text(Text.assemble("  ", (done, _LIVE), (rest, _LABEL), count))
     return text
 
@@ -182,7 +207,8 @@ def _numbers(view: View, width: int) -> Text:
 
 
 def _body(view: View, width: int, room: int) -> list[Text]:
-    """The charts and, beside or in place of them, the phases. At most `room` lines, which charts make use of."""
+    """The charts and, beside or in place of them, the phases. At most `room` lines, which charts
+    make use of."""
     phases = _phases(view, _SIDE)[:room]
     wide = width >= 70 and bool(phases)
     chart = _charts(view, width - _SIDE - 3 if wide else width, room)
@@ -209,7 +235,11 @@ def _charts(view: View, width: int, room: int) -> list[Text]:
 
 
 def _entropy(view: View, width: int, rows: int) -> list[Text]:
-    entropy, target, gate = view.values("entropy/mean"), view.values("entropy/target"), view.values("stare/gate")
+    entropy, target, gate = (
+        view.values("entropy/mean"),
+        view.values("entropy/target"),
+        view.values("stare/gate"),
+    )
     if not entropy or rows < 1:
         return []
     aim = target[-1] if target and math.isfinite(target[-1]) and target[-1] > 0 else None
@@ -225,7 +255,9 @@ def _entropy(view: View, width: int, rows: int) -> list[Text]:
     if gate:
         known = [g >= 0.5 for g in gate[-2 * columns :] if math.isfinite(g)]
         on = gate[-1] >= 0.5
-        head.append_text(Text.assemble(("  gate ", _LABEL), ("on" if on else "off", _GOOD if on else _LABEL)))
+        head.append_text(
+            Text.assemble(("  gate ", _LABEL), ("on" if on else "off", _GOOD if on else _LABEL))
+        )
         if known and width >= 60:
             head.append(f", {sum(known) / len(known):.0%} of {len(known)} steps", style=_LABEL)
     band = (aim * (1 - BAND), aim * (1 + BAND)) if aim else None
@@ -242,13 +274,20 @@ def _reward(view: View, width: int, rows: int) -> list[Text]:
     """The reward's own chart, as the numbers above name its value."""
     columns = width - _AXIS
     shown = view.values("reward/mean")[-2 * columns :]
-    return [Text("reward", style=_LABEL), *_plot(shown, None, columns, rows, view.shaded)] if rows > 0 else []
+    return (
+        [Text("reward", style=_LABEL), *_plot(shown, None, columns, rows, view.shaded)]
+        if rows > 0
+        else []
+    )
 
 
-def _plot(values: Sequence[float], band: tuple[float, float] | None, width: int, rows: int, shaded: bool) -> list[Text]:
+def _plot(
+    values: Sequence[float], band: tuple[float, float] | None, width: int, rows: int, shaded: bool
+) -> list[Text]:
     scale = scale_of(values, band, rows)
     return [
-        _chart_row(characters, rows - 1 - i, scale, shaded) for i, characters in enumerate(line(values, scale, width))
+        _chart_row(characters, rows - 1 - i, scale, shaded)
+        for i, characters in enumerate(line(values, scale, width))
     ]
 
 
@@ -264,7 +303,10 @@ def _chart_row(characters: str, row: int, scale: Scale, shaded: bool) -> Text:
 
 
 def _phases(view: View, width: int) -> list[Text]:
-    names = [*(n for n in PHASES if n in view.seconds), *(n for n in view.seconds if n not in PHASES)]
+    names = [
+        *(n for n in PHASES if n in view.seconds),
+        *(n for n in view.seconds if n not in PHASES),
+    ]
     longest = max(view.seconds.values(), default=0.0) or 1.0
     lines = []
     for name in names:

@@ -1,7 +1,8 @@
 """A run as the driver shows it to people: the interface, and the plain kind of it, one line a step.
 
-Comes from `sinks/console.py`; goes to stdout. Plain text, so that a log of a batch job can be read and grepped; colour
-only where a person looks at a terminal. The panel for terminals is in `live.py`, whose `make_display` chooses.
+Comes from `sinks/console.py`; goes to stdout. Plain text, so that a log of a batch job can be read
+and grepped; colour only where a person looks at a terminal. The panel for terminals is in
+`live.py`, whose `make_display` chooses.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ _OUTLIER = 3.0  # a step longer than this many medians is counted as that many
 class RemainingTime:
     """Estimates the time left from a moving average of recent step times.
 
-    The first step of a process warms up caches and compilers, so it is left out as soon as there is another. One long
-    step among the recent (a stalled disk) is capped, so that it moves the estimate a little and not tenfold.
+    The first step of a process warms up caches and compilers, so it is left out as soon as there is
+    another. One long step among the recent (a stalled disk) is capped, so that it moves the
+    estimate a little and not tenfold.
 
     Args:
         window: steps averaged over.
@@ -56,25 +58,29 @@ class RemainingTime:
 
 
 class RunDisplay(ABC):
-    """Display of a run for a person. A context manager; `close` leaves the terminal as it was found."""
+    """Display of a run for a person. A context manager; `close` leaves the terminal as it was
+    found."""
 
     def start(self, run_dir: str, algorithm: str) -> None:
         """Says which run this is."""
         self.note(f"run directory {run_dir}")
 
     def restore(self, rows: Sequence[Mapping[str, float]]) -> None:  # noqa: B027 - a line printed then is not shown again
-        """Takes the steps that a resumed run has behind it, as `metrics.read_metrics` returns them. Shows nothing."""
+        """Takes the steps that a resumed run has behind it, as `metrics.read_metrics` returns them.
+        Shows nothing."""
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The time spent inside is this phase's: rollout, reward, log_probs, update, sync, eval, checkpoint."""
+        """The time spent inside is this phase's: rollout, reward, log_probs, update, sync, eval,
+        checkpoint."""
         yield
 
     def rollout_progress(self, done: int, total: int) -> None:  # noqa: B027 - one line a step has no place for it
         """Responses finished, of those wanted in this phase."""
 
     def evaluated(self, name: str, value: float, step: int) -> None:  # noqa: B027 - a line is printed by `note`
-        """The newest result on a task: what it is called, its value, and the step of the weights."""
+        """The newest result on a task: what it is called, its value, and the step of the
+        weights."""
 
     def alerts(self, changed: Sequence[Alert], active: Sequence[Alert]) -> None:
         """Shows the alerts that began or are over with the step that was shown last.
@@ -122,10 +128,22 @@ class StepPrinter(RunDisplay):
     def __init__(self, total_steps: int, out: TextIO | None = None, smoothing: int = 20) -> None:
         self._out = sys.stdout if out is None else out
         self._total = total_steps
-        self._colour = self._out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self._colour = (
+            self._out.isatty()
+            and not os.environ.get("NO_COLOR")
+            and os.environ.get("TERM") != "dumb"
+        )
         self._remaining = RemainingTime(smoothing)
-        self._widths = {"step": len(str(total_steps)), "reward": 5, "entropy": 5, "length": 6, "rate": 6, "time": 5}
-        self._shown: set[str] = set()  # columns seen so far: a value missing once leaves a dash, not a hole
+        self._widths = {
+            "step": len(str(total_steps)),
+            "reward": 5,
+            "entropy": 5,
+            "length": 6,
+            "rate": 6,
+            "time": 5,
+        }
+        # columns seen so far: a value missing once leaves a dash, not a hole
+        self._shown: set[str] = set()
         self._last_call = time.monotonic()
 
     def note(self, text: str) -> None:
@@ -139,7 +157,8 @@ class StepPrinter(RunDisplay):
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints the line of a finished step. Metrics the method does not have leave no column.
 
-        The time left counts training steps at their recent pace; evaluations and checkpoints come on top.
+        The time left counts training steps at their recent pace; evaluations and checkpoints come
+        on top.
         """
         now = time.monotonic()
         self._remaining.add(metrics.get("time/step_s", now - self._last_call))
@@ -157,7 +176,13 @@ class StepPrinter(RunDisplay):
         self._write("  ".join(column for column in columns if column))
 
     def _column(
-        self, name: str, metrics: Mapping[str, float], key: str, spec: str, label: str | None = None, unit: str = ""
+        self,
+        name: str,
+        metrics: Mapping[str, float],
+        key: str,
+        spec: str,
+        label: str | None = None,
+        unit: str = "",
     ) -> str:
         if key not in metrics and name not in self._shown:
             return ""
@@ -172,20 +197,29 @@ class StepPrinter(RunDisplay):
     def _entropy(self, metrics: Mapping[str, float]) -> str:
         column = self._column("entropy", metrics, "entropy/mean", ".3f")
         target = metrics.get("entropy/target")
-        return column if target is None or not column else column + self._paint(_DIM, f" (target {target:.3f})")
+        return (
+            column
+            if target is None or not column
+            else column + self._paint(_DIM, f" (target {target:.3f})")
+        )
 
     def _gate(self, metrics: Mapping[str, float]) -> str:
         if "stare/gate" not in metrics:
             return ""
         on = metrics["stare/gate"] >= 0.5
-        return self._paint(_DIM, "gate") + " " + (self._paint(_GREEN, "on ") if on else self._paint(_DIM, "off"))
+        return (
+            self._paint(_DIM, "gate")
+            + " "
+            + (self._paint(_GREEN, "on ") if on else self._paint(_DIM, "off"))
+        )
 
     def _left(self, step: int) -> str:
         seconds = self._remaining.left(max(0, self._total - step))
         return "" if seconds is None else self._paint(_DIM, "left") + " " + clock(seconds)
 
     def _pad(self, name: str, text: str) -> str:
-        # Columns only ever grow: short runs stay compact, and a wide value does not make every later line jump back.
+        # Columns only ever grow: short runs stay compact, and a wide value does not make every
+        # later line jump back.
         self._widths[name] = max(self._widths[name], len(text))
         return text.rjust(self._widths[name])
 

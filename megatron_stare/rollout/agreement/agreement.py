@@ -1,8 +1,10 @@
-"""Judges how far the log-probs of rollout engine and trainer differ, and names what is to blame if they do. Pure.
+"""Judges how far the log-probs of rollout engine and trainer differ, and names what is to blame if
+they do. Pure.
 
-Two comparisons: the tokens of every rollout, at the run's temperature, as they were sampled; and after every weight
-sync a canary, sequences that never change, at temperature 1. Blame rests on what one of them shows and the other does
-not. The log-probs are compared on the ranks that hold the trainer's (megatron/step/differences.py), and judged here.
+Two comparisons: the tokens of every rollout, at the run's temperature, as they were sampled; and
+after every weight sync a canary, sequences that never change, at temperature 1. Blame rests on what
+one of them shows and the other does not. The log-probs are compared on the ranks that hold the
+trainer's (megatron/step/differences.py), and judged here.
 """
 
 from __future__ import annotations
@@ -50,13 +52,22 @@ METRICS = (
         "below agreement.p999, which stops a run in 16 bits",
     ),
     Metric(
-        "agreement/likely_mean", "nats", "mean over tokens of a probability of at least 1/1000", "near agreement/mean"
+        "agreement/likely_mean",
+        "nats",
+        "mean over tokens of a probability of at least 1/1000",
+        "near agreement/mean",
     ),
-    Metric("agreement/unlikely_mean", "nats", "mean over the less likely tokens", "some times agreement/mean"),
+    Metric(
+        "agreement/unlikely_mean",
+        "nats",
+        "mean over the less likely tokens",
+        "some times agreement/mean",
+    ),
     Metric(
         "agreement/max_from_position_<n>",
         "nats",
-        "the largest of tokens from this position of the response on, to where the next range begins",
+        "the largest of tokens from this position of the response on, to where the next range"
+        " begins",
         "alike in all ranges; growing with the position: positions or cache",
     ),
     Metric(
@@ -77,17 +88,23 @@ METRICS = (
         "mean over the canary's likely tokens, of the server that differs most",
         "below 4 x agreement.mean, which stops a run in 16 bits",
     ),
-    Metric("agreement/canary_unlikely_mean", "nats", "mean over its unlikely tokens", "shown, not judged"),
+    Metric(
+        "agreement/canary_unlikely_mean",
+        "nats",
+        "mean over its unlikely tokens",
+        "shown, not judged",
+    ),
 )
 
 
 class AgreementError(UserError):
-    """Engine and trainer do not compute the same log-probs, so the ratios of training would be wrong."""
+    """Engine and trainer do not compute the same log-probs, so the ratios of training would be
+    wrong."""
 
 
 def agreement_metrics(difference: LogProbDifference, step: int) -> dict[str, float]:
-    """The sizes of the differences: mean and quantiles, those of likely and unlikely tokens, and the maxima by position
-    and by age of the weights in steps.
+    """The sizes of the differences: mean and quantiles, those of likely and unlikely tokens, and
+    the maxima by position and by age of the weights in steps.
 
     Args:
         step: whose rollout it is; tokens of the weights before it have age 1.
@@ -105,7 +122,8 @@ def agreement_metrics(difference: LogProbDifference, step: int) -> dict[str, flo
 
 
 def _by_likelihood(prefix: str, differences: Sequence[LogProbDifference]) -> dict[str, float]:
-    """The largest means of the tokens that are as likely as sampled ones, and of the others, where there are any."""
+    """The largest means of the tokens that are as likely as sampled ones, and of the others, where
+    there are any."""
     found = {}
     for name in ("likely", "unlikely"):
         parts: list[Sizes] = [getattr(difference, name) for difference in differences]
@@ -120,7 +138,8 @@ def _nan_first(value: float) -> tuple[bool, float]:
 
 
 def canary_batch(sequences: Sequence[Sequence[int]]) -> RolloutBatch:
-    """Makes a batch of token ids; see canary.py. All but a sequence's first token count as its response."""
+    """Makes a batch of token ids; see canary.py. All but a sequence's first token count as its
+    response."""
     lengths = torch.tensor([len(tokens) for tokens in sequences], dtype=torch.int64)
     responses, count = lengths - 1, len(sequences)
     total = int(responses.sum())
@@ -143,7 +162,8 @@ def canary_batch(sequences: Sequence[Sequence[int]]) -> RolloutBatch:
 def canary_verdict(
     differences: Sequence[LogProbDifference], limits: Limits, engines: Sequence[int] | None = None
 ) -> str | None:
-    """Names what is to blame for the canary's differences, by engine; None: engines and trainer agree.
+    """Names what is to blame for the canary's differences, by engine; None: engines and trainer
+    agree.
 
     Args:
         engines: the number of each; None: from 0 on.
@@ -153,19 +173,32 @@ def canary_verdict(
         return None
     if len(wrong) < len(differences):
         number = wrong[0] if engines is None else engines[wrong[0]]
-        return f"the weights of engine {number} are to blame: the other engines agree with the trainer"
-    worst = differences[wrong[0]]
-    if not _first_position(worst).not_numbers and limits.size(_first_position(worst)) <= limits.same:
         return (
-            "positions are to blame (RoPE's base or scaling, or the attention mask): the first position, which attends "
-            "to nothing else, agrees, later ones do not"
+            f"the weights of engine {number} are to blame: the other engines agree with the trainer"
+        )
+    worst = differences[wrong[0]]
+    if (
+        not _first_position(worst).not_numbers
+        and limits.size(_first_position(worst)) <= limits.same
+    ):
+        return (
+            "positions are to blame (RoPE's base or scaling, or the attention mask): the first"
+            " position, which attends to nothing else, agrees, later ones do not"
         )
     if not worst.longest.not_numbers and limits.size(worst.longest) <= limits.same:
-        return "padding is to blame: the longest sequence agrees, which nothing pads, shorter ones do not"
-    return "the weights are to blame: the engine computes with others than the trainer, in all positions"
+        return (
+            "padding is to blame: the longest sequence agrees, which nothing pads, shorter ones"
+            " do not"
+        )
+    return (
+        "the weights are to blame: the engine computes with others than the trainer, in all"
+        " positions"
+    )
 
 
-def rollout_verdict(sampled: LogProbDifference, unscaled: LogProbDifference, temperature: float, limits: Limits) -> str:
+def rollout_verdict(
+    sampled: LogProbDifference, unscaled: LogProbDifference, temperature: float, limits: Limits
+) -> str:
     """Names what is to blame for sampled log-probs that differ although the canary agrees.
 
     Args:
@@ -173,20 +206,28 @@ def rollout_verdict(sampled: LogProbDifference, unscaled: LogProbDifference, tem
         unscaled: the same tokens against the trainer at temperature 1.
     """
     everywhere, first = limits.size(sampled.everywhere), limits.size(_first_position(sampled))
-    if temperature != 1.0 and not unscaled.everywhere.not_numbers and limits.size(unscaled.everywhere) <= limits.same:
-        return f"the temperature is to blame: the engine samples at 1, the trainer divides by {temperature:g}"
+    if (
+        temperature != 1.0
+        and not unscaled.everywhere.not_numbers
+        and limits.size(unscaled.everywhere) <= limits.same
+    ):
+        return (
+            "the temperature is to blame: the engine samples at 1, the trainer divides by"
+            f" {temperature:g}"
+        )
     if sampled.lowest >= -limits.rounding:
         return (
-            "the sampling support is to blame: the engine finds every sampled token as likely as the trainer or "
-            "likelier, as top-k, top-p or min-p make them"
+            "the sampling support is to blame: the engine finds every sampled token as likely as"
+            " the trainer or likelier, as top-k, top-p or min-p make them"
         )
     if first <= limits.wrong < everywhere:
         return (
-            "the engine's cache or batching is to blame: the canary agrees, and so do first tokens; later ones do not"
+            "the engine's cache or batching is to blame: the canary agrees, and so do first tokens;"
+            " later ones do not"
         )
     return (
-        "the temperature, a penalty or a bias of the engine is to blame: the canary, which is not sampled, agrees, and "
-        "log-probs differ both ways"
+        "the temperature, a penalty or a bias of the engine is to blame: the canary, which is not"
+        " sampled, agrees, and log-probs differ both ways"
     )
 
 
@@ -201,13 +242,15 @@ def require_agreement(what: str, passed: str, verdict: str, where: str) -> None:
     raise AgreementError(
         f"{what} differ {passed}; {verdict}",
         where=where,
-        fix="mend that, or raise sglang.agreement_limit, or the limit in the section agreement, where the difference "
-        "is known to be harmless",
+        fix=(
+            "mend that, or raise sglang.agreement_limit, or the limit in the section agreement,"
+            " where the difference is known to be harmless"
+        ),
     )
 
 
 def summary(differences: Sequence[LogProbDifference]) -> dict[str, float]:
-    """The canary's metrics: the largest difference of all engines, and the largest mean of likely and unlikely
-    tokens."""
+    """The canary's metrics: the largest difference of all engines, and the largest mean of likely
+    and unlikely tokens."""
     largest = max((d.largest for d in differences), default=0.0, key=_nan_first)
     return {"agreement/canary_max": largest, **_by_likelihood("agreement/canary_", differences)}

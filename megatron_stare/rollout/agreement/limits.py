@@ -1,6 +1,7 @@
 """How far the log-probs of engine and trainer may lie apart, by what they compute in. Pure.
 
-In float32 the token that differs most decides; in 16 bits the mean and high quantiles do, and how the mean grows over a
+In float32 the token that differs most decides; in 16 bits the mean and high quantiles do, and how
+the mean grows over a
 run: observability/metrics/rules.py.
 """
 
@@ -15,21 +16,28 @@ from megatron_stare.records.log_prob_difference import LogProbDifference, Sizes
 
 # Nats, of the token that differs most; 16 bits have none, see BOUNDS.
 LARGEST = {"float32": 1e-3}
-# Nats. What a run of 16 bits goes on with; measured and argued in docs/diagnostics.md. float16's are an
-# eighth of bfloat16's, whose rounding is eight times coarser.
-BOUNDS = {"bfloat16": {"mean": 0.025, "p99": 0.2, "p999": 1.0}, "float16": {"mean": 0.003, "p99": 0.025, "p999": 0.125}}
+# Nats. What a run of 16 bits goes on with; measured and argued in docs/diagnostics.md. float16's
+# are an eighth of bfloat16's, whose rounding is eight times coarser.
+BOUNDS = {
+    "bfloat16": {"mean": 0.025, "p99": 0.2, "p999": 1.0},
+    "float16": {"mean": 0.003, "p99": 0.025, "p999": 0.125},
+}
 WORDS = {"mean": "mean", "p99": "99 % quantile", "p999": "99.9 % quantile"}
-CANARY_ROOM = 4.0  # times the mean's bound: a text that the policy did not write, and few tokens of it
-ENOUGH_LIKELY = 16  # tokens of a canary that are likely; of fewer a mean says little, and all are judged
-_AGREES = 0.1  # share of the limit under which two log-probs count as the same, when blame is sought
+# times the mean's bound: a text that the policy did not write, and few tokens of it
+CANARY_ROOM = 4.0
+# tokens of a canary that are likely; of fewer a mean says little, and all are judged
+ENOUGH_LIKELY = 16
+# share of the limit under which two log-probs count as the same, when blame is sought
+_AGREES = 0.1
 
 
 @dataclass(frozen=True)
 class Limits:
     """Largest differences that a run goes on with, nats; None: any.
 
-    largest: of a single token; judged in float32, where rounding alone is three orders of magnitude smaller than any
-        fault. In 16 bits single tokens differ by tenths of a nat to several with nothing wrong.
+    largest: of a single token; judged in float32, where rounding alone is three orders of magnitude
+        smaller than any fault. In 16 bits single tokens differ by tenths of a nat to several with
+        nothing wrong.
     bounds: of the mean and high quantiles, by name; none in float32.
     trend: of the mean's growth over a run.
     """
@@ -50,7 +58,8 @@ class Limits:
         return cls(own, bounds, asked.trend)
 
     def lifted(self) -> Limits:
-        """Returns limits that no difference passes but one that is no number; what is logged stays."""
+        """Returns limits that no difference passes but one that is no number; what is logged
+        stays."""
         return Limits(math.inf, dict.fromkeys(self.bounds, math.inf))
 
     @property
@@ -63,16 +72,24 @@ class Limits:
         return self._words(difference.largest, {name: found[name] for name in self.bounds})
 
     def canary_passed(self, difference: LogProbDifference) -> str:
-        """Likewise of a canary, whose tokens are too few for quantiles, and of which the likely ones are judged."""
-        judged = difference.likely if difference.likely.tokens >= ENOUGH_LIKELY else difference.everywhere
+        """Likewise of a canary, whose tokens are too few for quantiles, and of which the likely
+        ones are judged."""
+        judged = (
+            difference.likely
+            if difference.likely.tokens >= ENOUGH_LIKELY
+            else difference.everywhere
+        )
         mean = math.nan if difference.everywhere.not_numbers else judged.mean
-        return self._words(difference.largest, {"mean": mean} if self.in_16_bits else {}, CANARY_ROOM)
+        return self._words(
+            difference.largest, {"mean": mean} if self.in_16_bits else {}, CANARY_ROOM
+        )
 
     def _words(self, largest: float, found: Mapping[str, float], room: float = 1.0) -> str:
         over = []
         if self.largest is not None and not largest <= self.largest:  # NaN too
             over.append(
-                f"by up to {largest:.3g} nats between rollout engine and trainer, the limit is {self.largest:g}"
+                f"by up to {largest:.3g} nats between rollout engine and trainer, the limit is"
+                f" {self.largest:g}"
             )
         for name, value in found.items():
             limit = room * self.bounds[name]
@@ -81,18 +98,20 @@ class Limits:
         return " and ".join(over)
 
     def size(self, part: Sizes) -> float:
-        """Difference in nats that part of the tokens is judged by: the mean in 16 bits, else the largest; no NaN."""
+        """Difference in nats that part of the tokens is judged by: the mean in 16 bits, else the
+        largest; no NaN."""
         return part.mean_number if self.in_16_bits else part.largest_number
 
     @property
     def same(self) -> float:
-        """Up to which `size` counts as agreement, when blame is sought. In 16 bits rounding is a fair share of the
-        limit itself."""
+        """Up to which `size` counts as agreement, when blame is sought. In 16 bits rounding is a
+        fair share of the limit itself."""
         return self.wrong if self.in_16_bits else _AGREES * self.wrong
 
     @property
     def rounding(self) -> float:
-        """Difference that rounding alone stays within on a single token, but for one in a hundred; nats."""
+        """Difference that rounding alone stays within on a single token, but for one in a hundred;
+        nats."""
         return self.bounds["p99"] if self.in_16_bits else self.same
 
     @property

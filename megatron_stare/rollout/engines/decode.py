@@ -1,10 +1,12 @@
-"""Decodes one batch of requests with a transformers model: prefill, then a token a step until every row is finished.
+"""Decodes one batch of requests with a transformers model: prefill, then a token a step until every
+row is finished.
 
-Called by LocalEngine with requests it has checked; returns the responses as columns. Brings an attention for models on
-CPUs, ATTENTION, which transformers finds by this name.
+Called by LocalEngine with requests it has checked; returns the responses as columns. Brings an
+attention for models on CPUs, ATTENTION, which transformers finds by this name.
 
-Shape legend: B rows of the batch, b rows still in it, P longest prompt, R longest response; in attention n heads, g
-groups of heads that share keys and values, r heads of a group, L tokens in the cache, d head size.
+Shape legend: B rows of the batch, b rows still in it, P longest prompt, R longest response; in
+attention n heads, g groups of heads that share keys and values, r heads of a group, L tokens in the
+cache, d head size.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from megatron_stare.rollout.engines.engine import GenerateRequest
 from megatron_stare.rollout.engines.sampling import choose_tokens, row_keys, uniforms
 
 ATTENTION = "megatron_stare_decode"  # the name of `attend` among transformers' attentions
-_COMPACT_BELOW = 0.5  # share of live rows under which the finished ones are dropped: a copy of the cache has to pay
+# share of live rows under which the finished ones are dropped: a copy of the cache has to pay
+_COMPACT_BELOW = 0.5
 
 
 @dataclass(frozen=True)
@@ -38,25 +41,32 @@ class Decoded:
 
 @dataclass
 class _Prompts:
-    """The rows' prompts, left-padded to one length. No padding, no `mask`: attention is cheaper then."""
+    """The rows' prompts, left-padded to one length. No padding, no `mask`: attention is cheaper
+    then."""
 
     ids: Tensor  # [B, P]
     positions: Tensor  # [B, P]
     mask: Tensor | None  # [B, P] bool
 
 
-def decode_batch(model: Any, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[Decoded]:
-    """The responses of `requests`, decoded together; at most `params.max_new_tokens` tokens each, or fewer where a
-    request says so.
+def decode_batch(
+    model: Any, requests: Sequence[GenerateRequest], params: SamplingParams
+) -> list[Decoded]:
+    """The responses of `requests`, decoded together; at most `params.max_new_tokens` tokens each,
+    or fewer where a request says so.
 
-    The noise of a row is keyed on its request, so neither its companions nor the dropping of finished rows changes what
-    is drawn from a given distribution. (The distribution itself moves by float rounding, about 1e-7, with the shape of
-    the matrix products.)
+    The noise of a row is keyed on its request, so neither its companions nor the dropping of
+    finished rows changes what is drawn from a given distribution. (The distribution itself moves by
+    float rounding, about 1e-7, with the shape of the matrix products.)
     """
     steps = [params.step if r.noise_step is None else r.noise_step for r in requests]
-    keys = row_keys(params.seed, steps, [r.prompt_cursor for r in requests], [r.sample_index for r in requests])
+    keys = row_keys(
+        params.seed, steps, [r.prompt_cursor for r in requests], [r.sample_index for r in requests]
+    )
     starts = np.array([r.start for r in requests])
-    limits = torch.tensor([min(r.max_new_tokens or params.max_new_tokens, params.max_new_tokens) for r in requests])
+    limits = torch.tensor(
+        [min(r.max_new_tokens or params.max_new_tokens, params.max_new_tokens) for r in requests]
+    )
     longest = int(limits.max())
     ids = torch.zeros(len(requests), longest, dtype=torch.int32)  # [B, R]
     log_probs = torch.zeros(len(requests), longest)  # [B, R]
@@ -69,7 +79,8 @@ def decode_batch(model: Any, requests: Sequence[GenerateRequest], params: Sampli
     for step in range(longest):
         noise = None if params.greedy else uniforms(keys, starts + step)[rows]
         tokens, token_log_probs = choose_tokens(logits, params.temperature, noise, params.top_p)
-        # finished rows that are still in the batch write on; what they write lies beyond their length
+        # finished rows that are still in the batch write on; what they write lies beyond their
+        # length
         ids[rows, step], log_probs[rows, step] = tokens.to(torch.int32), token_log_probs
         ends = ending[kind[rows], tokens] & ~stopped[rows] & (step < limits[rows])
         lengths[rows[ends]] = step + 1
@@ -93,9 +104,11 @@ def decode_batch(model: Any, requests: Sequence[GenerateRequest], params: Sampli
 def _ending(
     requests: Sequence[GenerateRequest], stop_token_ids: Sequence[int], vocabulary: int
 ) -> tuple[Tensor, Tensor]:
-    """Finds which tokens end a row: [k, V] bool for each of the sets of tokens that requests name, and [B] whose is
-    which."""
-    sets = {ids: number for number, ids in enumerate(dict.fromkeys(r.stop_token_ids for r in requests))}
+    """Finds which tokens end a row: [k, V] bool for each of the sets of tokens that requests name,
+    and [B] whose is which."""
+    sets = {
+        ids: number for number, ids in enumerate(dict.fromkeys(r.stop_token_ids for r in requests))
+    }
     ending = torch.zeros(len(sets), vocabulary, dtype=torch.bool)
     for ids, number in sets.items():
         ending[number, [i for i in {*ids, *stop_token_ids} if i < vocabulary]] = True
@@ -108,8 +121,8 @@ def _prefill(
     """Runs the prompts, each distinct one once: the samples of a group share it.
 
     Returns:
-        [B, V] logits of the first token, the cache, [B, 1] position of the last prompt token, and the mask [B, P + R]
-        of the whole decode (None: nothing is padded).
+        [B, V] logits of the first token, the cache, [B, 1] position of the last prompt token, and
+        the mask [B, P + R] of the whole decode (None: nothing is padded).
     """
     distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(r.input_ids for r in requests))}
     prompts = _pad(list(distinct))
@@ -145,15 +158,18 @@ def _forward(model: Any, ids: Tensor, positions: Tensor, mask: Tensor | None, ca
 
 
 def growing_cache(config: object) -> DynamicCache:
-    """An empty cache for a model of this config, written in place: transformers' own copies itself every token.
-    Sliding-window and other special layers stay as they are."""
+    """An empty cache for a model of this config, written in place: transformers' own copies itself
+    every token. Sliding-window and other special layers stay as they are."""
     cache = DynamicCache(config=config)
-    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [
+        GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers
+    ]
     return cache
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values [B, heads, length, head_dim] as views of roomier buffers, which double when they are full."""
+    """Keys and values [B, heads, length, head_dim] as views of roomier buffers, which double when
+    they are full."""
 
     keys: Tensor
     values: Tensor
@@ -163,7 +179,9 @@ class GrowingLayer(DynamicLayer):
         self._key_room: Tensor | None = None
         self._value_room: Tensor | None = None
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._key_room, self.keys = _append(self._key_room, self.keys, key_states)
@@ -172,16 +190,20 @@ class GrowingLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self._key_room = self._value_room = None  # keys and values are copies now, not views of the buffers
+        # keys and values are copies now, not views of the buffers
+        self._key_room = self._value_room = None
 
 
 def _append(room: Tensor | None, held: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """The buffer, moved to a larger one where need be, and the view of it that holds `held` then `new`."""
+    """The buffer, moved to a larger one where need be, and the view of it that holds `held` then
+    `new`."""
     length = held.shape[-2] if held.numel() else 0
     total = length + new.shape[-2]
     if room is None or room.shape[-2] < total:
         batch, heads, _, width = new.shape
-        room = torch.empty(batch, heads, max(2 * length, total + 32), width, dtype=new.dtype, device=new.device)
+        room = torch.empty(
+            batch, heads, max(2 * length, total + 32), width, dtype=new.dtype, device=new.device
+        )
         if length:
             room[:, :, :length] = held
     room[:, :, length:total] = new
@@ -200,9 +222,10 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attends with one new token a row to its cache.
 
-    torch's kernel for CPUs starts a matrix product for every head of every row, which costs more than the product where
-    there is one query; here all rows are two batched products. Whatever is not one float32 token a row on a CPU goes
-    the way of "sdpa". The arguments are those that transformers gives any attention.
+    torch's kernel for CPUs starts a matrix product for every head of every row, which costs more
+    than the product where there is one query; here all rows are two batched products. Whatever is
+    not one float32 token a row on a CPU goes the way of "sdpa". The arguments are those that
+    transformers gives any attention.
 
     Args:
         query: [b, n, 1, d].
@@ -213,7 +236,9 @@ def attend(
     Returns:
         [b, 1, n, v].
     """
-    special = any(others.get(name) is not None for name in ("softcap", "position_bias", "cache", "s_aux"))
+    special = any(
+        others.get(name) is not None for name in ("softcap", "position_bias", "cache", "s_aux")
+    )
     ours = query.shape[2] == 1 and query.device.type == "cpu" and query.dtype == torch.float32
     if special or dropout or not ours:
         return sdpa_attention_forward(
@@ -221,7 +246,9 @@ def attend(
         )
     rows, heads, _, width = query.shape
     groups = key.shape[1]
-    queries = query.reshape(rows, groups, heads // groups, width) * (width**-0.5 if scaling is None else scaling)
+    queries = query.reshape(rows, groups, heads // groups, width) * (
+        width**-0.5 if scaling is None else scaling
+    )
     scores = queries @ key.transpose(-1, -2)  # [b, g, r, L]
     if attention_mask is not None:
         scores.masked_fill_(~attention_mask, -torch.inf)

@@ -1,9 +1,9 @@
-"""The rollout engine's interface: one replica of the policy that samples responses, and the records it takes and
-returns.
+"""The rollout engine's interface: one replica of the policy that samples responses, and the records
+it takes and returns.
 
-An engine lives in a worker of its own. Requests come from the pool (engine_pool.py), results go back to it; weights
-come from the weight sync, under Hugging Face names. LocalEngine (local.py) computes in its worker's process, others
-speak for a server.
+An engine lives in a worker of its own. Requests come from the pool (engine_pool.py), results go
+back to it; weights come from the weight sync, under Hugging Face names. LocalEngine (local.py)
+computes in its worker's process, others speak for a server.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from megatron_stare.weights.sync.target import SyncTarget
 class GenerateRequest:
     """Tokens wanted: a response, or the next part of one.
 
-    `prompt_cursor`, `sample_index`, `noise_step` and the position in the response key its sampling noise (sampling.py).
+    `prompt_cursor`, `sample_index`, `noise_step` and the position in the response key its sampling
+    noise (sampling.py).
     """
 
     rid: str  # unique among the requests under way
@@ -34,16 +35,19 @@ class GenerateRequest:
     prompt_cursor: int
     sample_index: int
     start: int = 0  # tokens of the response that are among `input_ids`
-    max_new_tokens: int | None = None  # at most as many as the sampling parameters allow; None: as many
-    noise_step: int | None = None  # the step that the response was begun in; None: that of the sampling parameters
-    replica: int | None = None  # that had what stands before it, and may still hold its keys and values
+    # at most as many as the sampling parameters allow; None: as many
+    max_new_tokens: int | None = None
+    # the step that the response was begun in; None: that of the sampling parameters
+    noise_step: int | None = None
+    # that had what stands before it, and may still hold its keys and values
+    replica: int | None = None
     stop_token_ids: tuple[int, ...] = ()  # that end it beside those of the sampling parameters
 
 
 @dataclass
 class GenerateResult:
-    """The tokens that were sampled, n of them; the stop token, where there is one, is among them. Text and replica
-    are filled in on its way."""
+    """The tokens that were sampled, n of them; the stop token, where there is one, is among them.
+    Text and replica are filled in on its way."""
 
     rid: str
     output_ids: Tensor  # [n] int32
@@ -52,7 +56,8 @@ class GenerateResult:
     finish_reason: FinishReason
     prompt_tokens: int
     text: str = ""  # of the tokens; the engine's worker decodes it, see model_folder.add_text
-    experts: Tensor | None = None  # [m, L, K] of the first m tokens, input and output; see `routing_column`
+    # [m, L, K] of the first m tokens, input and output; see `routing_column`
+    experts: Tensor | None = None
     replica: int | None = None  # that answered; who hands the requests out fills it in
 
     @property
@@ -80,20 +85,23 @@ class RequestLostError(UserError):
 
 
 class EngineLostError(UserError):
-    """An engine is lost: its server has ended, does not answer any more, or holds other weights than it was given."""
+    """An engine is lost: its server has ended, does not answer any more, or holds other weights
+    than it was given."""
 
 
 @dataclass(frozen=True)
 class ModelInfo:
     """State of an engine, and how it wants its requests."""
 
-    weight_version: int | None  # None unless the state is HEALTHY or UNPROVED: no other weights are those of a version
+    # None unless the state is HEALTHY or UNPROVED: no other weights are those of a version
+    weight_version: int | None
     state: EngineState
     vocab_size: int  # of the model's config, which may exceed the tokenizer's
     context_length: int  # tokens, prompt and response together
     stop_token_ids: tuple[int, ...]  # of the model's folder; the tokenizer's are not known here
-    # How many requests it is given at a time; None: all that wait, at once. Such an engine decodes together what it is
-    # given, and what stands in a batch moves the last bits: what it is given must not depend on the clock.
+    # How many requests it is given at a time; None: all that wait, at once. Such an engine decodes
+    # together what it is given, and what stands in a batch moves the last bits: what it is given
+    # must not depend on the clock.
     capacity: int | None = None
     served: bool = False  # the calls of a ServedEngine are answered
 
@@ -118,11 +126,12 @@ class Engine(ABC):
 
     @abstractmethod
     def collect(self, wait_s: float) -> Sequence[GenerateResult | LostRequest]:
-        """Takes what has been finished or lost since the last call, in any order; each request is answered or lost
-        once.
+        """Takes what has been finished or lost since the last call, in any order; each request is
+        answered or lost once.
 
         Args:
-            wait_s: after which it returns though nothing is finished; an engine in process does not look at it.
+            wait_s: after which it returns though nothing is finished; an engine in process does not
+                look at it.
         """
 
     @abstractmethod
@@ -131,12 +140,12 @@ class Engine(ABC):
 
     @abstractmethod
     def begin_weight_update(self, version: int, prove: bool = True) -> None:
-        """Opens a session. From here until it ends well, the engine generates nothing; what was submitted before and is
-        not answered yet goes on then, with the new weights.
+        """Opens a session. From here until it ends well, the engine generates nothing; what was
+        submitted before and is not answered yet goes on then, with the new weights.
 
         Args:
-            prove: compare the values that will be held with those that come. Else names and counts alone are compared,
-                and the engine is UNPROVED afterwards.
+            prove: compare the values that will be held with those that come. Else names and counts
+                alone are compared, and the engine is UNPROVED afterwards.
 
         Raises:
             EngineStateError: a session is open already, or the engine is DEAD.
@@ -144,13 +153,15 @@ class Engine(ABC):
 
     @abstractmethod
     def update_weights(self, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """One bucket of parameters under their Hugging Face names, whole (not sharded); may be called many times.
+        """One bucket of parameters under their Hugging Face names, whole (not sharded); may be
+        called many times.
 
-        `lm_head.weight` is not part of a model with tied embeddings. The tensors are copied, and cast to the dtype the
-        engine computes in.
+        `lm_head.weight` is not part of a model with tied embeddings. The tensors are copied, and
+        cast to the dtype the engine computes in.
 
         Raises:
-            WeightUpdateError: an unknown or repeated name, or a wrong shape; the session is over, the engine DIRTY.
+            WeightUpdateError: an unknown or repeated name, or a wrong shape; the session is over,
+                the engine DIRTY.
             EngineStateError: no session is open.
         """
 
@@ -159,8 +170,8 @@ class Engine(ABC):
         """Checks that every parameter came exactly once and publishes the version.
 
         Returns:
-            Checksum (weights/sync/stream.py) by name, of the weights now held, in the dtype they were sent in; ""
-            where nothing is proven.
+            Checksum (weights/sync/stream.py) by name, of the weights now held, in the dtype they
+            were sent in; "" where nothing is proven.
 
         Raises:
             WeightUpdateError: parameters are missing; the session is over, the engine DIRTY.
@@ -178,7 +189,9 @@ class Engine(ABC):
     def close(self) -> None:
         """Frees the model; the engine is DEAD. Closing twice is allowed."""
 
-    def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[GenerateResult]:
+    def generate(
+        self, requests: Sequence[GenerateRequest], params: SamplingParams
+    ) -> list[GenerateResult]:
         """One result a request, in the order of the requests; waits for the last of them.
 
         Raises:
@@ -196,8 +209,8 @@ class Engine(ABC):
 
 
 class ServedEngine(Engine):
-    """An engine in front of a server: it computes apart from the trainer, so its arithmetic is compared with the
-    trainer's step by step, and it can be put aside while the trainer computes."""
+    """An engine in front of a server: it computes apart from the trainer, so its arithmetic is
+    compared with the trainer's step by step, and it can be put aside while the trainer computes."""
 
     @abstractmethod
     def prompt_log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -209,8 +222,8 @@ class ServedEngine(Engine):
 
     @abstractmethod
     def release_memory(self, parts: Collection[str] = MEMORY) -> None:
-        """Gives back memory of rollout/engines/state.py's MEMORY, as far as it can: without its weights it is RELEASED,
-        without its cache it computes nothing.
+        """Gives back memory of rollout/engines/state.py's MEMORY, as far as it can: without its
+        weights it is RELEASED, without its cache it computes nothing.
 
         Raises:
             EngineStateError: a weight update is open, or one of the parts is released already.
@@ -218,15 +231,17 @@ class ServedEngine(Engine):
 
     @abstractmethod
     def resume_memory(self, parts: Collection[str] = MEMORY) -> None:
-        """Takes memory again. What is in that of weights is undefined, so the engine is DIRTY with them.
+        """Takes memory again. What is in that of weights is undefined, so the engine is DIRTY with
+        them.
 
         Raises:
-            EngineStateError: one of the parts is not released, or the cache would come before the weights.
+            EngineStateError: one of the parts is not released, or the cache would come before the
+                weights.
         """
 
     def sync_target(self) -> SyncTarget | None:
-        """Target to which the trainer's ranks send the weights of the open update themselves; then none comes by
-        `update_weights`, and `end_sent_update` ends it. None: they do not.
+        """Target to which the trainer's ranks send the weights of the open update themselves; then
+        none comes by `update_weights`, and `end_sent_update` ends it. None: they do not.
 
         Raises:
             EngineStateError: no session is open.
@@ -242,10 +257,13 @@ class ServedEngine(Engine):
         Raises:
             EngineStateError: the engine gave no target, or no session is open.
         """
-        raise EngineStateError("weights that nobody was given a target for cannot have been sent by ranks")
+        raise EngineStateError(
+            "weights that nobody was given a target for cannot have been sent by ranks"
+        )
 
     def drop_weight_update(self) -> None:
-        """Gives the open update up, whatever has come of it; the engine is DIRTY. Nothing where none is open."""
+        """Gives the open update up, whatever has come of it; the engine is DIRTY. Nothing where
+        none is open."""
         raise EngineStateError("an update that ranks did not send cannot be given up")
 
     @abstractmethod
@@ -263,25 +281,37 @@ def check_params(params: SamplingParams) -> None:
         )
     if not 0 < params.top_p <= 1:
         raise ConfigError(
-            f"no tokens together have a probability of {params.top_p}", where="top_p", fix="above 0, to 1"
+            f"no tokens together have a probability of {params.top_p}",
+            where="top_p",
+            fix="above 0, to 1",
         )
     if params.max_new_tokens < 1:
-        raise ConfigError(f"no response has {params.max_new_tokens} tokens", where="rollout.max_new_tokens")
+        raise ConfigError(
+            f"no response has {params.max_new_tokens} tokens", where="rollout.max_new_tokens"
+        )
 
 
-def check_requests(requests: Sequence[GenerateRequest], params: SamplingParams, info: ModelInfo) -> None:
-    """Raises DataError naming the first request that the model cannot take: a wrong id kills a real server, and a
-    prompt that is too long is cut silently."""
+def check_requests(
+    requests: Sequence[GenerateRequest], params: SamplingParams, info: ModelInfo
+) -> None:
+    """Raises DataError naming the first request that the model cannot take: a wrong id kills a real
+    server, and a prompt that is too long is cut silently."""
     if len({r.rid for r in requests}) != len(requests):
-        raise DataError("two requests of one call have the same rid", fix="give every sample of a prompt its own index")
+        raise DataError(
+            "two requests of one call have the same rid",
+            fix="give every sample of a prompt its own index",
+        )
     for request in requests:
         where = f"request {request.rid} (prompt {request.prompt_cursor})"
         if not request.input_ids:
-            raise DataError("the prompt has no tokens", where=where, fix="drop empty prompts from the data")
+            raise DataError(
+                "the prompt has no tokens", where=where, fix="drop empty prompts from the data"
+            )
         low, high = min(request.input_ids), max(request.input_ids)
         if low < 0 or high >= info.vocab_size:
             raise DataError(
-                f"token id {low if low < 0 else high} is outside the model's vocabulary of {info.vocab_size}",
+                f"token id {low if low < 0 else high} is outside the model's vocabulary of"
+                f" {info.vocab_size}",
                 where=where,
                 fix="use the tokenizer that belongs to the model",
             )

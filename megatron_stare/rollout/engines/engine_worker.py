@@ -1,4 +1,5 @@
-"""A rollout engine as a worker: takes requests, gives what is finished, takes weights as the trainer streams them."""
+"""A rollout engine as a worker: takes requests, gives what is finished, takes weights as the
+trainer streams them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from megatron_stare.weights.sync.target import SyncTarget
 
 
 class EngineWorker:
-    """Holds one engine: replica `number` of the run. Made in two steps, so that all replicas start together.
+    """Holds one engine: replica `number` of the run. Made in two steps, so that all replicas start
+    together.
 
     Args:
         site: where it is.
@@ -66,7 +68,8 @@ class EngineWorker:
     def advance(
         self, requests: Sequence[GenerateRequest], params: SamplingParams, wait_s: float
     ) -> Sequence[GenerateResult | LostRequest]:
-        """Takes requests, then gives what is finished, with its text, or lost; see Engine.submit and Engine.collect."""
+        """Takes requests, then gives what is finished, with its text, or lost; see Engine.submit
+        and Engine.collect."""
         if requests:
             self._engine.submit(requests, params)
         results = self._engine.collect(wait_s)
@@ -86,8 +89,8 @@ class EngineWorker:
         self._layouts = layouts
 
     def begin_weight_update(self, version: int, prove: bool = True) -> SyncTarget | None:
-        """Begins an update. Returns the target that ranks send the weights to; None where they come by
-        `update_weights`."""
+        """Begins an update. Returns the target that ranks send the weights to; None where they come
+        by `update_weights`."""
         self._engine.begin_weight_update(version, prove)
         return self._engine.sync_target() if isinstance(self._engine, ServedEngine) else None
 

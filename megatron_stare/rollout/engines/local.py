@@ -1,8 +1,8 @@
-"""An engine in this process: a transformers model on the CPU, by default in float32. The fast default for models of a
-few million parameters; larger ones belong on a real server.
+"""An engine in this process: a transformers model on the CPU, by default in float32. The fast
+default for models of a few million parameters; larger ones belong on a real server.
 
-Reads the Hugging Face folder's config only; weights come from the weight sync. Requests come from and results go to the
-driver through engine.py.
+Reads the Hugging Face folder's config only; weights come from the weight sync. Requests come from
+and results go to the driver through engine.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ class LocalEngine(Engine):
     """
 
     def __init__(
-        self, model_path: str, max_batch: int = 256, threads: int | None = None, dtype: str = "float32"
+        self,
+        model_path: str,
+        max_batch: int = 256,
+        threads: int | None = None,
+        dtype: str = "float32",
     ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, not {max_batch}")
@@ -59,17 +63,22 @@ class LocalEngine(Engine):
         self._context_length = int(config.max_position_embeddings)
         self._stop_token_ids = model_stop_token_ids(model_path)
         self._max_batch = max_batch
-        with torch.random.fork_rng(devices=[]):  # random initial weights must not move the trainer's generator
+        # random initial weights must not move the trainer's generator
+        with torch.random.fork_rng(devices=[]):
             self._model: nn.Module | None = AutoModelForCausalLM.from_config(
                 config, dtype=getattr(torch, dtype), attn_implementation=ATTENTION
             )
         self._model.eval().requires_grad_(False)
         family = family_named(config.model_type, model_path)
-        self._parameters: dict[str, Tensor] = {}  # under the names, and in the shapes, that a checkpoint gives them
-        for name, parameter in self._model.named_parameters():  # tied weights once, as the embedding
+        # under the names, and in the shapes, that a checkpoint gives them
+        self._parameters: dict[str, Tensor] = {}
+        # tied weights once, as the embedding
+        for name, parameter in self._model.named_parameters():
             self._parameters |= family.checkpoint_views(name, parameter)
         # biases of experts are no parameters, but checkpoints hold them
-        self._parameters |= {name: buffer for name, buffer in self._model.named_buffers() if family.float32(name)}
+        self._parameters |= {
+            name: buffer for name, buffer in self._model.named_buffers() if family.float32(name)
+        }
         self._state = EngineState.DIRTY
         self._version: int | None = None
         self._ledger: WeightLedger | None = None
@@ -94,11 +103,15 @@ class LocalEngine(Engine):
         while chunk[-1][1] != params:  # of another call: they are for another batch
             self._waiting.appendleft(chunk.pop())
         # equal prompts meet in a batch and are run once
-        requests = sorted((request for request, _ in chunk), key=lambda r: (len(r.input_ids), r.input_ids))
+        requests = sorted(
+            (request for request, _ in chunk), key=lambda r: (len(r.input_ids), r.input_ids)
+        )
         with torch.inference_mode():
             decoded = decode_batch(self._model, requests, params)
         self._check_finite(requests, decoded)
-        return [self._result(request, each) for request, each in zip(requests, decoded, strict=True)]
+        return [
+            self._result(request, each) for request, each in zip(requests, decoded, strict=True)
+        ]
 
     def abort(self) -> None:
         self._waiting.clear()
@@ -107,7 +120,9 @@ class LocalEngine(Engine):
         self._state = advance(self._state, EngineState.UPDATING)
         self._prove = prove
         self._version = None
-        self._ledger = WeightLedger(version, {name: p.shape for name, p in self._parameters.items()})
+        self._ledger = WeightLedger(
+            version, {name: p.shape for name, p in self._parameters.items()}
+        )
 
     def update_weights(self, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         ledger = self._open_session("update weights")
@@ -123,11 +138,15 @@ class LocalEngine(Engine):
         ledger = self._open_session("end the weight update")
         try:
             ledger.require_complete()
-            checksums = {name: self._checksum(name, dtype) for name, dtype in ledger.received.items()}
+            checksums = {
+                name: self._checksum(name, dtype) for name, dtype in ledger.received.items()
+            }
         except Exception:
             self._fail()
             raise
-        self._state = advance(self._state, EngineState.HEALTHY if self._prove else EngineState.UNPROVED)
+        self._state = advance(
+            self._state, EngineState.HEALTHY if self._prove else EngineState.UNPROVED
+        )
         self._version, self._ledger = ledger.version, None
         return checksums
 
@@ -135,7 +154,9 @@ class LocalEngine(Engine):
         return tensor_checksum(self._parameters[name].to(dtype)) if self._prove else ""
 
     def model_info(self) -> ModelInfo:
-        return ModelInfo(self._version, self._state, self._vocab_size, self._context_length, self._stop_token_ids)
+        return ModelInfo(
+            self._version, self._state, self._vocab_size, self._context_length, self._stop_token_ids
+        )
 
     def close(self) -> None:
         if self._state is not EngineState.DEAD:
@@ -151,12 +172,17 @@ class LocalEngine(Engine):
     def _fail(self) -> None:
         self._state, self._ledger = advance(self._state, EngineState.DIRTY), None
 
-    def _check_finite(self, requests: Sequence[GenerateRequest], decoded: Sequence[Decoded]) -> None:
+    def _check_finite(
+        self, requests: Sequence[GenerateRequest], decoded: Sequence[Decoded]
+    ) -> None:
         """Raises NonFiniteError naming the first request of which a log-prob is not."""
-        if bool(torch.cat([each.log_probs for each in decoded]).isfinite().all()):  # in one look, not one a response
+        # in one look, not one a response
+        if bool(torch.cat([each.log_probs for each in decoded]).isfinite().all()):
             return
         broken = (
-            request for request, each in zip(requests, decoded, strict=True) if not each.log_probs.isfinite().all()
+            request
+            for request, each in zip(requests, decoded, strict=True)
+            if not each.log_probs.isfinite().all()
         )
         raise NonFiniteError(
             f"the model's logits are not finite (weights of version {self._version})",
@@ -177,7 +203,8 @@ class LocalEngine(Engine):
 
 
 class WeightLedger:
-    """Keeps the books of one weight update: checks that each parameter of `expected` (name to shape) arrives once.
+    """Keeps the books of one weight update: checks that each parameter of `expected` (name to
+    shape) arrives once.
 
     Real engines answer an update of an unknown name with success, so that all came is proven here.
     """
@@ -194,13 +221,16 @@ class WeightLedger:
             WeightUpdateError: unknown or repeated name, or wrong shape.
         """
         if name not in self._expected:
-            hint = " (the embeddings are tied, so it is not sent)" if name == "lm_head.weight" else ""
+            hint = (
+                " (the embeddings are tied, so it is not sent)" if name == "lm_head.weight" else ""
+            )
             raise WeightUpdateError(f"the model has no parameter {name!r}{hint}")
         if name in self.received:
             raise WeightUpdateError(f"parameter {name!r} was sent twice in one update")
         if tensor.shape != self._expected[name]:
             raise WeightUpdateError(
-                f"parameter {name!r} was sent as {list(tensor.shape)}, the model has {list(self._expected[name])}"
+                f"parameter {name!r} was sent as {list(tensor.shape)}, the model has"
+                f" {list(self._expected[name])}"
             )
         self.received[name] = tensor.dtype
 
@@ -209,8 +239,8 @@ class WeightLedger:
         missing = [name for name in self._expected if name not in self.received]
         if missing:
             raise WeightUpdateError(
-                f"{len(missing)} of {len(self._expected)} parameters were not sent in the update to version "
-                f"{self.version}: {_some(missing)}"
+                f"{len(missing)} of {len(self._expected)} parameters were not sent in the update to"
+                f" version {self.version}: {_some(missing)}"
             )
 
 

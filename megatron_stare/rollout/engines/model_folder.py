@@ -1,4 +1,5 @@
-"""Reads a model's folder for rollouts: transformers config, tokens that end a response, and tokenizer.
+"""Reads a model's folder for rollouts: transformers config, tokens that end a response, and
+tokenizer.
 
 Also turns sampled tokens into text. Nothing is looked up on the network.
 """
@@ -20,9 +21,14 @@ from megatron_stare.rollout.engines.engine import GenerateResult
 
 
 def read_model_config(model_path: str) -> Any:
-    """The folder's transformers config. Raises DataError where there is none: nothing is looked up on the network."""
+    """The folder's transformers config. Raises DataError where there is none: nothing is looked up
+    on the network."""
     if not (Path(model_path) / "config.json").is_file():
-        raise DataError("no config.json here", where=model_path, fix="point model.path to a Hugging Face model folder")
+        raise DataError(
+            "no config.json here",
+            where=model_path,
+            fix="point model.path to a Hugging Face model folder",
+        )
     try:
         return AutoConfig.from_pretrained(model_path, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -30,8 +36,8 @@ def read_model_config(model_path: str) -> Any:
 
 
 def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
-    """Which tokens end a response: ascending union of the end-of-sequence ids of generation config, tokenizer and model
-    config, because they disagree in published models.
+    """Which tokens end a response: ascending union of the end-of-sequence ids of generation config,
+    tokenizer and model config, because they disagree in published models.
 
     Raises:
         DataError: none of them names one.
@@ -47,14 +53,19 @@ def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 def model_stop_token_ids(model_path: str) -> tuple[int, ...]:
-    """Ascending union of what the folder's model and generation configs name; empty where they name none.
+    """Ascending union of what the folder's model and generation configs name; empty where they name
+    none.
 
     Raises:
         DataError: the folder holds no readable model config.
     """
     ids = set(_as_ids(getattr(read_model_config(model_path), "eos_token_id", None)))
     if (Path(model_path) / "generation_config.json").is_file():
-        ids |= set(_as_ids(GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id))
+        ids |= set(
+            _as_ids(
+                GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id
+            )
+        )
     return tuple(sorted(ids))
 
 
@@ -65,7 +76,8 @@ def _as_ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face folder. Raises DataError where there is none; nothing is downloaded."""
+    """The tokenizer of a Hugging Face folder. Raises DataError where there is none; nothing is
+    downloaded."""
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -73,15 +85,18 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, shape: ModelShape, path: str) -> None:
-    """Raises DataError where the tokenizer has ids that the model has no row for, and a lookup would end the run."""
+    """Raises DataError where the tokenizer has ids that the model has no row for, and a lookup
+    would end the run."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if largest >= shape.vocab_size:
         raise DataError(
-            f"the tokenizer has ids up to {largest} ({token!r}), and the model's vocabulary ends at "
-            f"{shape.vocab_size - 1} (vocab_size {shape.vocab_size})",
+            f"the tokenizer has ids up to {largest} ({token!r}), and the model's vocabulary ends at"
+            f" {shape.vocab_size - 1} (vocab_size {shape.vocab_size})",
             where=path,
-            fix="put the tokenizer of this model there, or give the model rows for all tokens "
-            "(transformers' resize_token_embeddings)",
+            fix=(
+                "put the tokenizer of this model there, or give the model rows for all tokens "
+                "(transformers' resize_token_embeddings)"
+            ),
         )
 
 
@@ -91,16 +106,19 @@ def add_text(result: GenerateResult, tokenizer: PreTrainedTokenizerBase) -> None
 
 
 def text_of(ids: Tensor, finish_reason: FinishReason, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of tokens [n]: without special tokens and without the stop token. Not every one of those is special to
-    its tokenizer, and verifiers read what comes before it."""
+    """The text of tokens [n]: without special tokens and without the stop token. Not every one of
+    those is special to its tokenizer, and verifiers read what comes before it."""
     body = ids[:-1] if finish_reason == "stop" else ids
     return tokenizer.decode(body.tolist(), skip_special_tokens=True)
 
 
-def sampled_text(trajectory: Trajectory, stop_token_ids: Collection[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of what the policy sampled, and of nothing else, whatever an environment put in between: without special
-    tokens and stop tokens, as `text_of`. What was said before and after the environment's words stands on lines of its
-    own, so that no answer is made of two halves that never stood side by side."""
+def sampled_text(
+    trajectory: Trajectory, stop_token_ids: Collection[int], tokenizer: PreTrainedTokenizerBase
+) -> str:
+    """The text of what the policy sampled, and of nothing else, whatever an environment put in
+    between: without special tokens and stop tokens, as `text_of`. What was said before and after
+    the environment's words stands on lines of its own, so that no answer is made of two halves that
+    never stood side by side."""
     parts: list[list[int]] = [[]]
     end = 0
     for version, length in trajectory.versions:
@@ -116,8 +134,8 @@ def sampled_text(trajectory: Trajectory, stop_token_ids: Collection[int], tokeni
 
 
 def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The text of every token, special ones included; end to end they are the text of all. A character that several
-    tokens share stands at the last of them, and the others have ""."""
+    """The text of every token, special ones included; end to end they are the text of all. A
+    character that several tokens share stands at the last of them, and the others have ""."""
     texts, start, read = [], 0, 0
     for end in range(1, len(ids) + 1):
         # decoded after the tokens before it, since spaces and bytes of a character depend on those

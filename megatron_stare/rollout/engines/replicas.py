@@ -29,7 +29,8 @@ class ServedMemory:
     """Memory of a server's rank on its GPU, bytes, and the setting that bounds its cache.
 
     token: keys and values of a token.
-    setting: full name of what bounds the cache; a unit of it is `unit` bytes, of which `before` are not the cache's.
+    setting: full name of what bounds the cache; a unit of it is `unit` bytes, of which `before` are
+    not the cache's.
     digits: after the point, that a value of the setting has.
     """
 
@@ -48,11 +49,13 @@ class ServedMemory:
 
 
 class ReplicaPart(ABC):
-    """A replica's part on another of its nodes: a worker there, which the replica's own speaks to."""
+    """A replica's part on another of its nodes: a worker there, which the replica's own speaks
+    to."""
 
     @abstractmethod
     def start(self, meeting: str) -> None:
-        """Starts it, after ending one that was started before. Args: meeting: host:port where all parts meet."""
+        """Starts it, after ending one that was started before. Args: meeting: host:port where all
+        parts meet."""
 
     @abstractmethod
     def ended(self) -> str | None:
@@ -103,7 +106,8 @@ class Route:
 
 
 class Replica(ABC):
-    """An engine on its way up. Making one starts what takes long, so that all of a run's replicas start together.
+    """An engine on its way up. Making one starts what takes long, so that all of a run's replicas
+    start together.
 
     Args:
         number: of the replica among those of the run.
@@ -120,7 +124,8 @@ class Replica(ABC):
 
     @abstractmethod
     def engine(self) -> Engine:
-        """The engine, DIRTY. Waits until it can take weights. Raises UserError where it does not come up."""
+        """The engine, DIRTY. Waits until it can take weights. Raises UserError where it does not
+        come up."""
 
     @abstractmethod
     def close(self) -> None:
@@ -137,12 +142,14 @@ class Replica(ABC):
 
     @classmethod
     def memory(cls, config: Config, shape: ModelShape, capacity: int) -> ServedMemory | None:
-        """Forecasts what a server of it keeps on a GPU of `capacity` bytes; None where the run starts none."""
+        """Forecasts what a server of it keeps on a GPU of `capacity` bytes; None where the run
+        starts none."""
         return None
 
     @classmethod
     def route(cls, config: Config) -> Route | None:
-        """Says by which way ranks send weights to replicas that a run starts; None: they hand buckets to workers."""
+        """Says by which way ranks send weights to replicas that a run starts; None: they hand
+        buckets to workers."""
         return None
 
     @classmethod
@@ -152,12 +159,14 @@ class Replica(ABC):
 
     @classmethod
     def release(cls, config: Config) -> tuple[str | None, Sequence[str]] | None:
-        """The release that servers would be started of, and those that do; None where a run starts none."""
+        """The release that servers would be started of, and those that do; None where a run starts
+        none."""
         return None
 
     @classmethod
     def without_install(cls, config: Config) -> Config | None:
-        """Reduces a configuration to what `check` can take where the software of its servers is not on this machine;
+        """Reduces a configuration to what `check` can take where the software of its servers is not
+        on this machine;
         None: it is, or no server is started here."""
         return None
 
@@ -168,20 +177,22 @@ class Replica(ABC):
 
     @classmethod
     def nodes(cls, config: Config) -> int:
-        """Number of nodes they are on, in equal parts. Where there are several, a replica's Site has parts, which
-        `part` has made."""
+        """Number of nodes they are on, in equal parts. Where there are several, a replica's Site
+        has parts, which `part` has made."""
         return 1
 
     @classmethod
     def part(cls, config: Config, number: int, node: int, address: str) -> ReplicaPart:
-        """Makes the part of replica `number` on its node `node`, from 1 on, whose address is given; not started yet."""
+        """Makes the part of replica `number` on its node `node`, from 1 on, whose address is given;
+        not started yet."""
         raise RuntimeError(f"{cls.__name__} is on one node, and was asked for a part on another")
 
 
 class InProcess(Replica):
-    """An engine that is an object of its worker's process: ours, or a user's own, a subclass of Engine that is made
-    with `model_path`, `max_batch`, `threads` and `dtype`, the trainer's, and its settings, which are its other
-    keyword-only parameters. It computes on the CPU: it is shown no GPU."""
+    """An engine that is an object of its worker's process: ours, or a user's own, a subclass of
+    Engine that is made with `model_path`, `max_batch`, `threads` and `dtype`, the trainer's, and
+    its settings, which are its other keyword-only parameters. It computes on the CPU: it is shown
+    no GPU."""
 
     def __init__(self, config: Config, number: int, kind: type[Engine]) -> None:
         made: Callable[..., Engine] = kind  # every subclass has a constructor of its own
@@ -204,7 +215,8 @@ class InProcess(Replica):
     def check(cls, config: Config, shape: ModelShape) -> None:
         if config.moe.routing_replay:
             raise ConfigError(
-                "an engine in the trainer's own arithmetic chooses the trainer's experts, and does not name them",
+                "an engine in the trainer's own arithmetic chooses the trainer's experts, and does"
+                " not name them",
                 where="moe.routing_replay",
                 fix="use rollout.engine=sglang, or set it to false",
             )
@@ -219,7 +231,10 @@ def resolve_engine(engine: Extension | str) -> type[Engine] | type[Replica]:
     name = Extension.read(engine).name
     kind = resolve(name, ENGINES, WHERE)
     if not (isinstance(kind, type) and issubclass(kind, (Engine, Replica))):
-        raise ConfigError(f"{name!r} is not a subclass of megatron_stare.rollout.engines.engine.Engine", where=WHERE)
+        raise ConfigError(
+            f"{name!r} is not a subclass of megatron_stare.rollout.engines.engine.Engine",
+            where=WHERE,
+        )
     return kind
 
 
@@ -238,7 +253,8 @@ def make_part(config: Config, number: int, node: int, address: str = LOOPBACK) -
 
 
 def check_engine(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError for an engine that does not exist, or could not run as it is configured."""
+    """Raises ConfigError for an engine that does not exist, or could not run as it is
+    configured."""
     _settings(config, resolve_engine(config.rollout.engine))
     _kind(config).check(config, shape)
 
@@ -285,7 +301,9 @@ def server_release(config: Config) -> tuple[str | None, Sequence[str]] | None:
 
 def _settings(config: Config, kind: type[Engine] | type[Replica]) -> dict[str, Any]:
     """The engine's own; of one in process the other keywords are the run's."""
-    return settings_of(config.rollout.engine, kind, WHERE, ("model_path", "max_batch", "threads", "dtype"))
+    return settings_of(
+        config.rollout.engine, kind, WHERE, ("model_path", "max_batch", "threads", "dtype")
+    )
 
 
 def _kind(config: Config) -> type[Replica]:

@@ -1,7 +1,9 @@
-"""Sampling whose noise is a function of (seed, step, prompt cursor, sample index, position) and of nothing else.
+"""Sampling whose noise is a function of (seed, step, prompt cursor, sample index, position) and of
+nothing else.
 
-So a response depends neither on what it was batched with, nor on the engine that drew it, nor on a restart. The keys
-come from the requests, the logits from decode.py, which takes tokens and log-probs back.
+So a response depends neither on what it was batched with, nor on the engine that drew it, nor on a
+restart. The keys come from the requests, the logits from decode.py, which takes tokens and
+log-probs back.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from torch import Tensor
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
-_BLOCK = 1 << 22  # logits handled at once, so that the float64 copies of a large vocabulary stay near 100 MB
+# logits handled at once, so that the float64 copies of a large vocabulary stay near 100 MB
+_BLOCK = 1 << 22
 
 
 def row_keys(
@@ -40,14 +43,18 @@ def uniforms(keys: NDArray[np.uint64], position: int | Sequence[int] | NDArray[n
         keys: [B] of row_keys.
         position: of the token in its response, from 0; one for all or [B].
     """
-    return torch.from_numpy((_absorb(keys, position) >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+    return torch.from_numpy(
+        (_absorb(keys, position) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    )
 
 
-def _absorb(state: NDArray[np.uint64], word: int | Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint64]:
+def _absorb(
+    state: NDArray[np.uint64], word: int | Sequence[int] | NDArray[np.int64]
+) -> NDArray[np.uint64]:
     """splitmix64 of the state and one more word ([B] or one for all).
 
-    A bijection of the state for a given word, and of the word for a given state: keys that differ in one component
-    never collide.
+    A bijection of the state for a given word, and of the word for a given state: keys that differ
+    in one component never collide.
     """
     z = (state ^ np.asarray(word, dtype=np.int64).view(np.uint64)) + _GOLDEN
     z = (z ^ (z >> np.uint64(30))) * _MIX_1
@@ -63,42 +70,57 @@ def choose_tokens(
     Args:
         logits: [B, V].
         temperature: divides the logits.
-        noise: [B] float64 in [0, 1), inverted through the cumulative distribution; None takes the likeliest token.
-        top_p: only the likeliest tokens are drawn, as few as together have this probability; 1: all.
+        noise: [B] float64 in [0, 1), inverted through the cumulative distribution; None takes the
+            likeliest token.
+        top_p: only the likeliest tokens are drawn, as few as together have this probability; 1:
+            all.
 
     Returns:
-        [B] int64 tokens, and [B] float32 log-probs in nats of the temperature-scaled distribution. A token of
-        probability 0 is never drawn. Rows with NaN give a NaN log-prob.
+        [B] int64 tokens, and [B] float32 log-probs in nats of the temperature-scaled distribution.
+        A token of probability 0 is never drawn. Rows with NaN give a NaN log-prob.
     """
     rows = max(1, _BLOCK // logits.shape[-1])
     if logits.shape[0] <= rows:
         return _choose(logits, temperature, noise, top_p)
     parts = [
-        _choose(logits[i : i + rows], temperature, None if noise is None else noise[i : i + rows], top_p)
+        _choose(
+            logits[i : i + rows], temperature, None if noise is None else noise[i : i + rows], top_p
+        )
         for i in range(0, logits.shape[0], rows)
     ]
-    return torch.cat([tokens for tokens, _ in parts]), torch.cat([log_probs for _, log_probs in parts])
+    return torch.cat([tokens for tokens, _ in parts]), torch.cat(
+        [log_probs for _, log_probs in parts]
+    )
 
 
-def _choose(logits: Tensor, temperature: float, noise: Tensor | None, top_p: float) -> tuple[Tensor, Tensor]:
+def _choose(
+    logits: Tensor, temperature: float, noise: Tensor | None, top_p: float
+) -> tuple[Tensor, Tensor]:
     scaled = logits.float() / temperature
     if noise is None:
         tokens = scaled.argmax(-1, keepdim=True)
     else:
         cdf = _nucleus(torch.softmax(scaled, -1, dtype=torch.float64), top_p).cumsum(-1)
         total = cdf[:, -1:].contiguous()
-        # first index whose cdf exceeds the draw; a step of width 0 is never the first to exceed anything
+        # first index whose cdf exceeds the draw; a step of width 0 is never the first to exceed
+        # anything
         tokens = torch.searchsorted(cdf, noise[:, None] * total, right=True)
-        # should u * total round up to total: the last index that has any probability, where the cdf reaches its end
-        tokens = torch.minimum(tokens, torch.searchsorted(cdf, total)).clamp_max(scaled.shape[-1] - 1)
+        # should u * total round up to total: the last index that has any probability, where the cdf
+        # reaches its end
+        tokens = torch.minimum(tokens, torch.searchsorted(cdf, total)).clamp_max(
+            scaled.shape[-1] - 1
+        )
     return tokens[:, 0], torch.log_softmax(scaled, -1).gather(-1, tokens)[:, 0]
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """[B, V] with 0 for all but the likeliest tokens, the fewest whose sum is at least top_p; of equally likely ones
-    the lower id comes first."""
+    """[B, V] with 0 for all but the likeliest tokens, the fewest whose sum is at least top_p; of
+    equally likely ones the lower id comes first."""
     if top_p >= 1:
         return probabilities
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-    before = ordered.cumsum(-1) - ordered  # a token is in while those in front of it have not reached top_p
-    return torch.zeros_like(probabilities).scatter(-1, order, torch.where(before < top_p, ordered, 0.0))
+    # a token is in while those in front of it have not reached top_p
+    before = ordered.cumsum(-1) - ordered
+    return torch.zeros_like(probabilities).scatter(
+        -1, order, torch.where(before < top_p, ordered, 0.0)
+    )

@@ -1,11 +1,12 @@
 """The states of an engine's weights, pure: which there are and which may follow which.
 
-Every engine keeps its own, in the process that it lives in, and refuses what it does not allow. There is no way from
-DIRTY, RELEASED or DEAD to HEALTHY or UNPROVED but through UPDATING, that is through a complete weight sync. Beside its
-state an engine has memory that may be released in parts.
+Every engine keeps its own, in the process that it lives in, and refuses what it does not allow.
+There is no way from DIRTY, RELEASED or DEAD to HEALTHY or UNPROVED but through UPDATING, that is
+through a complete weight sync. Beside its state an engine has memory that may be released in parts.
 
-A run's view of the same engine is FleetHealth (rollout/fleet/health.py). It reads an EngineState once, when a replica
-comes up, and from then on goes by what calls of the replica return: an engine that is lost cannot say so.
+A run's view of the same engine is FleetHealth (rollout/fleet/health.py). It reads an EngineState
+once, when a replica comes up, and from then on goes by what calls of the replica return: an engine
+that is lost cannot say so.
 """
 
 from __future__ import annotations
@@ -18,15 +19,21 @@ class EngineState(Enum):
     DIRTY = "dirty"  # the weights are not those of any version; refuses to generate
     UPDATING = "updating"  # a weight-update session is open
     HEALTHY = "healthy"  # holds all weights of one published version
-    UNPROVED = "unproved"  # took all weights of one published version; their values have not been compared
-    RELEASED = "released"  # has given the memory of its weights back; takes neither requests nor weights
+    # took all weights of one published version; their values have not been compared
+    UNPROVED = "unproved"
+    # has given the memory of its weights back; takes neither requests nor weights
+    RELEASED = "released"
     DEAD = "dead"  # closed or lost; after a restart it is DIRTY
 
 
-_AFTER_AN_UPDATE = frozenset({EngineState.UPDATING, EngineState.RELEASED, EngineState.DIRTY, EngineState.DEAD})
+_AFTER_AN_UPDATE = frozenset(
+    {EngineState.UPDATING, EngineState.RELEASED, EngineState.DIRTY, EngineState.DEAD}
+)
 _NEXT: dict[EngineState, frozenset[EngineState]] = {
     EngineState.DIRTY: frozenset({EngineState.UPDATING, EngineState.RELEASED, EngineState.DEAD}),
-    EngineState.UPDATING: frozenset({EngineState.HEALTHY, EngineState.UNPROVED, EngineState.DIRTY, EngineState.DEAD}),
+    EngineState.UPDATING: frozenset(
+        {EngineState.HEALTHY, EngineState.UNPROVED, EngineState.DIRTY, EngineState.DEAD}
+    ),
     EngineState.HEALTHY: _AFTER_AN_UPDATE,
     EngineState.UNPROVED: _AFTER_AN_UPDATE,
     EngineState.RELEASED: frozenset({EngineState.DIRTY, EngineState.DEAD}),
@@ -35,7 +42,8 @@ _NEXT: dict[EngineState, frozenset[EngineState]] = {
 
 
 class EngineStateError(RuntimeError):
-    """An engine was asked for something its state does not allow; a fault of the caller, not of the user."""
+    """An engine was asked for something its state does not allow; a fault of the caller, not of the
+    user."""
 
 
 def advance(state: EngineState, to: EngineState) -> EngineState:
@@ -46,7 +54,9 @@ def advance(state: EngineState, to: EngineState) -> EngineState:
     """
     if to not in _NEXT[state]:
         legal = ", ".join(sorted(s.name for s in _NEXT[state]))
-        raise EngineStateError(f"an engine cannot go from {state.name} to {to.name}; from there it goes to {legal}")
+        raise EngineStateError(
+            f"an engine cannot go from {state.name} to {to.name}; from there it goes to {legal}"
+        )
     return to
 
 
@@ -87,7 +97,9 @@ def release(released: Collection[str], parts: Collection[str]) -> frozenset[str]
         EngineStateError: one of them is released already.
     """
     if twice := [part for part in MEMORY if part in parts and part in released]:
-        raise EngineStateError(f"cannot release {' and '.join(twice)}: released already, resume it first")
+        raise EngineStateError(
+            f"cannot release {' and '.join(twice)}: released already, resume it first"
+        )
     return frozenset(released) | frozenset(parts)
 
 

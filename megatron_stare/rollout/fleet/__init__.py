@@ -1,1 +1,2 @@
-"""Many replicas of an engine: weights and requests to all, health, retries, lost ones brought back."""
+"""Many replicas of an engine: weights and requests to all, health, retries, lost ones brought
+back."""

@@ -15,14 +15,21 @@ from typing import Any
 
 from megatron_stare.errors import UserError
 from megatron_stare.records.batch import SamplingParams
-from megatron_stare.rollout.engines.engine import GenerateRequest, GenerateResult, LostRequest, RequestLostError
+from megatron_stare.rollout.engines.engine import (
+    GenerateRequest,
+    GenerateResult,
+    LostRequest,
+    RequestLostError,
+)
 from megatron_stare.rollout.fleet.fleet import LOST, Fleet
 from megatron_stare.rollout.fleet.retries import Retries
 from megatron_stare.run_dir.heartbeat import FOLDER_VARIABLE, REQUESTS, write_whole
 
-LATER_S = 1e-3  # a timer may go off a tick before its time, and nothing else would wake a pool of one replica
+# a timer may go off a tick before its time, and nothing else would wake a pool of one replica
+LATER_S = 1e-3
 WAIT_S = 0.1  # a replica that is at work is asked this often whether it takes more
-PAGE_S, PAGE_SHARE = 1.0, 100.0  # between two pages of requests, at least; and times what the last one took
+# between two pages of requests, at least; and times what the last one took
+PAGE_S, PAGE_SHARE = 1.0, 100.0
 OLDEST = 5  # requests of each engine that the page names
 
 
@@ -36,11 +43,13 @@ class _Replica:
 
     number: int
     capacity: int | None  # see ModelInfo
-    assigned: deque[tuple[GenerateRequest, SamplingParams]] = field(default_factory=deque)  # not handed over yet
+    # not handed over yet
+    assigned: deque[tuple[GenerateRequest, SamplingParams]] = field(default_factory=deque)
     under_way: int = 0  # assigned, or handed over and not answered
     reserved: int = 0  # places of requests just answered, for those that continue them
     work: asyncio.Event = field(default_factory=asyncio.Event)  # there is something under way
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it is asked; first come, first served
+    # held while it is asked; first come, first served
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def give(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> None:
         if requests:
@@ -78,11 +87,12 @@ class _Queue:
 
 
 class RequestsPage:
-    """A page of what the driver has asked of engines, and how these stand: one small file in the node's memory, which
-    the black box reads.
+    """A page of what the driver has asked of engines, and how these stand: one small file in the
+    node's memory, which the black box reads.
 
-    Written about once a second while requests are under way, and less often where that would cost more than a hundredth
-    of the event loop's time: `write` is due `wait_s` after something has changed. Nobody watches, nothing is written.
+    Written about once a second while requests are under way, and less often where that would cost
+    more than a hundredth of the event loop's time: `write` is due `wait_s` after something has
+    changed. Nobody watches, nothing is written.
     """
 
     def __init__(self) -> None:
@@ -91,27 +101,34 @@ class RequestsPage:
         self._next = 0.0
 
     def wait_s(self) -> float | None:
-        """Seconds until the page is to be written, where something has changed; None: nobody reads it."""
+        """Seconds until the page is to be written, where something has changed; None: nobody reads
+        it."""
         return None if self._file is None else max(0.0, self._next - time.monotonic())
 
-    def write(self, states: Sequence[str], given: Mapping[str, tuple[int, float, int, int]]) -> None:
+    def write(
+        self, states: Sequence[str], given: Mapping[str, tuple[int, float, int, int]]
+    ) -> None:
         """Replaces the page.
 
         Args:
             states: of the engines, in order.
-            given: of each request under way: the engine, when it was given, seconds of CLOCK_MONOTONIC, prompt, sample.
+            given: of each request under way: the engine, when it was given, seconds of
+                CLOCK_MONOTONIC, prompt, sample.
         """
         begun = time.monotonic()
         if self._file is None:
             return
         replicas: list[dict[str, Any]] = [
-            {"number": number, "state": state, "under_way": 0, "oldest": []} for number, state in enumerate(states)
+            {"number": number, "state": state, "under_way": 0, "oldest": []}
+            for number, state in enumerate(states)
         ]
         for replica, when, prompt, sample in given.values():
             replicas[replica]["under_way"] += 1
             replicas[replica]["oldest"].append((when, prompt, sample))
         for each in replicas:
-            each["oldest"] = [(prompt, sample, when) for when, prompt, sample in sorted(each["oldest"])[:OLDEST]]
+            each["oldest"] = [
+                (prompt, sample, when) for when, prompt, sample in sorted(each["oldest"])[:OLDEST]
+            ]
         with contextlib.suppress(OSError):
             write_whole(self._file, {"replicas": replicas})
         took = time.monotonic() - begun
@@ -119,22 +136,26 @@ class RequestsPage:
 
 
 class Dispatch:
-    """Hands requests to the replicas and answers back, for all who are served; lives in one event loop. Who is served
-    asks through a Serving, of which this knows the queue alone.
+    """Hands requests to the replicas and answers back, for all who are served; lives in one event
+    loop. Who is served asks through a Serving, of which this knows the queue alone.
 
-    A request that a replica lost is given to another (retries.py), before those of its queue that none has had.
+    A request that a replica lost is given to another (retries.py), before those of its queue that
+    none has had.
 
-    Where replicas have a capacity, each request goes at once to the one with the most room. One that continues what a
-    replica had before goes there again, in front of what is begun, because that holds its keys and values. While that
-    one is full it waits, as long as there is other work for the rest: no replica is left with room for its sake. One
-    that has lost a request since it last answered is not waited for.
+    Where replicas have a capacity, each request goes at once to the one with the most room. One
+    that continues what a replica had before goes there again, in front of what is begun, because
+    that holds its keys and values. While that one is full it waits, as long as there is other work
+    for the rest: no replica is left with room for its sake. One that has lost a request since it
+    last answered is not waited for.
 
-    Where replicas take all that waits, requests wait until every trajectory that is still being made waits for tokens,
-    and are shared out then: what stands in a batch depends on the trajectories alone, not on the clock. An environment
-    that waits for something else, a tool say, keeps such replicas waiting.
+    Where replicas take all that waits, requests wait until every trajectory that is still being
+    made waits for tokens, and are shared out then: what stands in a batch depends on the
+    trajectories alone, not on the clock. An environment that waits for something else, a tool say,
+    keeps such replicas waiting.
 
     Args:
-        held: whether replicas may not be asked for tokens now; `hold` waits for those that are being asked.
+        held: whether replicas may not be asked for tokens now; `hold` waits for those that are
+            being asked.
     """
 
     def __init__(self, fleet: Fleet, held: Callable[[], bool], retries: Retries) -> None:
@@ -146,10 +167,13 @@ class Dispatch:
         self._putting: asyncio.TimerHandle | None = None
         self._queues: list[_Queue] = []  # in the order in which they were opened
         self._asked: dict[str, tuple[_Queue, GenerateRequest, asyncio.Future[GenerateResult]]] = {}
-        self._replicas = [_Replica(number, info.capacity) for number, info in enumerate(fleet.infos)]
+        self._replicas = [
+            _Replica(number, info.capacity) for number, info in enumerate(fleet.infos)
+        ]
         self._together = any(replica.capacity is None for replica in self._replicas)
         self.loop = asyncio.get_running_loop()
-        self.pumps = [asyncio.create_task(self._pump(replica)) for replica in self._replicas]  # end by an error alone
+        # end by an error alone
+        self.pumps = [asyncio.create_task(self._pump(replica)) for replica in self._replicas]
         fleet.health.end_back_offs()
 
     @property
@@ -163,7 +187,8 @@ class Dispatch:
         return sum(replica.under_way for replica in self._replicas)
 
     def open(self, params: SamplingParams, trajectories: int) -> _Queue:
-        """Opens a queue for a number of trajectories, each of which is said to have `left` at its end."""
+        """Opens a queue for a number of trajectories, each of which is said to have `left` at its
+        end."""
         queue = _Queue(params, trajectories)
         self._queues.append(queue)
         return queue
@@ -189,17 +214,20 @@ class Dispatch:
             return await answer
         except asyncio.CancelledError:
             for line in queue.lines():
-                with contextlib.suppress(ValueError):  # it has been given to a replica, which may still answer
+                # it has been given to a replica, which may still answer
+                with contextlib.suppress(ValueError):
                     line.remove(request)
             raise
 
     def left(self, queue: _Queue) -> None:
-        """Takes down that one of the queue's trajectories is finished and will ask for nothing more."""
+        """Takes down that one of the queue's trajectories is finished and will ask for nothing
+        more."""
         queue.live -= 1
         self._assign_soon()
 
     def _assign_soon(self) -> None:
-        """Assigns once all who were woken with the caller have asked: they come before what is not begun."""
+        """Assigns once all who were woken with the caller have asked: they come before what is not
+        begun."""
         if not self._assigning:
             self._assigning = True
             self.loop.call_soon(self._assign)
@@ -231,7 +259,8 @@ class Dispatch:
         for number, line in queue.continuing.items():
             while line and self._place_at(number, line[0], queue.params):
                 line.popleft()
-        for _ in range(len(queue.again)):  # one may have to wait for a replica that the next has not to
+        # one may have to wait for a replica that the next has not to
+        for _ in range(len(queue.again)):
             request = queue.again.popleft()
             if not self._place(request, queue.params):
                 queue.again.append(request)
@@ -249,7 +278,12 @@ class Dispatch:
         """Writes the page. Times of this loop are those of CLOCK_MONOTONIC."""
         self._putting = None
         given = {
-            rid: (replica, when, self._asked[rid][1].prompt_cursor, self._asked[rid][1].sample_index)
+            rid: (
+                replica,
+                when,
+                self._asked[rid][1].prompt_cursor,
+                self._asked[rid][1].sample_index,
+            )
             for rid, (replica, when) in self._retries.given().items()
             if rid in self._asked
         }
@@ -258,13 +292,16 @@ class Dispatch:
     def _place(self, request: GenerateRequest, params: SamplingParams) -> bool:
         """Gives a request to a replica with room, if there is one for it."""
         health = self._fleet.health
-        best = self._retries.choose(request.rid, self._rooms(), health.avoided(self.loop.time()), health.suspected())
+        best = self._retries.choose(
+            request.rid, self._rooms(), health.avoided(self.loop.time()), health.suspected()
+        )
         if best is not None:
             self._give(self._replicas[best], [request], params)
         return best is not None
 
     def _place_at(self, replica: int, request: GenerateRequest, params: SamplingParams) -> bool:
-        """Gives a request to this replica, if it has room and has lost nothing since it last answered."""
+        """Gives a request to this replica, if it has room and has lost nothing since it last
+        answered."""
         if not self._trusted(replica) or (self._rooms()[replica] or 0) < 1:
             return False
         self._give(self._replicas[replica], [request], params)
@@ -278,26 +315,32 @@ class Dispatch:
         """By replica, how many more requests it may be given now; None: it is not there."""
         now, health = self.loop.time(), self._fleet.health
         return [
-            health.room(r.number, r.capacity or 0, r.under_way + r.reserved, now)
-            if self._fleet.serves(r.number)
-            else None
+            (
+                health.room(r.number, r.capacity or 0, r.under_way + r.reserved, now)
+                if self._fleet.serves(r.number)
+                else None
+            )
             for r in self._replicas
         ]
 
-    def _give(self, replica: _Replica, requests: Sequence[GenerateRequest], params: SamplingParams) -> None:
+    def _give(
+        self, replica: _Replica, requests: Sequence[GenerateRequest], params: SamplingParams
+    ) -> None:
         now = self.loop.time()
         for request in requests:
             self._retries.give(request.rid, replica.number, now)
         replica.give(requests, params)
 
     async def hold(self) -> None:
-        """Waits until no replica is being asked; unblocked by what they have finished, or WAIT_S."""
+        """Waits until no replica is being asked; unblocked by what they have finished, or
+        WAIT_S."""
         for replica in self._replicas:
             async with replica.turn:
                 pass
 
     def go_on(self) -> None:
-        """Goes on after what held the replicas has ended. One that has come back meanwhile is given requests."""
+        """Goes on after what held the replicas has ended. One that has come back meanwhile is given
+        requests."""
         self._going_on.set()
         self._assign()
 
@@ -313,12 +356,13 @@ class Dispatch:
         await asyncio.gather(*self.pumps, return_exceptions=True)
 
     async def _pump(self, replica: _Replica) -> None:
-        """Hands a replica what is assigned to it and takes what it has finished, until it is cancelled.
+        """Hands a replica what is assigned to it and takes what it has finished, until it is
+        cancelled.
 
-        Waits for an assignment where nothing is under way, else for the replica; unblocked by what it has finished, or
-        after WAIT_S where it can say that nothing is, so that it is given more meanwhile. Where replicas are held it
-        waits for the end of that, and after each answer for one turn of the loop, in which those who were answered ask
-        for more.
+        Waits for an assignment where nothing is under way, else for the replica; unblocked by what
+        it has finished, or after WAIT_S where it can say that nothing is, so that it is given more
+        meanwhile. Where replicas are held it waits for the end of that, and after each answer for
+        one turn of the loop, in which those who were answered ask for more.
         """
         params = None
         while True:
@@ -360,10 +404,13 @@ class Dispatch:
     async def _advanced(
         self, replica: int, new: Sequence[GenerateRequest], params: SamplingParams | None
     ) -> tuple[str, Sequence[GenerateResult | LostRequest]]:
-        """Asks a replica. Returns why it is lost, "" where it is there, and what it has finished."""
+        """Asks a replica. Returns why it is lost, "" where it is there, and what it has
+        finished."""
         workers = self._fleet.workers
         try:
-            return "", await workers.result(workers.start_on(replica, "advance", new, params, WAIT_S))
+            return "", await workers.result(
+                workers.start_on(replica, "advance", new, params, WAIT_S)
+            )
         except LOST as error:
             return error.what, []
 
@@ -376,19 +423,22 @@ class Dispatch:
         replica.work.clear()
 
     def _lost(self, replica: _Replica, lost: LostRequest) -> bool:
-        """Has a request made again that a replica called lost. Returns whether the replica is lost itself."""
+        """Has a request made again that a replica called lost. Returns whether the replica is lost
+        itself."""
         _, given = self._retries.given().get(lost.rid, (None, 0.0))
         self._make_again(replica, lost)
         now = self.loop.time()
         if lost.gone or self._fleet.health.lost_request(replica.number, lost.reason, given, now):
             return True
         self._wake_ups = {wake_up for wake_up in self._wake_ups if wake_up.when() > now}
-        self._wake_ups.add(self.loop.call_at(self._fleet.health.open_again(replica.number) + LATER_S, self._assign))
+        self._wake_ups.add(
+            self.loop.call_at(self._fleet.health.open_again(replica.number) + LATER_S, self._assign)
+        )
         return False
 
     def _make_again(self, replica: _Replica, lost: LostRequest) -> None:
-        """Puts a request that a replica has lost into its queue anew. Where it was made as often as allowed, whoever
-        waits for it is told."""
+        """Puts a request that a replica has lost into its queue anew. Where it was made as often as
+        allowed, whoever waits for it is told."""
         queue, request, answer = self._asked[lost.rid]
         try:
             self._retries.lost(lost, replica.number)
@@ -405,7 +455,8 @@ class Dispatch:
 
 
 class Serving:
-    """The way to the replicas for trajectories that are made together, from their environments and back.
+    """The way to the replicas for trajectories that are made together, from their environments and
+    back.
 
     Args:
         trajectories: that will be made; each says `leave` at its end.
@@ -413,7 +464,11 @@ class Serving:
     """
 
     def __init__(
-        self, dispatch: Dispatch, params: SamplingParams, trajectories: int, limit_s: float | None = None
+        self,
+        dispatch: Dispatch,
+        params: SamplingParams,
+        trajectories: int,
+        limit_s: float | None = None,
     ) -> None:
         self.dispatch, self._limit_s = dispatch, limit_s
         self._queue = dispatch.open(params, trajectories)
@@ -431,8 +486,8 @@ class Serving:
         self.dispatch.close(self._queue)
 
     async def finished(self, trajectories: Sequence[asyncio.Task[None]]) -> None:
-        """Waits until all trajectories are; unblocked by the first error of one of them or of a replica, and raises
-        it, or by the rollout's limit.
+        """Waits until all trajectories are; unblocked by the first error of one of them or of a
+        replica, and raises it, or by the rollout's limit.
 
         Raises:
             RolloutLateError: the limit passed.
@@ -440,13 +495,19 @@ class Serving:
         made = asyncio.ensure_future(asyncio.gather(*trajectories))
         ended: list[asyncio.Future[Any]] = [made, *self.dispatch.pumps]
         try:
-            done, _ = await asyncio.wait(ended, timeout=self._limit_s, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                ended, timeout=self._limit_s, return_when=asyncio.FIRST_COMPLETED
+            )
             if not done:
                 raise RolloutLateError(
-                    f"{sum(t.done() for t in trajectories)} of {len(trajectories)} trajectories were made in "
-                    f"{self._limit_s:g} s, and {self.dispatch.under_way} requests are under way at the engines",
+                    f"{sum(t.done() for t in trajectories)} of {len(trajectories)} trajectories"
+                    f" were made in {self._limit_s:g} s, and {self.dispatch.under_way} requests are"
+                    " under way at the engines",
                     where="faults.requests.rollout_s",
-                    fix="raise it, or set it to null; where few requests are under way, environment or verifier wait",
+                    fix=(
+                        "raise it, or set it to null; where few requests are under way, environment"
+                        " or verifier wait"
+                    ),
                 )
             for each in ended:
                 if each.done():
@@ -459,7 +520,8 @@ class Serving:
 
 
 def split_evenly(requests: Sequence[GenerateRequest], engines: int) -> list[list[GenerateRequest]]:
-    """One contiguous shard an engine; their sizes differ by at most one, and are 0 where requests are few."""
+    """One contiguous shard an engine; their sizes differ by at most one, and are 0 where requests
+    are few."""
     if engines < 1:
         raise ValueError(f"cannot split over {engines} engines")
     bounds = [len(requests) * i // engines for i in range(engines + 1)]

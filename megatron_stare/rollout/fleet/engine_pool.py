@@ -1,5 +1,5 @@
-"""All replicas of a run behind one object: the way to them for requests (dispatch.py), and the way in for new weights.
-The pool's workers hold an engine each."""
+"""All replicas of a run behind one object: the way to them for requests (dispatch.py), and the way
+in for new weights. The pool's workers hold an engine each."""
 
 from __future__ import annotations
 
@@ -27,11 +27,15 @@ METRICS = (
     Metric(
         "sync/proven",
         "0 or 1",
-        "1: all values of the newest weights were compared with what was sent; with rollout.prove_every above 1",
+        "1: all values of the newest weights were compared with what was sent; with"
+        " rollout.prove_every above 1",
         "1 every prove_every steps",
     ),
     Metric(
-        "rollout/retried", "requests", "for responses that were lost and asked of another server", "0; any is an alert"
+        "rollout/retried",
+        "requests",
+        "for responses that were lost and asked of another server",
+        "0; any is an alert",
     ),
     Metric(
         "rollout/retried_late",
@@ -39,16 +43,32 @@ METRICS = (
         "those of them that passed their time limit",
         "0; raise faults.requests.request_s where responses are longer",
     ),
-    Metric("engine/serving", "engines", "that may be asked for tokens after the step's weight sync", "all of them"),
-    Metric("engine/dead", "times", "that an engine was lost since the weight sync before", "0; any is an alert"),
+    Metric(
+        "engine/serving",
+        "engines",
+        "that may be asked for tokens after the step's weight sync",
+        "all of them",
+    ),
+    Metric(
+        "engine/dead",
+        "times",
+        "that an engine was lost since the weight sync before",
+        "0; any is an alert",
+    ),
     Metric("engine/starting", "times", "that one was begun again", "0"),
     Metric(
-        "engine/dirty", "times", "that one came up, or was left with a mixture of weights", "0; sglang.colocated: any"
+        "engine/dirty",
+        "times",
+        "that one came up, or was left with a mixture of weights",
+        "0; sglang.colocated: any",
     ),
     Metric("engine/healthy", "times", "that one came to serve", "0; sglang.colocated: any"),
     Metric("engine/suspect", "times", "that one lost a request", "0"),
     Metric(
-        "engine/released", "times", "that one gave the memory of its weights back", "0; sglang.colocated: all of them"
+        "engine/released",
+        "times",
+        "that one gave the memory of its weights back",
+        "0; sglang.colocated: all of them",
     ),
 )
 
@@ -67,7 +87,8 @@ class EnginePool:
 
     Args:
         workers: an engine each; brought up here, all at once.
-        prove_every: updates from one whose values are proven to the next; in between names and counts are compared.
+        prove_every: updates from one whose values are proven to the next; in between names and
+            counts are compared.
         rule: what is done for a response that does not come.
         restarts: and for a replica that is lost.
 
@@ -86,31 +107,39 @@ class EnginePool:
         self._prove_every, self._rule = prove_every, rule
         self._requests: Counter[str] = Counter()  # what became of them since the last weight update
         self._reported: dict[str, float] = {}  # likewise, up to that
-        self._unproved: int | None = None  # updates since the last proof; None: the next one must be
-        self._told: tuple[int, set[int], tuple[BucketLayout, ...]] = (0, set(), ())  # which buckets to expect, and who
-        self._targets: tuple[int, dict[int, SyncTarget]] = (0, {})  # by replica; known since so many losses
+        # updates since the last proof; None: the next one must be
+        self._unproved: int | None = None
+        # which buckets to expect, and who
+        self._told: tuple[int, set[int], tuple[BucketLayout, ...]] = (0, set(), ())
+        # by replica; known since so many losses
+        self._targets: tuple[int, dict[int, SyncTarget]] = (0, {})
         self._target: SyncTarget | None = None  # all of those, joined
-        self.served = all(info.served for info in self._fleet.infos)  # by servers, which alone can release memory
+        # by servers, which alone can release memory
+        self.served = all(info.served for info in self._fleet.infos)
         self._dispatch: Dispatch | None = None  # while anyone is served
         self._held = False  # no replica is asked for tokens
 
     @contextlib.asynccontextmanager
     async def serving(self, params: SamplingParams, trajectories: int) -> AsyncIterator[Serving]:
-        """The way to the replicas for a number of trajectories that are made at the same time. Several may be open, in
-        one event loop; the one that was opened first is served first.
+        """The way to the replicas for a number of trajectories that are made at the same time.
+        Several may be open, in one event loop; the one that was opened first is served first.
 
-        What is under way at the end, of trajectories that were cancelled, is forgotten. Raises what a replica raised,
-        in whoever waits for it; what is under way at the others is then forgotten as well.
+        What is under way at the end, of trajectories that were cancelled, is forgotten. Raises what
+        a replica raised, in whoever waits for it; what is under way at the others is then forgotten
+        as well.
         """
         if self._dispatch is None:
-            self._dispatch = Dispatch(self._fleet, lambda: self._held, Retries(self._rule, self._requests))
+            self._dispatch = Dispatch(
+                self._fleet, lambda: self._held, Retries(self._rule, self._requests)
+            )
         dispatch = self._dispatch
         serving = Serving(dispatch, params, trajectories, self._rule.rollout_s)
         try:
             yield serving
         except BaseException:
             await self._leave(serving)
-            with contextlib.suppress(Exception):  # the first error counts; a replica that is lost cannot be asked
+            # the first error counts; a replica that is lost cannot be asked
+            with contextlib.suppress(Exception):
                 self._fleet.call("abort")
             raise
         last = await self._leave(serving)
@@ -128,18 +157,21 @@ class EnginePool:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """While open, no replica is asked for tokens: whoever is served, in another thread's event loop, waits.
-        Requests that the replicas have stay with them.
+        """While open, no replica is asked for tokens: whoever is served, in another thread's event
+        loop, waits. Requests that the replicas have stay with them.
 
         Raises:
             RuntimeError: called from that loop's own thread, which would wait for itself.
         """
-        self._held = True  # before it is looked who is served: whoever begins after that look sees it
+        # before it is looked who is served: whoever begins after that look sees it
+        self._held = True
         dispatch = self._dispatch
         try:
             if dispatch is not None:
                 if _runs_here(dispatch.loop):
-                    raise RuntimeError("replicas cannot be held from the event loop that asks them for tokens")
+                    raise RuntimeError(
+                        "replicas cannot be held from the event loop that asks them for tokens"
+                    )
                 wait_for(asyncio.run_coroutine_threadsafe(dispatch.hold(), dispatch.loop))
             yield
         finally:
@@ -155,8 +187,8 @@ class EnginePool:
             return self._results("model_info")
 
     def prompt_log_probs(self, sequences: Sequence[Sequence[int]]) -> dict[int, list[list[float]]]:
-        """Log-probs, at temperature 1, of all tokens but the first of every sequence; by the number of each replica
-        that is not lost, then by sequence.
+        """Log-probs, at temperature 1, of all tokens but the first of every sequence; by the number
+        of each replica that is not lost, then by sequence.
 
         Raises:
             UserError: the engines are not served.
@@ -165,8 +197,8 @@ class EnginePool:
             return self._fleet.call("prompt_log_probs", sequences, states=THERE)
 
     def release_memory(self, parts: Collection[str] = MEMORY) -> None:
-        """Every engine gives back the memory of its weights, of its cache or of both, and is of no use until
-        `resume_memory`, and where it was that of weights a whole weight update.
+        """Every engine gives back the memory of its weights, of its cache or of both, and is of no
+        use until `resume_memory`, and where it was that of weights a whole weight update.
 
         Raises:
             UserError: the engines are not served.
@@ -190,11 +222,12 @@ class EnginePool:
         return list(self._fleet.call(method, *args, states=THERE).values())
 
     def update_weights(self, version: int, weights: WeightStream) -> None:
-        """Sends the policy to every engine that is there; only one that took all of it publishes the version. The first
-        update, the one after a failure, and one that a replica takes part in that was lost, are proven in any case.
+        """Sends the policy to every engine that is there; only one that took all of it publishes
+        the version. The first update, the one after a failure, and one that a replica takes part in
+        that was lost, are proven in any case.
 
-        A replica that is lost meanwhile is left out; where what the others were sent is not whole for it, they are sent
-        all of it anew.
+        A replica that is lost meanwhile is left out; where what the others were sent is not whole
+        for it, they are sent all of it anew.
 
         Raises:
             SyncError: an engine holds other weights than were sent.
@@ -223,11 +256,15 @@ class EnginePool:
         self._requests.subtract(counted)  # others may be counted meanwhile
         names = ("rollout/retried", "rollout/retried_late")
         if self.served:
-            self._reported = {name: float(counted.get(name, 0)) for name in names} | self._fleet.metrics()
+            self._reported = {
+                name: float(counted.get(name, 0)) for name in names
+            } | self._fleet.metrics()
 
     def _sent(self, version: int, weights: WeightStream, prove: bool) -> Collection[int] | None:
-        """The replicas that took all weights; None: one was lost on the way, and the others lack what it stopped."""
-        if self._target is not None:  # as it will be, most likely: ranks gather while servers are asked to pause
+        """The replicas that took all weights; None: one was lost on the way, and the others lack
+        what it stopped."""
+        # as it will be, most likely: ranks gather while servers are asked to pause
+        if self._target is not None:
             weights.prepare(self._target, prove)
         targets = self._fleet.call("begin_weight_update", version, prove)
         if None in targets.values():
@@ -235,14 +272,17 @@ class EnginePool:
         try:
             took = self._let_send(targets, weights, prove)
         except Exception:
-            with contextlib.suppress(Exception):  # the first error counts; a rank that is lost cannot be asked
+            # the first error counts; a rank that is lost cannot be asked
+            with contextlib.suppress(Exception):
                 weights.forget()
             raise
         if took is None or (self._target is not None and self._target.leaves_files):
             weights.forget()
         return took
 
-    def _hand_over(self, weights: WeightStream, prove: bool, to: Collection[int]) -> Collection[int]:
+    def _hand_over(
+        self, weights: WeightStream, prove: bool, to: Collection[int]
+    ) -> Collection[int]:
         """Bucket by bucket to engines that take them in their own process."""
         fleet = self._fleet
         if self._told != (told := (fleet.losses, set(to), weights.layouts)):
@@ -255,8 +295,11 @@ class EnginePool:
             check_arrived(engine, sent, held)
         return ended
 
-    def _let_send(self, targets: dict[int, SyncTarget], weights: WeightStream, prove: bool) -> Collection[int] | None:
-        """The ranks that hold the weights send them to the engines themselves. None: see `_sent`."""
+    def _let_send(
+        self, targets: dict[int, SyncTarget], weights: WeightStream, prove: bool
+    ) -> Collection[int] | None:
+        """The ranks that hold the weights send them to the engines themselves. None: see
+        `_sent`."""
         fleet = self._fleet
         if self._target is None or self._targets != (fleet.losses, targets):
             self._targets = fleet.losses, targets
@@ -267,15 +310,17 @@ class EnginePool:
             if not fleet.find_lost(targets):
                 raise
             for number in fleet.call("drop_weight_update", among=targets):
-                fleet.health.mixed(number, f"the weight update is begun anew, which could not be sent: {error}")
+                fleet.health.mixed(
+                    number, f"the weight update is begun anew, which could not be sent: {error}"
+                )
             return None
         return fleet.call("end_sent_update", told, among=targets)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics: whether the values of the newest weights were proven to have arrived, where not all are; and, of
-        servers, the requests that were made again between the two newest weight updates, and how the replicas
-        stand."""
+        """Metrics: whether the values of the newest weights were proven to have arrived, where not
+        all are; and, of servers, the requests that were made again between the two newest weight
+        updates, and how the replicas stand."""
         proven = {"sync/proven": float(self._unproved == 0)} if self._prove_every > 1 else {}
         return proven | self._reported
 
@@ -297,12 +342,16 @@ def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 def check_arrived(engine: int, sent: Mapping[str, str], held: Mapping[str, str]) -> None:
-    """Compares the checksums of what was sent with those of what an engine holds. Raises SyncError."""
+    """Compares the checksums of what was sent with those of what an engine holds. Raises
+    SyncError."""
     differing = [name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name)]
     if differing:
         named = ", ".join(sorted(differing)[:3]) + (", ..." if len(differing) > 3 else "")
         raise SyncError(
-            f"engine {engine} holds other values than the trainer sent in {len(differing)} of {len(sent)} tensors: "
-            f"{named}",
-            fix="the engine's memory or its weight loading is at fault; the last checkpoint is intact",
+            f"engine {engine} holds other values than the trainer sent in {len(differing)} of"
+            f" {len(sent)} tensors: {named}",
+            fix=(
+                "the engine's memory or its weight loading is at fault; the last checkpoint is"
+                " intact"
+            ),
         )

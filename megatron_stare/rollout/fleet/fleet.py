@@ -1,8 +1,9 @@
-"""The replicas' workers as long as they last: called together, left out once they are lost, and brought back beside the
-run. What a replica's state allows is health.py's matter; here is what is done about it.
+"""The replicas' workers as long as they last: called together, left out once they are lost, and
+brought back beside the run. What a replica's state allows is health.py's matter; here is what is
+done about it.
 
-A replica is brought back on a thread of its own: its worker is ended and made anew where it was, and comes up. The next
-weight update that finds it up takes it in.
+A replica is brought back on a thread of its own: its worker is ended and made anew where it was,
+and comes up. The next weight update that finds it up takes it in.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ LEAVE_S = 10.0  # that a worker on its way up is given to end
 class Fleet:
     """The replicas of a run.
 
-    Whoever hands requests to a replica, while nobody else has it, tells `health` what it lost and answered.
+    Whoever hands requests to a replica, while nobody else has it, tells `health` what it lost and
+    answered.
 
     Args:
         workers: an engine each; brought up here, all at once.
@@ -51,7 +53,8 @@ class Fleet:
         self._patient, self._back_off_s = rule.most is None, rule.back_off_s
         self._coming: dict[int, Future[ModelInfo]] = {}  # on their way up again
         self._closed, self._lock = threading.Event(), threading.Lock()
-        self._counts: Counter[str] = Counter()  # of transitions that were taken, by the state they led to
+        # of transitions that were taken, by the state they led to
+        self._counts: Counter[str] = Counter()
         self.news: list[str] = []  # for who watches the run; taken by `take_news`
 
     def serves(self, replica: int) -> bool:
@@ -70,8 +73,8 @@ class Fleet:
         states: Collection[Health] = SYNCED,
         beside: Sequence[Handle] = (),
     ) -> dict[int, Any]:
-        """A call of every replica in one of the states, or of those `among` them; their results. Waits for all of them.
-        One that is lost meanwhile is left out.
+        """A call of every replica in one of the states, or of those `among` them; their results.
+        Waits for all of them. One that is lost meanwhile is left out.
 
         Args:
             beside: calls of other workers that these need, whose errors are seen at once.
@@ -80,7 +83,9 @@ class Fleet:
             NoEngineError: none has a result.
             UserError: another error, the first of one that is not lost.
         """
-        asked = [number for number in self.health.require(states) if among is None or number in among]
+        asked = [
+            number for number in self.health.require(states) if among is None or number in among
+        ]
         handles: dict[int, Handle] = {}
         results: dict[int, Any] = {}
         errors: list[Exception] = []
@@ -102,7 +107,8 @@ class Fleet:
 
     @contextlib.contextmanager
     def _seen(self, replica: int, errors: list[Exception]) -> Iterator[None]:
-        """Takes in what a call of a replica raises: it is lost, or the error is one more of these."""
+        """Takes in what a call of a replica raises: it is lost, or the error is one more of
+        these."""
         try:
             yield
         except LOST as error:
@@ -132,7 +138,11 @@ class Fleet:
             for replica in [replica for replica, coming in self._coming.items() if coming.done()]:
                 coming = self._coming.pop(replica)
                 if error := coming.exception():
-                    said = error.what if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+                    said = (
+                        error.what
+                        if isinstance(error, UserError)
+                        else f"{type(error).__name__}: {error}"
+                    )
                     self.health.lost(replica, f"it did not come up: {said}", time.monotonic())
                 else:
                     self.infos[replica] = coming.result()
@@ -145,10 +155,13 @@ class Fleet:
             self.health.begun_again(replica, now)
             future: Future[ModelInfo] = Future()
             self._coming[replica] = future
-            threading.Thread(target=self._bring_back, args=(replica, future), name="restart", daemon=True).start()
+            threading.Thread(
+                target=self._bring_back, args=(replica, future), name="restart", daemon=True
+            ).start()
 
     def _bring_back(self, replica: int, future: Future[ModelInfo]) -> None:
-        """Ends what is left of a replica and brings it up anew. Waits for its server; ended by `close`."""
+        """Ends what is left of a replica and brings it up anew. Waits for its server; ended by
+        `close`."""
         pause_s = max(self._back_off_s, PATIENCE_S)
         try:
             self.workers.replace(replica)
@@ -170,7 +183,8 @@ class Fleet:
         return told
 
     def metrics(self) -> dict[str, float]:
-        """Counts the replicas that take requests, and those that came into each state since this was asked last."""
+        """Counts the replicas that take requests, and those that came into each state since this
+        was asked last."""
         self._take()
         counts, self._counts = self._counts, Counter()
         into = {f"engine/{state.value}": float(counts[state.value]) for state in Health}

@@ -1,9 +1,9 @@
-"""The standing of a run's replicas: which states there are, which may follow which, how many requests each may be
-given, and when one that was lost is begun again. Pure: it is told what happens, and when. fleet.py and dispatch.py
-act on it.
+"""The standing of a run's replicas: which states there are, which may follow which, how many
+requests each may be given, and when one that was lost is begun again. Pure: it is told what
+happens, and when. fleet.py and dispatch.py act on it.
 
-All that a run knows of a replica is here. What an engine knows of its own weights is engines/state.py, which lives with
-the engine, often in another process.
+All that a run knows of a replica is here. What an engine knows of its own weights is
+engines/state.py, which lives with the engine, often in another process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ REQUEST_DOUBLINGS = 8  # and that of a request 2^8 times
 
 class Health(Enum):
     STARTING = "starting"  # on its way up, for the first time or again
-    DIRTY = "dirty"  # there, without all the proven weights of a version: takes weights, and no requests
+    # there, without all the proven weights of a version: takes weights, and no requests
+    DIRTY = "dirty"
     HEALTHY = "healthy"  # takes requests
     SUSPECT = "suspect"  # has lost a request since it last answered; see FleetHealth.room
     RELEASED = "released"  # has given the memory of its weights back
@@ -46,7 +47,8 @@ class NoEngineError(UserError):
 
 
 class HealthError(RuntimeError):
-    """A replica was said to do what its state does not allow; a fault of the caller, not of the user."""
+    """A replica was said to do what its state does not allow; a fault of the caller, not of the
+    user."""
 
 
 @dataclass(frozen=True)
@@ -65,19 +67,21 @@ class RestartRule:
 
     @classmethod
     def of(cls, config: Config) -> RestartRule:
-        """Reads it of a run's configuration. Servers that share the trainer's device are not begun again: one sizes its
-        cache by what it finds free, and the trainer may be there."""
+        """Reads it of a run's configuration. Servers that share the trainer's device are not begun
+        again: one sizes its cache by what it finds free, and the trainer may be there."""
         asked = config.faults.engines
         most = None if config.sglang.urls else 0 if config.sglang.colocated else asked.most
         return cls(most, asked.window_s, asked.back_off_s, asked.losses)
 
 
-NO_RESTARTS = RestartRule(most=0)  # where nobody would give a replica that comes back the weights it needs
+# where nobody would give a replica that comes back the weights it needs
+NO_RESTARTS = RestartRule(most=0)
 
 
 @dataclass(frozen=True)
 class Transition:
-    """A replica has come from one state to another. `why`: to be told to who watches; "": it goes without saying."""
+    """A replica has come from one state to another. `why`: to be told to who watches; "": it goes
+    without saying."""
 
     replica: int
     before: Health
@@ -85,7 +89,9 @@ class Transition:
     why: str = ""
 
     def __str__(self) -> str:
-        return f"engine {self.replica} is {self.after.value} (it was {self.before.value}): {self.why}"
+        return (
+            f"engine {self.replica} is {self.after.value} (it was {self.before.value}): {self.why}"
+        )
 
 
 @dataclass
@@ -112,13 +118,14 @@ class FleetHealth:
 
     There is one way from DEAD to HEALTHY: begun again, up, and all weights of a version proven.
 
-    A replica that has lost a request is given nothing for a while, then one at a time until it has answered, before
-    others that have more room. While there is another, it is left alone for as long as it took to lose the request, so
-    that one that hangs does not hold up what it is given for the limit of a request again and again. The while ends
-    with the rollout.
+    A replica that has lost a request is given nothing for a while, then one at a time until it has
+    answered, before others that have more room. While there is another, it is left alone for as
+    long as it took to lose the request, so that one that hangs does not hold up what it is given
+    for the limit of a request again and again. The while ends with the rollout.
 
     Args:
-        back_off_s: for which a replica that lost a request is given no other; doubled by each it loses in a row.
+        back_off_s: for which a replica that lost a request is given no other; doubled by each it
+            loses in a row.
 
     Raises (its methods):
         HealthError: a replica's state does not allow it.
@@ -134,7 +141,9 @@ class FleetHealth:
 
     def among(self, states: Collection[Health]) -> list[int]:
         """The replicas that are in one of the states."""
-        return [number for number, standing in enumerate(self._standings) if standing.state in states]
+        return [
+            number for number, standing in enumerate(self._standings) if standing.state in states
+        ]
 
     @property
     def needs_proof(self) -> bool:
@@ -149,8 +158,8 @@ class FleetHealth:
         standing.proof = True
 
     def synced(self, replica: int, version: int | None, proved: bool) -> None:
-        """Takes down that it took all weights of a version. One that came up, or was left with a mixture, must have
-        proved them."""
+        """Takes down that it took all weights of a version. One that came up, or was left with a
+        mixture, must have proved them."""
         standing = self._standings[replica]
         if standing.proof and not proved:
             raise HealthError(f"engine {replica} cannot serve weights that it has not proved")
@@ -166,12 +175,12 @@ class FleetHealth:
             self._move(replica, Health.DIRTY, why)
 
     def lost_request(self, replica: int, why: str, given: float, now: float) -> bool:
-        """Takes down that it lost a request. Returns whether it has lost so many one after the other that it is lost
-        itself.
+        """Takes down that it lost a request. Returns whether it has lost so many one after the
+        other that it is lost itself.
 
         Args:
-            given: when it was given the request. One given before it lost another was lost together with that, and
-                counts with it as one.
+            given: when it was given the request. One given before it lost another was lost together
+                with that, and counts with it as one.
         """
         standing = self._standings[replica]
         if standing.state is Health.HEALTHY:
@@ -212,14 +221,19 @@ class FleetHealth:
 
     def avoided(self, now: float) -> set[int]:
         """The replicas that are given nothing that another could take."""
-        return {number for number, standing in enumerate(self._standings) if now < standing.avoided_until}
+        return {
+            number
+            for number, standing in enumerate(self._standings)
+            if now < standing.avoided_until
+        }
 
     def suspected(self) -> set[int]:
         """Returns the replicas that are given one request at a time until they answer."""
         return {number for number, standing in enumerate(self._standings) if standing.in_a_row}
 
     def trusted(self, replica: int, now: float) -> bool:
-        """True where it serves and has lost nothing since it last answered; it may have no room for all that."""
+        """True where it serves and has lost nothing since it last answered; it may have no room for
+        all that."""
         standing = self._standings[replica]
         return standing.state in SERVING and now >= standing.avoided_until and not standing.in_a_row
 
@@ -238,7 +252,9 @@ class FleetHealth:
         standing.lost, standing.lost_last = why, 0.0
         standing.believe()  # it is made anew before it is given anything
         times = len(self._counting(standing, now))
-        standing.again_at = now + (self._rule.back_off_s * 2.0 ** min(times - 1, RESTART_DOUBLINGS) if times else 0.0)
+        standing.again_at = now + (
+            self._rule.back_off_s * 2.0 ** min(times - 1, RESTART_DOUBLINGS) if times else 0.0
+        )
 
     def due(self, now: float) -> list[int]:
         """The lost replicas that may be begun again now."""
@@ -262,7 +278,8 @@ class FleetHealth:
         if found := self.among(states):
             return found
         told = "; ".join(
-            f"engine {number} is {standing.state.value}" + (f", {standing.lost}" if standing.lost else "")
+            f"engine {number} is {standing.state.value}"
+            + (f", {standing.lost}" if standing.lost else "")
             for number, standing in enumerate(self._standings)
         )
         raise NoEngineError(

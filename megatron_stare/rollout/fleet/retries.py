@@ -1,7 +1,9 @@
-"""The choice of the replica that is asked for a response, and the retries of requests that one has lost. Pure.
+"""The choice of the replica that is asked for a response, and the retries of requests that one has
+lost. Pure.
 
-A lost request is asked of another replica, where there is one. Its tokens come from one attempt alone, because an
-engine that has called a request lost never answers it. How a replica stands that lost some is health.py's matter.
+A lost request is asked of another replica, where there is one. Its tokens come from one attempt
+alone, because an engine that has called a request lost never answers it. How a replica stands that
+lost some is health.py's matter.
 """
 
 from __future__ import annotations
@@ -45,14 +47,20 @@ class Retries:
     def __init__(self, rule: RequestRule, metrics: Counter[str] | None = None) -> None:
         self._rule = rule
         self._given: dict[str, tuple[int, float]] = {}  # to which replica, and when
-        self._lost: dict[str, list[tuple[int, LostRequest]]] = {}  # of requests that are not answered yet
+        # of requests that are not answered yet
+        self._lost: dict[str, list[tuple[int, LostRequest]]] = {}
         self.metrics: Counter[str] = Counter() if metrics is None else metrics
 
     def choose(
-        self, rid: str, rooms: Sequence[int | None], avoided: Collection[int], suspected: Collection[int] = ()
+        self,
+        rid: str,
+        rooms: Sequence[int | None],
+        avoided: Collection[int],
+        suspected: Collection[int] = (),
     ) -> int | None:
-        """Chooses among the replicas that should be asked: a suspected one with room before any other, or it
-        might never be asked again, else that with the most room; None: none of them has any.
+        """Chooses among the replicas that should be asked: a suspected one with room before any
+        other, or it might never be asked again, else that with the most room; None: none of them
+        has any.
 
         Args:
             rooms: of each replica; None: it is not there.
@@ -63,7 +71,9 @@ class Retries:
         there = {n: room for n, room in enumerate(rooms) if room is not None}
         usable = [n for n in there if n not in avoided]
         candidates = [n for n in usable if n not in lost_by] or usable or list(there)
-        best = max(candidates, key=lambda n: (n in suspected and there[n] > 0, there[n]), default=None)
+        best = max(
+            candidates, key=lambda n: (n in suspected and there[n] > 0, there[n]), default=None
+        )
         return best if best is not None and there[best] > 0 else None
 
     def under_way(self, replica: int) -> list[str]:
@@ -79,23 +89,29 @@ class Retries:
         self._given[rid] = (replica, now)
 
     def take(self, rid: str, replica: int) -> float:
-        """Takes down that the replica has answered the request, or lost it. Returns when it was given.
+        """Takes down that the replica has answered the request, or lost it. Returns when it was
+        given.
 
         Raises:
             DataError: it does not have the request.
         """
         given_to, when = self._given.pop(rid, (None, 0.0))
         if given_to != replica:
-            raise DataError("an engine answered a request that was not made of it, or twice", where=f"request {rid}")
+            raise DataError(
+                "an engine answered a request that was not made of it, or twice",
+                where=f"request {rid}",
+            )
         return when
 
     def answered(self, rid: str, replica: int) -> None:
-        """Takes down that the replica has answered a request that it was given. Raises DataError where it was not."""
+        """Takes down that the replica has answered a request that it was given. Raises DataError
+        where it was not."""
         self.take(rid, replica)
         self._lost.pop(rid, None)
 
     def lost(self, lost: LostRequest, replica: int) -> None:
-        """Takes down that the replica has lost a request that it was given, which is to be given to one anew.
+        """Takes down that the replica has lost a request that it was given, which is to be given to
+        one anew.
 
         Raises:
             RequestLostError: it was asked for as often as allowed.
@@ -109,8 +125,10 @@ class Retries:
             raise RequestLostError(
                 f"a response was asked for {len(before)} times and did not come: {told}",
                 where=f"request {lost.rid}",
-                fix="see to the servers; faults.requests.attempts and faults.requests.request_s say how often and how "
-                "long one is asked",
+                fix=(
+                    "see to the servers; faults.requests.attempts and faults.requests.request_s say"
+                    " how often and how long one is asked"
+                ),
             )
         self.metrics["rollout/retried"] += 1
         self.metrics["rollout/retried_late"] += lost.late

@@ -1,7 +1,7 @@
 """How old the tokens of a batch are, and which of them are too old to be trained on. Pure.
 
-A token's age is the number of versions between the weights that sampled it and those that its step trains: step s
-trains the weights of version s - 1.
+A token's age is the number of versions between the weights that sampled it and those that its step
+trains: step s trains the weights of version s - 1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ METRICS = (
     Metric(
         "staleness/masked",
         "share",
-        "sampled tokens whose weights are too old for them to carry loss, with rollout.stale_tokens: mask",
+        "sampled tokens whose weights are too old for them to carry loss, with"
+        " rollout.stale_tokens: mask",
         "small; near 1 little is trained on",
     ),
 )
@@ -38,20 +39,26 @@ class Ages:
     masked_from: int | None = None
 
     def settle(self, trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
-        """Takes the loss from tokens that are too old for it, and says how old those of the batch are.
+        """Takes the loss from tokens that are too old for it, and says how old those of the batch
+        are.
 
         Raises:
-            WeightVersionError: a token was sampled by newer weights than the trainer's, or ones that are too old.
+            WeightVersionError: a token was sampled by newer weights than the trainer's, or ones
+                that are too old.
         """
         ages = ages_of(trajectories, step - 1)
         check_ages(ages, self.oldest, step)
         tokens = sum(ages.values())
         metrics = {
-            "staleness/mean_age": sum(age * n for age, n in ages.items()) / tokens if tokens else 0.0,
+            "staleness/mean_age": (
+                sum(age * n for age, n in ages.items()) / tokens if tokens else 0.0
+            ),
             "staleness/max_age": max(ages, default=0),
         }
         if self.masked_from is not None:
-            masked = sum(mask_from(trajectory, self.masked_from, step - 1) for trajectory in trajectories)
+            masked = sum(
+                mask_from(trajectory, self.masked_from, step - 1) for trajectory in trajectories
+            )
             metrics["staleness/masked"] = masked / tokens if tokens else 0.0
         return metrics
 
@@ -67,24 +74,36 @@ def ages_of(trajectories: Sequence[Trajectory], newest: int) -> dict[int, int]:
 
 
 def check_ages(ages: Mapping[int, int], bound: int | None, step: int) -> None:
-    """Raises WeightVersionError where a token is older than the bound, or newer than the trainer's weights."""
-    wrong = {age: tokens for age, tokens in ages.items() if age < 0 or (bound is not None and age > bound)}
+    """Raises WeightVersionError where a token is older than the bound, or newer than the trainer's
+    weights."""
+    wrong = {
+        age: tokens
+        for age, tokens in ages.items()
+        if age < 0 or (bound is not None and age > bound)
+    }
     if wrong:
         counts = ", ".join(f"{tokens} tokens of age {age}" for age, tokens in sorted(wrong.items()))
         allowed = "at least 0" if bound is None else f"between 0 and {bound}"
         raise WeightVersionError(
-            f"weights {allowed} versions old may sample what step {step} trains on, but there are {counts}",
+            f"weights {allowed} versions old may sample what step {step} trains on, but there are"
+            f" {counts}",
             where="rollout",
-            fix="an engine does not say which weights it sampled with, or was not given those that were published",
+            fix=(
+                "an engine does not say which weights it sampled with, or was not given those that"
+                " were published"
+            ),
         )
 
 
 def mask_from(trajectory: Trajectory, age: int, newest: int) -> int:
-    """Takes the loss from the tokens whose weights are at least `age` versions older than `newest`; how many sampled
-    tokens are that old. They stay where they are: what comes after was sampled behind them."""
+    """Takes the loss from the tokens whose weights are at least `age` versions older than `newest`;
+    how many sampled tokens are that old. They stay where they are: what comes after was sampled
+    behind them."""
     if not trajectory.versions:
         return 0
-    versions, lengths = (torch.tensor(column, dtype=torch.int64) for column in zip(*trajectory.versions, strict=True))
+    versions, lengths = (
+        torch.tensor(column, dtype=torch.int64) for column in zip(*trajectory.versions, strict=True)
+    )
     stale = (versions != NOT_SAMPLED) & (versions <= newest - age)
     trajectory.loss_mask = trajectory.loss_mask & ~stale.repeat_interleave(lengths)
     return int(lengths[stale].sum())

@@ -1,9 +1,10 @@
 """Batches that engines sample ahead of training, from weights that may be some versions old.
 
-A step's prompts are drawn, and its sampling begins, once the oldest weights are out that may sample it: step s trains
-with the weights of version s - 1, and with a bound of k it begins when version s - 1 - k is published. All that is
-sampled for it comes later, so no token is older than k by construction, and at k = 0 nothing is sampled ahead.
-Batches are made of prompts in the stream's order, so long responses delay their own step and none after it.
+A step's prompts are drawn, and its sampling begins, once the oldest weights are out that may sample
+it: step s trains with the weights of version s - 1, and with a bound of k it begins when version s
+- 1 - k is published. All that is sampled for it comes later, so no token is older than k by
+construction, and at k = 0 nothing is sampled ahead. Batches are made of prompts in the stream's
+order, so long responses delay their own step and none after it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,12 @@ METRICS = (
         "mean over the step's tokens of the steps since the weights that sampled them",
         "at most rollout.staleness",
     ),
-    Metric("staleness/max_age", "steps", "the largest age of a token", "at most rollout.staleness; more stops the run"),
+    Metric(
+        "staleness/max_age",
+        "steps",
+        "the largest age of a token",
+        "at most rollout.staleness; more stops the run",
+    ),
     Metric(
         "staleness/steps_ahead",
         "steps",
@@ -57,9 +63,9 @@ PromptState = dict[str, int]  # see data.prompt_source.PromptSource
 class AsynchronousSource(RolloutSource):
     """Samples on a thread of its own, whose event loop drives engines, environments and verifiers.
 
-    `next` waits for that step's last verdict alone; `publish` for the call that each replica is answering, and then for
-    the weights to arrive. Responses under way stay where they are meanwhile and go on with the new weights; a token's
-    version says which sampled it.
+    `next` waits for that step's last verdict alone; `publish` for the call that each replica is
+    answering, and then for the weights to arrive. Responses under way stay where they are meanwhile
+    and go on with the new weights; a token's version says which sampled it.
 
     Args:
         groups: takes prompts, and says which of their trajectories a step trains on.
@@ -84,28 +90,42 @@ class AsynchronousSource(RolloutSource):
         if staleness < 0:
             raise ValueError(f"no token is {staleness} versions old")
         self._ages = Ages(staleness, masked_from)
-        self._rollouts, self._groups, self._sampling, self._prompts = rollouts, groups, sampling, prompts
+        self._rollouts, self._groups, self._sampling, self._prompts = (
+            rollouts,
+            groups,
+            sampling,
+            prompts,
+        )
         self._staleness, self._last, self._progress = staleness, last_step, progress
         self.version = -1  # of the newest weights
         self.metrics: Mapping[str, float] = {}  # of the last batch
-        self._ahead: dict[int, asyncio.Task[Collected]] = {}  # by step; begun, and not taken by `next`
-        self._before: dict[int, PromptState] = {}  # the stream's state before the first prompt of a step
+        # by step; begun, and not taken by `next`
+        self._ahead: dict[int, asyncio.Task[Collected]] = {}
+        # the stream's state before the first prompt of a step
+        self._before: dict[int, PromptState] = {}
         self._counts: dict[int, tuple[int, int]] = {}  # by step, trajectories made and wanted
-        self._watched: tuple[int, SimpleQueue[tuple[int, int] | None]] | None = None  # the step that `next` waits for
+        # the step that `next` waits for
+        self._watched: tuple[int, SimpleQueue[tuple[int, int] | None]] | None = None
         self._held = False  # no step is begun
         self._loop = asyncio.new_event_loop()
-        self._changed = asyncio.Condition()  # of version, hold, or the steps ahead; belongs to the loop
+        # of version, hold, or the steps ahead; belongs to the loop
+        self._changed = asyncio.Condition()
         self._making: asyncio.Task[None] | None = None
-        # a new thread has torch's default number of threads, which sums in another order than the caller's
-        self._thread = threading.Thread(target=self._serve, args=(torch.get_num_threads(),), name="rollouts")
+        # a new thread has torch's default number of threads, which sums in another order than the
+        # caller's
+        self._thread = threading.Thread(
+            target=self._serve, args=(torch.get_num_threads(),), name="rollouts"
+        )
         self._thread.start()
 
     def next(self, step: int) -> RolloutBatch:
         """See RolloutSource.
 
         Raises:
-            WeightVersionError: a token was sampled by newer weights than the trainer's, or ones that are too old.
-            ValueError: greedily, or from a part of the vocabulary; the loss takes the policy for what was sampled from.
+            WeightVersionError: a token was sampled by newer weights than the trainer's, or ones
+                that are too old.
+            ValueError: greedily, or from a part of the vocabulary; the loss takes the policy for
+                what was sampled from.
         """
         collected = self._wait_showing(step)
         self.metrics = {
@@ -120,13 +140,14 @@ class AsynchronousSource(RolloutSource):
         self._wait(partial(self._published, version))
 
     def state(self) -> PromptState:
-        """The stream's before the first prompt that no batch was made of yet; what is under way is sampled anew by
-        whoever begins from it."""
+        """The stream's before the first prompt that no batch was made of yet; what is under way is
+        sampled anew by whoever begins from it."""
         return self._wait(self._first_unused)
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """While open, the engines are the caller's: what was begun has been made, and nothing is begun."""
+        """While open, the engines are the caller's: what was begun has been made, and nothing is
+        begun."""
         try:
             self._wait(self._hold)  # raises the error of what was begun, and then holds nothing
             yield
@@ -142,7 +163,8 @@ class AsynchronousSource(RolloutSource):
         self._thread.join()
 
     def _serve(self, threads: int) -> None:
-        """The thread: waits for whatever the loop's tasks wait for; unblocked for good by `close`."""
+        """The thread: waits for whatever the loop's tasks wait for; unblocked for good by
+        `close`."""
         torch.set_num_threads(threads)
         asyncio.set_event_loop(self._loop)
         try:
@@ -151,13 +173,14 @@ class AsynchronousSource(RolloutSource):
             self._loop.close()
 
     def _wait(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Returns the result of the coroutine that is made, from the loop's thread, which goes on with it
-        where a signal ends the wait."""
+        """Returns the result of the coroutine that is made, from the loop's thread, which goes on
+        with it where a signal ends the wait."""
         return wait_for(asyncio.run_coroutine_threadsafe(make(), self._loop))
 
     def _wait_showing(self, step: int) -> Collected:
-        """A step's trajectories. Waits for news of the step, and tells progress in the caller's thread; unblocked by
-        each trajectory that is finished, and at last by `_taken`, whatever it ends with."""
+        """A step's trajectories. Waits for news of the step, and tells progress in the caller's
+        thread; unblocked by each trajectory that is finished, and at last by `_taken`, whatever it
+        ends with."""
         news: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
         self._watched = step, news
         try:
@@ -178,8 +201,8 @@ class AsynchronousSource(RolloutSource):
     async def _make_ahead(self, first: int) -> None:
         """Begins one step after the other.
 
-        Waits for the weights that a step may begin with, and for the prompts of the one before to be settled; unblocked
-        by `publish`, by `settled`, or by the end of that step.
+        Waits for the weights that a step may begin with, and for the prompts of the one before to
+        be settled; unblocked by `publish`, by `settled`, or by the end of that step.
         """
         try:
             for step in range(first, self._last + 1):
@@ -198,7 +221,8 @@ class AsynchronousSource(RolloutSource):
         return not self._held and self.version >= step - 1 - self._staleness
 
     async def _collect(self, step: int, settled: asyncio.Event) -> Collected:
-        """Makes a step's batch. Waits as Groups.collect does; whatever it ends with lets the next step begin."""
+        """Makes a step's batch. Waits as Groups.collect does; whatever it ends with lets the next
+        step begin."""
 
         def progress(done: int, wanted: int) -> None:
             self._counts[step] = done, wanted
@@ -212,10 +236,14 @@ class AsynchronousSource(RolloutSource):
             settled.set()
 
     async def _taken(self, step: int) -> Collected:
-        """Waits for the step to begin, and for its last verdict; unblocked by them, or by what ended either."""
+        """Waits for the step to begin, and for its last verdict; unblocked by them, or by what
+        ended either."""
         making = self._making
         if making is None or step > self._last:
-            raise ValueError(f"nothing is sampled for step {step} of {self._last}, or before weights are published")
+            raise ValueError(
+                f"nothing is sampled for step {step} of {self._last}, or before weights are"
+                " published"
+            )
         async with self._changed:
             await self._changed.wait_for(lambda: step in self._ahead or making.done())
         if step not in self._ahead:
@@ -239,8 +267,8 @@ class AsynchronousSource(RolloutSource):
         return self._before[min(self._before)] if self._before else dict(self._prompts())
 
     async def _hold(self) -> None:
-        """Lets no step begin. Waits for the last verdicts of those that have; unblocked by them, or by the first
-        error."""
+        """Lets no step begin. Waits for the last verdicts of those that have; unblocked by them, or
+        by the first error."""
         async with self._changed:
             self._held = True
         await asyncio.gather(*self._ahead.values())
@@ -251,8 +279,12 @@ class AsynchronousSource(RolloutSource):
             self._changed.notify_all()
 
     async def _cancel(self) -> None:
-        """Ends every task of the loop. Waits until they are cancelled: for the call that a replica is answering."""
-        tasks: Sequence[asyncio.Task[Any]] = [*self._ahead.values(), *([self._making] if self._making else [])]
+        """Ends every task of the loop. Waits until they are cancelled: for the call that a replica
+        is answering."""
+        tasks: Sequence[asyncio.Task[Any]] = [
+            *self._ahead.values(),
+            *([self._making] if self._making else []),
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,8 +1,10 @@
-"""Journal of the calls that environments make to the world outside: the intent before a call, its answer after it.
+"""Journal of the calls that environments make to the world outside: the intent before a call, its
+answer after it.
 
-A response that is cut, or made again by a run that is resumed, has its environment run again. What its tools answered
-before is read here, so that no call acts twice and no tool can answer otherwise. Calls of a response lie in the file of
-the step it was begun in, each line on disk before what follows it is done.
+A response that is cut, or made again by a run that is resumed, has its environment run again. What
+its tools answered before is read here, so that no call acts twice and no tool can answer otherwise.
+Calls of a response lie in the file of the step it was begun in, each line on disk before what
+follows it is done.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ CALLS = "calls"  # the journal's folder, in a run's directory
 
 
 class ResponseKey(NamedTuple):
-    """Which response: that of a sample of a prompt, begun in a step, which keys its sampling noise."""
+    """Which response: that of a sample of a prompt, begun in a step, which keys its sampling
+    noise."""
 
     step: int
     cursor: int
@@ -54,7 +57,8 @@ class CallJournal:
         self._writing = threading.Lock()
 
     def find(self, response: ResponseKey, number: int, asked: str) -> Call | None:
-        """The call of this number and request, where it was begun. Raises DataError where its file is damaged."""
+        """The call of this number and request, where it was begun. Raises DataError where its file
+        is damaged."""
         return self._of(response.step).get(response, {}).get((number, asked))
 
     async def begin(self, response: ResponseKey, number: int, asked: str, call: str) -> Call:
@@ -74,7 +78,8 @@ class CallJournal:
         return begun
 
     async def end(self, response: ResponseKey, call: Call, outcome: Mapping[str, Any]) -> None:
-        """Notes what became of it. Waits until that is on disk. Raises UserError where it cannot be written."""
+        """Notes what became of it. Waits until that is on disk. Raises UserError where it cannot be
+        written."""
         await self._append(response.step, {"id": call.id, **outcome})
         call.outcome = outcome
 
@@ -84,12 +89,15 @@ class CallJournal:
         call.outcome = None
 
     def forget(self, response: ResponseKey) -> None:
-        """Lets go of the calls of a response that is whole; the files keep them, for a run that goes back."""
+        """Lets go of the calls of a response that is whole; the files keep them, for a run that
+        goes back."""
         self._of(response.step).pop(response, None)
 
     def _of(self, step: int) -> dict[ResponseKey, dict[tuple[int, str], Call]]:
         if step not in self._steps:
-            self._steps[step] = {} if self._folder is None else _read(_file(self._folder, step), step)
+            self._steps[step] = (
+                {} if self._folder is None else _read(_file(self._folder, step), step)
+            )
         return self._steps[step]
 
     async def _append(self, step: int, line: Mapping[str, Any]) -> None:
@@ -135,11 +143,15 @@ def _read(file: Path, step: int) -> dict[ResponseKey, dict[tuple[int, str], Call
             line = json.loads(text)
             call = by_id.setdefault(line["id"], Call(line["id"]))
             if "asked" in line:
-                found.setdefault(ResponseKey(step, line["cursor"], line["sample"]), {})[line["call"], line["asked"]] = (
-                    call
-                )
+                found.setdefault(ResponseKey(step, line["cursor"], line["sample"]), {})[
+                    line["call"], line["asked"]
+                ] = call
             else:
-                call.outcome = None if "taken_back" in line else {k: line[k] for k in line if k in ("answer", "error")}
+                call.outcome = (
+                    None
+                    if "taken_back" in line
+                    else {k: line[k] for k in line if k in ("answer", "error")}
+                )
         except (ValueError, LookupError, TypeError) as error:
             raise DataError(
                 f"not a line of the journal of calls: {error}",

@@ -1,4 +1,5 @@
-"""Which prompt groups a step trains on: those that come, or those that teach something (dynamic sampling).
+"""Which prompt groups a step trains on: those that come, or those that teach something (dynamic
+sampling).
 
 Shape legend: a group is all of a prompt's trajectories.
 """
@@ -13,7 +14,12 @@ from megatron_stare.errors import DataError
 from megatron_stare.records.batch import Prompt, SamplingParams
 from megatron_stare.records.metric import Metric
 from megatron_stare.records.trajectory import Trajectory
-from megatron_stare.rollout.sources.rollout_source import Collected, Progress, PromptStream, Rollouts
+from megatron_stare.rollout.sources.rollout_source import (
+    Collected,
+    Progress,
+    PromptStream,
+    Rollouts,
+)
 
 METRICS = (
     Metric(
@@ -34,8 +40,18 @@ METRICS = (
         "that teach nothing and were taken all the same, as the rounds gave too few",
         "0",
     ),
-    Metric("sampling/given_back", "groups", "behind the last one taken, whose prompts went back to the stream", "any"),
-    Metric("sampling/waste", "share", "sampled tokens that were not trained on", "rises with sampling/dropped"),
+    Metric(
+        "sampling/given_back",
+        "groups",
+        "behind the last one taken, whose prompts went back to the stream",
+        "any",
+    ),
+    Metric(
+        "sampling/waste",
+        "share",
+        "sampled tokens that were not trained on",
+        "rises with sampling/dropped",
+    ),
     Metric(
         "sampling/reward_mean",
         "reward",
@@ -53,18 +69,24 @@ class Groups(ABC):
 
     @abstractmethod
     async def collect(
-        self, rollouts: Rollouts, params: SamplingParams, progress: Progress, settled: Callable[[], None]
+        self,
+        rollouts: Rollouts,
+        params: SamplingParams,
+        progress: Progress,
+        settled: Callable[[], None],
     ) -> Collected:
         """Trajectories of as many whole groups as a step takes, verified, in canonical order.
 
         Waits for their verdicts; see Rollouts.made.
 
         Args:
-            settled: called once no more prompts will be taken, nor given back, where that is known before the end.
+            settled: called once no more prompts will be taken, nor given back, where that is known
+                before the end.
         """
 
     def kept(self) -> Callable[[], bytes]:
-        """Snapshot, between two steps, of the prompts taken and not trained on, for a checkpoint; most keep none.
+        """Snapshot, between two steps, of the prompts taken and not trained on, for a checkpoint;
+        most keep none.
 
         The bytes are made when the result is called, which may be in the middle of the next step.
         """
@@ -73,7 +95,9 @@ class Groups(ABC):
     def restore(self, kept: bytes) -> None:
         """Goes on with what `kept` gave. Raises DataError where that cannot be."""
         if kept:
-            raise DataError("the checkpoint keeps responses that were under way, and this run cuts none")
+            raise DataError(
+                "the checkpoint keeps responses that were under way, and this run cuts none"
+            )
 
 
 class EveryGroup(Groups):
@@ -88,7 +112,11 @@ class EveryGroup(Groups):
         self._prompts, self._groups, self._samples = prompts, groups, samples
 
     async def collect(
-        self, rollouts: Rollouts, params: SamplingParams, progress: Progress, settled: Callable[[], None]
+        self,
+        rollouts: Rollouts,
+        params: SamplingParams,
+        progress: Progress,
+        settled: Callable[[], None],
     ) -> Collected:
         """See Groups."""
         prompts = self._prompts.take(self._groups)
@@ -103,17 +131,18 @@ class ReturnablePrompts(PromptStream, Protocol):
 
 
 class InformativeGroups(Groups):
-    """The first groups, in the order of their prompts, whose rewards differ: dynamic sampling (DAPO, arXiv 2503.14476,
-    section 3.2).
+    """The first groups, in the order of their prompts, whose rewards differ: dynamic sampling
+    (DAPO, arXiv 2503.14476, section 3.2).
 
-    A group whose verified rewards are all equal has no advantage and is dropped, by the verifier's rewards and not the
-    shaped ones. Prompts are sampled in rounds. Which groups are taken does not depend on the clock, nor on how long
-    responses are: it is settled when the first groups in canonical order, all of them whole, hold enough that are
-    informative. What is still being sampled then is given up, and prompts behind the last group taken go back to the
-    stream, for the next step.
+    A group whose verified rewards are all equal has no advantage and is dropped, by the verifier's
+    rewards and not the shaped ones. Prompts are sampled in rounds. Which groups are taken does not
+    depend on the clock, nor on how long responses are: it is settled when the first groups in
+    canonical order, all of them whole, hold enough that are informative. What is still being
+    sampled then is given up, and prompts behind the last group taken go back to the stream, for the
+    next step.
 
-    Where the rounds did not give enough, the step is filled up with dropped groups, the first ones first: they push
-    nothing, but their tokens count where a loss is divided by tokens.
+    Where the rounds did not give enough, the step is filled up with dropped groups, the first ones
+    first: they push nothing, but their tokens count where a loss is divided by tokens.
 
     Args:
         groups: prompt groups a step.
@@ -121,16 +150,28 @@ class InformativeGroups(Groups):
         per_round: prompt groups that are sampled together; times `most_rounds` at least `groups`.
     """
 
-    def __init__(self, prompts: ReturnablePrompts, groups: int, samples: int, per_round: int, most_rounds: int) -> None:
+    def __init__(
+        self,
+        prompts: ReturnablePrompts,
+        groups: int,
+        samples: int,
+        per_round: int,
+        most_rounds: int,
+    ) -> None:
         if per_round * most_rounds < groups:
             raise ValueError(f"{most_rounds} rounds of {per_round} groups cannot give {groups}")
         self._prompts, self._groups, self._samples = prompts, groups, samples
         self._per_round, self._most_rounds = per_round, most_rounds
 
     async def collect(
-        self, rollouts: Rollouts, params: SamplingParams, progress: Progress, settled: Callable[[], None]
+        self,
+        rollouts: Rollouts,
+        params: SamplingParams,
+        progress: Progress,
+        settled: Callable[[], None],
     ) -> Collected:
-        """See Groups. What is given up goes back to the stream, so prompts are settled at the end alone."""
+        """See Groups. What is given up goes back to the stream, so prompts are settled at the end
+        alone."""
         taken: list[Group] = []
         dropped: list[Group] = []
         sampled, rounds, surplus = 0, 0, 0
@@ -154,7 +195,9 @@ class InformativeGroups(Groups):
             "sampling/filled_up": short,
             "sampling/given_back": surplus,
             "sampling/waste": 1 - trained / sampled,
-            "sampling/reward_mean": sum(everything) / len(everything) if everything else float("nan"),
+            "sampling/reward_mean": sum(everything) / len(everything)
+            if everything
+            else float("nan"),
         }
         return Collected([trajectory for group in step for trajectory in group], metrics)
 
@@ -176,7 +219,11 @@ class _Settled:
     def enough(self, group: Sequence[Trajectory]) -> bool:
         """Takes a whole group; whether the round is settled with it."""
         self._whole[group[0].prompt.cursor] = sorted(group, key=lambda t: t.sample_index)
-        while self._wanted and self._used < len(self._cursors) and self._cursors[self._used] in self._whole:
+        while (
+            self._wanted
+            and self._used < len(self._cursors)
+            and self._cursors[self._used] in self._whole
+        ):
             self._wanted -= informative(self._whole[self._cursors[self._used]])
             self._used += 1
         return self._wanted == 0

@@ -1,7 +1,8 @@
 """Prompt groups under way as bytes, for a checkpoint, and back: bit for bit.
 
-Columns lie end to end as tensors of a safetensors file. What they are cut into, with everything that is no column, is
-JSON, which is a tensor of bytes there: texts may be longer than such a file's header.
+Columns lie end to end as tensors of a safetensors file. What they are cut into, with everything
+that is no column, is JSON, which is a tensor of bytes there: texts may be longer than such a file's
+header.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from megatron_stare.records.trajectory import Trajectory
 from megatron_stare.rollout.sources.under_way import Answer, UnderWay
 
 COLUMNS = {"tokens": torch.int32, "log_probs": torch.float32, "loss_mask": torch.bool}
-# of a trajectory, what is a number or a text; `numbers` and `pieces` are given to those that are trained on
+# of a trajectory, what is a number or a text; `numbers` and `pieces` are given to those that are
+# trained on
 PLAIN = [
     each.name
     for each in fields(Trajectory)
@@ -33,7 +35,9 @@ class _Writer:
     """Lays columns end to end."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, list[Tensor]] = {name: [torch.zeros(0, dtype=t)] for name, t in COLUMNS.items()}
+        self._parts: dict[str, list[Tensor]] = {
+            name: [torch.zeros(0, dtype=t)] for name, t in COLUMNS.items()
+        }
         self._experts: dict[str, Tensor] = {}
 
     def add(self, experts: Tensor | None, **columns: Tensor) -> dict[str, Any]:
@@ -76,7 +80,10 @@ def to_bytes(groups: list[list[UnderWay]]) -> bytes:
         return b""
     columns = _Writer()
     index = [
-        {"prompt": asdict(group[0].prompt), "responses": [_response(each, columns) for each in group]}
+        {
+            "prompt": asdict(group[0].prompt),
+            "responses": [_response(each, columns) for each in group],
+        }
         for group in groups
     ]
     text = torch.frombuffer(bytearray(json.dumps(index).encode()), dtype=torch.uint8)
@@ -107,7 +114,8 @@ def from_bytes(data: bytes) -> list[list[UnderWay]]:
 
 
 def without(data: bytes, cursors: Collection[int]) -> bytes:
-    """Removes the groups of these cursors' prompts from what `to_bytes` gave. Raises DataError as `from_bytes` does."""
+    """Removes the groups of these cursors' prompts from what `to_bytes` gave. Raises DataError as
+    `from_bytes` does."""
     if not data or not cursors:
         return data
     return to_bytes([group for group in from_bytes(data) if group[0].prompt.cursor not in cursors])
@@ -128,7 +136,9 @@ def _response(response: UnderWay, columns: _Writer) -> dict[str, Any]:
     finished = None
     if done is not None:
         finished = {
-            **columns.add(done.experts, tokens=done.tokens, log_probs=done.log_probs, loss_mask=done.loss_mask),
+            **columns.add(
+                done.experts, tokens=done.tokens, log_probs=done.log_probs, loss_mask=done.loss_mask
+            ),
             **{name: getattr(done, name) for name in PLAIN},
         }
     return {
@@ -143,7 +153,8 @@ def _response(response: UnderWay, columns: _Writer) -> dict[str, Any]:
 
 def _read_response(prompt: Prompt, tree: dict[str, Any], columns: _Reader) -> UnderWay:
     response = UnderWay(prompt, tree["sample_index"], tree["step"], context=tree["context"])
-    response.calls = [(asked, call) for asked, call in tree.get("calls", [])]  # an older checkpoint has none
+    # an older checkpoint has none
+    response.calls = [(asked, call) for asked, call in tree.get("calls", [])]
     for each in tree["answers"]:
         tokens, log_probs, experts = columns.next(each, "tokens", "log_probs")
         versions = tuple((v, n) for v, n in each["versions"])
@@ -151,8 +162,11 @@ def _read_response(prompt: Prompt, tree: dict[str, Any], columns: _Reader) -> Un
         response.answers.append(Answer(tokens, log_probs, versions, reason, text, experts, stop))
     if (done := tree["trajectory"]) is not None:
         tokens, log_probs, loss_mask, experts = columns.next(done, *COLUMNS)
-        done.setdefault("sampled_text", None)  # an older checkpoint has none: all of the text was judged
-        plain = {name: done[name] for name in PLAIN} | {"versions": tuple((v, n) for v, n in done["versions"])}
+        # an older checkpoint has none: all of the text was judged
+        done.setdefault("sampled_text", None)
+        plain = {name: done[name] for name in PLAIN} | {
+            "versions": tuple((v, n) for v, n in done["versions"])
+        }
         response.trajectory = Trajectory(
             prompt=prompt,
             sample_index=response.sample_index,

@@ -1,4 +1,5 @@
-"""Which source of rollout batches, of which prompt groups, a configuration asks for, and what it must go with."""
+"""Which source of rollout batches, of which prompt groups, a configuration asks for, and what it
+must go with."""
 
 from __future__ import annotations
 
@@ -11,7 +12,12 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.records.batch import SamplingParams
 from megatron_stare.rollout.sources.ages import Ages
 from megatron_stare.rollout.sources.asynchronous_source import AsynchronousSource
-from megatron_stare.rollout.sources.group_sampling import EveryGroup, Groups, InformativeGroups, ReturnablePrompts
+from megatron_stare.rollout.sources.group_sampling import (
+    EveryGroup,
+    Groups,
+    InformativeGroups,
+    ReturnablePrompts,
+)
 from megatron_stare.rollout.sources.partial_sampling import PartialGroups
 from megatron_stare.rollout.sources.rollout_source import Progress, Rollouts
 from megatron_stare.rollout.sources.synchronous_source import SynchronousSource
@@ -23,10 +29,14 @@ def make_groups(config: Config, prompts: ReturnablePrompts) -> Groups:
     if partial.tokens is not None:
         under_way = partial.groups_under_way(batch.prompts, batch.generate_prompts)
         refills = None if batch.generate_prompts is None else batch.max_rounds
-        return PartialGroups(prompts, batch.prompts, batch.samples_per_prompt, under_way, partial.tokens, refills)
+        return PartialGroups(
+            prompts, batch.prompts, batch.samples_per_prompt, under_way, partial.tokens, refills
+        )
     if batch.generate_prompts is None:
         return EveryGroup(prompts, batch.prompts, batch.samples_per_prompt)
-    return InformativeGroups(prompts, batch.prompts, batch.samples_per_prompt, batch.generate_prompts, batch.max_rounds)
+    return InformativeGroups(
+        prompts, batch.prompts, batch.samples_per_prompt, batch.generate_prompts, batch.max_rounds
+    )
 
 
 def make_source(
@@ -45,7 +55,14 @@ def make_source(
         ages = None if config.partial.tokens is None else Ages(masked_from=masked_from)
         return SynchronousSource(rollouts, groups, sampling, prompts, progress, idle, ages)
     return AsynchronousSource(
-        rollouts, groups, sampling, prompts, rollout.staleness, config.run.steps, progress, masked_from
+        rollouts,
+        groups,
+        sampling,
+        prompts,
+        rollout.staleness,
+        config.run.steps,
+        progress,
+        masked_from,
     )
 
 
@@ -56,7 +73,8 @@ def check_staleness(config: Config, method: Method) -> None:
         check_partial(config)
     if rollout.staleness is not None and config.sglang.colocated:
         raise ConfigError(
-            "engines that share the trainer's device rest while it computes, and cannot sample ahead of it",
+            "engines that share the trainer's device rest while it computes, and cannot sample"
+            " ahead of it",
             where="rollout.staleness",
             fix="set sglang.colocated=false, or rollout.staleness=null",
         )
@@ -66,14 +84,24 @@ def check_staleness(config: Config, method: Method) -> None:
             where="rollout.stale_from",
             fix="set rollout.stale_tokens=mask, or rollout.stale_from=1",
         )
-    if not (rollout.staleness or cut) or (rollout.stale_tokens == "mask" and rollout.stale_from == 1):
+    if not (rollout.staleness or cut) or (
+        rollout.stale_tokens == "mask" and rollout.stale_from == 1
+    ):
         return
     if isinstance(method, PolicyGradient) and method.correction is None:
-        allowed = f"{rollout.staleness} steps old" if rollout.staleness else "older than those a step trains"
+        allowed = (
+            f"{rollout.staleness} steps old"
+            if rollout.staleness
+            else "older than those a step trains"
+        )
         raise ConfigError(
-            f"tokens may be sampled by weights that are {allowed}, and nothing corrects the loss for it",
+            f"tokens may be sampled by weights that are {allowed}, and nothing corrects the loss"
+            " for it",
             where="rollout.staleness" if rollout.staleness else "partial.tokens",
-            fix="set algorithm.correction={mode: truncate} or another of its modes, or rollout.stale_tokens=mask",
+            fix=(
+                "set algorithm.correction={mode: truncate} or another of its modes, or"
+                " rollout.stale_tokens=mask"
+            ),
         )
 
 
@@ -83,7 +111,8 @@ def check_partial(config: Config) -> None:
     assert partial.tokens is not None
     if config.rollout.staleness is not None:
         raise ConfigError(
-            "what is sampled ahead of training goes on over weight updates by itself, and is not cut",
+            "what is sampled ahead of training goes on over weight updates by itself, and is"
+            " not cut",
             where="partial.tokens",
             fix="set it to null, or rollout.staleness=null",
         )
@@ -95,7 +124,8 @@ def check_partial(config: Config) -> None:
         )
     if partial.prompts is not None and batch.generate_prompts is not None:
         raise ConfigError(
-            "with dynamic sampling batch.generate_prompts says how many prompt groups are under way",
+            "with dynamic sampling batch.generate_prompts says how many prompt groups are"
+            " under way",
             where="partial.prompts",
             fix="set one of them to null",
         )

@@ -61,12 +61,14 @@ class RolloutSource(ABC):
     """Rollout batches, one a training step, from weights that training publishes.
 
     What the synchronous source gives for nothing, an asynchronous one must keep:
-    - every prompt of the stream is used exactly once, in the order of its cursor, also over a save and a resume;
-    - a token's weight version is that of the weights that sampled it, and none is older than the bound that was asked
-      for; at a bound of 0 every batch is the synchronous source's, bit for bit;
+    - every prompt of the stream is used exactly once, in the order of its cursor, also over a save
+      and a resume;
+    - a token's weight version is that of the weights that sampled it, and none is older than the
+      bound that was asked for; at a bound of 0 every batch is the synchronous source's, bit for
+      bit;
     - `publish` never leaves a replica with a mixture of weights that goes on sampling;
-    - trajectories in flight, and those that wait for their step, are of prompts that `state` counts as not used, or are
-      kept beside it (see group_sampling.Groups.kept).
+    - trajectories in flight, and those that wait for their step, are of prompts that `state` counts
+      as not used, or are kept beside it (see group_sampling.Groups.kept).
     """
 
     @abstractmethod
@@ -75,7 +77,8 @@ class RolloutSource(ABC):
 
     @abstractmethod
     def publish(self, weights: WeightStream, version: int) -> None:
-        """Hands over new weights; when it returns, `next` samples from none older than the source allows."""
+        """Hands over new weights; when it returns, `next` samples from none older than the source
+        allows."""
 
     @abstractmethod
     def state(self) -> dict[str, int]:
@@ -85,7 +88,8 @@ class RolloutSource(ABC):
         """
 
     def quiet(self) -> contextlib.AbstractContextManager[None]:
-        """While open, the engines are the caller's. Waits until they have nothing of this source to do."""
+        """While open, the engines are the caller's. Waits until they have nothing of this source to
+        do."""
         return contextlib.nullcontext()
 
     def close(self) -> None:  # noqa: B027 - most sources have nothing to give up
@@ -115,7 +119,9 @@ class Rollouts:
         verified: Callable[[Trajectory], None] = lambda _: None,
     ) -> list[Trajectory]:
         """See `made`; in an event loop of its own."""
-        return run_whole(lambda: self.made(prompts, samples, params, progress, wanted=wanted, verified=verified))
+        return run_whole(
+            lambda: self.made(prompts, samples, params, progress, wanted=wanted, verified=verified)
+        )
 
     async def made(
         self,
@@ -129,11 +135,12 @@ class Rollouts:
     ) -> list[Trajectory]:
         """`samples` trajectories a prompt, in canonical order, verified as they come.
 
-        Waits for the last verdict; unblocked by it, or by the first error of an engine, an environment or the
-        verifier.
+        Waits for the last verdict; unblocked by it, or by the first error of an engine, an
+        environment or the verifier.
 
         Args:
-            enough: once it says so, what is still being sampled is given up, and missing from what is returned.
+            enough: once it says so, what is still being sampled is given up, and missing from what
+                is returned.
             wanted: prompt and sample number of every trajectory that is made; None: all of them.
             verified: is told each trajectory as it gets its verdict.
 
@@ -155,27 +162,33 @@ class Rollouts:
         tokens: int | None = None,
         verified: Callable[[Trajectory], None] = lambda _: None,
     ) -> None:
-        """Makes responses that are under way, or have not been begun, to their end and their verdict, or until each has
-        grown by so many tokens.
+        """Makes responses that are under way, or have not been begun, to their end and their
+        verdict, or until each has grown by so many tokens.
 
-        Waits for the last verdict, and the last token of those that are cut; unblocked as `made` is.
+        Waits for the last verdict, and the last token of those that are cut; unblocked as `made`
+        is.
 
         Args:
             responses: of whole groups, where `enough` is given.
             enough: as in `made`.
-            tokens: that are sampled of a response; what is not finished then is cut. None: to its end.
+            tokens: that are sampled of a response; what is not finished then is cut. None: to its
+                end.
             verified: is told each trajectory as it gets its verdict.
 
         Raises:
             DataError: an engine or an environment broke its contract.
-            WeightVersionError: responses are cut, and a token is not of the weights that `params.step` trains.
+            WeightVersionError: responses are cut, and a token is not of the weights that
+                `params.step` trains.
         """
         wanted = Counter(response.prompt.cursor for response in responses)
-        groups: dict[int, list[Trajectory]] = {cursor: [] for cursor in wanted}  # those that are verified
+        # those that are verified
+        groups: dict[int, list[Trajectory]] = {cursor: [] for cursor in wanted}
         sampling: dict[int, asyncio.Task[None]] = {}
         made, given_up = 0, False
 
-        async def judged(response: UnderWay, turns: Turns, trajectory: Trajectory, judge: Judge) -> None:
+        async def judged(
+            response: UnderWay, turns: Turns, trajectory: Trajectory, judge: Judge
+        ) -> None:
             """Checks what an environment made, and has it verified. Waits for the verifier."""
             turns.check_repeated()
             trajectory.prompt, trajectory.sample_index = response.prompt, response.sample_index
@@ -187,8 +200,9 @@ class Rollouts:
             response.finish(trajectory)
 
         async def one(number: int, serving: Serving, judge: Judge) -> None:
-            """One trajectory, from its prompt to its verdict. Waits for its environment, which waits for tokens, and
-            then for the verifier; unblocked by them, by a cut, or by cancellation once there is enough."""
+            """One trajectory, from its prompt to its verdict. Waits for its environment, which
+            waits for tokens, and then for the verifier; unblocked by them, by a cut, or by
+            cancellation once there is enough."""
             nonlocal made, given_up
             response = responses[number]
             prompt = response.prompt
@@ -223,14 +237,20 @@ class Rollouts:
                     task.cancel()
 
         progress(0, len(responses))
-        async with self.verify(len(responses)) as judge, self.pool.serving(params, len(responses)) as serving:
+        async with (
+            self.verify(len(responses)) as judge,
+            self.pool.serving(params, len(responses)) as serving,
+        ):
             for number in range(len(responses)):
                 sampling[number] = asyncio.create_task(one(number, serving, judge))
             await serving.finished(list(sampling.values()))
 
-    def _set_sampled_text(self, trajectory: Trajectory, response: UnderWay, params: SamplingParams) -> None:
-        """Sets what a verifier reads: it is made of the tokens, so that no word of an environment is in it whatever the
-        environment calls the response's text. That of a single turn is there already."""
+    def _set_sampled_text(
+        self, trajectory: Trajectory, response: UnderWay, params: SamplingParams
+    ) -> None:
+        """Sets what a verifier reads: it is made of the tokens, so that no word of an environment
+        is in it whatever the environment calls the response's text. That of a single turn is there
+        already."""
         answers = response.answers
         if len(answers) == 1 and torch.equal(answers[0].tokens, trajectory.tokens):
             said = answers[0].text
@@ -241,7 +261,8 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class Collected:
-    """A step's trajectories, in canonical order, and what there is to say of how they were chosen."""
+    """A step's trajectories, in canonical order, and what there is to say of how they were
+    chosen."""
 
     trajectories: list[Trajectory]
     metrics: Mapping[str, float]
@@ -251,7 +272,11 @@ class GroupSampling(Protocol):
     """Chooses the prompt groups a step trains on; see rollout/sources/group_sampling.py."""
 
     async def collect(
-        self, rollouts: Rollouts, params: SamplingParams, progress: Progress, settled: Callable[[], None]
+        self,
+        rollouts: Rollouts,
+        params: SamplingParams,
+        progress: Progress,
+        settled: Callable[[], None],
     ) -> Collected: ...
 
 
@@ -263,11 +288,14 @@ def training_params(params: SamplingParams) -> SamplingParams:
 
 
 def check_trajectory(trajectory: Trajectory, max_new_tokens: int) -> None:
-    """Raises DataError where an environment breaks its contract: columns of different lengths, a token that carries
-    loss though nothing sampled it, or a response longer than the run allows."""
+    """Raises DataError where an environment breaks its contract: columns of different lengths, a
+    token that carries loss though nothing sampled it, or a response longer than the run allows."""
     where = f"{WHERE}, prompt {trajectory.prompt.id}"
     n = len(trajectory)
-    if trajectory.experts is not None and len(trajectory.experts) > len(trajectory.prompt.token_ids) + n:
+    if (
+        trajectory.experts is not None
+        and len(trajectory.experts) > len(trajectory.prompt.token_ids) + n
+    ):
         raise DataError(f"a trajectory of {n} tokens names the experts of more", where=where)
     columns = {
         "log-probs": trajectory.log_probs.numel(),
@@ -279,7 +307,8 @@ def check_trajectory(trajectory: Trajectory, max_new_tokens: int) -> None:
             raise DataError(f"a trajectory of {n} tokens has {name} of {length}", where=where)
     if n > max_new_tokens:
         raise DataError(
-            f"a response of {n} tokens, what the environment says included; the run allows {max_new_tokens}",
+            f"a response of {n} tokens, what the environment says included; the run allows"
+            f" {max_new_tokens}",
             where=where,
             fix="let the environment say less, or raise rollout.max_new_tokens",
         )

@@ -26,8 +26,10 @@ class SynchronousSource(RolloutSource):
         groups: takes prompts, and says which of their trajectories a step trains on.
         sampling: for a step's number, how its trajectories are sampled.
         prompts: the state of the stream that `groups` takes them from.
-        idle: called when a batch is made and the engines have nothing to do until the next `publish`.
-        ages: of a run that trains on tokens of older weights too; None: every token is of the newest.
+        idle: called when a batch is made and the engines have nothing to do until the next
+            `publish`.
+        ages: of a run that trains on tokens of older weights too; None: every token is of the
+            newest.
     """
 
     def __init__(
@@ -41,19 +43,28 @@ class SynchronousSource(RolloutSource):
         ages: Ages | None = None,
     ) -> None:
         self._rollouts, self._groups, self._ages = rollouts, groups, ages
-        self._sampling, self._prompts, self._progress, self._idle = sampling, prompts, progress, idle
+        self._sampling, self._prompts, self._progress, self._idle = (
+            sampling,
+            prompts,
+            progress,
+            idle,
+        )
         self.version = -1  # of the newest weights
         self.metrics: Mapping[str, float] = {}  # of the last batch
 
     def next(self, step: int) -> RolloutBatch:
-        """See RolloutSource. Waits for the step's last verdict; unblocked by it, or by the first error.
+        """See RolloutSource. Waits for the step's last verdict; unblocked by it, or by the first
+        error.
 
         Raises:
             WeightVersionError: a token was sampled by other weights than it may be.
-            ValueError: greedily, or from a part of the vocabulary; the loss takes the policy for what was sampled from.
+            ValueError: greedily, or from a part of the vocabulary; the loss takes the policy for
+                what was sampled from.
         """
         params = training_params(self._sampling(step))
-        collected = run_whole(lambda: self._groups.collect(self._rollouts, params, self._progress, lambda: None))
+        collected = run_whole(
+            lambda: self._groups.collect(self._rollouts, params, self._progress, lambda: None)
+        )
         if self._ages is None:
             check_versions(collected.trajectories, self.version)
             self.metrics = collected.metrics

@@ -1,7 +1,8 @@
-"""Serves one response's environment: the policy's tokens turn by turn, and the answers of its tools.
+"""Serves one response's environment: the policy's tokens turn by turn, and the answers of its
+tools.
 
-Requests go to the engines through Serving; what comes back is kept in UnderWay, and what tools answer in the journal of
-calls, so that an environment that is run again is answered as before.
+Requests go to the engines through Serving; what comes back is kept in UnderWay, and what tools
+answer in the journal of calls, so that an environment that is run again is answered as before.
 """
 
 from __future__ import annotations
@@ -48,21 +49,34 @@ class Turns:
         tokenizer: Any,
         journal: CallJournal,
     ) -> None:
-        self._serving, self._response, self._params, self._tokens = serving, response, params, tokens
+        self._serving, self._response, self._params, self._tokens = (
+            serving,
+            response,
+            params,
+            tokens,
+        )
         self._left = tokens
         self._tokenizer, self._journal = tokenizer, journal
         self._turns, self._calls = itertools.count(), itertools.count()
         self._failed: list[Call] = []
 
     async def __call__(
-        self, context: Sequence[int], max_new_tokens: int | None = None, stop: str | Sequence[str] = ()
+        self,
+        context: Sequence[int],
+        max_new_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
     ) -> Turn:
         """See Generate."""
         response, prompt, params = self._response, self._response.prompt, self._params
         start = len(context) - len(prompt.token_ids)
         if tuple(context[: len(prompt.token_ids)]) != prompt.token_ids:
-            raise DataError("what is to be continued does not begin with the prompt", where=f"prompt {prompt.id}")
-        stops = _checked((stop,) if isinstance(stop, str) else tuple(stop), self._tokenizer, prompt.id)
+            raise DataError(
+                "what is to be continued does not begin with the prompt",
+                where=f"prompt {prompt.id}",
+            )
+        stops = _checked(
+            (stop,) if isinstance(stop, str) else tuple(stop), self._tokenizer, prompt.id
+        )
         left = params.max_new_tokens - start
         if left < 1:
             return Turn(torch.zeros(0, dtype=torch.int32), torch.zeros(0), (), "length", "")
@@ -81,7 +95,9 @@ class Turns:
             result = await self._serving.generate(
                 GenerateRequest(
                     rid=f"{prompt.cursor}:{response.sample_index}:{call}",
-                    input_ids=(*context, *answer.tokens.tolist()) if len(answer) else tuple(context),
+                    input_ids=(
+                        (*context, *answer.tokens.tolist()) if len(answer) else tuple(context)
+                    ),
                     prompt_cursor=prompt.cursor,
                     sample_index=response.sample_index,
                     start=start + len(answer),
@@ -100,7 +116,9 @@ class Turns:
             self._add(answer, result, asked, limit, stops)
         return answer.turn()
 
-    def _add(self, answer: Answer, result: GenerateResult, asked: int, limit: int, stops: tuple[str, ...]) -> None:
+    def _add(
+        self, answer: Answer, result: GenerateResult, asked: int, limit: int, stops: tuple[str, ...]
+    ) -> None:
         """Appends what an engine said next, and ends the answer where it ends."""
         first, reason = not len(answer), result.finish_reason
         answer.add(result)
@@ -114,8 +132,11 @@ class Turns:
         elif reason == "length" and result.output_ids.numel() == asked and len(answer) < limit:
             return
         answer.finish_reason = reason
-        ends = "length" if paused else reason  # whether the last token is a stop token, which is not of the text
-        answer.text = result.text if first and not paused else text_of(answer.tokens, ends, self._tokenizer)
+        # whether the last token is a stop token, which is not of the text
+        ends = "length" if paused else reason
+        answer.text = (
+            result.text if first and not paused else text_of(answer.tokens, ends, self._tokenizer)
+        )
 
     async def call(self, tool: Tool, request: Any, *, idempotent: bool = False) -> Any:
         """See Generate. Waits for the journal and the tool.
@@ -158,15 +179,17 @@ class Turns:
         return json.loads(json.dumps(call.outcome["answer"]))
 
     async def take_back_failures(self) -> None:
-        """The environment has ended by an error, and may have by those of its tools: a run that is resumed must not be
-        answered with them for ever."""
+        """The environment has ended by an error, and may have by those of its tools: a run that is
+        resumed must not be answered with them for ever."""
         for call in self._failed:
             if call.outcome is not None:
                 await self._journal.take_back(self._response.key, call)
 
     def check_repeated(self) -> None:
         """Raises DataError where the environment was run again, and asked for less than before."""
-        if next(self._turns) < len(self._response.answers) or next(self._calls) < len(self._response.calls):
+        if next(self._turns) < len(self._response.answers) or next(self._calls) < len(
+            self._response.calls
+        ):
             raise self._response.not_repeated()
 
 
@@ -182,22 +205,31 @@ def _json(value: Any, what: str, where: str) -> str:
 
 
 def _checked(stops: tuple[str, ...], tokenizer: Any, prompt: str) -> tuple[str, ...]:
-    """Raises DataError where text of a turn cannot be looked through for one of the stop strings."""
+    """Raises DataError where text of a turn cannot be looked through for one of the stop
+    strings."""
     for stop in stops:
         special = next((token for token in tokenizer.all_special_tokens if token in stop), None)
         if not stop or not stop[-1].isascii():
-            what, fix = "ends in no ASCII character", "no single token completes it for certain; cut it before that one"
+            what, fix = (
+                "ends in no ASCII character",
+                "no single token completes it for certain; cut it before that one",
+            )
         elif special is not None:
-            what, fix = f"has the special token {special!r} in it, which no turn's text has", "leave that out"
+            what, fix = (
+                f"has the special token {special!r} in it, which no turn's text has",
+                "leave that out",
+            )
         else:
             continue
-        raise DataError(f"the stop string {stop!r} {what}", where=f"{WHERE}, prompt {prompt}", fix=fix)
+        raise DataError(
+            f"the stop string {stop!r} {what}", where=f"{WHERE}, prompt {prompt}", fix=fix
+        )
     return stops
 
 
 def completed(tokens: Tensor, stops: tuple[str, ...], tokenizer: Any) -> str | None:
-    """The stop string that the last of the tokens [n] completes, none before it having done so; None: it completes
-    none."""
+    """The stop string that the last of the tokens [n] completes, none before it having done so;
+    None: it completes none."""
     longest = TOKENS_A_CHARACTER * (max(map(len, stops)) + 1)
     text = text_of(tokens[-longest:], "length", tokenizer)
     return next((stop for stop in stops if stop in text), None)
@@ -205,20 +237,28 @@ def completed(tokens: Tensor, stops: tuple[str, ...], tokenizer: Any) -> str | N
 
 @functools.lru_cache(maxsize=64)
 def may_complete(stops: tuple[str, ...], tokenizer: Any) -> tuple[int, ...]:
-    """Ascending ids of the tokens in which one of the stop strings may end: those that begin with its end or have it in
-    them, and, where a token begins within a character, those that have its last one."""
+    """Ascending ids of the tokens in which one of the stop strings may end: those that begin with
+    its end or have it in them, and, where a token begins within a character, those that have its
+    last one."""
 
     def may(text: str, stop: str) -> bool:
         if stop[-1] not in text:
             return False
-        return stop in text or "\ufffd" in text or any(text.startswith(stop[i:]) for i in range(1, len(stop)))
+        return (
+            stop in text
+            or "\ufffd" in text
+            or any(text.startswith(stop[i:]) for i in range(1, len(stop)))
+        )
 
-    return tuple(token for token, text in _texts(tokenizer) if any(may(text, stop) for stop in stops))
+    return tuple(
+        token for token, text in _texts(tokenizer) if any(may(text, stop) for stop in stops)
+    )
 
 
 @functools.lru_cache(maxsize=4)
 def _texts(tokenizer: Any) -> list[tuple[int, str]]:
-    """Id and text of every token that has one, as it reads behind another: alone some lose the space before them."""
+    """Id and text of every token that has one, as it reads behind another: alone some lose the
+    space before them."""
     before = tokenizer("0", add_special_tokens=False).input_ids[-1:]
     length = len(tokenizer.decode(before))
     ids = sorted(set(tokenizer.get_vocab().values()))
@@ -227,8 +267,8 @@ def _texts(tokenizer: Any) -> list[tuple[int, str]]:
 
 
 def check_result(result: GenerateResult, stop_token_ids: Collection[int]) -> None:
-    """Raises DataError where an engine breaks its contract: columns of different lengths, or a finish reason that its
-    tokens contradict.
+    """Raises DataError where an engine breaks its contract: columns of different lengths, or a
+    finish reason that its tokens contradict.
 
     Args:
         stop_token_ids: those that end a response, and those that the request named.
@@ -238,17 +278,25 @@ def check_result(result: GenerateResult, stop_token_ids: Collection[int]) -> Non
     versions = covered(result.versions)
     if not ids == log_probs == versions:
         raise DataError(
-            f"the engine returned {ids} tokens, {log_probs} log-probs and weight versions of {versions}", where=where
+            f"the engine returned {ids} tokens, {log_probs} log-probs and weight versions of"
+            f" {versions}",
+            where=where,
         )
     if early := set(result.output_ids[:-1].tolist()) & set(stop_token_ids):
         raise DataError(
             f"the response goes on behind the tokens {sorted(early)}, which end it",
             where=where,
-            fix="the engine must heed the request's stop_token_ids beside those of the sampling parameters",
+            fix=(
+                "the engine must heed the request's stop_token_ids beside those of the sampling"
+                " parameters"
+            ),
         )
-    if result.finish_reason == "stop" and (not ids or int(result.output_ids[-1]) not in stop_token_ids):
+    if result.finish_reason == "stop" and (
+        not ids or int(result.output_ids[-1]) not in stop_token_ids
+    ):
         raise DataError(
-            f"the response stopped, but its last token {result.output_ids[-1:].tolist()} is no stop token "
+            f"the response stopped, but its last token {result.output_ids[-1:].tolist()} is no stop"
+            " token "
             f"({', '.join(map(str, sorted(stop_token_ids)[:9]))}{', ...' * (len(stop_token_ids) > 9)})",
             where=where,
             fix="the engine must return the stop token with its log-prob, and stop at no other",
@@ -261,7 +309,8 @@ def covered(versions: VersionRuns) -> int:
 
 
 def check_versions(responses: Sequence[Trajectory | GenerateResult], expected_version: int) -> None:
-    """Raises WeightVersionError unless every sampled token was sampled by the weights of `expected_version`."""
+    """Raises WeightVersionError unless every sampled token was sampled by the weights of
+    `expected_version`."""
     found: Counter[int] = Counter()
     for response in responses:
         for version, tokens in response.versions:
@@ -269,9 +318,14 @@ def check_versions(responses: Sequence[Trajectory | GenerateResult], expected_ve
     del found[NOT_SAMPLED]
     if set(found) <= {expected_version}:
         return
-    counts = ", ".join(f"version {version}: {count} tokens" for version, count in sorted(found.items()))
+    counts = ", ".join(
+        f"version {version}: {count} tokens" for version, count in sorted(found.items())
+    )
     raise WeightVersionError(
         f"the trainer holds version {expected_version}, but the rollout was sampled by {counts}",
         where="rollout",
-        fix="sync the weights to every engine before generating, and drop the samples of other versions",
+        fix=(
+            "sync the weights to every engine before generating, and drop the samples of other"
+            " versions"
+        ),
     )

@@ -1,8 +1,9 @@
 """A response on its way from its prompt to its verdict, and what is kept of it where it is cut.
 
-An environment is a coroutine, which no checkpoint can hold. What is kept is what the policy answered it: a response
-that is continued runs its environment from the beginning, gives it the same answers again, and goes on where they end.
-What its tools answered it is kept too, in a journal (calls.py).
+An environment is a coroutine, which no checkpoint can hold. What is kept is what the policy
+answered it: a response that is continued runs its environment from the beginning, gives it the same
+answers again, and goes on where they end. What its tools answered it is kept too, in a journal
+(calls.py).
 
 Shape legend: n tokens of one answer so far.
 """
@@ -26,12 +27,13 @@ from megatron_stare.rollout.sources.calls import ResponseKey
 
 
 class ResponseCut(BaseException):
-    """Ends an environment whose response has grown by as much as it may for now. Like a cancellation it is no
-    Exception, so that no environment takes it for a failure of its own."""
+    """Ends an environment whose response has grown by as much as it may for now. Like a
+    cancellation it is no Exception, so that no environment takes it for a failure of its own."""
 
 
 class ResponseGivenUp(BaseException):
-    """Ends an environment whose response cannot be gone on with: nobody knows what became of a call of its own."""
+    """Ends an environment whose response cannot be gone on with: nobody knows what became of a call
+    of its own."""
 
 
 _NO_TOKENS, _NO_LOG_PROBS = torch.zeros(0, dtype=torch.int32), torch.zeros(0)
@@ -46,24 +48,36 @@ class Answer:
     versions: VersionRuns = ()
     finish_reason: FinishReason | None = None  # None: it goes on
     text: str = ""  # once it is whole
-    experts: Tensor | None = None  # of the newest part, which had all before it as its context; see `routing_column`
+    # of the newest part, which had all before it as its context; see `routing_column`
+    experts: Tensor | None = None
     stop: str | None = None  # once it is whole, the stop string that it ends with
 
     def __len__(self) -> int:
-        return self.tokens.numel()  # as everywhere on a response's way; len() of a tensor takes ten times as long
+        # as everywhere on a response's way; len() of a tensor takes ten times as long
+        return self.tokens.numel()
 
     def add(self, part: GenerateResult) -> None:
         """Appends what an engine sampled next."""
         whole = not len(self)
         self.tokens = part.output_ids if whole else torch.cat([self.tokens, part.output_ids])
-        self.log_probs = part.output_log_probs if whole else torch.cat([self.log_probs, part.output_log_probs])
+        self.log_probs = (
+            part.output_log_probs if whole else torch.cat([self.log_probs, part.output_log_probs])
+        )
         self.versions = joined(self.versions, part.versions)
         self.experts = part.experts
 
     def turn(self) -> Turn:
         """The whole answer, as environments see it."""
         assert self.finish_reason is not None
-        return Turn(self.tokens, self.log_probs, self.versions, self.finish_reason, self.text, self.experts, self.stop)
+        return Turn(
+            self.tokens,
+            self.log_probs,
+            self.versions,
+            self.finish_reason,
+            self.text,
+            self.experts,
+            self.stop,
+        )
 
 
 @dataclass
@@ -73,7 +87,8 @@ class UnderWay:
     Attributes:
         step: that it was begun in, which keys its sampling noise to its end.
         answers: of the policy, by call of the environment's `generate`; the last may be cut.
-        calls: of the environment's tools, in their order: checksum of what is asked, and the call's id.
+        calls: of the environment's tools, in their order: checksum of what is asked, and the call's
+            id.
         context: checksum of what stood before the last answer, where that is cut.
         replica: that gave the last tokens, in this process.
         trajectory: of a response that is finished and verified.
@@ -113,11 +128,14 @@ class UnderWay:
 
     def copy(self) -> UnderWay:
         """One that does not grow with this; their tokens are the same memory."""
-        return replace(self, answers=[replace(answer) for answer in self.answers], calls=[*self.calls])
+        return replace(
+            self, answers=[replace(answer) for answer in self.answers], calls=[*self.calls]
+        )
 
     @property
     def tokens(self) -> int:
-        """Tokens of the response so far, without those that its environment said since the last answer."""
+        """Tokens of the response so far, without those that its environment said since the last
+        answer."""
         return sum(map(len, self.answers)) if self.trajectory is None else len(self.trajectory)
 
     def answer(self, call: int, context: Sequence[int]) -> Answer:
@@ -162,8 +180,10 @@ class UnderWay:
         return DataError(
             "the environment did not say again what it had said before its response was cut",
             where=f"{WHERE}, prompt {self.prompt.id}",
-            fix="let all that it says follow from the prompt and the answers it was given, and ask its tools by "
-            "generate.call; or set partial.tokens=null",
+            fix=(
+                "let all that it says follow from the prompt and the answers it was given, and ask"
+                " its tools by generate.call; or set partial.tokens=null"
+            ),
         )
 
 

@@ -1,7 +1,7 @@
 """A model cut into blocks of rows: the unit in which weights are converted offline, and compared.
 
-A block is a few MB of one Megatron tensor of the whole model and the rows of Hugging Face tensors it is made of, so
-that converting, in either direction, never holds more than a block.
+A block is a few MB of one Megatron tensor of the whole model and the rows of Hugging Face tensors
+it is made of, so that converting, in either direction, never holds more than a block.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows [start, stop) of the Megatron tensor that `rule` names, and what they are made of, in order."""
+    """Rows [start, stop) of the Megatron tensor that `rule` names, and what they are made of, in
+    order."""
 
     rule: Rule
     start: int
@@ -57,14 +58,17 @@ def cut(shape: ModelShape, block_bytes: int = BLOCK_BYTES) -> list[Block]:
     return [block for rule in rules(shape) for block in _cut(rule, sizes, shape, block_bytes)]
 
 
-def _cut(rule: Rule, sizes: dict[str, tuple[int, ...]], shape: ModelShape, block_bytes: int) -> Iterator[Block]:
+def _cut(
+    rule: Rule, sizes: dict[str, tuple[int, ...]], shape: ModelShape, block_bytes: int
+) -> Iterator[Block]:
     rows = [sizes[name][0] for name in rule.hf]
     parts = list(zip(rule.sources, rule.spans(rows, shape), strict=True))
     rest = sizes[rule.hf[0]][1:]
     step = max(1, block_bytes // (math.prod(rest) * _WIDEST))
     size = (sum(rows), *rest)
     if rule.layout == "qkv":  # whole query groups
-        heads = [(stop - start) // (shape.kv_heads * shape.head_dim) for _, (start, stop) in parts]  # a group has
+        # a group has
+        heads = [(stop - start) // (shape.kv_heads * shape.head_dim) for _, (start, stop) in parts]
         unit = sum(heads) * shape.head_dim
         for group, end in _spans(shape.kv_heads, max(1, step // unit)):
             hf = [
@@ -76,7 +80,9 @@ def _cut(rule: Rule, sizes: dict[str, tuple[int, ...]], shape: ModelShape, block
     first = 0  # gated: the rows of gate, then those of up
     for name, (low, high) in parts:
         for start, stop in _spans(high - low, step):
-            yield Block(rule, first + start, first + stop, size, (Rows(name, low + start, low + stop),))
+            yield Block(
+                rule, first + start, first + stop, size, (Rows(name, low + start, low + stop),)
+            )
         first += high - low
 
 
@@ -86,14 +92,21 @@ def _spans(n: int, step: int) -> Iterator[tuple[int, int]]:
 
 def to_megatron(block: Block, parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
     """The block's Megatron rows from its Hugging Face rows, in order."""
-    return layouts.shard(block.rule, parts, _of(block, shape), 0, 1) if block.rule.layout == "qkv" else parts[0]
+    return (
+        layouts.shard(block.rule, parts, _of(block, shape), 0, 1)
+        if block.rule.layout == "qkv"
+        else parts[0]
+    )
 
 
 def to_hf(block: Block, rows: Tensor, shape: ModelShape) -> list[Tensor]:
     """The block's Hugging Face rows, in order, from its Megatron rows."""
     if block.rule.layout != "qkv":
         return [rows]
-    return [p.reshape(-1, *rows.shape[1:]) for p in layouts.blocks(block.rule, rows, _of(block, shape), 0, 1)]
+    return [
+        p.reshape(-1, *rows.shape[1:])
+        for p in layouts.blocks(block.rule, rows, _of(block, shape), 0, 1)
+    ]
 
 
 def _of(block: Block, shape: ModelShape) -> ModelShape:
@@ -104,17 +117,21 @@ def _of(block: Block, shape: ModelShape) -> ModelShape:
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a parameter in a checkpoint: a tensor, and the indices of its leading dimensions (layer, expert)."""
+    """Place of a parameter in a checkpoint: a tensor, and the indices of its leading dimensions
+    (layer, expert)."""
 
     key: str
     lead: tuple[int, ...] = ()
     dims: tuple[str, ...] = ()  # what the leading dimensions count: layers, experts
 
 
-# the names of norms that Transformer Engine fuses into the next linear, and Megatron's local layers save either way;
-# the first is the one of most checkpoints
+# the names of norms that Transformer Engine fuses into the next linear, and Megatron's local layers
+# save either way; the first is the one of most checkpoints
 _NORMS = {
-    "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+    "input_layernorm.weight": (
+        "self_attention.linear_qkv.layer_norm_weight",
+        "input_layernorm.weight",
+    ),
     "pre_mlp_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
     "self_attention.q_layernorm.weight": (
         "self_attention.q_layernorm.weight",
@@ -130,7 +147,8 @@ _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 
 
 def places(megatron: str) -> list[Place]:
-    """Everywhere a checkpoint may hold a parameter: layers and experts stacked, as is usual, or named one by one."""
+    """Everywhere a checkpoint may hold a parameter: layers and experts stacked, as is usual, or
+    named one by one."""
     in_layer = _LAYER.fullmatch(megatron)
     if not in_layer:
         return [Place(megatron)]
@@ -148,10 +166,11 @@ def places(megatron: str) -> list[Place]:
 
 
 def written_places(megatron: str, shape: ModelShape) -> list[Place]:
-    """Places of a parameter in a converted checkpoint: named one by one where layers are not alike, as Megatron does.
+    """Places of a parameter in a converted checkpoint: named one by one where layers are not alike,
+    as Megatron does.
 
-    The norm before experts, and those of latent attention, have one name in local layers and another in Transformer
-    Engine's: they are written under both, so that both load them.
+    The norm before experts, and those of latent attention, have one name in local layers and
+    another in Transformer Engine's: they are written under both, so that both load them.
     """
     found = places(megatron)
     if shape.dense_layers:

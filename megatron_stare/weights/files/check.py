@@ -22,7 +22,8 @@ _PIECE = 1 << 24  # bytes that are compared at a time
 
 
 def rules(shape: ModelShape) -> list[Rule]:
-    """The rules of every parameter this model has, with numbers filled in; a parameter of two names comes once."""
+    """The rules of every parameter this model has, with numbers filled in; a parameter of two names
+    comes once."""
     family = family_of(shape)
     found: dict[tuple[str, ...], Rule] = {}
     for rule in family.rules:
@@ -40,21 +41,23 @@ def expected(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def left_out(names: Iterable[str], shape: ModelShape) -> set[str]:
-    """The names of tensors that a folder may hold and no model is given: what follows from config.json, a tied head,
-    which is the embedding, and what the family leaves out."""
+    """The names of tensors that a folder may hold and no model is given: what follows from
+    config.json, a tied head, which is the embedding, and what the family leaves out."""
     family = family_of(shape)
     return {
         name
         for name in names
-        if name.endswith(_DERIVED) or (shape.tied and name == _HEAD) or family.leaves_out(name, shape)
+        if name.endswith(_DERIVED)
+        or (shape.tied and name == _HEAD)
+        or family.leaves_out(name, shape)
     }
 
 
 def check_folder(path: str | Path, shape: ModelShape) -> dict[str, Entry]:
     """Checks a folder, and returns the place of every tensor of the model.
 
-    Names, shapes, dtypes and the files' lengths must be those expected. A tied head that is stored beside the embedding
-    is compared with it, byte by byte; nothing else is read.
+    Names, shapes, dtypes and the files' lengths must be those expected. A tied head that is stored
+    beside the embedding is compared with it, byte by byte; nothing else is read.
 
     Raises:
         DataError: the first thing that is not so.
@@ -68,13 +71,17 @@ def check_folder(path: str | Path, shape: ModelShape) -> dict[str, Entry]:
             raise DataError(
                 f"the index says that {file.name} holds {name!r}, but it does not",
                 where=str(path / "model.safetensors.index.json"),
-                fix="the index and the files are not of one checkpoint: download or copy the folder again",
+                fix=(
+                    "the index and the files are not of one checkpoint: download or copy the folder"
+                    " again"
+                ),
             )
         if name in wanted:
             entries[name] = headers[file][name]
         elif name not in left_out([name], shape):
             raise DataError(
-                f"the tensor {name!r} is not one of a {shape.family} model as config.json describes it",
+                f"the tensor {name!r} is not one of a {shape.family} model as config.json"
+                " describes it",
                 where=str(file),
                 fix="config.json and the weights do not belong together",
             )
@@ -97,9 +104,13 @@ def _refuse_missing(names: list[str], path: Path) -> None:
 
 
 def _check_tied(head: Entry, embedding: Entry) -> None:
-    """Raises DataError where a stored head is not the embedding that it is tied to: which of the two a model then
-    computes with differs between transformers and all others."""
-    same = (head.dtype, head.shape, head.nbytes) == (embedding.dtype, embedding.shape, embedding.nbytes)
+    """Raises DataError where a stored head is not the embedding that it is tied to: which of the
+    two a model then computes with differs between transformers and all others."""
+    same = (head.dtype, head.shape, head.nbytes) == (
+        embedding.dtype,
+        embedding.shape,
+        embedding.nbytes,
+    )
     if same:
         with head.file.open("rb") as one, embedding.file.open("rb") as other:
             one.seek(head.start)
@@ -111,10 +122,13 @@ def _check_tied(head: Entry, embedding: Entry) -> None:
                 left -= piece
     if not same:
         raise DataError(
-            "config.json ties the embedding and the head (tie_word_embeddings), and the folder holds a head of its own",
+            "config.json ties the embedding and the head (tie_word_embeddings), and the folder"
+            " holds a head of its own",
             where=f"{head.file}: {_HEAD}",
-            fix="if the model was trained with its own head, set tie_word_embeddings to false; else take "
-            "lm_head.weight out of the folder",
+            fix=(
+                "if the model was trained with its own head, set tie_word_embeddings to false; else"
+                " take lm_head.weight out of the folder"
+            ),
         )
 
 
@@ -132,4 +146,7 @@ def _check_entry(name: str, entry: Entry, wanted: tuple[int, ...]) -> None:
             fix="use the checkpoint that was not quantised",
         )
     if entry.nbytes != math.prod(entry.shape) * DTYPES[entry.dtype].itemsize:
-        raise DataError(f"{name!r} has {entry.nbytes:,} bytes, which its shape does not make", where=str(entry.file))
+        raise DataError(
+            f"{name!r} has {entry.nbytes:,} bytes, which its shape does not make",
+            where=str(entry.file),
+        )

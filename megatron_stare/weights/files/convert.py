@@ -1,8 +1,10 @@
-"""Converts Hugging Face folders to distributed checkpoints of Megatron and back, block by block, in several processes.
+"""Converts Hugging Face folders to distributed checkpoints of Megatron and back, block by block, in
+several processes.
 
-A distributed checkpoint does not depend on a layout: what is written here loads at any tensor, pipeline, virtual
-pipeline and expert parallelism, and what any layout saved is read. docs/checkpoints.md has the formats. Asked for a
-check it reads both sides again and compares them bit for bit.
+A distributed checkpoint does not depend on a layout: what is written here loads at any tensor,
+pipeline, virtual pipeline and expert parallelism, and what any layout saved is read.
+docs/checkpoints.md has the formats. Asked for a check it reads both sides again and compares them
+bit for bit.
 """
 
 from __future__ import annotations
@@ -26,13 +28,28 @@ from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.files import torch_dist
 from megatron_stare.weights.files.blocks import Block, Place, cut, places, to_hf, to_megatron
 from megatron_stare.weights.files.check import check_folder, expected
-from megatron_stare.weights.files.hf_folder import SHARD_BYTES, copy_companions, create_shards, dtype_name
+from megatron_stare.weights.files.hf_folder import (
+    SHARD_BYTES,
+    copy_companions,
+    create_shards,
+    dtype_name,
+)
 from megatron_stare.weights.files.open_files import OpenFiles, copy_range
 from megatron_stare.weights.files.processes import Advance, run_parts
-from megatron_stare.weights.files.safetensors_file import DTYPES, Buffer, Entry, read_rows, write_rows
+from megatron_stare.weights.files.safetensors_file import (
+    DTYPES,
+    Buffer,
+    Entry,
+    read_rows,
+    write_rows,
+)
 from megatron_stare.weights.files.staging import staging
 from megatron_stare.weights.files.torch_dist import TorchDist, check_checkpoint
-from megatron_stare.weights.files.torch_dist_writer import finish_checkpoint, plan_parts, write_checkpoint_part
+from megatron_stare.weights.files.torch_dist_writer import (
+    finish_checkpoint,
+    plan_parts,
+    write_checkpoint_part,
+)
 
 _LINE_EVERY_S = 5.0
 
@@ -58,7 +75,8 @@ def convert(source: Path, target: Path, model: Path | None, options: Options) ->
     """Converts the way that `source` asks for.
 
     Args:
-        model: the Hugging Face folder whose config.json and tokenizer go with a distributed checkpoint that has none.
+        model: the Hugging Face folder whose config.json and tokenizer go with a distributed
+            checkpoint that has none.
 
     Raises:
         UserError: something does not fit, or the disk is full; then there is no `target`.
@@ -71,14 +89,18 @@ def convert(source: Path, target: Path, model: Path | None, options: Options) ->
 
 
 def companions_of(checkpoint: Path) -> Path:
-    """The folder with a checkpoint's config.json and tokenizer: itself, or what its run started from."""
+    """The folder with a checkpoint's config.json and tokenizer: itself, or what its run started
+    from."""
     run_dir = checkpoint.resolve().parent.parent
     recorded = run_dir / "config.yaml"
     started_from = []
     if recorded.exists():
         path = Path(read_yaml(recorded)["model"]["path"])  # the same in every format
-        # runs of the first format recorded it as it was given, relative to the folder that most runs lie below
-        started_from = [path] if path.is_absolute() else [*(above / path for above in run_dir.parents), path]
+        # runs of the first format recorded it as it was given, relative to the folder that most
+        # runs lie below
+        started_from = (
+            [path] if path.is_absolute() else [*(above / path for above in run_dir.parents), path]
+        )
     for folder in (checkpoint, *started_from):
         if (folder / "config.json").exists():
             return folder
@@ -90,7 +112,8 @@ def companions_of(checkpoint: Path) -> Path:
 
 
 def hf_to_megatron(source: Path, target: Path, options: Options) -> None:
-    """Writes a folder's weights as a distributed checkpoint, with config.json and tokenizer beside them."""
+    """Writes a folder's weights as a distributed checkpoint, with config.json and tokenizer beside
+    them."""
     shape = read_shape(source)
     entries = check_folder(source, shape)
     family = family_of(shape)
@@ -104,7 +127,9 @@ def hf_to_megatron(source: Path, target: Path, options: Options) -> None:
     blocks = sorted(cut(shape), key=position)  # read from front to back
     total = _bytes(blocks, dtype)
     with staging(target, total) as folder:
-        parts, metadata = plan_parts(folder, _split(blocks, options.processes), entries, shape, dtype)
+        parts, metadata = plan_parts(
+            folder, _split(blocks, options.processes), entries, shape, dtype
+        )
         with Progress("convert", total) as progress:
             results = run_parts(write_checkpoint_part, parts, progress.advance)
         finish_checkpoint(folder, metadata, results)
@@ -123,14 +148,20 @@ def megatron_to_hf(checkpoint: Path, target: Path, model: Path, options: Options
     with TorchDist(checkpoint) as opened:
         blocks = cut(shape)
         check_checkpoint(opened, shape, blocks)
-        held = (opened.dtypes[opened.place(b.rule.megatron).key] for b in blocks if not b.rule.float32)
+        held = (
+            opened.dtypes[opened.place(b.rule.megatron).key] for b in blocks if not b.rule.float32
+        )
         dtype = options.dtype or _only(held, checkpoint)
         blocks = sorted(blocks, key=opened.position)
     total = _bytes(blocks, dtype)
     others = {at.name: torch.float32 for block in blocks if block.rule.float32 for at in block.hf}
     with staging(target, total) as folder:
-        entries = create_shards(folder, [expected(shape)], dtype, options.shard_bytes, others=others)
-        parts = [HfPart(checkpoint, entries, shape, part) for part in _split(blocks, options.processes)]
+        entries = create_shards(
+            folder, [expected(shape)], dtype, options.shard_bytes, others=others
+        )
+        parts = [
+            HfPart(checkpoint, entries, shape, part) for part in _split(blocks, options.processes)
+        ]
         with Progress("convert", total) as progress:
             run_parts(write_part, parts, progress.advance)
         copy_companions(model, folder, dtype_name(dtype))
@@ -142,7 +173,11 @@ def _only(dtypes: Iterable[torch.dtype], where: Path) -> torch.dtype:
     found = set(dtypes)
     if len(found) > 1:
         names = ", ".join(sorted(dtype_name(dtype) for dtype in found))
-        raise ConfigError(f"the tensors are of several dtypes: {names}", where=str(where), fix="choose one: --dtype")
+        raise ConfigError(
+            f"the tensors are of several dtypes: {names}",
+            where=str(where),
+            fix="choose one: --dtype",
+        )
     return found.pop()
 
 
@@ -151,7 +186,8 @@ def _bytes(blocks: Iterable[Block], dtype: torch.dtype) -> int:
 
 
 def _split(blocks: Sequence[Block], processes: int) -> list[list[Block]]:
-    """Cuts blocks into as many stretches of like size as there are processes, or fewer of few blocks."""
+    """Cuts blocks into as many stretches of like size as there are processes, or fewer of few
+    blocks."""
     share = _bytes(blocks, torch.uint8) / processes
     parts: list[list[Block]] = [[] for _ in range(processes)]
     done = 0
@@ -190,8 +226,11 @@ def write_part(part: HfPart, advance: Advance) -> None:
         files.sync()
 
 
-def _copied(checkpoint: TorchDist, place: Place, block: Block, part: HfPart, files: OpenFiles) -> int:
-    """Has the kernel copy a block whose bytes are the same on both sides, which costs half of reading and writing it.
+def _copied(
+    checkpoint: TorchDist, place: Place, block: Block, part: HfPart, files: OpenFiles
+) -> int:
+    """Has the kernel copy a block whose bytes are the same on both sides, which costs half of
+    reading and writing it.
 
     Returns the bytes copied; 0 where they are not the same, or lie in several places.
     """
@@ -201,7 +240,13 @@ def _copied(checkpoint: TorchDist, place: Place, block: Block, part: HfPart, fil
     if (found := checkpoint.span(place, block.start, block.stop)) is None:
         return 0
     width = entry.nbytes // entry.shape[0]
-    copy_range(found[0], found[1], files[entry.file], entry.start + at.start * width, (at.stop - at.start) * width)
+    copy_range(
+        found[0],
+        found[1],
+        files[entry.file],
+        entry.start + at.start * width,
+        (at.stop - at.start) * width,
+    )
     return (at.stop - at.start) * width
 
 
@@ -217,13 +262,18 @@ class ComparedPart:
 
 
 def compare(
-    entries: dict[str, Entry], checkpoint: Path, shape: ModelShape, parts: Sequence[list[Block]], dtype: torch.dtype
+    entries: dict[str, Entry],
+    checkpoint: Path,
+    shape: ModelShape,
+    parts: Sequence[list[Block]],
+    dtype: torch.dtype,
 ) -> None:
     """Every element of the model is the same in Hugging Face files and checkpoint.
 
     Args:
         entries: where the Hugging Face tensors lie.
-        dtype: of the converted side. Where that is the narrower one, the other side is rounded as converting does.
+        dtype: of the converted side. Where that is the narrower one, the other side is rounded as
+            converting does.
 
     Raises:
         DataError: naming the tensors that differ.
@@ -231,10 +281,16 @@ def compare(
     total = sum(_bytes(part, dtype) for part in parts)
     jobs = [ComparedPart(entries, checkpoint, shape, part, dtype) for part in parts]
     with Progress("check", total) as progress:
-        different = [name for found in run_parts(compare_part, jobs, progress.advance) for name in found]
+        different = [
+            name for found in run_parts(compare_part, jobs, progress.advance) for name in found
+        ]
     if different:
         more = f" and {len(different) - 1} more" if len(different) > 1 else ""
-        raise DataError(f"the two sides differ in {different[0]!r}{more}", where=str(checkpoint), fix="convert again")
+        raise DataError(
+            f"the two sides differ in {different[0]!r}{more}",
+            where=str(checkpoint),
+            fix="convert again",
+        )
 
 
 def compare_part(part: ComparedPart, advance: Advance) -> list[str]:
@@ -247,7 +303,9 @@ def compare_part(part: ComparedPart, advance: Advance) -> list[str]:
             found = [part.entries[at.name] for at in block.hf]
             pieces = zip(found, block.hf, strict=True)
             hf = to_megatron(
-                block, [read_rows(files[e.file], e, at.start, at.stop, buffer) for e, at in pieces], part.shape
+                block,
+                [read_rows(files[e.file], e, at.start, at.stop, buffer) for e, at in pieces],
+                part.shape,
             )
             for place in places(block.rule.megatron):
                 if place.key in checkpoint.sizes:
@@ -259,11 +317,14 @@ def compare_part(part: ComparedPart, advance: Advance) -> list[str]:
 
 
 def same_bits(a: Tensor, b: Tensor, converted: torch.dtype) -> bool:
-    """Says whether two tensors are equal to the bit in the narrower of their dtypes; of two as wide, in `converted`."""
+    """Says whether two tensors are equal to the bit in the narrower of their dtypes; of two as
+    wide, in `converted`."""
     if a.dtype != b.dtype:
         narrow = min(a.dtype, b.dtype, key=lambda dtype: (dtype.itemsize, dtype != converted))
         a, b = a.to(narrow), b.to(narrow)
-    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return a.shape == b.shape and torch.equal(
+        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+    )
 
 
 class Progress:
@@ -294,7 +355,12 @@ class Progress:
             self._bar.add_task(self._what, total=self._total)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()
         if error is None:
@@ -314,4 +380,7 @@ class Progress:
         share = 100 * self._done // max(self._total, 1)
         unit, size = ("GB", 1e9) if self._total >= 1e9 else ("MB", 1e6)
         done, total = self._done / size, self._total / size
-        return f"{self._what}: {done:.2f} of {total:.2f} {unit}, {share} %, {self._done / seconds / 1e6:.0f} MB/s"
+        return (
+            f"{self._what}: {done:.2f} of {total:.2f} {unit}, {share} %,"
+            f" {self._done / seconds / 1e6:.0f} MB/s"
+        )

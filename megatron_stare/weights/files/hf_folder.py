@@ -1,7 +1,8 @@
-"""Hugging Face folders: read tensor by tensor, so that no one needs to hold a whole model twice, and written.
+"""Hugging Face folders: read tensor by tensor, so that no one needs to hold a whole model twice,
+and written.
 
-Every folder that is written is written so: its files are created at their final size with headers and index, then
-filled tensor by tensor, by whoever has them.
+Every folder that is written is written so: its files are created at their final size with headers
+and index, then filled tensor by tensor, by whoever has them.
 """
 
 from __future__ import annotations
@@ -48,18 +49,23 @@ def locate(path: Path) -> dict[str, Path]:
     """The file of every tensor of a Hugging Face folder, by name.
 
     Raises:
-        DataError: no safetensors, an index that cannot be read, or a file that it names and that is not there.
+        DataError: no safetensors, an index that cannot be read, or a file that it names and that is
+            not there.
     """
     index, single = path / INDEX, path / "model.safetensors"
     if index.exists():
         try:
             weights: dict[str, str] = json.loads(index.read_text())["weight_map"]
         except (OSError, ValueError, KeyError) as error:
-            raise DataError(f"the index cannot be read: {error!r}", where=str(index), fix="copy it again") from error
+            raise DataError(
+                f"the index cannot be read: {error!r}", where=str(index), fix="copy it again"
+            ) from error
         for file in sorted(set(weights.values())):
             if not (path / file).exists():
                 raise DataError(
-                    f"the index names {file}, which is not there", where=str(path), fix="download or copy the file"
+                    f"the index names {file}, which is not there",
+                    where=str(path),
+                    fix="download or copy the file",
                 )
         return {name: path / file for name, file in weights.items()}
     if not single.exists():
@@ -98,11 +104,14 @@ class HfFolder:
         try:
             return self._open(self._where[name]).get_slice(name)
         except SafetensorError as error:
-            raise DataError(f"{self._where[name].name} does not hold {name!r}", where=str(self.path)) from error
+            raise DataError(
+                f"{self._where[name].name} does not hold {name!r}", where=str(self.path)
+            ) from error
 
 
 def exported_step(path: Path) -> int | None:
-    """The step that a folder was written with; None where there was none, or where there is no such folder."""
+    """The step that a folder was written with; None where there was none, or where there is no such
+    folder."""
     try:
         with safe_open(next(iter(locate(path).values())), framework="pt") as file:
             step = (file.metadata() or {}).get("step")
@@ -122,7 +131,8 @@ def copy_companions(source: Path, target: Path, dtype: str | None = None) -> Non
             shutil.copyfile(source / name, target / name)
     if dtype is not None:
         config = json.loads((target / "config.json").read_text())
-        key = "torch_dtype" if "torch_dtype" in config else "dtype"  # its name before transformers 5
+        # its name before transformers 5
+        key = "torch_dtype" if "torch_dtype" in config else "dtype"
         if config.get(key) != dtype:
             (target / "config.json").write_text(json.dumps({**config, key: dtype}, indent=2) + "\n")
 
@@ -135,7 +145,8 @@ def create_shards(
     step: int | None = None,
     others: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> dict[str, Entry]:
-    """Creates the folder's weight files with headers and index, and reserves the disk space of all tensors.
+    """Creates the folder's weight files with headers and index, and reserves the disk space of all
+    tensors.
 
     Args:
         parts: the tensors of each of those who fill the files; no file is of two of them.
@@ -148,8 +159,14 @@ def create_shards(
     entries: dict[str, Entry] = {}
     for number, tensors in enumerate(shards, 1):
         single = len(shards) == 1
-        file = folder / ("model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors")
-        header, placed = lay_out(file, tensors, dtype, {} if step is None else {"step": str(step)}, others)
+        file = folder / (
+            "model.safetensors"
+            if single
+            else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        )
+        header, placed = lay_out(
+            file, tensors, dtype, {} if step is None else {"step": str(step)}, others
+        )
         end = max(entry.start + entry.nbytes for entry in placed.values())
         with file.open("wb") as stream:
             stream.write(header)
@@ -201,11 +218,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def write_folder(
-    path: str | Path, tensors: Mapping[str, Tensor], companions_from: str | Path, step: int | None = None
+    path: str | Path,
+    tensors: Mapping[str, Tensor],
+    companions_from: str | Path,
+    step: int | None = None,
 ) -> None:
-    """Writes a folder that `transformers` loads: weights, most of them of one dtype, and config and tokenizer of
-    `companions_from`; config.json is made to say that dtype, which `transformers` loads them in. What was there is
-    replaced in the end.
+    """Writes a folder that `transformers` loads: weights, most of them of one dtype, and config and
+    tokenizer of `companions_from`; config.json is made to say that dtype, which `transformers`
+    loads them in. What was there is replaced in the end.
 
     Raises:
         UserError: it cannot be written.

@@ -1,7 +1,9 @@
-"""Manifest of a checkpoint: name, length and SHA-256 of each of its files, in a file of its own beside them.
+"""Manifest of a checkpoint: name, length and SHA-256 of each of its files, in a file of its own
+beside them.
 
-A sum is made where the bytes are written, of what is handed to the system and not of what it gives back: by the writers
-of every rank, and by the driver for what it adds. It is looked at before anything is loaded.
+A sum is made where the bytes are written, of what is handed to the system and not of what it gives
+back: by the writers of every rank, and by the driver for what it adds. It is looked at before
+anything is loaded.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class SummedFile(io.BufferedWriter):
     """A new file that is written from front to back, and sums what it is given.
 
     Attributes:
-        failure: the system's first error, which libraries that write to it may hide behind one of their own.
+        failure: the system's first error, which libraries that write to it may hide behind one of
+            their own.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -109,7 +112,9 @@ def read_manifest(folder: Path) -> dict[str, Sum] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise DataError(f"the list of checksums is damaged ({error})", where=str(file), fix=FIX) from error
+        raise DataError(
+            f"the list of checksums is damaged ({error})", where=str(file), fix=FIX
+        ) from error
 
 
 def check_lengths(folder: Path, sums: Sums) -> None:
@@ -119,23 +124,31 @@ def check_lengths(folder: Path, sums: Sums) -> None:
         try:
             size = file.stat().st_size
         except OSError as error:
-            raise DataError("a file of the checkpoint is missing", where=str(file), fix=FIX) from error
+            raise DataError(
+                "a file of the checkpoint is missing", where=str(file), fix=FIX
+            ) from error
         if size != written.size:
             how = "cut short" if size < written.size else "longer than it was written"
-            raise DataError(f"{how}: {size:,} of {written.size:,} bytes are there", where=str(file), fix=FIX)
+            raise DataError(
+                f"{how}: {size:,} of {written.size:,} bytes are there", where=str(file), fix=FIX
+            )
 
 
 def check_bytes(folder: Path, sums: Sums, threads: int = 1) -> None:
-    """Reads files whole. Raises DataError naming the first whose bytes are not those that were written."""
+    """Reads files whole. Raises DataError naming the first whose bytes are not those that were
+    written."""
 
     def check(name: str) -> None:
         try:
             found = Sum.of_file(folder / name)
         except OSError as error:
-            raise DataError(f"cannot be read ({error.strerror})", where=str(folder / name), fix=FIX) from error
+            raise DataError(
+                f"cannot be read ({error.strerror})", where=str(folder / name), fix=FIX
+            ) from error
         if found != sums[name]:
             raise DataError(
-                f"damaged: its SHA-256 is {found.sha256[:16]}..., and {sums[name].sha256[:16]}... was written",
+                f"damaged: its SHA-256 is {found.sha256[:16]}..., and {sums[name].sha256[:16]}..."
+                " was written",
                 where=str(folder / name),
                 fix=FIX,
             )
@@ -150,7 +163,8 @@ def tensors_of(sums: Sums) -> dict[str, Sum]:
 
 
 def shares(sums: Sums, ranks: int) -> list[dict[str, Sum]]:
-    """The files dealt to ranks, each to one, in shares of like size: the largest first, to whoever has least."""
+    """The files dealt to ranks, each to one, in shares of like size: the largest first, to whoever
+    has least."""
     dealt: list[dict[str, Sum]] = [{} for _ in range(ranks)]
     size = [0] * ranks
     for name in sorted(sums, key=lambda name: (-sums[name].size, name)):
@@ -161,7 +175,8 @@ def shares(sums: Sums, ranks: int) -> list[dict[str, Sum]]:
 
 
 def sums_of(folder: Path, names: Iterable[str]) -> dict[str, Sum]:
-    """Sums of small files that something else has written. Raises OSError where one cannot be read."""
+    """Sums of small files that something else has written. Raises OSError where one cannot be
+    read."""
     return {name: Sum.of_file(folder / name) for name in names}
 
 

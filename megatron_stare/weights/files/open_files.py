@@ -1,4 +1,5 @@
-"""File descriptors that stay open while many small parts of few files are read, written, or copied."""
+"""File descriptors that stay open while many small parts of few files are read, written, or
+copied."""
 
 from __future__ import annotations
 
@@ -53,13 +54,17 @@ def copy_range(source: int, start: int, target: int, to: int, nbytes: int) -> No
         except OSError as error:
             if error.errno not in _CANNOT_COPY:
                 raise
-            got = os.pwrite(target, os.pread(source, min(nbytes - done, _PIECE), start + done), to + done)
+            got = os.pwrite(
+                target, os.pread(source, min(nbytes - done, _PIECE), start + done), to + done
+            )
         if got == 0:
             raise DataError(
-                "a file of the source became shorter while it was read", fix="leave it alone and convert again"
+                "a file of the source became shorter while it was read",
+                fix="leave it alone and convert again",
             )
         done += got
 
 
-_CANNOT_COPY = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of other file systems, or such ones
+# of other file systems, or such ones
+_CANNOT_COPY = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _PIECE = 8 << 20

@@ -20,9 +20,13 @@ _POLL_S = 0.2
 
 
 def run_parts(
-    function: Callable[[Part, Advance], Result], parts: Sequence[Part], advance: Advance, where: str = "convert"
+    function: Callable[[Part, Advance], Result],
+    parts: Sequence[Part],
+    advance: Advance,
+    where: str = "convert",
 ) -> list[Result]:
-    """function(part, advance) for every part, each in a process of its own; one part runs here. Results in order.
+    """function(part, advance) for every part, each in a process of its own; one part runs here.
+    Results in order.
 
     Args:
         function: importable by name; must call its `advance` with the bytes it has done, often.
@@ -42,7 +46,9 @@ def run_parts(
     try:
         for number, part in enumerate(parts):
             here, there = context.Pipe(duplex=False)
-            process = context.Process(target=_serve, args=(there, counter, os.getpid(), function, part), daemon=True)
+            process = context.Process(
+                target=_serve, args=(there, counter, os.getpid(), function, part), daemon=True
+            )
             process.start()
             there.close()  # so that a process that dies is noticed
             processes.append(process)
@@ -65,13 +71,17 @@ def _answer(pipe: Connection, where: str) -> Any:
     try:
         good, value = pipe.recv()
     except EOFError as error:
-        raise UserError("a process was killed", where=where, fix="if memory ran out, use fewer --processes") from error
+        raise UserError(
+            "a process was killed", where=where, fix="if memory ran out, use fewer --processes"
+        ) from error
     if not good:
         raise value
     return value
 
 
-def _serve(pipe: Connection, counter: Any, parent: int, function: Callable[[Any, Advance], Any], part: Any) -> None:
+def _serve(
+    pipe: Connection, counter: Any, parent: int, function: Callable[[Any, Advance], Any], part: Any
+) -> None:
     torch.set_num_threads(1)
 
     def advance(nbytes: int) -> None:

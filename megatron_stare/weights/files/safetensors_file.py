@@ -1,6 +1,8 @@
-"""The safetensors format, as far as files are read and written piece by piece: headers, and where each tensor lies.
+"""The safetensors format, as far as files are read and written piece by piece: headers, and where
+each tensor lies.
 
-A file is the length of its header (8 bytes), the header (JSON: name, dtype, shape, first and last byte) and the data.
+A file is the length of its header (8 bytes), the header (JSON: name, dtype, shape, first and last
+byte) and the data.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class Buffer:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._used = 0
-        self._wanted = 0  # since the last `clear`; the stretch grows to it there, where nothing points into it
+        # since the last `clear`; the stretch grows to it there, where nothing points into it
+        self._wanted = 0
 
     def take(self, nbytes: int) -> Tensor:
         """[nbytes] uint8, of any content, the caller's until `clear`."""
@@ -74,20 +77,29 @@ def read_header(file: Path) -> dict[str, Entry]:
             length = int.from_bytes(stream.read(8), "little")
             size = os.fstat(stream.fileno()).st_size
             if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
-                raise DataError("not a safetensors file, or cut short within its header", where=str(file), fix=_FIX)
+                raise DataError(
+                    "not a safetensors file, or cut short within its header",
+                    where=str(file),
+                    fix=_FIX,
+                )
             header = json.loads(stream.read(length))
     except OSError as error:
-        raise DataError(f"cannot read the weights ({error.strerror})", where=str(file), fix=_FIX) from error
+        raise DataError(
+            f"cannot read the weights ({error.strerror})", where=str(file), fix=_FIX
+        ) from error
     except ValueError as error:  # of JSON, or of its encoding
         raise DataError(f"not a safetensors file: {error}", where=str(file), fix=_FIX) from error
     header.pop("__metadata__", None)
     entries = {}
     for name, entry in header.items():
         first, last = entry["data_offsets"]
-        entries[name] = Entry(file, entry["dtype"], tuple(entry["shape"]), 8 + length + first, last - first)
+        entries[name] = Entry(
+            file, entry["dtype"], tuple(entry["shape"]), 8 + length + first, last - first
+        )
         if 8 + length + last > size:
             raise DataError(
-                f"cut short: {size:,} bytes are there, the tensor {name!r} ends at byte {8 + length + last:,}",
+                f"cut short: {size:,} bytes are there, the tensor {name!r} ends at byte"
+                f" {8 + length + last:,}",
                 where=str(file),
                 fix=_FIX,
             )
@@ -104,7 +116,8 @@ def lay_out(
     metadata: Mapping[str, str],
     others: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> tuple[bytes, dict[str, Entry]]:
-    """The first bytes of a file that is to hold tensors of these shapes, and where each of them goes.
+    """The first bytes of a file that is to hold tensors of these shapes, and where each of them
+    goes.
 
     Args:
         metadata: text that goes into the header.
@@ -115,19 +128,27 @@ def lay_out(
     for name, shape in tensors.items():
         own = others.get(name, dtype)
         nbytes = math.prod(shape) * own.itemsize
-        header[name] = {"dtype": NAMES[own], "shape": shape, "data_offsets": [position, position + nbytes]}
+        header[name] = {
+            "dtype": NAMES[own],
+            "shape": shape,
+            "data_offsets": [position, position + nbytes],
+        }
         places[name] = (position, nbytes)
         position += nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors start at multiples of 8 bytes
     entries = {
-        name: Entry(file, NAMES[others.get(name, dtype)], tensors[name], 8 + len(text) + start, nbytes)
+        name: Entry(
+            file, NAMES[others.get(name, dtype)], tensors[name], 8 + len(text) + start, nbytes
+        )
         for name, (start, nbytes) in places.items()
     }
     return len(text).to_bytes(8, "little") + text, entries
 
 
-def read_bytes(descriptor: int, start: int, nbytes: int, file: Path, buffer: Buffer | None = None) -> Tensor:
+def read_bytes(
+    descriptor: int, start: int, nbytes: int, file: Path, buffer: Buffer | None = None
+) -> Tensor:
     """A part of an open file as a uint8 tensor [nbytes], in the buffer or in memory of its own.
 
     Raises:
@@ -138,20 +159,27 @@ def read_bytes(descriptor: int, start: int, nbytes: int, file: Path, buffer: Buf
     while done < nbytes:
         got = os.preadv(descriptor, [view[done:]], start + done)
         if got == 0:
-            raise DataError(f"cut short: there are no bytes after {start + done:,}", where=str(file), fix=_FIX)
+            raise DataError(
+                f"cut short: there are no bytes after {start + done:,}", where=str(file), fix=_FIX
+            )
         done += got
     return part
 
 
-def read_rows(descriptor: int, entry: Entry, start: int, stop: int, buffer: Buffer | None = None) -> Tensor:
+def read_rows(
+    descriptor: int, entry: Entry, start: int, stop: int, buffer: Buffer | None = None
+) -> Tensor:
     """Rows [start, stop) of a tensor, in the buffer or in memory of their own."""
     width = entry.nbytes // entry.shape[0]
-    part = read_bytes(descriptor, entry.start + start * width, (stop - start) * width, entry.file, buffer)
+    part = read_bytes(
+        descriptor, entry.start + start * width, (stop - start) * width, entry.file, buffer
+    )
     return part.view(DTYPES[entry.dtype]).view(stop - start, *entry.shape[1:])
 
 
 def write_rows(descriptor: int, entry: Entry, start: int, rows: Tensor) -> None:
-    """Puts contiguous rows of the entry's dtype into its file, from row `start` on. Raises OSError."""
+    """Puts contiguous rows of the entry's dtype into its file, from row `start` on. Raises
+    OSError."""
     view = rows.reshape(-1).view(torch.uint8).numpy().data
     position, done = entry.start + start * (entry.nbytes // entry.shape[0]), 0
     while done < len(view):

@@ -13,7 +13,8 @@ from megatron_stare.errors import UserError
 
 @contextlib.contextmanager
 def staging(target: Path, nbytes: int, *, replace: bool = False) -> Iterator[Path]:
-    """An empty folder that becomes `target`, on disk, when the context ends well; else it is removed.
+    """An empty folder that becomes `target`, on disk, when the context ends well; else it is
+    removed.
 
     Args:
         nbytes: that will be written, to refuse at once what the disk has no room for.
@@ -23,7 +24,11 @@ def staging(target: Path, nbytes: int, *, replace: bool = False) -> Iterator[Pat
         UserError: there is something at `target`, or it cannot be written (the disk is full).
     """
     if not replace and target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError("there is something here already", where=str(target), fix="remove it, or name another folder")
+        raise UserError(
+            "there is something here already",
+            where=str(target),
+            fix="remove it, or name another folder",
+        )
     folder = target.with_name(target.name + ".tmp")
     try:
         shutil.rmtree(folder, ignore_errors=True)  # of a conversion that was killed
@@ -42,7 +47,9 @@ def staging(target: Path, nbytes: int, *, replace: bool = False) -> Iterator[Pat
         folder.rename(target)
         sync_entry(target.parent)
     except OSError as error:
-        raise UserError(f"cannot be written ({error.strerror})", where=str(target), fix="is the disk full?") from error
+        raise UserError(
+            f"cannot be written ({error.strerror})", where=str(target), fix="is the disk full?"
+        ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,8 +1,10 @@
-"""Reads megatron-core's distributed checkpoints (format torch_dist) in rows, without a process group.
+"""Reads megatron-core's distributed checkpoints (format torch_dist) in rows, without a process
+group.
 
-The format is torch.distributed.checkpoint's: `.metadata` says which tensors there are and which part of which file each
-of their chunks is; a chunk is what torch.save writes of one tensor. Megatron adds `metadata.json` and `common.pt`.
-`check_checkpoint` holds the tensors against a model's config.json, reading nothing but the metadata.
+The format is torch.distributed.checkpoint's: `.metadata` says which tensors there are and which
+part of which file each of their chunks is; a chunk is what torch.save writes of one tensor.
+Megatron adds `metadata.json` and `common.pt`. `check_checkpoint` holds the tensors against a
+model's config.json, reading nothing but the metadata.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ _NOT_TOGETHER = "config.json and the checkpoint do not belong together"
 
 
 def find(path: Path) -> Path:
-    """The checkpoint folder meant by `path`: itself, the newest of a run directory, or the latest of a Megatron-LM one.
+    """The checkpoint folder meant by `path`: itself, the newest of a run directory, or the latest
+    of a Megatron-LM one.
 
     Raises:
         DataError: there is none.
@@ -50,7 +53,8 @@ def find(path: Path) -> Path:
         path = found[-1] if found else path
     if not is_checkpoint(path):
         raise DataError(
-            "neither a Hugging Face folder (config.json) nor a distributed checkpoint (.metadata and metadata.json)",
+            "neither a Hugging Face folder (config.json) nor a distributed checkpoint (.metadata"
+            " and metadata.json)",
             where=str(path),
         )
     return path
@@ -61,7 +65,8 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def check_files(path: str | Path) -> None:
-    """Raises DataError where a file of a checkpoint is missing, or shorter than its metadata says."""
+    """Raises DataError where a file of a checkpoint is missing, or shorter than its metadata
+    says."""
     TorchDist(path)  # which looks as it reads the metadata
 
 
@@ -92,10 +97,18 @@ class TorchDist:
         try:
             metadata = FileSystemReader(self.path).read_metadata()
         except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError) as error:
-            raise DataError(f"the metadata cannot be read: {error}", where=str(self.path), fix=_FIX) from error
-        tensors = {k: m for k, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
+            raise DataError(
+                f"the metadata cannot be read: {error}", where=str(self.path), fix=_FIX
+            ) from error
+        tensors = {
+            k: m
+            for k, m in metadata.state_dict_metadata.items()
+            if isinstance(m, TensorStorageMetadata)
+        }
         self.sizes = {key: tuple(m.size) for key, m in tensors.items()}
-        self.dtypes: dict[str, torch.dtype] = {key: m.properties.dtype for key, m in tensors.items()}
+        self.dtypes: dict[str, torch.dtype] = {
+            key: m.properties.dtype for key, m in tensors.items()
+        }
         self.chunks: dict[str, list[Chunk]] = defaultdict(list)
         sizes = {(key, c.offsets): tuple(c.sizes) for key, m in tensors.items() for c in m.chunks}
         ends: dict[str, int] = defaultdict(int)
@@ -103,7 +116,11 @@ class TorchDist:
             ends[at.relative_path] = max(ends[at.relative_path], at.offset + at.length)
             if index.fqn in tensors:
                 chunk = Chunk(
-                    tuple(index.offset), sizes[index.fqn, index.offset], at.relative_path, at.offset, at.length
+                    tuple(index.offset),
+                    sizes[index.fqn, index.offset],
+                    at.relative_path,
+                    at.offset,
+                    at.length,
                 )
                 self.chunks[index.fqn].append(chunk)
         for file, end in ends.items():
@@ -122,7 +139,9 @@ class TorchDist:
         if not file.exists():
             raise DataError("a file of the checkpoint is missing", where=str(file), fix=_FIX)
         if (size := file.stat().st_size) < end:
-            raise DataError(f"cut short: {size:,} of {end:,} bytes are there", where=str(file), fix=_FIX)
+            raise DataError(
+                f"cut short: {size:,} of {end:,} bytes are there", where=str(file), fix=_FIX
+            )
 
     def place(self, megatron: str) -> Place:
         """Finds where this checkpoint holds a parameter. Raises DataError where it does not."""
@@ -150,7 +169,10 @@ class TorchDist:
         if (place.key, dims) not in self._by_lead:
             by_lead: dict[tuple[int, ...], list[Chunk]] = defaultdict(list)
             for chunk in self.chunks[place.key]:
-                spans = (range(o, o + n) for o, n in zip(chunk.offsets[:dims], chunk.sizes[:dims], strict=True))
+                spans = (
+                    range(o, o + n)
+                    for o, n in zip(chunk.offsets[:dims], chunk.sizes[:dims], strict=True)
+                )
                 for lead in itertools.product(*spans):
                     by_lead[lead].append(chunk)
             self._by_lead[place.key, dims] = by_lead
@@ -178,21 +200,28 @@ class TorchDist:
                 return part
             if whole is None:
                 whole = torch.empty(size, dtype=part.dtype)
-            columns = tuple(slice(o, o + n) for o, n in zip(chunk.offsets[dims + 1 :], part.shape[1:], strict=True))
+            columns = tuple(
+                slice(o, o + n)
+                for o, n in zip(chunk.offsets[dims + 1 :], part.shape[1:], strict=True)
+            )
             whole[(slice(low - start, high - start), *columns)] = part
         if whole is None or missing:
             raise DataError(f"{place.key!r} is not complete", where=str(self.path), fix=_FIX)
         return whole
 
     def span(self, place: Place, start: int, stop: int) -> tuple[int, int] | None:
-        """File descriptor and position of what `rows` would read, where it is one stretch of a file; else None."""
+        """File descriptor and position of what `rows` would read, where it is one stretch of a
+        file; else None."""
         dims = len(place.lead)
         columns = self.sizes[place.key][dims + 1 :]
         for chunk in self._chunks_at(place):
             first, rows = chunk.offsets[dims], chunk.sizes[dims]
             if first <= start and stop <= first + rows and chunk.sizes[dims + 1 :] == columns:
                 index = tuple(i - o for i, o in zip(place.lead, chunk.offsets, strict=False))
-                return self._files[self.path / chunk.file], self._find(chunk, index, start - first, stop - first)[0]
+                return (
+                    self._files[self.path / chunk.file],
+                    self._find(chunk, index, start - first, stop - first)[0],
+                )
         return None
 
     def _read(self, chunk: Chunk, index: tuple[int, ...], start: int, stop: int) -> Tensor:
@@ -202,12 +231,16 @@ class TorchDist:
         data = read_bytes(self._files[file], at, part.numel() * part.itemsize, file, self._buffer)
         return data.view(part.dtype).view(part.shape)
 
-    def _find(self, chunk: Chunk, index: tuple[int, ...], start: int, stop: int) -> tuple[int, Tensor]:
+    def _find(
+        self, chunk: Chunk, index: tuple[int, ...], start: int, stop: int
+    ) -> tuple[int, Tensor]:
         """Finds where these rows begin in the chunk's file, and they themselves without data."""
         like, first = self._skeleton(chunk)
         part = like[index][start:stop]
         if not part.is_contiguous():  # neither Megatron nor torch writes such
-            raise DataError("a tensor's elements are not stored in order", where=str(self.path / chunk.file))
+            raise DataError(
+                "a tensor's elements are not stored in order", where=str(self.path / chunk.file)
+            )
         return first + int(part.storage_offset()) * part.itemsize, part
 
     def _skeleton(self, chunk: Chunk) -> tuple[Tensor, int]:
@@ -219,14 +252,17 @@ class TorchDist:
                     like = torch.load(view, map_location="meta", weights_only=True)
                 except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
                     reason = str(error).splitlines()[0]
-                    raise DataError(f"a tensor cannot be read: {reason}", where=str(stream.name), fix=_FIX) from error
+                    raise DataError(
+                        f"a tensor cannot be read: {reason}", where=str(stream.name), fix=_FIX
+                    ) from error
             # torch.load notes where a storage lies when it loads it without data
             self._stored[chunk] = like, chunk.start + like.untyped_storage()._checkpoint_offset
         return self._stored[chunk]
 
 
 def check_checkpoint(checkpoint: TorchDist, shape: ModelShape, blocks: Sequence[Block]) -> None:
-    """Every parameter of the model is there in its shape, and no other one. Other tensors (of optimizers) are left.
+    """Every parameter of the model is there in its shape, and no other one. Other tensors (of
+    optimizers) are left.
 
     Raises:
         DataError: the first thing that is not so.
@@ -244,7 +280,12 @@ def check_checkpoint(checkpoint: TorchDist, shape: ModelShape, blocks: Sequence[
                 where=str(checkpoint.path),
                 fix=_NOT_TOGETHER,
             )
-        padded = rule.layout == "vocab" and len(own) == len(size) and own[0] >= size[0] and own[1:] == size[1:]
+        padded = (
+            rule.layout == "vocab"
+            and len(own) == len(size)
+            and own[0] >= size[0]
+            and own[1:] == size[1:]
+        )
         if own != size and not padded:
             raise DataError(
                 f"{place.key!r} has the shape {own}, config.json makes it {size}",
@@ -252,11 +293,15 @@ def check_checkpoint(checkpoint: TorchDist, shape: ModelShape, blocks: Sequence[
                 fix=_NOT_TOGETHER,
             )
         if checkpoint.dtypes[place.key] not in NAMES:
-            raise DataError(f"{place.key!r} is of dtype {checkpoint.dtypes[place.key]}", where=str(checkpoint.path))
+            raise DataError(
+                f"{place.key!r} is of dtype {checkpoint.dtypes[place.key]}",
+                where=str(checkpoint.path),
+            )
     for key in checkpoint.sizes:
         if _OF_THE_MODEL.match(key) and key not in used and not key.endswith("_extra_state"):
             raise DataError(
-                f"the tensor {key!r} is not one of a {shape.family} model as config.json describes it",
+                f"the tensor {key!r} is not one of a {shape.family} model as config.json"
+                " describes it",
                 where=str(checkpoint.path),
                 fix=_NOT_TOGETHER,
             )

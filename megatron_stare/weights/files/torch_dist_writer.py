@@ -1,4 +1,5 @@
-"""Writes a distributed checkpoint from a Hugging Face folder, through torch.distributed.checkpoint's own writer.
+"""Writes a distributed checkpoint from a Hugging Face folder, through
+torch.distributed.checkpoint's own writer.
 
 The writer asks for each tensor when it writes it, and gets it from the folder's files then.
 """
@@ -14,9 +15,19 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, Metadata, SavePlan, WriteItem
+from torch.distributed.checkpoint import (
+    DefaultSavePlanner,
+    FileSystemWriter,
+    Metadata,
+    SavePlan,
+    WriteItem,
+)
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -40,7 +51,11 @@ class MegatronPart:
 
 
 def plan_parts(
-    folder: Path, blocks: Sequence[list[Block]], entries: dict[str, Entry], shape: ModelShape, dtype: torch.dtype
+    folder: Path,
+    blocks: Sequence[list[Block]],
+    entries: dict[str, Entry],
+    shape: ModelShape,
+    dtype: torch.dtype,
 ) -> tuple[list[MegatronPart], Metadata]:
     """Plans the part that each process writes, of its own blocks, and the metadata of the whole."""
     items = [
@@ -52,24 +67,31 @@ def plan_parts(
         for part in blocks
     ]
     plans = [SavePlan([item for item, _ in part]) for part in items]
-    plans[0].items.extend(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in _extra_states(blocks, shape))
+    plans[0].items.extend(
+        WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in _extra_states(blocks, shape)
+    )
     plans, metadata = create_default_global_save_plan(plans)
     plans = _writer(folder).prepare_global_plan(plans)
     parts = [
-        MegatronPart(folder, plan, {item.index: block for item, block in part}, entries, shape, dtype)
+        MegatronPart(
+            folder, plan, {item.index: block for item, block in part}, entries, shape, dtype
+        )
         for plan, part in zip(plans, items, strict=True)
     ]
     return parts, metadata
 
 
 def _extra_states(blocks: Sequence[list[Block]], shape: ModelShape) -> list[str]:
-    """The objects that Megatron's linear layers save beside their weights (Transformer Engine's scaling factors; here
-    nothing) and ask for when they load."""
+    """The objects that Megatron's linear layers save beside their weights (Transformer Engine's
+    scaling factors; here nothing) and ask for when they load."""
     keys: dict[str, None] = {}  # in order
     for rule in (block.rule for part in blocks for block in part):
         if rule.layout in _LINEAR and rule.megatron.endswith(".weight"):
             place = written_places(rule.megatron, shape)[0]
-            at, of = (".".join(map(str, numbers)) for numbers in (place.lead or (0,), _counts(place, shape) or (1,)))
+            at, of = (
+                ".".join(map(str, numbers))
+                for numbers in (place.lead or (0,), _counts(place, shape) or (1,))
+            )
             keys[f"{place.key.removesuffix('weight')}_extra_state/shard_{at}_{of}"] = None
     return list(keys)
 
@@ -86,7 +108,9 @@ def _item(block: Block, place: Place, shape: ModelShape, dtype: torch.dtype) -> 
     offsets = torch.Size((*place.lead, block.start, *(0 for _ in columns)))
     sizes = torch.Size((*(1 for _ in counts), block.stop - block.start, *columns))
     chunk = ChunkStorageMetadata(offsets, sizes)
-    data = TensorWriteData(chunk, TensorProperties(dtype=block.dtype(dtype)), torch.Size((*counts, *block.size)))
+    data = TensorWriteData(
+        chunk, TensorProperties(dtype=block.dtype(dtype)), torch.Size((*counts, *block.size))
+    )
     return WriteItem(MetadataIndex(place.key, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
@@ -103,7 +127,9 @@ class _Planner(DefaultSavePlanner):
             return nothing
         part, block = self._part, self._part.blocks[write_item.index]
         rows = [
-            read_rows(self._files[part.entries[at.name].file], part.entries[at.name], at.start, at.stop)
+            read_rows(
+                self._files[part.entries[at.name].file], part.entries[at.name], at.start, at.stop
+            )
             for at in block.hf
         ]
         tensor = to_megatron(block, rows, part.shape).to(block.dtype(part.dtype))
@@ -113,11 +139,15 @@ class _Planner(DefaultSavePlanner):
 
 
 def write_checkpoint_part(part: MegatronPart, advance: Advance) -> list[WriteResult]:
-    """Converts the part's blocks and writes them into a file, which is on disk when this returns."""
+    """Converts the part's blocks and writes them into a file, which is on disk when this
+    returns."""
     with OpenFiles(os.O_RDONLY) as files:
         try:
-            return _writer(part.folder).write_data(part.plan, _Planner(part, files, advance)).value()
-        except RuntimeError as error:  # of torch.save, which closes its archive after a write that failed
+            return (
+                _writer(part.folder).write_data(part.plan, _Planner(part, files, advance)).value()
+            )
+        # of torch.save, which closes its archive after a write that failed
+        except RuntimeError as error:
             raise _first(error) from error
 
 
@@ -129,7 +159,8 @@ def _first(error: BaseException) -> BaseException:
 
 
 def finish_checkpoint(folder: Path, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-    """Writes what makes the files a checkpoint of megatron-core, which it reads as Megatron-LM does: of step 0."""
+    """Writes what makes the files a checkpoint of megatron-core, which it reads as Megatron-LM
+    does: of step 0."""
     _writer(folder).finish(metadata, results)
     torch.save({"checkpoint_version": 3.0, "iteration": 0}, folder / "common.pt")
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
@@ -138,4 +169,5 @@ def finish_checkpoint(folder: Path, metadata: Metadata, results: list[list[Write
 
 
 def _writer(folder: Path) -> FileSystemWriter:
-    return FileSystemWriter(folder, per_thread_copy_ahead=0)  # copying ahead is for tensors on a GPU
+    # copying ahead is for tensors on a GPU
+    return FileSystemWriter(folder, per_thread_copy_ahead=0)

@@ -1,5 +1,6 @@
-"""Memory of buckets that another process of this machine opens: of a GPU, or of the host in files of its
-shared memory. There they stand for handles of GPU memory: as those, they are of use on one machine alone.
+"""Memory of buckets that another process of this machine opens: of a GPU, or of the host in files
+of its shared memory. There they stand for handles of GPU memory: as those, they are of use on one
+machine alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ FOLDER, PREFIX = Path("/dev/shm"), "megatron-stare-weights-"
 
 
 class DeviceRooms:
-    """Two rooms, by turns: who asks for a bucket is done with the one before the last. `close` gives them back."""
+    """Two rooms, by turns: who asks for a bucket is done with the one before the last. `close`
+    gives them back."""
 
     def __init__(self) -> None:
         self._rooms: list[Tensor] = []
@@ -24,7 +26,11 @@ class DeviceRooms:
         nbytes = numel * dtype.itemsize
         room = self._rooms.pop(0) if len(self._rooms) == 2 else None
         if room is None or room.numel() < nbytes or room.device != device:
-            room = self._new(nbytes) if device.type == "cpu" else torch.empty(nbytes, dtype=torch.uint8, device=device)
+            room = (
+                self._new(nbytes)
+                if device.type == "cpu"
+                else torch.empty(nbytes, dtype=torch.uint8, device=device)
+            )
         self._rooms.append(room)
         return room[:nbytes].view(dtype)
 
@@ -34,14 +40,16 @@ class DeviceRooms:
         return torch.from_file(str(file), shared=True, size=nbytes, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Lets go of the memory; what has it open keeps it. Rooms are made anew when they are asked for again."""
+        """Lets go of the memory; what has it open keeps it. Rooms are made anew when they are asked
+        for again."""
         self._rooms = []
         while self._files:
             self._files.pop().unlink(missing_ok=True)
 
 
 def open_shared(name: str, nbytes: int) -> torch.UntypedStorage:
-    """Opens a room of another process of this machine. Raises ValueError for a file that is none."""
+    """Opens a room of another process of this machine. Raises ValueError for a file that is
+    none."""
     if not name.startswith(PREFIX) or "/" in name:
         raise ValueError(f"{name} is no bucket of weights")
     file = FOLDER / name

@@ -1,8 +1,10 @@
-"""The live policy as a stream of whole Hugging Face tensors, gathered over tensor, pipeline and expert parallel ranks.
+"""The live policy as a stream of whole Hugging Face tensors, gathered over tensor, pipeline and
+expert parallel ranks.
 
-Tensors come in flat buckets of bounded size (stream_plan.py). Every bucket ends on one rank, the sender, because
-engines take weights from one process; no rank holds more than a few buckets besides its own shards. The other ranks
-send their pieces of a bucket in one message each, and those of the next bucket travel while a bucket is consumed.
+Tensors come in flat buckets of bounded size (stream_plan.py). Every bucket ends on one rank, the
+sender, because engines take weights from one process; no rank holds more than a few buckets besides
+its own shards. The other ranks send their pieces of a bucket in one message each, and those of the
+next bucket travel while a bucket is consumed.
 """
 
 from __future__ import annotations
@@ -20,20 +22,28 @@ from torch.distributed import ProcessGroup
 from megatron_stare.models import rule_for
 from megatron_stare.models.rules import blocks
 from megatron_stare.models.shape import ModelShape
-from megatron_stare.weights.sync.stream_plan import SENDER, BucketLayout, Piece, PlannedBucket, Shard, StreamPlan
+from megatron_stare.weights.sync.stream_plan import (
+    SENDER,
+    BucketLayout,
+    Piece,
+    PlannedBucket,
+    Shard,
+    StreamPlan,
+)
 
 
 def tensor_checksum(tensor: Tensor) -> str:
     """First 64 bits of the SHA-256 of the dtype, the shape and the bytes, as 16 hexadecimal digits.
 
-    Computed alike where weights leave and where they arrive: the trainer's side hashes what it sends, the engine's what
-    it holds afterwards.
+    Computed alike where weights leave and where they arrive: the trainer's side hashes what it
+    sends, the engine's what it holds afterwards.
 
-    Order-sensitive and exact: any change of a bit, of dtype or of shape changes it. Two layouts (strides) of the same
-    values agree. A contiguous CPU tensor is hashed in place, without a copy; 1.2 to 1.5 GB/s on a core with
-    instructions for SHA, more than twice as fast as BLAKE2.
+    Order-sensitive and exact: any change of a bit, of dtype or of shape changes it. Two layouts
+    (strides) of the same values agree. A contiguous CPU tensor is hashed in place, without a copy;
+    1.2 to 1.5 GB/s on a core with instructions for SHA, more than twice as fast as BLAKE2.
     """
-    # hashlib releases the GIL; the header keeps [2, 3] float32 apart from [3, 2] and from int32 of the same bytes
+    # hashlib releases the GIL; the header keeps [2, 3] float32 apart from [3, 2] and from int32 of
+    # the same bytes
     digest = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}".encode())
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if flat.numel():
@@ -57,7 +67,8 @@ class Bucket:
         return {name: tensor_checksum(tensor) for name, tensor in self.tensors()}
 
 
-Rooms = Callable[[int, torch.dtype, torch.device], Tensor]  # memory for a bucket: elements, dtype, device
+# memory for a bucket: elements, dtype, device
+Rooms = Callable[[int, torch.dtype, torch.device], Tensor]
 
 
 def new_room(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -66,8 +77,8 @@ def new_room(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class RoomsByTurns:
-    """The same two pieces of host memory, by turns: who asks for a bucket is done with the one before the last. On a
-    GPU new memory costs nothing."""
+    """The same two pieces of host memory, by turns: who asks for a bucket is done with the one
+    before the last. On a GPU new memory costs nothing."""
 
     def __init__(self) -> None:
         self._rooms = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
@@ -83,13 +94,17 @@ class RoomsByTurns:
 
 
 def stream(
-    plan: StreamPlan, shards: Sequence[Shard], group: ProcessGroup | None = None, rooms: Rooms = new_room
+    plan: StreamPlan,
+    shards: Sequence[Shard],
+    group: ProcessGroup | None = None,
+    rooms: Rooms = new_room,
 ) -> Iterator[Bucket | None]:
     """The buckets of the plan, in order, on the sender; None for each of them on the other ranks.
 
-    All ranks of the group must go through it to its end, but need not go in step; a rank that gives pieces keeps at
-    most two messages under way. Shards must keep their values until then. What is yielded is the caller's; who drops it
-    before asking for the next one holds two buckets' bytes at a time.
+    All ranks of the group must go through it to its end, but need not go in step; a rank that gives
+    pieces keeps at most two messages under way. Shards must keep their values until then. What is
+    yielded is the caller's; who drops it before asking for the next one holds two buckets' bytes at
+    a time.
 
     Args:
         shards: those of the plan, with the values to send.
@@ -103,12 +118,16 @@ def stream(
 
 
 def everywhere(
-    plan: StreamPlan, shards: Sequence[Shard], group: ProcessGroup | None = None, rooms: Rooms = new_room
+    plan: StreamPlan,
+    shards: Sequence[Shard],
+    group: ProcessGroup | None = None,
+    rooms: Rooms = new_room,
 ) -> Iterator[Bucket]:
-    """Gathers the buckets of the plan, in order, on every rank of the group; all must go through it to its end.
+    """Gathers the buckets of the plan, in order, on every rank of the group; all must go through it
+    to its end.
 
-    A rank's pieces travel once, in one broadcast a bucket. No message of another bucket is under way meanwhile, so the
-    order of all calls is the same on every rank, as NCCL wants it.
+    A rank's pieces travel once, in one broadcast a bucket. No message of another bucket is under
+    way meanwhile, so the order of all calls is the same on every rank, as NCCL wants it.
 
     Args:
         shards, group, rooms: see `stream`.
@@ -119,40 +138,59 @@ def everywhere(
     for bucket in plan.buckets:
         givers = sorted({piece.rank for tensor in bucket.tensors for piece in tensor.pieces})
         sizes = {giver: [piece.numel for piece in bucket.pieces(giver)] for giver in givers}
-        parcels = {g: torch.empty(sum(s), dtype=bucket.layout.dtype, device=device) for g, s in sizes.items()}
+        parcels = {
+            g: torch.empty(sum(s), dtype=bucket.layout.dtype, device=device)
+            for g, s in sizes.items()
+        }
         if rank in parcels:
-            for piece, part in zip(bucket.pieces(rank), parcels[rank].split(sizes[rank]), strict=True):
+            for piece, part in zip(
+                bucket.pieces(rank), parcels[rank].split(sizes[rank]), strict=True
+            ):
                 held = _values(piece, mine, plan.shape)
                 part.view(held.shape).copy_(held)
         if group is not None:
-            works = [dist.broadcast(parcels[g], group=group, group_src=g, async_op=True) for g in givers]
+            works = [
+                dist.broadcast(parcels[g], group=group, group_src=g, async_op=True) for g in givers
+            ]
             for work in works:
                 work.wait()
         flat = rooms(bucket.layout.numel, bucket.layout.dtype, device)
         coming = {giver: iter(parcels[giver].split(sizes[giver])) for giver in givers}
         for tensor, (_, whole) in zip(bucket.tensors, bucket.layout.tensors(flat), strict=True):
-            parts = whole.split([piece.shape[tensor.cut] for piece in tensor.pieces], dim=tensor.cut)
+            parts = whole.split(
+                [piece.shape[tensor.cut] for piece in tensor.pieces], dim=tensor.cut
+            )
             for piece, part in zip(tensor.pieces, parts, strict=True):
                 part.copy_(next(coming[piece.rank]).view(piece.shape))
         yield Bucket(bucket.layout, flat)
 
 
-def _gather(plan: StreamPlan, mine: Mapping[str, Shard], group: ProcessGroup | None, rooms: Rooms) -> Iterator[Bucket]:
+def _gather(
+    plan: StreamPlan, mine: Mapping[str, Shard], group: ProcessGroup | None, rooms: Rooms
+) -> Iterator[Bucket]:
     device = next(iter(mine.values())).tensor.device
     coming = [_Parcels(plan.buckets[0], group, device)]
     for number, bucket in enumerate(plan.buckets):
         # popped: messages are let go before the next ones are received
         room = rooms(bucket.layout.numel, bucket.layout.dtype, device)
         gathered = Bucket(bucket.layout, _filled(room, bucket, coming.pop(), mine, plan.shape))
-        coming += [_Parcels(following, group, device) for following in plan.buckets[number + 1 : number + 2]]
+        coming += [
+            _Parcels(following, group, device)
+            for following in plan.buckets[number + 1 : number + 2]
+        ]
         yield gathered
         del gathered  # the caller may have dropped it: the next one takes its memory
 
 
 def _filled(
-    flat: Tensor, bucket: PlannedBucket, parcels: _Parcels, mine: Mapping[str, Shard], shape: ModelShape
+    flat: Tensor,
+    bucket: PlannedBucket,
+    parcels: _Parcels,
+    mine: Mapping[str, Shard],
+    shape: ModelShape,
 ) -> Tensor:
-    """The flat bucket: own pieces from their shards, those of other ranks from their parcels, each copied once."""
+    """The flat bucket: own pieces from their shards, those of other ranks from their parcels, each
+    copied once."""
     parcels.wait()
     for tensor, (_, whole) in zip(bucket.tensors, bucket.layout.tensors(flat), strict=True):
         rooms = whole.split([piece.shape[tensor.cut] for piece in tensor.pieces], dim=tensor.cut)
@@ -178,10 +216,17 @@ def _give(plan: StreamPlan, mine: Mapping[str, Shard], group: ProcessGroup) -> I
 class _Parcels:
     """Messages of the other ranks for a bucket, one each; receiving starts at once."""
 
-    def __init__(self, bucket: PlannedBucket, group: ProcessGroup | None, device: torch.device) -> None:
-        ranks = sorted({piece.rank for tensor in bucket.tensors for piece in tensor.pieces} - {SENDER})
+    def __init__(
+        self, bucket: PlannedBucket, group: ProcessGroup | None, device: torch.device
+    ) -> None:
+        ranks = sorted(
+            {piece.rank for tensor in bucket.tensors for piece in tensor.pieces} - {SENDER}
+        )
         sizes = {rank: [piece.numel for piece in bucket.pieces(rank)] for rank in ranks}
-        buffers = {r: torch.empty(sum(s), dtype=bucket.layout.dtype, device=device) for r, s in sizes.items()}
+        buffers = {
+            r: torch.empty(sum(s), dtype=bucket.layout.dtype, device=device)
+            for r, s in sizes.items()
+        }
         self._works = _post(dist.irecv, buffers, group)
         self._pieces = {rank: iter(buffers[rank].split(sizes[rank])) for rank in ranks}
 
@@ -190,7 +235,8 @@ class _Parcels:
             work.wait()
 
     def take(self, piece: Piece) -> Tensor:
-        """The values of the next piece of its rank: they are taken in the order in which they were sent."""
+        """The values of the next piece of its rank: they are taken in the order in which they were
+        sent."""
         return next(self._pieces[piece.rank]).view(piece.shape)
 
 
@@ -198,10 +244,16 @@ class _Sent:
     """A rank's pieces of a bucket on their way to the sender, copied into one message."""
 
     def __init__(
-        self, given: Sequence[Piece], mine: Mapping[str, Shard], shape: ModelShape, group: ProcessGroup
+        self,
+        given: Sequence[Piece],
+        mine: Mapping[str, Shard],
+        shape: ModelShape,
+        group: ProcessGroup,
     ) -> None:
         one = mine[given[0].parameter].tensor
-        message = torch.empty(sum(piece.numel for piece in given), dtype=one.dtype, device=one.device)
+        message = torch.empty(
+            sum(piece.numel for piece in given), dtype=one.dtype, device=one.device
+        )
         for piece, room in zip(given, message.split([piece.numel for piece in given]), strict=True):
             held = _values(piece, mine, shape)
             room.view(held.shape).copy_(held)
@@ -213,13 +265,20 @@ class _Sent:
             work.wait()
 
 
-def _post(operation: Callable[..., Any], buffers: Mapping[int, Tensor], group: ProcessGroup | None) -> list[dist.Work]:
+def _post(
+    operation: Callable[..., Any], buffers: Mapping[int, Tensor], group: ProcessGroup | None
+) -> list[dist.Work]:
     """Starts to send or receive a buffer a rank."""
-    operations = [dist.P2POp(operation, buffer, group=group, group_peer=rank) for rank, buffer in buffers.items()]
+    operations = [
+        dist.P2POp(operation, buffer, group=group, group_peer=rank)
+        for rank, buffer in buffers.items()
+    ]
     return dist.batch_isend_irecv(operations) if operations else []
 
 
 def _values(piece: Piece, mine: Mapping[str, Shard], shape: ModelShape) -> Tensor:
     """A piece of this rank, a view of its shard; its rows may be spread over several dimensions."""
     shard = mine[piece.parameter]
-    return blocks(rule_for(shard.name, shape), shard.tensor, shape, shard.part, shard.parts)[piece.number]
+    return blocks(rule_for(shard.name, shape), shard.tensor, shape, shard.part, shard.parts)[
+        piece.number
+    ]

@@ -1,7 +1,8 @@
-"""Which rank holds which part of which Hugging Face tensor, and which tensors a bucket of the weight stream holds.
+"""Which rank holds which part of which Hugging Face tensor, and which tensors a bucket of the
+weight stream holds.
 
-Ranks tell the sender once what they hold; it cuts the stream into buckets and tells them. Only names, shapes and dtypes
-travel here; stream.py moves the weights by the plan.
+Ranks tell the sender once what they hold; it cuts the stream into buckets and tells them. Only
+names, shapes and dtypes travel here; stream.py moves the weights by the plan.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Layout of a bucket: whole tensors of one dtype, end to end. All that a receiver needs besides the bytes."""
+    """Layout of a bucket: whole tensors of one dtype, end to end. All that a receiver needs besides
+    the bytes."""
 
     dtype: torch.dtype
     slots: tuple[Slot, ...]
@@ -63,12 +65,16 @@ class BucketLayout:
 
     def tensors(self, flat: Tensor) -> list[tuple[str, Tensor]]:
         """The tensors by name, as views of the bucket."""
-        return [(slot.name, flat[slot.start : slot.start + slot.numel].view(slot.shape)) for slot in self.slots]
+        return [
+            (slot.name, flat[slot.start : slot.start + slot.numel].view(slot.shape))
+            for slot in self.slots
+        ]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of one Hugging Face tensor: the `number`-th block (models/rules.py) of a Megatron tensor of `rank`."""
+    """A part of one Hugging Face tensor: the `number`-th block (models/rules.py) of a Megatron
+    tensor of `rank`."""
 
     rank: int
     parameter: str
@@ -82,7 +88,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A Hugging Face tensor and its pieces in order along dimension `cut`: those of a fused one part by part."""
+    """A Hugging Face tensor and its pieces in order along dimension `cut`: those of a fused one
+    part by part."""
 
     name: str
     dtype: torch.dtype
@@ -131,8 +138,8 @@ def plan_stream(
 
     Args:
         shards: this rank's; replicas of other ranks' are left out of the stream.
-        bucket_bytes: no bucket is larger, but one that holds a single tensor, or those that a server takes in one call
-            alone: engines take tensors whole.
+        bucket_bytes: no bucket is larger, but one that holds a single tensor, or those that a
+            server takes in one call alone: engines take tensors whole.
         group: ranks that hold the model between them; None: this process alone.
 
     Raises:
@@ -149,7 +156,9 @@ def plan_stream(
     return plan[0]
 
 
-def plan_of(held_by_ranks: Sequence[Sequence[Held]], shape: ModelShape, bucket_bytes: int) -> StreamPlan:
+def plan_of(
+    held_by_ranks: Sequence[Sequence[Held]], shape: ModelShape, bucket_bytes: int
+) -> StreamPlan:
     """The plan that follows from what every rank holds, in order of rank.
 
     Raises:
@@ -160,7 +169,8 @@ def plan_of(held_by_ranks: Sequence[Sequence[Held]], shape: ModelShape, bucket_b
 
 @dataclass(frozen=True)
 class Held:
-    """A piece that a rank could give, and where it belongs: `part` of `parts` along dimension `cut` of tensor `hf`."""
+    """A piece that a rank could give, and where it belongs: `part` of `parts` along dimension `cut`
+    of tensor `hf`."""
 
     hf: str
     dtype: torch.dtype
@@ -171,13 +181,16 @@ class Held:
 
 
 def held_pieces(shards: Sequence[Shard], shape: ModelShape, rank: int) -> list[Held]:
-    """Pieces of Hugging Face tensors that a rank holds, replicas of other ranks' pieces included."""
+    """Pieces of Hugging Face tensors that a rank holds, replicas of other ranks' pieces
+    included."""
     held = []
     for shard in shards:
         rule = rule_for(shard.name, shape)
         part, parts = (0, 1) if rule.layout == "replicated" else (shard.part, shard.parts)
         columns = shard.tensor.shape[1:]
-        found = blocks(rule, torch.empty_like(shard.tensor, device="meta"), shape, shard.part, shard.parts)
+        found = blocks(
+            rule, torch.empty_like(shard.tensor, device="meta"), shape, shard.part, shard.parts
+        )
         for number, (hf, block) in enumerate(zip(rule.sources, found, strict=True)):
             piece = Piece(rank, shard.name, number, (block.numel() // columns.numel(), *columns))
             held.append(Held(hf, shard.tensor.dtype, rule.cut, part, parts, piece))
@@ -185,8 +198,8 @@ def held_pieces(shards: Sequence[Shard], shape: ModelShape, rank: int) -> list[H
 
 
 def _tensors(held_by_ranks: Sequence[Sequence[Held]]) -> list[PlannedTensor]:
-    """Every tensor once, each part from the lowest rank that holds it: data-parallel replicas, replicated norms and the
-    last pipeline stage's copy of a tied embedding are not sent."""
+    """Every tensor once, each part from the lowest rank that holds it: data-parallel replicas,
+    replicated norms and the last pipeline stage's copy of a tied embedding are not sent."""
     found: dict[str, dict[tuple[int, int], Held]] = {}
     for held in (one for of_rank in held_by_ranks for one in of_rank):
         found.setdefault(held.hf, {}).setdefault((held.piece.number, held.part), held)
@@ -197,7 +210,11 @@ def _tensors(held_by_ranks: Sequence[Sequence[Held]]) -> list[PlannedTensor]:
         if missing := [part for number, part in places if (number, part) not in parts]:
             raise ValueError(f"no rank holds part {min(missing)} of {one.parts} of {name}")
         in_order = [parts[place].piece for place in places]
-        tensors.append(PlannedTensor(name, one.dtype, one.cut, tuple(piece for piece in in_order if piece.numel)))
+        tensors.append(
+            PlannedTensor(
+                name, one.dtype, one.cut, tuple(piece for piece in in_order if piece.numel)
+            )
+        )
     return tensors
 
 
@@ -211,8 +228,8 @@ def _units(tensors: Sequence[PlannedTensor], shape: ModelShape) -> list[list[Pla
 
 
 def _buckets(units: Sequence[list[PlannedTensor]], bucket_bytes: int) -> tuple[PlannedBucket, ...]:
-    """In the order of the units, none of which is torn, one dtype after the other: a bucket needs no padding between
-    its tensors."""
+    """In the order of the units, none of which is torn, one dtype after the other: a bucket needs
+    no padding between its tensors."""
     buckets: list[list[PlannedTensor]] = []
     for dtype in dict.fromkeys(unit[0].dtype for unit in units):
         filled = 0

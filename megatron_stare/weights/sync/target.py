@@ -1,6 +1,6 @@
-"""The way of weights from whoever has them to the engines, as three interfaces: a WeightStream gives the weights,
-bucket by bucket; a SyncTarget says where they go, past the driver; a Sender is a rank's own end of a target. Ranks know
-nothing of engines beyond this.
+"""The way of weights from whoever has them to the engines, as three interfaces: a WeightStream
+gives the weights, bucket by bucket; a SyncTarget says where they go, past the driver; a Sender is a
+rank's own end of a target. Ranks know nothing of engines beyond this.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from megatron_stare.weights.sync.stream_plan import BucketLayout
 
 
 class Sender(Protocol):
-    """A rank's end of a target, kept from one update to the next. One caller at a time; a failure leaves it usable."""
+    """A rank's end of a target, kept from one update to the next. One caller at a time; a failure
+    leaves it usable."""
 
     def expect(self, prove: bool, first: Bucket | None) -> None:
         """Opens an update, ahead of this sender's turn: nothing leaves this process.
@@ -34,18 +35,21 @@ class Sender(Protocol):
         """
 
     def handle(self, bucket: Bucket) -> Any:
-        """Names a bucket's memory for an engine's rank on this rank's device, which opens it. No turn is needed."""
+        """Names a bucket's memory for an engine's rank on this rank's device, which opens it. No
+        turn is needed."""
 
     def send(self, bucket: Bucket, handles: Sequence[Any] = ()) -> None:
-        """Starts to send a bucket, whose memory is the sender's now. Waits for the one before, raises its error.
+        """Starts to send a bucket, whose memory is the sender's now. Waits for the one before,
+        raises its error.
 
         Args:
-            handles: of each rank of the one engine, where it opens memory of its device; none: the bucket is sent.
+            handles: of each rank of the one engine, where it opens memory of its device; none: the
+                bucket is sent.
         """
 
     def end(self) -> Any:
-        """Returns what the engines are to compare with what they hold. Waits for the last bucket, and raises its
-        error."""
+        """Returns what the engines are to compare with what they hold. Waits for the last bucket,
+        and raises its error."""
 
     def forget(self) -> None:
         """Removes what was left for the engines to fetch; they have it."""
@@ -55,10 +59,11 @@ class Sender(Protocol):
 
 
 class SyncTarget(Protocol):
-    """A place for weights that do not pass through the driver: the servers of one engine, or of all of a run.
+    """A place for weights that do not pass through the driver: the servers of one engine, or of all
+    of a run.
 
-    The engines' side describes it, ranks send by it. It travels to them, and is compared by value: who is given an
-    equal one keeps its sender.
+    The engines' side describes it, ranks send by it. It travels to them, and is compared by value:
+    who is given an equal one keeps its sender.
     """
 
     @property
@@ -71,12 +76,13 @@ class SyncTarget(Protocol):
 
     @property
     def owners_send(self) -> bool:
-        """True where a rank sends the experts it holds itself. Else they go the way of all other tensors."""
+        """True where a rank sends the experts it holds itself. Else they go the way of all other
+        tensors."""
 
     @property
     def shares_devices(self) -> bool:
-        """True where engines are on the ranks' devices, and open memory there. Then all ranks send at once, each to the
-        engines on its own device."""
+        """True where engines are on the ranks' devices, and open memory there. Then all ranks send
+        at once, each to the engines on its own device."""
 
     def here(self, device: torch.device) -> Any:
         """Names this rank's machine and device."""
@@ -102,24 +108,27 @@ class SyncTarget(Protocol):
 
 
 class WeightStream(Protocol):
-    """The policy's weights on their way, once: bucket by bucket to engines in processes of the run, or sent to a target
-    by those who have them."""
+    """The policy's weights on their way, once: bucket by bucket to engines in processes of the run,
+    or sent to a target by those who have them."""
 
     layouts: tuple[BucketLayout, ...]  # what the buckets hold, in order
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
-        """Gives each bucket as a handle that workers can take, and the calls that it needs: wait for them together
-        with the bucket's use, so that an error of any of them is seen at once. Can be gone through once.
+        """Gives each bucket as a handle that workers can take, and the calls that it needs: wait
+        for them together with the bucket's use, so that an error of any of them is seen at once.
+        Can be gone through once.
 
         Args:
             checksums: compute what `checksums` gives.
         """
 
     def checksums(self) -> dict[str, str]:
-        """Checksums of every tensor that was given out, by name, "" where none were computed; after the last bucket."""
+        """Checksums of every tensor that was given out, by name, "" where none were computed; after
+        the last bucket."""
 
     def prepare(self, target: SyncTarget, prove: bool) -> None:
-        """Begins to gather for a `send_to` of the same arguments, which need not follow. Returns at once."""
+        """Begins to gather for a `send_to` of the same arguments, which need not follow. Returns at
+        once."""
 
     def send_to(self, target: SyncTarget, prove: bool) -> list[Any]:
         """Has all weights sent to the target. Returns what each sender tells the engines of it.

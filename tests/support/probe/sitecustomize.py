@@ -1,8 +1,9 @@
-"""Python runs this at the start of every process that has this folder on its PYTHONPATH. It writes down which vector
-maths of torch came first in the process, see test_vector_maths.py.
+"""Python runs this at the start of every process that has this folder on its PYTHONPATH. It writes
+down which vector maths of torch came first in the process, see test_vector_maths.py.
 
-One JSON object a process that computes, in a file of its own in the folder that FIRST_MATHS names: the functions of the
-first call's stack and its elements; and the files of the stack of the first call of several elements.
+One JSON object a process that computes, in a file of its own in the folder that FIRST_MATHS names:
+the functions of the first call's stack and its elements; and the files of the stack of the first
+call of several elements.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from typing import Any
 FOLDER = os.environ.get("FIRST_MATHS")
 # what MKL may get to see, directly or from inside
 MKL = "acos asin atan cos erf erfc erfinv exp log log10 log2 sin sqrt tan tanh trunc"
-COMPOSED = "pow rpow rsqrt softmax log_softmax logsumexp silu gelu sigmoid norm std var scaled_dot_product_attention"
+COMPOSED = (
+    "pow rpow rsqrt softmax log_softmax logsumexp silu gelu sigmoid norm std var"
+    " scaled_dot_product_attention"
+)
 NAMES = {*MKL.split(), *COMPOSED.split()}
 
 
 def watch(torch: ModuleType) -> None:
-    """Sees every call into torch of this thread from now on, until the process has computed something of its own."""
+    """Sees every call into torch of this thread from now on, until the process has computed
+    something of its own."""
     from torch.overrides import TorchFunctionMode
 
     first: dict[str, Any] = {}
@@ -42,7 +47,9 @@ def watch(torch: ModuleType) -> None:
             json.dump({**first, "files": [frame.filename for frame in stack]}, file)
 
     class Watch(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if os.getpid() not in written and getattr(func, "__name__", "").strip("_") in NAMES:
                 look(args[0] if args else None)
             return func(*args, **(kwargs or {}))

@@ -1,1 +1,2 @@
-"""Rollouts from real SGLang servers over HTTP: launching them, talking to them, and bringing them new weights."""
+"""Rollouts from real SGLang servers over HTTP: launching them, talking to them, and bringing them
+new weights."""

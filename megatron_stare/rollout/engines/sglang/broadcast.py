@@ -1,8 +1,8 @@
-"""Weights broadcast into a process group with the servers: the sender is rank 0, the ranks of the first server follow,
-then those of the second, on whatever machines they are.
+"""Weights broadcast into a process group with the servers: the sender is rank 0, the ranks of the
+first server follow, then those of the second, on whatever machines they are.
 
-Each sender has a group of its own. It is made by hand over a TCP store and not registered with torch.distributed: the
-sender is a rank of the trainer, whose default group is another one.
+Each sender has a group of its own. It is made by hand over a TCP store and not registered with
+torch.distributed: the sender is a rank of the trainer, whose default group is another one.
 """
 
 from __future__ import annotations
@@ -30,15 +30,19 @@ JOIN_S = 120.0  # that all ranks are given to meet: one may have been lost since
 
 
 class BroadcastSync(WeightSync):
-    """One broadcast a bucket, to all servers at once; the group is made at the first update and kept, until a broadcast
-    fails.
+    """One broadcast a bucket, to all servers at once; the group is made at the first update and
+    kept, until a broadcast fails.
 
     Args:
-        places: of the servers, whose ranks may be on several machines; None: each is on the one that answers.
+        places: of the servers, whose ranks may be on several machines; None: each is on the one
+            that answers.
     """
 
     def __init__(
-        self, clients: Sequence[SGLangClient], timeout_s: float, places: Sequence[Place] | None = None
+        self,
+        clients: Sequence[SGLangClient],
+        timeout_s: float,
+        places: Sequence[Place] | None = None,
     ) -> None:
         super().__init__(clients)
         self._timeout_s = timeout_s
@@ -54,17 +58,21 @@ class BroadcastSync(WeightSync):
             await self._join(layouts)
 
     async def _join(self, layouts: Sequence[ServerLayout]) -> None:
-        """Makes the group: every server joins while this process does, in a thread, as both wait for each other."""
+        """Makes the group: every server joins while this process does, in a thread, as both wait
+        for each other."""
         self._where = meeting_device(layouts)
         offsets, timeout = rank_offsets(layouts), timedelta(seconds=min(self._timeout_s, JOIN_S))
         world = offsets.pop()
         address = address_facing(self._met)
         # rank 0 holds the store; the servers' rendezvous waits for it
         self._store = bound_store(address, world, timeout)
-        # drawn: a server that was not told to leave a former run's group refuses one of the same name
+        # drawn: a server that was not told to leave a former run's group refuses one of the same
+        # name
         self._name = name = f"megatron_stare_{secrets.token_hex(4)}"
         # the servers' group looks for its keys below these names
-        store = PrefixStore(f"{self._where.type}/", PrefixStore(f"{name}/", PrefixStore(name, self._store)))
+        store = PrefixStore(
+            f"{self._where.type}/", PrefixStore(f"{name}/", PrefixStore(name, self._store))
+        )
         body = {
             "master_address": address,
             "master_port": self._store.port,
@@ -105,7 +113,10 @@ class BroadcastSync(WeightSync):
         try:
             await everywhere(
                 asyncio.to_thread(self._broadcast, flat),
-                *(client.post("/update_weights_from_distributed", body) for client in self._clients),
+                *(
+                    client.post("/update_weights_from_distributed", body)
+                    for client in self._clients
+                ),
             )
         except BaseException:
             await self.close()  # its ranks may be at different buckets
@@ -119,11 +130,15 @@ class BroadcastSync(WeightSync):
         try:
             group.broadcast([flat], options).wait(limit)
         except RuntimeError as error:
-            del group  # closes its connections, over which servers would wait for what does not come
+            # closes its connections, over which servers would wait for what does not come
+            del group
             self._group = None
-            raise SGLangError(f"a broadcast of weights failed: {error}", where=self._clients[0].url) from None
+            raise SGLangError(
+                f"a broadcast of weights failed: {error}", where=self._clients[0].url
+            ) from None
         if flat.is_cuda:
-            torch.cuda.synchronize(self._where)  # NCCL's wait is the stream's; the caller may use the memory again
+            # NCCL's wait is the stream's; the caller may use the memory again
+            torch.cuda.synchronize(self._where)
 
     async def close(self) -> None:
         self._group = None
@@ -131,20 +146,25 @@ class BroadcastSync(WeightSync):
         if name:
             body = {"group_name": name}
             await asyncio.gather(
-                *(asyncio.wait_for(c.post("/destroy_weights_update_group", body), ABORT_S) for c in self._clients),
-                return_exceptions=True,  # a server that is gone has left the group; one that hangs has ABORT_S
+                *(
+                    asyncio.wait_for(c.post("/destroy_weights_update_group", body), ABORT_S)
+                    for c in self._clients
+                ),
+                # a server that is gone has left the group; one that hangs has ABORT_S
+                return_exceptions=True,
             )
         self._store = None
 
 
 def rank_offsets(layouts: Sequence[ServerLayout]) -> list[int]:
-    """The group's rank of each server's first rank, to which a server adds its own ranks' numbers; last, the size of
-    the group."""
+    """The group's rank of each server's first rank, to which a server adds its own ranks' numbers;
+    last, the size of the group."""
     return list(accumulate((layout.tensor for layout in layouts), initial=1))
 
 
 def address_facing(urls: Sequence[str]) -> str:
-    """This machine's address on the interface by which it reaches the servers: loopback's where all are here.
+    """This machine's address on the interface by which it reaches the servers: loopback's where all
+    are here.
 
     Raises:
         SGLangError: there is no way to one of them.
@@ -154,9 +174,12 @@ def address_facing(urls: Sequence[str]) -> str:
         parts = urlsplit(url)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
-                probe.connect((parts.hostname, parts.port or 80))  # of a datagram socket: nothing is sent
+                # of a datagram socket: nothing is sent
+                probe.connect((parts.hostname, parts.port or 80))
             except OSError as error:
-                raise SGLangError(f"there is no way from this machine to the server: {error}", where=url) from error
+                raise SGLangError(
+                    f"there is no way from this machine to the server: {error}", where=url
+                ) from error
             found = probe.getsockname()[0]
         # who is reached over loopback reaches this machine's other addresses, too
         if not found.startswith("127."):
@@ -181,12 +204,16 @@ def bound_store(address: str, world: int, timeout: timedelta) -> TCPStore:
 
 
 def flat_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The tensors' bytes end to end: as they lie, where they lie so, which saves a pass over a bucket; else copied."""
+    """The tensors' bytes end to end: as they lie, where they lie so, which saves a pass over a
+    bucket; else copied."""
     pieces = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     start = pieces[0]
     end = start.data_ptr()
     for piece in pieces:
-        if piece.data_ptr() != end or piece.untyped_storage().data_ptr() != start.untyped_storage().data_ptr():
+        if (
+            piece.data_ptr() != end
+            or piece.untyped_storage().data_ptr() != start.untyped_storage().data_ptr()
+        ):
             return torch.cat(pieces)
         end += piece.numel()
     return start.as_strided((end - start.data_ptr(),), (1,))

@@ -1,4 +1,5 @@
-"""One SGLang server, as an asynchronous client. Bodies come from protocol.py; answers go back as they are.
+"""One SGLang server, as an asynchronous client. Bodies come from protocol.py; answers go back as
+they are.
 
 Nothing is unpickled that comes from a server: answers are JSON.
 """
@@ -18,16 +19,21 @@ from megatron_stare.rollout.engines.sglang.transport import HttpTransport, Trans
 from megatron_stare.rollout.engines.state import MEMORY
 
 T = TypeVar("T")
-# SGLang's third, in_place, counts tokens of the old weights to the new version where its scheduler overlaps batches
+# SGLang's third, in_place, counts tokens of the old weights to the new version where its scheduler
+# overlaps batches
 PauseMode = Literal["abort", "retract"]
 # of what a server can release; graphs that it captured are of use with a cache alone
 TAGS = {"weights": ("weights",), "cache": ("kv_cache", "cuda_graph")}
 
 
-# of answers that say nothing about the request itself: time-out, too many requests, and all from 500 on
+# of answers that say nothing about the request itself: time-out, too many requests, and all from
+# 500 on
 _PASSING = frozenset({408, 425, 429})
-# what must not be asked twice where the first may have been heard: it is answered otherwise then, or never
-_ONCE = frozenset({"/init_weights_update_group", "/update_weights_from_distributed", "/end_weight_update"})
+# what must not be asked twice where the first may have been heard: it is answered otherwise then,
+# or never
+_ONCE = frozenset(
+    {"/init_weights_update_group", "/update_weights_from_distributed", "/end_weight_update"}
+)
 _ONCE |= {"/release_memory_occupation", "/resume_memory_occupation"}
 REPEATED = 2  # times that all else is asked again at once, where a connection broke
 ABORT_S = 10.0  # that a server is given to end what nobody waits for any more
@@ -53,15 +59,18 @@ class NotJsonError(SGLangError):
 class SGLangClient:
     """HTTP to one server.
 
-    Every method waits for one answer and is unblocked by it, by the connection's end, or by `timeout_s`.
+    Every method waits for one answer and is unblocked by it, by the connection's end, or by
+    `timeout_s`.
 
     Args:
         url: of the server, without a path.
         api_key: sent as a bearer token; None: the server asks for none.
         timeout_s: limit of one call, seconds.
         transport: takes the requests instead of the network.
-        response_s: limit of one response; null: that of any call. A response that takes longer is lost.
-        router: URL that responses are asked of instead of the server; it answers as one of the servers behind it does.
+        response_s: limit of one response; null: that of any call. A response that takes longer is
+            lost.
+        router: URL that responses are asked of instead of the server; it answers as one of the
+            servers behind it does.
     """
 
     def __init__(
@@ -88,7 +97,8 @@ class SGLangClient:
         return self._json(path, await self._call("GET", path, None))
 
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer. Raises SGLangError with the server's own words where it refuses, or says `success: false`."""
+        """The answer. Raises SGLangError with the server's own words where it refuses, or says
+        `success: false`."""
         return self._successful(path, await self._call("POST", path, body))
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
@@ -96,7 +106,9 @@ class SGLangClient:
         left = 0 if path in _ONCE else REPEATED
         while True:
             try:
-                return self._accepted(path, self.url, *await self._request(method, path, self._headers, content))
+                return self._accepted(
+                    path, self.url, *await self._request(method, path, self._headers, content)
+                )
             except UnansweredError as error:
                 if not left or error.late:
                     raise
@@ -106,7 +118,9 @@ class SGLangClient:
         if status == 200:
             return answer
         kind = UnansweredError if status >= 500 or status in _PASSING else SGLangError
-        raise kind(f"{path} was refused ({status}): {answer.decode(errors='replace')[:500]}", where=where)
+        raise kind(
+            f"{path} was refused ({status}): {answer.decode(errors='replace')[:500]}", where=where
+        )
 
     async def _request(
         self, method: str, path: str, headers: Mapping[str, str], content: bytes | None
@@ -123,7 +137,9 @@ class SGLangClient:
         content: bytes | None,
     ) -> tuple[int, bytes]:
         try:
-            return await asyncio.wait_for(transport.request(method, path, headers, content), limit_s)
+            return await asyncio.wait_for(
+                transport.request(method, path, headers, content), limit_s
+            )
         except (OSError, asyncio.TimeoutError) as error:
             late = isinstance(error, asyncio.TimeoutError)
             words = f"within {limit_s:g} s" if late else f"{type(error).__name__} {error}".rstrip()
@@ -136,9 +152,13 @@ class SGLangClient:
         try:
             answer = orjson.loads(content)
         except ValueError as error:
-            raise NotJsonError(f"{path} answered {content[:200]!r}, which is not JSON", where=self.url) from error
+            raise NotJsonError(
+                f"{path} answered {content[:200]!r}, which is not JSON", where=self.url
+            ) from error
         if not isinstance(answer, dict):
-            raise SGLangError(f"{path} answered a {type(answer).__name__}, not an object", where=self.url)
+            raise SGLangError(
+                f"{path} answered a {type(answer).__name__}, not an object", where=self.url
+            )
         return answer
 
     def _successful(self, path: str, content: bytes) -> dict[str, Any]:
@@ -152,7 +172,8 @@ class SGLangClient:
         return await self.post("/generate", body)
 
     async def generate_as(self, body: Mapping[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
-        """Generates a long response and returns what `read` makes of it; `read` must keep nothing of the response.
+        """Generates a long response and returns what `read` makes of it; `read` must keep nothing
+        of the response.
 
         Asks the router where there is one.
 
@@ -160,7 +181,9 @@ class SGLangClient:
             UnansweredError: the response is lost; asking again, here or elsewhere, may bring it.
         """
         transport, path = self._router or self._transport, "/generate"
-        got = await self._within(self._response_s, transport, "POST", path, self._headers, orjson.dumps(body))
+        got = await self._within(
+            self._response_s, transport, "POST", path, self._headers, orjson.dumps(body)
+        )
         content = self._accepted(path, self.asked, *got)
         with collector_at_rest():
             try:
@@ -188,10 +211,13 @@ class SGLangClient:
 
     async def abort(self, rid: str | None = None) -> None:
         """Ends one request, or all: each returns what it has so far."""
-        await self._call("POST", "/abort_request", {"rid": rid} if rid is not None else {"abort_all": True})
+        await self._call(
+            "POST", "/abort_request", {"rid": rid} if rid is not None else {"abort_all": True}
+        )
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stops sampling. `abort` ends what is under way; `retract` goes on with it later, its cache computed anew."""
+        """Stops sampling. `abort` ends what is under way; `retract` goes on with it later, its
+        cache computed anew."""
         await self.post("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
@@ -201,22 +227,26 @@ class SGLangClient:
         """Drops the prefix cache.
 
         Args:
-            idle_s: that the server may take until nothing is under way any more, what waits included: a request that
-                was ended is answered a moment before its batch has left.
+            idle_s: that the server may take until nothing is under way any more, what waits
+                included: a request that was ended is answered a moment before its batch has left.
 
         Raises:
             SGLangError: requests are under way.
         """
-        await self._call("POST", f"/flush_cache?timeout={idle_s:g}" if idle_s else "/flush_cache", {})
+        await self._call(
+            "POST", f"/flush_cache?timeout={idle_s:g}" if idle_s else "/flush_cache", {}
+        )
 
     async def release_memory(self, parts: Collection[str]) -> None:
-        """Lets go of weights or cache, where the server was started with --enable-memory-saver (CUDA only); any other,
-        a CPU server among them, accepts the call and keeps everything. The cache's call drops the prefix cache, and a
-        server dies of either while a request is under way."""
+        """Lets go of weights or cache, where the server was started with --enable-memory-saver
+        (CUDA only); any other, a CPU server among them, accepts the call and keeps everything. The
+        cache's call drops the prefix cache, and a server dies of either while a request is under
+        way."""
         await self._call("POST", "/release_memory_occupation", {"tags": _tags(parts)})
 
     async def resume_memory(self, parts: Collection[str]) -> None:
-        """Takes the memory again, whose contents are undefined. The server dies of it where it was not released."""
+        """Takes the memory again, whose contents are undefined. The server dies of it where it was
+        not released."""
         await self._call("POST", "/resume_memory_occupation", {"tags": _tags(parts)})
 
     async def begin_weight_update(self) -> None:
@@ -227,19 +257,27 @@ class SGLangClient:
 
     async def publish_version(self, version: str) -> None:
         """From the next token on, tokens carry this version."""
-        await self.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+        await self.post(
+            "/update_weight_version", {"new_version": version, "abort_all_requests": False}
+        )
 
     async def checksums(self) -> list[dict[str, str]]:
-        """By tensor-parallel rank, of all nodes: SGLang's own checksum of every parameter the rank holds, by SGLang's
-        name. Every group of ranks that has requests of its own answers for all ranks: they must say the same."""
+        """By tensor-parallel rank, of all nodes: SGLang's own checksum of every parameter the rank
+        holds, by SGLang's name. Every group of ranks that has requests of its own answers for all
+        ranks: they must say the same."""
         answer = await self.post("/weights_checker", {"action": "checksum"})
         ranks: dict[int, dict[str, str]] = {}
         for each in answer["ranks"]:
             number, found = int(each["parallelism_info"][0]["tp_rank"]), dict(each["checksums"])
             if ranks.setdefault(number, found) != found:
-                raise SGLangError(f"rank {number} is said to hold two different sets of weights", where=self.url)
+                raise SGLangError(
+                    f"rank {number} is said to hold two different sets of weights", where=self.url
+                )
         if sorted(ranks) != list(range(len(ranks))):
-            raise SGLangError(f"{len(answer['ranks'])} checksums came for the ranks {sorted(ranks)}", where=self.url)
+            raise SGLangError(
+                f"{len(answer['ranks'])} checksums came for the ranks {sorted(ranks)}",
+                where=self.url,
+            )
         return [ranks[number] for number in range(len(ranks))]
 
     async def close(self) -> None:
@@ -255,8 +293,9 @@ def _tags(parts: Collection[str]) -> list[str]:
 
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """No garbage is looked for. An answer holds a list a token and no cycle; while they are made, the collector would
-    go over them, and every few answers over all that the process holds, to find nothing."""
+    """No garbage is looked for. An answer holds a list a token and no cycle; while they are made,
+    the collector would go over them, and every few answers over all that the process holds, to find
+    nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,6 +1,6 @@
-"""SGLang's plug-ins for CPUs without kernel packages. Loaded by the server through the entry-point groups
-`sglang.srt.platforms` and `sglang.srt.plugins`, in the environment SGLang is installed in; the trainer never imports
-this.
+"""SGLang's plug-ins for CPUs without kernel packages. Loaded by the server through the entry-point
+groups `sglang.srt.platforms` and `sglang.srt.plugins`, in the environment SGLang is installed in;
+the trainer never imports this.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ ATTENTION = "torch_native"  # the one attention backend that needs no kernels
 
 
 def activate() -> str | None:
-    """The platform class's name on a machine without CUDA; None where SGLang's own platforms serve."""
+    """The platform class's name on a machine without CUDA; None where SGLang's own platforms
+    serve."""
     if torch.cuda.is_available():
         return None
     from sglang.srt.arg_groups.choices import (
@@ -29,18 +30,21 @@ def activate() -> str | None:
         add_radix_supported_deterministic_attention_backend_choices,
     )
 
-    # SGLang honours sampling seeds only with deterministic inference, and knows no CPU backend for that. Noise is keyed
-    # on the request with any backend; what this backend does not promise is the same rounding in every batch.
+    # SGLang honours sampling seeds only with deterministic inference, and knows no CPU backend for
+    # that. Noise is keyed on the request with any backend; what this backend does not promise is
+    # the same rounding in every batch.
     add_deterministic_attention_backend_choices([ATTENTION])
     add_radix_supported_deterministic_attention_backend_choices([ATTENTION])
     return "megatron_stare.rollout.engines.sglang.cpu_platform_class.CpuPlatform"
 
 
 def register_hooks() -> None:
-    """Replaces, through SGLang's own registry, what a server that this project starts cannot use as it is.
+    """Replaces, through SGLang's own registry, what a server that this project starts cannot use as
+    it is.
 
-    Seeds: what deterministic inference needs is written for GPUs alone, or lies in a kernel package. And a server that
-    is killed leaves a file in /dev/shm; here that file lies in the server's own folder, which goes with it.
+    Seeds: what deterministic inference needs is written for GPUs alone, or lies in a kernel
+    package. And a server that is killed leaves a file in /dev/shm; here that file lies in the
+    server's own folder, which goes with it.
     """
     if torch.cuda.is_available():
         return
@@ -51,10 +55,14 @@ def register_hooks() -> None:
         ("sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", _plain_kernels),
         ("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", murmur_hash32),
         ("sglang.srt.managers.load_snapshot.shm_path_for", _path_of_loads),
-        ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _not_pinned),  # the table of routed experts
+        # the table of routed experts
+        ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _not_pinned),
         # between groups with requests of their own
         ("sglang.srt.layers.dp_attention.memcpy", copied_rows),
-        ("sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather_into_tensor", _gathered),
+        (
+            "sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather_into_tensor",
+            _gathered,
+        ),
         ("sglang.srt.distributed.parallel_state.GroupCoordinator.reduce_scatter_tensor", _reduced),
         ("torch.cuda.synchronize", _nothing_under_way),  # 0.5.22's checksums wait for a GPU
     ):
@@ -64,8 +72,8 @@ def register_hooks() -> None:
 
 
 def _let_open_shared() -> None:
-    """Lets what servers unpickle open a bucket of weights in this machine's shared memory, as a GPU's ranks open
-    handles."""
+    """Lets what servers unpickle open a bucket of weights in this machine's shared memory, as a
+    GPU's ranks open handles."""
     from sglang.srt.utils.common import SafeUnpickler
 
     allowed = getattr(SafeUnpickler, "ALLOWED_GLOBALS", None)
@@ -92,14 +100,16 @@ def _reduced(ranks: Any, output: Tensor, of: Tensor) -> None:
 
 
 def _padded_on_a_cpu(original: Callable[..., None], batch: object, runner: Any) -> None:
-    """Pads the tokens of groups with requests of their own, by SGLang's own way for CPUs: it knows of one where its
-    CPU engine is, whose attention backends say what lengths are padded with."""
+    """Pads the tokens of groups with requests of their own, by SGLang's own way for CPUs: it knows
+    of one where its CPU engine is, whose attention backends say what lengths are padded with."""
     sys.modules["sglang.srt.model_executor.forward_batch_info"]._is_cpu = True  # type: ignore[attr-defined]
     runner.attn_backend.get_cpu_graph_seq_len_fill_value = lambda: 1
     original(batch, runner)
 
 
-def copied_rows(to: Tensor, of: Tensor, dim: int, offset: Tensor, rows: Tensor, offset_in_source: bool) -> None:
+def copied_rows(
+    to: Tensor, of: Tensor, dim: int, offset: Tensor, rows: Tensor, offset_in_source: bool
+) -> None:
     """Copies rows between a group's tokens and those of all groups, as SGLang's Triton kernel does.
 
     Args:
@@ -125,9 +135,11 @@ def _path_of_loads(instance: str) -> str:
 
 
 def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
-    """MurmurHash3 (32 bits, seed 0) of the 16 bytes of seed, position and column, as SGLang's kernel computes it.
+    """MurmurHash3 (32 bits, seed 0) of the 16 bytes of seed, position and column, as SGLang's
+    kernel computes it.
 
-    Keys seeded sampling noise. In plain torch, because SGLang's own need Triton or a kernel package.
+    Keys seeded sampling noise. In plain torch, because SGLang's own need Triton or a kernel
+    package.
 
     Args:
         seed: [n] 64 bits a row.

@@ -1,4 +1,5 @@
-"""The platform that cpu_platform.py names. Imports sglang, so it is importable in the server's environment only."""
+"""The platform that cpu_platform.py names. Imports sglang, so it is importable in the server's
+environment only."""
 
 from __future__ import annotations
 

@@ -21,18 +21,22 @@ PREFIX = "megatron-stare-weights-"
 
 
 class DiskSync(WeightSync):
-    """A Hugging Face folder that the servers load. Every sender fills files of its own, one a bucket; a file has its
-    name once it is whole.
+    """A Hugging Face folder that the servers load. Every sender fills files of its own, one a
+    bucket; a file has its name once it is whole.
 
     Args:
         companions: folder whose config the servers find beside the weights.
-        folder: where files are written, the same for all senders of an update; None: one in the system's folder for
-            temporary files.
+        folder: where files are written, the same for all senders of an update; None: one in the
+            system's folder for temporary files.
         sender: in the names of this sender's files.
     """
 
     def __init__(
-        self, clients: Sequence[SGLangClient], companions: str, folder: Path | None = None, sender: int = 0
+        self,
+        clients: Sequence[SGLangClient],
+        companions: str,
+        folder: Path | None = None,
+        sender: int = 0,
     ) -> None:
         super().__init__(clients)
         self._companions, self._sender = Path(companions), sender
@@ -59,7 +63,9 @@ class DiskSync(WeightSync):
     def _write(self, bucket: Bucket) -> None:
         file = self._folder / f"model-{self._sender:05d}-{len(self._files) + 1:05d}.safetensors"
         self._files.append(file)
-        header, _ = lay_out(file, {name: tuple(tensor.shape) for name, tensor in bucket}, bucket[0][1].dtype, {})
+        header, _ = lay_out(
+            file, {name: tuple(tensor.shape) for name, tensor in bucket}, bucket[0][1].dtype, {}
+        )
         flat = flat_bytes([tensor for _, tensor in bucket]).cpu()
         with _whole(file, ".part") as writing, writing.path.open("wb") as stream:
             stream.write(header)
@@ -72,9 +78,11 @@ class DiskSync(WeightSync):
 
     async def load(self, folder: str | None) -> None:
         body = {"model_path": folder, "load_format": "safetensors", "flush_cache": False}
-        await everywhere(*(client.post("/update_weights_from_disk", body) for client in self._clients))
-        # the answer is the first rank's alone: another that finds the files gone while it still reads them ends its
-        # server. A session is opened by all ranks together
+        await everywhere(
+            *(client.post("/update_weights_from_disk", body) for client in self._clients)
+        )
+        # the answer is the first rank's alone: another that finds the files gone while it still
+        # reads them ends its server. A session is opened by all ranks together
         await open_sessions(self._clients)
         await super().load(folder)
 
@@ -98,7 +106,9 @@ class _whole:
     def __enter__(self) -> _whole:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
         if kind is None:
             self.path.replace(self._file)
             return
@@ -116,5 +126,6 @@ def _unwritten(where: Path, error: OSError) -> UserError:
 
 
 def drawn_folder(parent: str | None) -> Path:
-    """A folder of no other run's; it does not exist yet. Args: parent: None: the system's for temporary files."""
+    """A folder of no other run's; it does not exist yet. Args: parent: None: the system's for
+    temporary files."""
     return Path(parent or tempfile.gettempdir()).resolve() / f"{PREFIX}{secrets.token_hex(4)}"

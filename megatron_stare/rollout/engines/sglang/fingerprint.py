@@ -1,9 +1,10 @@
-"""The checksums that an SGLang server's ranks must report once they hold the weights that were sent. Pure.
+"""The checksums that an SGLang server's ranks must report once they hold the weights that were
+sent. Pure.
 
-SGLang stacks some Hugging Face tensors into one parameter, cuts each over its ranks, and a rank reports a hash of what
-it holds of every parameter. So the parts of the tensors that were sent are hashed in the order in which SGLang stacks
-them, and the lists compared rank by rank: names as well as values, because a server answers an unknown name with
-success.
+SGLang stacks some Hugging Face tensors into one parameter, cuts each over its ranks, and a rank
+reports a hash of what it holds of every parameter. So the parts of the tensors that were sent are
+hashed in the order in which SGLang stacks them, and the lists compared rank by rank: names as well
+as values, because a server answers an unknown name with success.
 """
 
 from __future__ import annotations
@@ -24,18 +25,23 @@ Checksums = Mapping[str, str]  # of one rank, by SGLang's name
 
 @dataclass
 class Stack:
-    """One parameter of a rank while its parts come in. Of experts' matrices on a GPU several senders can have a part
-    each: there the hash is a sum over positions."""
+    """One parameter of a rank while its parts come in. Of experts' matrices on a GPU several
+    senders can have a part each: there the hash is a sum over positions."""
 
     count: int | None
     digest: Digest
     hashed: int = 0
-    early: dict[int, Sequence[Tensor]] = field(default_factory=dict)  # parts that came before their turn
+    # parts that came before their turn
+    early: dict[int, Sequence[Tensor]] = field(default_factory=dict)
     placed: set[int] = field(default_factory=set)  # of experts' matrices on a GPU, those that came
 
     def take(self, index: int, parts: Sequence[Tensor]) -> None:
         nbytes = sum(part.nbytes for part in parts)
-        if self.count is None and isinstance(self.digest, TiledDigest) and all(part.nbytes % 4 == 0 for part in parts):
+        if (
+            self.count is None
+            and isinstance(self.digest, TiledDigest)
+            and all(part.nbytes % 4 == 0 for part in parts)
+        ):
             start = index * nbytes  # experts are of one size
             for part in parts:
                 self.digest.update_at(start, part)
@@ -59,7 +65,9 @@ class Stack:
     def joined(self, other: Stack) -> Stack:
         """Joins the parts of experts' matrices that either stack took on a GPU."""
         assert isinstance(self.digest, TiledDigest) and isinstance(other.digest, TiledDigest)
-        return Stack(self.count, self.digest.joined(other.digest), placed=self.placed | other.placed)
+        return Stack(
+            self.count, self.digest.joined(other.digest), placed=self.placed | other.placed
+        )
 
 
 class Fingerprint:
@@ -71,7 +79,12 @@ class Fingerprint:
     """
 
     def __init__(self, shape: ModelShape, dtype: torch.dtype, layout: ServerLayout) -> None:
-        self._family, self._shape, self._dtype, self._layout = family_of(shape), shape, dtype, layout
+        self._family, self._shape, self._dtype, self._layout = (
+            family_of(shape),
+            shape,
+            dtype,
+            layout,
+        )
         self._ranks: list[dict[str, Stack]] = [{} for _ in range(layout.tensor)]  # by SGLang's name
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -84,16 +97,24 @@ class Fingerprint:
             index = place.index
             if place.count is None:  # experts are counted from the first that the rank holds
                 index -= self._layout.first_expert(self._shape, rank) * place.an_expert
-            stacks.setdefault(place.name, Stack(place.count, digest_on(self._layout.device))).take(index, parts)
+            stacks.setdefault(place.name, Stack(place.count, digest_on(self._layout.device))).take(
+                index, parts
+            )
 
     def checksums(self) -> list[dict[str, str]]:
-        """Checksums that each rank must report, by SGLang's names, of complete stacks alone. Asked once, at the end."""
+        """Checksums that each rank must report, by SGLang's names, of complete stacks alone. Asked
+        once, at the end."""
         return checksums_of(self._ranks)
 
     def hashes(self) -> list[dict[str, str | Stack]]:
-        """Gives `checksums` of one sender among several; experts' matrices on GPUs stay stacks, to be joined."""
+        """Gives `checksums` of one sender among several; experts' matrices on GPUs stay stacks, to
+        be joined."""
         return [
-            {n: s if s.placed else s.digest.hexdigest() for n, s in stacks.items() if s.placed or s.complete}
+            {
+                n: s if s.placed else s.digest.hexdigest()
+                for n, s in stacks.items()
+                if s.placed or s.complete
+            }
             for stacks in self._ranks
         ]
 
@@ -101,7 +122,11 @@ class Fingerprint:
 def checksums_of(ranks: Sequence[Mapping[str, str | Stack]]) -> list[dict[str, str]]:
     """By rank and name, of what is complete."""
     return [
-        {n: s if isinstance(s, str) else s.digest.hexdigest() for n, s in stacks.items() if not _lacks(s)}
+        {
+            n: s if isinstance(s, str) else s.digest.hexdigest()
+            for n, s in stacks.items()
+            if not _lacks(s)
+        }
         for stacks in ranks
     ]
 
@@ -111,7 +136,8 @@ def _lacks(stack: str | Stack) -> bool:
 
 
 def differences(sent: Sequence[Checksums], held: Sequence[Checksums]) -> Sequence[str]:
-    """Lists what is wrong with the weights that a server's ranks hold, a line each; empty: they hold the ones sent."""
+    """Lists what is wrong with the weights that a server's ranks hold, a line each; empty: they
+    hold the ones sent."""
     if len(sent) != len(held):
         return [f"{len(held)} ranks report what they hold, of {len(sent)}"]
     return [
@@ -124,5 +150,9 @@ def differences(sent: Sequence[Checksums], held: Sequence[Checksums]) -> Sequenc
 def _differences(sent: Checksums, held: Checksums) -> list[str]:
     lines = [f"{name} was not sent" for name in sorted(held.keys() - sent.keys())]
     lines += [f"{name} does not exist there" for name in sorted(sent.keys() - held.keys())]
-    lines += [f"{name} has other values" for name in sorted(sent.keys() & held.keys()) if sent[name] != held[name]]
+    lines += [
+        f"{name} has other values"
+        for name in sorted(sent.keys() & held.keys())
+        if sent[name] != held[name]
+    ]
     return lines

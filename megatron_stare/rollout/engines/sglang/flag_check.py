@@ -1,4 +1,5 @@
-"""Checks that SGLang's own parser takes a run's further arguments, and that these leave alone what the run sets.
+"""Checks that SGLang's own parser takes a run's further arguments, and that these leave alone what
+the run sets.
 
 `refused_flag` asks a process of SGLang's environment, which runs this module:
 
@@ -16,11 +17,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NoReturn
 
-from megatron_stare.rollout.engines.sglang.serve import NOT_KEPT  # before transformers asks for torchvision, too
+# before transformers asks for torchvision, too
+from megatron_stare.rollout.engines.sglang.serve import NOT_KEPT
 
 TIMEOUT_S = 300
-# beside what a run's own arguments set: a key is drawn for the run, and weights are compared of one model, cut by
-# tensor ranks, in the dtype it is served in
+# beside what a run's own arguments set: a key is drawn for the run, and weights are compared of one
+# model, cut by tensor ranks, in the dtype it is served in
 _NOT_TO_BE_SET = {
     *("api_key", "admin_api_key", "quantization"),
     *("ep_size", "pp_size", "dp_size", "attn_dp_size", "attn_cp_size", "moe_dense_tp_size"),
@@ -30,16 +32,22 @@ _NOT_TO_BE_SET = {
 
 @lru_cache(8)
 def refused_flag(python: str, own: Sequence[str], flags: Sequence[str]) -> str | None:
-    """Says what is wrong with the flags; None: nothing. Takes some ten seconds: a Python process imports SGLang.
+    """Says what is wrong with the flags; None: nothing. Takes some ten seconds: a Python process
+    imports SGLang.
 
     Args:
         python: of SGLang's environment.
         own: the arguments that a run sets itself.
     """
     order = json.dumps({"own": own, "flags": flags})
-    command, kept = [python, "-m", __name__, order], {k: v for k, v in os.environ.items() if k not in NOT_KEPT}
+    command, kept = (
+        [python, "-m", __name__, order],
+        {k: v for k, v in os.environ.items() if k not in NOT_KEPT},
+    )
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=kept)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=kept
+        )
     except subprocess.TimeoutExpired:
         return f"SGLang did not read its arguments within {TIMEOUT_S} s"
     lines = done.stdout.strip().splitlines()
@@ -54,13 +62,17 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def _problem(parser: argparse.ArgumentParser, own: Sequence[str], flags: Sequence[str]) -> str | None:
+def _problem(
+    parser: argparse.ArgumentParser, own: Sequence[str], flags: Sequence[str]
+) -> str | None:
     try:
         without, given = vars(parser.parse_args([*own])), vars(parser.parse_args([*own, *flags]))
     except ValueError as error:
         return f"SGLang does not take them: {error}"
     set_here = {action.dest for action in parser._actions if set(action.option_strings) & set(own)}
-    changed = sorted(name for name in set_here | _NOT_TO_BE_SET if given.get(name) != without.get(name))
+    changed = sorted(
+        name for name in set_here | _NOT_TO_BE_SET if given.get(name) != without.get(name)
+    )
     return f"they change {', '.join(changed)}, which this project sets itself" if changed else None
 
 

@@ -1,4 +1,5 @@
-"""Place of a process, as far as it decides what may be handed to it: its machine, and the GPUs it sees."""
+"""Place of a process, as far as it decides what may be handed to it: its machine, and the GPUs it
+sees."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
 from megatron_stare.rollout.engines.sglang.transport import LOOPBACK_NAMES
 
-_BOOT, _NETWORK, SHARED_MEMORY = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net"), Path("/dev/shm")
+_BOOT, _NETWORK, SHARED_MEMORY = (
+    Path("/proc/sys/kernel/random/boot_id"),
+    Path("/proc/self/ns/net"),
+    Path("/dev/shm"),
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,8 @@ class Place:
 
 @cache
 def this_host() -> str:
-    """Names this machine, or this container of it: another has another name, boot, network or shared memory."""
+    """Names this machine, or this container of it: another has another name, boot, network or
+    shared memory."""
     told = [socket.gethostname(), _BOOT.read_text().strip() if _BOOT.is_file() else ""]
     if _NETWORK.exists():
         told.append(os.readlink(_NETWORK))
@@ -50,7 +56,10 @@ def uuid_of(device: int) -> str:
 
 def here(device: torch.device) -> Place:
     """This machine with one of its GPUs."""
-    return Place(this_host(), (uuid_of(torch.cuda.current_device() if device.index is None else device.index),))
+    return Place(
+        this_host(),
+        (uuid_of(torch.cuda.current_device() if device.index is None else device.index),),
+    )
 
 
 def seen_here() -> Place:
@@ -60,35 +69,44 @@ def seen_here() -> Place:
 
 
 def require_reach(server: Place, sender: Place, url: str) -> None:
-    """Raises ConfigError unless the server's ranks can open handles of memory on the sender's GPU: SGLang looks for it
-    among those it sees, and dies where it is not there."""
+    """Raises ConfigError unless the server's ranks can open handles of memory on the sender's GPU:
+    SGLang looks for it among those it sees, and dies where it is not there."""
     fix = "sglang.sync=distributed reaches servers on any machine and GPU"
     if server.others:
         raise ConfigError(
-            f"ranks of the server are on {', '.join(server.others)} as well: handles of GPU memory are of use on one "
-            "machine alone",
+            f"ranks of the server are on {', '.join(server.others)} as well: handles of GPU memory"
+            " are of use on one machine alone",
             where=url,
             fix=fix,
         )
     if not server.host or not server.gpus:
-        raise ConfigError("on which GPUs the server runs is not known, so it is sent no handle", where=url, fix=fix)
+        raise ConfigError(
+            "on which GPUs the server runs is not known, so it is sent no handle",
+            where=url,
+            fix=fix,
+        )
     if server.host != sender.host:
         raise ConfigError(
-            f"the server runs on {server.host.split()[0]}, this rank on {sender.host.split()[0]}: handles of GPU "
-            "memory are of use on one machine alone",
+            f"the server runs on {server.host.split()[0]}, this rank on {sender.host.split()[0]}:"
+            " handles of GPU memory are of use on one machine alone",
             where=url,
             fix=fix,
         )
     if missing := [gpu for gpu in sender.gpus if gpu not in server.gpus]:
-        raise ConfigError(f"the server does not see this rank's GPU {missing[0]}", where=url, fix=fix)
+        raise ConfigError(
+            f"the server does not see this rank's GPU {missing[0]}", where=url, fix=fix
+        )
 
 
-def carriers(servers: Sequence[tuple[str, Place, ServerLayout]], ranks: Sequence[Place]) -> list[tuple[int, ...]]:
-    """Finds, of each server, the trainer's ranks whose memory its own ranks can open, in the order of these: on a GPU
-    the rank on the same; on CPUs those of the same machine by turns.
+def carriers(
+    servers: Sequence[tuple[str, Place, ServerLayout]], ranks: Sequence[Place]
+) -> list[tuple[int, ...]]:
+    """Finds, of each server, the trainer's ranks whose memory its own ranks can open, in the order
+    of these: on a GPU the rank on the same; on CPUs those of the same machine by turns.
 
     Args:
-        servers: URL, place and layout of each; on GPUs its place has them in the order of its ranks.
+        servers: URL, place and layout of each; on GPUs its place has them in the order of its
+            ranks.
         ranks: places of all of the trainer's.
 
     Raises:
@@ -99,7 +117,9 @@ def carriers(servers: Sequence[tuple[str, Place, ServerLayout]], ranks: Sequence
         on_gpus = layout.device == "cuda"
         if place.others or (on_gpus and (not place.host or len(place.gpus) < layout.tensor)):
             require_reach(place, Place(place.host), url)
-            raise ConfigError(f"it sees {len(place.gpus)} GPUs, and has {layout.tensor} ranks", where=url)
+            raise ConfigError(
+                f"it sees {len(place.gpus)} GPUs, and has {layout.tensor} ranks", where=url
+            )
         there = [number for number, rank in enumerate(ranks) if rank.host == place.host]
         if on_gpus:
             of = {gpu: number for number in there for gpu in ranks[number].gpus}
@@ -109,14 +129,17 @@ def carriers(servers: Sequence[tuple[str, Place, ServerLayout]], ranks: Sequence
             continue
         if not there:
             raise _no_rank(f"on {place.host.split()[0]}", url)
-        found.append(tuple(there[(taken[place.host] + rank) % len(there)] for rank in range(layout.tensor)))
+        found.append(
+            tuple(there[(taken[place.host] + rank) % len(there)] for rank in range(layout.tensor))
+        )
         taken[place.host] += layout.tensor
     return found
 
 
 def _no_rank(where: str, url: str) -> ConfigError:
     return ConfigError(
-        f"no rank of the trainer is {where}, where the server is, so that none has memory that it could open",
+        f"no rank of the trainer is {where}, where the server is, so that none has memory that it"
+        " could open",
         where=url,
         fix="sglang.sync=disk reaches it, and, with sglang.colocated=false, distributed",
     )
@@ -126,7 +149,8 @@ def require_loopback_here(server: Place, url: str) -> None:
     """Raises ConfigError for a server on another machine's loopback."""
     if urlsplit(url).hostname in LOOPBACK_NAMES and server.host not in ("", this_host()):
         raise ConfigError(
-            f"the server listens on the loopback of {server.host.split()[0]}, where this rank cannot reach it",
+            f"the server listens on the loopback of {server.host.split()[0]}, where this rank"
+            " cannot reach it",
             where=url,
             fix="leave sglang.host out: each server then listens on its own node's address",
         )

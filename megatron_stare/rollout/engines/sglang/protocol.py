@@ -1,6 +1,8 @@
-"""Requests to SGLang servers and the reading of their answers, as observed of supported versions. Pure: no I/O.
+"""Requests to SGLang servers and the reading of their answers, as observed of supported versions.
+Pure: no I/O.
 
-Requests come from the engine, bodies go to the client; the server's answers come back through `result_of`.
+Requests come from the engine, bodies go to the client; the server's answers come back through
+`result_of`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from megatron_stare.rollout.engines.sampling import row_keys
 
 # the weight-update session these releases share does not exist before 0.5.21
 SUPPORTED_VERSIONS = ("0.5.21", "0.5.22", "0.5.23")
-_LOG_PROB, _ID = itemgetter(0), itemgetter(1)  # of an entry of output_token_logprobs: nats, token id, text or null
+# of an entry of output_token_logprobs: nats, token id, text or null
+_LOG_PROB, _ID = itemgetter(0), itemgetter(1)
 NO_VERSION = "none"  # what servers are started with: weights of no training step
 
 
@@ -46,8 +49,8 @@ def check_flags(info: Mapping[str, Any], flags: Mapping[str, str], where: str) -
 
     Args:
         info: its /server_info.
-        flags: by argument of the server, the setting that needs it. A CPU server's memory saver is let pass: it has
-            none, and keeps its memory.
+        flags: by argument of the server, the setting that needs it. A CPU server's memory saver is
+            let pass: it has none, and keeps its memory.
     """
     for flag, setting in flags.items():
         if not info.get(flag) and not (flag == "enable_memory_saver" and info["device"] == "cpu"):
@@ -59,8 +62,8 @@ def check_flags(info: Mapping[str, Any], flags: Mapping[str, str], where: str) -
 
 
 def check_precision(arguments: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError for a server that computes in 8 bits: how far its log-probs may lie from the trainer's is not
-    known, so nothing would tell rounding from wrong weights.
+    """Raises ConfigError for a server that computes in 8 bits: how far its log-probs may lie from
+    the trainer's is not known, so nothing would tell rounding from wrong weights.
 
     Args:
         arguments: of the server, by name with dashes or underscores.
@@ -69,8 +72,8 @@ def check_precision(arguments: Mapping[str, Any], where: str) -> None:
         value = str(arguments.get(name) or arguments.get(name.replace("_", "-")) or "")
         if "fp8" in value or "int8" in value:
             raise ConfigError(
-                f"rollouts with {name.replace('_', '-')} {value} are refused: agreement of engine and trainer has no "
-                "limits for 8 bits",
+                f"rollouts with {name.replace('_', '-')} {value} are refused: agreement of engine"
+                " and trainer has no limits for 8 bits",
                 where=where,
                 fix="leave it out; 16 bits are the fewest that are watched",
             )
@@ -84,12 +87,16 @@ def sampling_seed(params: SamplingParams, request: GenerateRequest) -> int:
 
 
 def sampling_fields(
-    params: SamplingParams, seed: int, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
+    params: SamplingParams,
+    seed: int,
+    max_new_tokens: int | None = None,
+    stop_token_ids: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Every field that shapes a response, so that no default of a server's release or model folder has a say.
+    """Every field that shapes a response, so that no default of a server's release or model folder
+    has a say.
 
-    Only evaluation cuts the support, and by top-p alone (never top-k, min-p, penalties, bias or grammar): log-probs
-    would then be those of another distribution than the trainer's.
+    Only evaluation cuts the support, and by top-p alone (never top-k, min-p, penalties, bias or
+    grammar): log-probs would then be those of another distribution than the trainer's.
 
     Args:
         stop_token_ids: beside those of `params`.
@@ -141,8 +148,11 @@ def generate_body(request: GenerateRequest, params: SamplingParams, rid: str) ->
 
 
 def prompt_body(tokens: Sequence[int], rid: str) -> dict[str, Any]:
-    """A body of POST /generate whose answer has the log-probs of `tokens`, at temperature 1, of all but the first."""
-    fields = SamplingParams(temperature=1.0, max_new_tokens=1, seed=0, step=0, stop_token_ids=(), greedy=True)
+    """A body of POST /generate whose answer has the log-probs of `tokens`, at temperature 1, of all
+    but the first."""
+    fields = SamplingParams(
+        temperature=1.0, max_new_tokens=1, seed=0, step=0, stop_token_ids=(), greedy=True
+    )
     return {
         "rid": rid,
         "input_ids": list(tokens),
@@ -154,14 +164,21 @@ def prompt_body(tokens: Sequence[int], rid: str) -> dict[str, Any]:
     }
 
 
-def read_prompt_log_probs(answer: Mapping[str, Any], tokens: Sequence[int], where: str) -> list[float]:
+def read_prompt_log_probs(
+    answer: Mapping[str, Any], tokens: Sequence[int], where: str
+) -> list[float]:
     """The log-probs, nats, of every token of a `prompt_body` but the first."""
     entries = answer["meta_info"].get("input_token_logprobs") or []
     found = [entry for entry in entries if entry[0] is not None]  # the first token has none
     # the server computes the log-prob of the last id of the vocabulary rightly, but calls it 0
     named = [entry[1] for entry in found]
-    if len(named) != len(tokens) - 1 or any(n not in (t, 0) for n, t in zip(named, tokens[1:], strict=True)):
-        raise SGLangError(f"{list(tokens)} was to have log-probs, the server gave them of {entries}"[:500], where=where)
+    if len(named) != len(tokens) - 1 or any(
+        n not in (t, 0) for n, t in zip(named, tokens[1:], strict=True)
+    ):
+        raise SGLangError(
+            f"{list(tokens)} was to have log-probs, the server gave them of {entries}"[:500],
+            where=where,
+        )
     return [float(entry[0]) for entry in found]
 
 
@@ -179,8 +196,8 @@ def result_of(
         routed: of the model, where the experts of its tokens were asked for.
 
     Raises:
-        SGLangError: lists of different lengths, a log-prob that is missing, a token without a weight version, or
-            without its experts where they were asked for.
+        SGLangError: lists of different lengths, a log-prob that is missing, a token without a
+            weight version, or without its experts where they were asked for.
     """
     meta = answer["meta_info"]
     ids = _column(answer["output_ids"], np.int32)
@@ -195,16 +212,26 @@ def result_of(
         output_ids=ids,
         output_log_probs=_column(sampled, np.float32, _LOG_PROB),
         versions=version_runs(meta, len(ids), f"{where}, request {request.rid}"),
-        finish_reason=_finish_reason(meta["finish_reason"], ids, {*stop_token_ids, *request.stop_token_ids}),
+        finish_reason=_finish_reason(
+            meta["finish_reason"], ids, {*stop_token_ids, *request.stop_token_ids}
+        ),
         prompt_tokens=int(meta["prompt_tokens"]),
-        experts=None
-        if routed is None
-        else _experts(meta, routed, len(request.input_ids) + len(ids) - 1, f"{where}, request {request.rid}"),
+        experts=(
+            None
+            if routed is None
+            else _experts(
+                meta,
+                routed,
+                len(request.input_ids) + len(ids) - 1,
+                f"{where}, request {request.rid}",
+            )
+        ),
     )
 
 
 def _experts(meta: Mapping[str, Any], shape: ModelShape, tokens: int, where: str) -> Tensor:
-    """The experts of the first `tokens` tokens, all but the last, which the server's model was never fed."""
+    """The experts of the first `tokens` tokens, all but the last, which the server's model was
+    never fed."""
     if not isinstance(encoded := meta.get("routed_experts"), str):
         raise SGLangError(
             "the server named no experts",
@@ -217,18 +244,25 @@ def _experts(meta: Mapping[str, Any], shape: ModelShape, tokens: int, where: str
     except ValueError as error:
         raise SGLangError(f"the server's experts cannot be read: {error}", where=where) from error
     if len(column) != tokens:
-        raise SGLangError(f"the server named the experts of {len(column)} tokens of {tokens}", where=where)
+        raise SGLangError(
+            f"the server named the experts of {len(column)} tokens of {tokens}", where=where
+        )
     return column
 
 
-def _column(values: Sequence[Any], dtype: type[np.generic], of: Callable[[Any], Any] | None = None) -> Tensor:
-    """[n], of the values or of a part of each; by way of numpy, which reads Python numbers an order of magnitude faster
-    than torch."""
-    return torch.from_numpy(np.fromiter(values if of is None else map(of, values), dtype, len(values)))
+def _column(
+    values: Sequence[Any], dtype: type[np.generic], of: Callable[[Any], Any] | None = None
+) -> Tensor:
+    """[n], of the values or of a part of each; by way of numpy, which reads Python numbers an order
+    of magnitude faster than torch."""
+    return torch.from_numpy(
+        np.fromiter(values if of is None else map(of, values), dtype, len(values))
+    )
 
 
 def version_runs(meta: Mapping[str, Any], tokens: int, where: str) -> VersionRuns:
-    """The versions of the weights that sampled `tokens` tokens, from the spans of an answer's meta_info."""
+    """The versions of the weights that sampled `tokens` tokens, from the spans of an answer's
+    meta_info."""
     runs: list[tuple[int, int]] = []
     end = 0
     for span in meta.get("weight_versions") or []:
@@ -239,14 +273,17 @@ def version_runs(meta: Mapping[str, Any], tokens: int, where: str) -> VersionRun
         end = span["end"]
     if end != tokens:
         raise SGLangError(
-            f"{tokens} tokens, but weight versions {meta.get('weight_versions')} (now {meta.get('weight_version')})",
+            f"{tokens} tokens, but weight versions {meta.get('weight_versions')} (now"
+            f" {meta.get('weight_version')})",
             where=where,
             fix="only this project may update the server's weights",
         )
     return tuple(runs)
 
 
-def _finish_reason(reported: Mapping[str, Any], ids: Tensor, stop_token_ids: Collection[int]) -> FinishReason:
+def _finish_reason(
+    reported: Mapping[str, Any], ids: Tensor, stop_token_ids: Collection[int]
+) -> FinishReason:
     kind = reported["type"]
     if kind == "length" and len(ids) and int(ids[-1]) in stop_token_ids:
         return "stop"  # its last token is a stop token, and the server looks at the length first
@@ -256,15 +293,23 @@ def _finish_reason(reported: Mapping[str, Any], ids: Tensor, stop_token_ids: Col
 
 
 def check_stop(answer: dict[str, Any], token: int, where: str) -> None:
-    """Raises SGLangError unless the answer is `token` alone, named as what stopped it, with a log-prob."""
+    """Raises SGLangError unless the answer is `token` alone, named as what stopped it, with a
+    log-prob."""
     meta, ids = answer["meta_info"], list(answer["output_ids"])
     reason = meta["finish_reason"]
     sampled = [entry[1] for entry in meta.get("output_token_logprobs") or []]
-    if ids == [token] == sampled and reason.get("type") == "stop" and reason.get("matched") == token:
+    if (
+        ids == [token] == sampled
+        and reason.get("type") == "stop"
+        and reason.get("matched") == token
+    ):
         return
     raise SGLangError(
-        f"stop token {token} was forced, but the server returned tokens {ids}, log-probs of {sampled} and the finish "
-        f"reason {reason}",
+        f"stop token {token} was forced, but the server returned tokens {ids}, log-probs of"
+        f" {sampled} and the finish reason {reason}",
         where=where,
-        fix="a response must end with its stop token and that token's log-prob; use a supported release of SGLang",
+        fix=(
+            "a response must end with its stop token and that token's log-prob; use a supported"
+            " release of SGLang"
+        ),
     )

@@ -1,4 +1,5 @@
-"""Makes an SGLang engine of a run's configuration: a server started or attached to, its client, and the weight sync."""
+"""Makes an SGLang engine of a run's configuration: a server started or attached to, its client, and
+the weight sync."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ class SGLangReplica(Replica):
             url, key = config.sglang.urls[number], os.environ.get(API_KEY_VARIABLE)
         else:
             options = server_options(config, number, address=site.address)
-            self._process = ServerProcess(options) if site.parts is None else SpreadServer(options, site)
+            self._process = (
+                ServerProcess(options) if site.parts is None else SpreadServer(options, site)
+            )
             self._place = replace(seen_here(), others=site.others)
             url, key = self._process.url, self._process.api_key
         self._client = SGLangClient(
@@ -71,7 +74,8 @@ class SGLangReplica(Replica):
         )
 
     def engine(self) -> SGLangEngine:
-        """See Replica. Waits until the server answers; nothing is left behind where it does not, or cannot be used."""
+        """See Replica. Waits until the server answers; nothing is left behind where it does not, or
+        cannot be used."""
         config, loop = self._config, asyncio.new_event_loop()
         with contextlib.ExitStack() as stack:
             stack.callback(loop.close)
@@ -133,7 +137,11 @@ class SGLangReplica(Replica):
         asked = config.sglang
         if asked.urls:
             return None
-        return Route(listens=True, host=asked.host, folder=asked.sync_folder if asked.sync == "disk" else None)
+        return Route(
+            listens=True,
+            host=asked.host,
+            folder=asked.sync_folder if asked.sync == "disk" else None,
+        )
 
     @classmethod
     def count(cls, config: Config) -> int:
@@ -143,7 +151,11 @@ class SGLangReplica(Replica):
     def release(cls, config: Config) -> tuple[str | None, Sequence[str]] | None:
         if config.sglang.urls:
             return None
-        asked = [sglang_python(config), "-c", "from importlib.metadata import version; print(version('sglang'))"]
+        asked = [
+            sglang_python(config),
+            "-c",
+            "from importlib.metadata import version; print(version('sglang'))",
+        ]
         try:
             done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
         except (OSError, subprocess.TimeoutExpired):
@@ -163,9 +175,11 @@ class SGLangReplica(Replica):
 
     @classmethod
     def gpus(cls, config: Config) -> int:
-        """None where servers are attached to, which have theirs, or compute on the CPU; there simulated ones
-        (runtime.gpu_resource) place them as those would be placed."""
-        simulated = config.runtime.gpu_resource != RuntimeConfig.model_fields["gpu_resource"].default
+        """None where servers are attached to, which have theirs, or compute on the CPU; there
+        simulated ones (runtime.gpu_resource) place them as those would be placed."""
+        simulated = (
+            config.runtime.gpu_resource != RuntimeConfig.model_fields["gpu_resource"].default
+        )
         none = config.sglang.urls or (config.sglang.device == "cpu" and not simulated)
         return 0 if none else config.sglang.tensor_parallel
 
@@ -186,8 +200,8 @@ def check_servers(config: Config, shape: ModelShape) -> None:
         return
     if config.sglang.router is not None:
         raise ConfigError(
-            "a router stands in front of servers that are attached to: those of a run are started with keys of their "
-            "own, which no router knows",
+            "a router stands in front of servers that are attached to: those of a run are started"
+            " with keys of their own, which no router knows",
             where="sglang.router",
             fix="name the servers behind it in sglang.urls, or leave it out",
         )
@@ -218,14 +232,19 @@ def sglang_python(config: Config) -> str:
         raise ConfigError(
             "where SGLang is installed is not known to a project that was installed from a wheel",
             where="sglang.python",
-            fix=f"name the Python of SGLang's environment here or in {PYTHON_VARIABLE}; in a checkout, "
-            "bash scripts/setup_sglang.sh builds one in .venv-sglang",
+            fix=(
+                f"name the Python of SGLang's environment here or in {PYTHON_VARIABLE}; in a"
+                " checkout, bash scripts/setup_sglang.sh builds one in .venv-sglang"
+            ),
         )
     return str(ENVIRONMENT / "bin" / "python")
 
 
-def server_options(config: Config, number: int = 0, node: int = 0, address: str = LOOPBACK) -> ServerOptions:
-    """Options with which server `number` of this run is started, on its node `node`, whose address is given."""
+def server_options(
+    config: Config, number: int = 0, node: int = 0, address: str = LOOPBACK
+) -> ServerOptions:
+    """Options with which server `number` of this run is started, on its node `node`, whose address
+    is given."""
     asked, device = config.sglang, server_device(config)
     processes = config.rollout.engines * asked.nodes
     return ServerOptions(
@@ -263,18 +282,26 @@ def served_dtype(config: Config) -> str:
 
 
 def server_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMemory:
-    """Forecasts a rank on a GPU of so many bytes: its part of the weights, and the cache that it may have, which is
-    what the share of the GPU leaves, or the tokens asked for where these are fewer."""
+    """Forecasts a rank on a GPU of so many bytes: its part of the weights, and the cache that it
+    may have, which is what the share of the GPU leaves, or the tokens asked for where these are
+    fewer."""
     asked, size = config.sglang, DTYPES[config.sglang.dtype or config.model.dtype].itemsize
-    layout = ServerLayout("cuda", asked.tensor_parallel, asked.expert_parallel, asked.attention_data_parallel)
+    layout = ServerLayout(
+        "cuda", asked.tensor_parallel, asked.expert_parallel, asked.attention_data_parallel
+    )
     by_cut: Counter[int] = Counter()
     for name, sizes in expected(shape).items():
         by_cut[layout.cut_over(name, shape)] += math.prod(sizes) * size
     weights = sum(whole // ranks for ranks, whole in by_cut.items())
-    heads = max(-(-shape.kv_heads // layout.group), 1)  # heads that are fewer than ranks lie on several
+    # heads that are fewer than ranks lie on several
+    heads = max(-(-shape.kv_heads // layout.group), 1)
     # every rank keeps a latent whole
     token = shape.layers * (shape.cached if shape.latent else 2 * heads * shape.head_dim) * size
     room = max(int((asked.memory_fraction or ASSUMED_FRACTION) * capacity) - weights, 0)
     if asked.cache_tokens is not None and asked.cache_tokens * token <= room:
-        return ServedMemory(weights, asked.cache_tokens * token, token, "sglang.cache_tokens", token)
-    return ServedMemory(weights, room, token, "sglang.memory_fraction", capacity, before=weights, digits=2)
+        return ServedMemory(
+            weights, asked.cache_tokens * token, token, "sglang.cache_tokens", token
+        )
+    return ServedMemory(
+        weights, room, token, "sglang.memory_fraction", capacity, before=weights, digits=2
+    )

@@ -4,8 +4,8 @@ Called in the environment SGLang is installed in:
 
     python -m megatron_stare.rollout.engines.sglang.serve <arguments of sglang.launch_server>
 
-The API key comes in the environment, where other users do not see it. Standard input is held open by the starter and
-never written to: its end, whatever ended the starter, is the order to go.
+The API key comes in the environment, where other users do not see it. Standard input is held open
+by the starter and never written to: its end, whatever ended the starter, is the order to go.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from pathlib import Path
 from typing import NoReturn
 
 API_KEY_VARIABLE = "MEGATRON_STARE_SGLANG_KEY"
-# of the trainer's process, and not for servers: paths of its own environment, and a choice of CPU kernels that are not
-# there
+# of the trainer's process, and not for servers: paths of its own environment, and a choice of CPU
+# kernels that are not there
 NOT_KEPT = ("PYTHONPATH", "VIRTUAL_ENV", "SGLANG_USE_CPU_ENGINE")
 SHARED_MEMORY = Path("/dev/shm")
 SCRATCH_VARIABLE = "TMPDIR"  # a folder of the server's own, removed with it
 
 
 def _let_torchvision_import() -> None:
-    """Defines the operators that `import torchvision` asks for, where its own library does not load.
+    """Defines the operators that `import torchvision` asks for, where its own library does not
+    load.
 
-    A CPU wheel's library may want CUDA's. Where it loads, it defines the same operators itself, in a static initialiser
-    that ends the process if they are there already; so its import is tried first.
+    A CPU wheel's library may want CUDA's. Where it loads, it defines the same operators itself, in
+    a static initialiser that ends the process if they are there already; so its import is tried
+    first.
     """
     import torch
 
@@ -49,7 +51,8 @@ def _let_torchvision_import() -> None:
 
 
 _KEPT: list[object] = []
-_let_torchvision_import()  # here and not in main(): SGLang's processes are spawned, and import this module again
+# here and not in main(): SGLang's processes are spawned, and import this module again
+_let_torchvision_import()
 
 
 def main() -> None:
@@ -73,9 +76,10 @@ def main() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends this process, and with it its group (see `_guard`); the interpreter would wait for SGLang's ranks, which
-    wait for requests."""
-    # once the ranks are gone nobody knows whose it was, and they may be before the guard comes to it
+    """Ends this process, and with it its group (see `_guard`); the interpreter would wait for
+    SGLang's ranks, which wait for requests."""
+    # once the ranks are gone nobody knows whose it was, and they may be before the guard comes to
+    # it
     remove_shared_memory(os.getpgid(0))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -83,9 +87,10 @@ def _leave(code: int) -> NoReturn:
 
 
 def _guard(scratch: str) -> None:
-    """Has this process's whole group ended once its starter is gone, by a process outside of it: where this one is
-    killed as well, as Ray does to what an actor started, some of SGLang's would stay. The group ends with this one,
-    too; its log then stays for the starter to read, who goes later."""
+    """Has this process's whole group ended once its starter is gone, by a process outside of it:
+    where this one is killed as well, as Ray does to what an actor started, some of SGLang's would
+    stay. The group ends with this one, too; its log then stays for the starter to read, who goes
+    later."""
     group = os.getpgid(0)
     lives, ends = os.pipe()  # this end closes with this process: what it starts does not inherit it
     if os.fork():
@@ -93,7 +98,8 @@ def _guard(scratch: str) -> None:
         return
     os.setsid()
     os.close(ends)
-    select.select([0, lives], [], [])  # nothing is ever written to either: what can be read is its end
+    # nothing is ever written to either: what can be read is its end
+    select.select([0, lives], [], [])
     remove_shared_memory(group)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
@@ -103,8 +109,8 @@ def _guard(scratch: str) -> None:
 
 
 def remove_shared_memory(group: int) -> None:
-    """Removes what the ranks of a server, a process group that is still there, share in memory: killed, they leave it
-    behind. SGLang's names for it are sgl_shm_<kind>_<process>_<random>."""
+    """Removes what the ranks of a server, a process group that is still there, share in memory:
+    killed, they leave it behind. SGLang's names for it are sgl_shm_<kind>_<process>_<random>."""
     for file in SHARED_MEMORY.glob("sgl_shm_*_*_*"):
         with contextlib.suppress(OSError, ValueError):
             if os.getpgid(int(file.name.split("_")[-2])) == group:

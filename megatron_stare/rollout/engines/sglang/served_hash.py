@@ -1,8 +1,10 @@
-"""The hashes that SGLang servers report of their parameters, one for each kind of device, fed part by part.
+"""The hashes that SGLang servers report of their parameters, one for each kind of device, fed part
+by part.
 
-`/weights_checker` hashes a tensor where it lies: on a CPU by SHA-256, on a GPU by a kernel of integer arithmetic
-(`sglang.kernels.ops.memory.gpu_tensor_hash` of the supported releases). The kernel's value is written here as a
-formula of torch's integer operations, so that any device computes it.
+`/weights_checker` hashes a tensor where it lies: on a CPU by SHA-256, on a GPU by a kernel of
+integer arithmetic (`sglang.kernels.ops.memory.gpu_tensor_hash` of the supported releases). The
+kernel's value is written here as a formula of torch's integer operations, so that any device
+computes it.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from torch import Tensor
 
 _TILE = 8192  # words that are summed to one partial value
 _BLOCK = 32  # tiles computed together on a CPU: a megabyte, which stays in a core's cache
-_DEVICE_BLOCK = 2048  # on a device, where each of about 40 kernels costs a launch: 64 MB, and six times that in passing
+# on a device, where each of about 40 kernels costs a launch: 64 MB, and six times that in passing
+_DEVICE_BLOCK = 2048
 _SEEDS = (0x243F6A88, ((0x243F6A88 * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF)
-_POSITIONS = ((0x27D4EB2D, 15), (0x165667B1, 13))  # of each half of the value: the factor, and bits to rotate by
+# of each half of the value: the factor, and bits to rotate by
+_POSITIONS = ((0x27D4EB2D, 15), (0x165667B1, 13))
 _MASK32, _MASK64 = 2**32 - 1, 2**64 - 1
 
 
@@ -25,14 +29,16 @@ class Digest(Protocol):
     """A hash of the bytes of tensors laid end to end."""
 
     def update(self, part: Tensor) -> None:
-        """Adds the part's elements in order; any dtype, shape and stride. It may change afterwards."""
+        """Adds the part's elements in order; any dtype, shape and stride. It may change
+        afterwards."""
 
     def hexdigest(self) -> str:
         """16 hexadecimal digits. Nothing may be added afterwards."""
 
 
 def digest_on(device: str) -> Digest:
-    """The hash that a server computes whose /server_info names this device; torch calls AMD's GPUs cuda, too."""
+    """The hash that a server computes whose /server_info names this device; torch calls AMD's GPUs
+    cuda, too."""
     return TiledDigest() if device == "cuda" else Sha256Digest()
 
 
@@ -55,16 +61,18 @@ class TiledDigest:
 
     Nothing waits for the device before `hexdigest`.
 
-    The bytes, padded with zeros, are n words of 32 bits. Word w at position i becomes fmix(w ^ (i A + s) ^ rotl(i, r))
-    with fmix the last step of MurmurHash3 (Appleby, 2011), for two sets of constants (A, s, r). Each is summed over a
-    tile of 8192 words mod 2^32, and a tile's value is fmix(sum ^ 4n) of the first, then of the second. The hash is
-    splitmix64's last step (Steele, Lea and Flood, 2014) of the sum of the tiles' values mod 2^64; of no bytes, 0.
+    The bytes, padded with zeros, are n words of 32 bits. Word w at position i becomes fmix(w ^ (i A
+    + s) ^ rotl(i, r)) with fmix the last step of MurmurHash3 (Appleby, 2011), for two sets of
+    constants (A, s, r). Each is summed over a tile of 8192 words mod 2^32, and a tile's value is
+    fmix(sum ^ 4n) of the first, then of the second. The hash is splitmix64's last step (Steele, Lea
+    and Flood, 2014) of the sum of the tiles' values mod 2^64; of no bytes, 0.
     """
 
     def __init__(self) -> None:
         self._words = 0  # up to the last one that was added
         self._rest: Tensor | None = None  # bytes that do not fill a word yet
-        self._sums: list[tuple[int, Tensor]] = []  # the first tile, and [tiles, 2] that are to be added from there on
+        # the first tile, and [tiles, 2] that are to be added from there on
+        self._sums: list[tuple[int, Tensor]] = []
 
     def update(self, part: Tensor) -> None:
         held = _bytes(part)
@@ -78,8 +86,8 @@ class TiledDigest:
         self._add(words.view(torch.int32), self._words)
 
     def update_at(self, start: int, part: Tensor) -> None:
-        """Adds a part that begins `start` bytes in; parts may come in any order, and others be added by another digest
-        (`joined`). Start and size are multiples of four bytes."""
+        """Adds a part that begins `start` bytes in; parts may come in any order, and others be
+        added by another digest (`joined`). Start and size are multiples of four bytes."""
         held = _bytes(part)
         if start % 4 or held.numel() % 4:
             raise ValueError(f"{held.numel()} bytes from byte {start} on are no whole words")
@@ -97,7 +105,11 @@ class TiledDigest:
     def __getstate__(self) -> dict[str, Any]:
         """A sum a tile, on the host: a digest travels to where it is joined with others."""
         first, sums = self._tiles()
-        return {"_words": self._words, "_rest": self._rest, "_sums": [(first, sums.cpu())] if len(sums) else []}
+        return {
+            "_words": self._words,
+            "_rest": self._rest,
+            "_sums": [(first, sums.cpu())] if len(sums) else [],
+        }
 
     def _tiles(self) -> tuple[int, Tensor]:
         """The first tile that was added to, and [tiles, 2] sums from there on."""
@@ -111,13 +123,16 @@ class TiledDigest:
         return first, totals
 
     def _add(self, words: Tensor, position: int) -> None:
-        """Sums words tile by tile: those that fill up the open tile, whole ones, and what is left."""
+        """Sums words tile by tile: those that fill up the open tile, whole ones, and what is
+        left."""
         while words.numel():
             filled = position % _TILE
             if filled or words.numel() < _TILE:
                 piece = words[: _TILE - filled].view(1, -1)
             else:
-                tiles = min(words.numel() // _TILE, _BLOCK if words.device.type == "cpu" else _DEVICE_BLOCK)
+                tiles = min(
+                    words.numel() // _TILE, _BLOCK if words.device.type == "cpu" else _DEVICE_BLOCK
+                )
                 piece = words[: tiles * _TILE].view(tiles, _TILE)
             self._sums.append((position // _TILE, _summed(piece, position)))
             position += piece.numel()
@@ -127,7 +142,9 @@ class TiledDigest:
     def hexdigest(self) -> str:
         if self._rest is not None:
             rest, self._rest = self._rest, None
-            self._add(torch.cat([rest, rest.new_zeros(4 - rest.numel())]).view(torch.int32), self._words)
+            self._add(
+                torch.cat([rest, rest.new_zeros(4 - rest.numel())]).view(torch.int32), self._words
+            )
         if not self._words:
             return f"{0:016x}"
         _, totals = self._tiles()  # of all: the first is always added to
@@ -140,9 +157,14 @@ def _bytes(part: Tensor) -> Tensor:
 
 
 def _summed(words: Tensor, first: int) -> Tensor:
-    """[tiles, 2] int64 sums of the mixed words [tiles, words] int32, whose positions count from `first`."""
+    """[tiles, 2] int64 sums of the mixed words [tiles, words] int32, whose positions count from
+    `first`."""
     # int32 wraps around in sums and products, as the kernel's unsigned words do
-    at = torch.arange(words.numel(), dtype=torch.int32, device=words.device).add_(_wrapped(first)).view(words.shape)
+    at = (
+        torch.arange(words.numel(), dtype=torch.int32, device=words.device)
+        .add_(_wrapped(first))
+        .view(words.shape)
+    )
     sums = []
     for seed, (factor, by) in zip(_SEEDS, _POSITIONS, strict=True):
         key = (at * _wrapped(factor)).add_(_wrapped(seed))

@@ -1,7 +1,8 @@
-"""Starts SGLang servers on this machine, waits until they answer, and ends them with everything they left behind.
+"""Starts SGLang servers on this machine, waits until they answer, and ends them with everything
+they left behind.
 
-Each is a process group of its own. It runs serve.py in SGLang's environment, asks for a key drawn for the run wherever
-it listens, and writes its output to a log whose end is quoted when it dies.
+Each is a process group of its own. It runs serve.py in SGLang's environment, asks for a key drawn
+for the run wherever it listens, and writes its output to a log whose end is quoted when it dies.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ from megatron_stare.process.interruption import pause
 from megatron_stare.process.network import free_port, require_own_address
 from megatron_stare.rollout.engines.sglang.client import ServerLostError, SGLangClient
 from megatron_stare.rollout.engines.sglang.protocol import SGLangError
-from megatron_stare.rollout.engines.sglang.serve import API_KEY_VARIABLE, SCRATCH_VARIABLE, remove_shared_memory
+from megatron_stare.rollout.engines.sglang.serve import (
+    API_KEY_VARIABLE,
+    SCRATCH_VARIABLE,
+    remove_shared_memory,
+)
 from megatron_stare.rollout.engines.sglang.server_options import PORTS, ServerOptions
 
 PROBE_EVERY_S = 0.5
@@ -37,8 +42,8 @@ RANKS = "sglang"  # how the names of the ranks' processes begin
 
 
 class ServerProcess:
-    """A server started here, or what of one is on this node. Ends with `close`, or with this process, however that
-    ends.
+    """A server started here, or what of one is on this node. Ends with `close`, or with this
+    process, however that ends.
 
     Args:
         meeting: host:port where the ranks of a server of several nodes meet.
@@ -47,11 +52,15 @@ class ServerProcess:
     def __init__(self, options: ServerOptions, meeting: str | None = None) -> None:
         self._options = options
         self.api_key = secrets.token_hex(16)
-        own, ranks_own = (PORTS, None) if options.ports is None else (options.ports[::2], options.ports[1::2])
+        own, ranks_own = (
+            (PORTS, None) if options.ports is None else (options.ports[::2], options.ports[1::2])
+        )
         require_own_address(options.host, "sglang.host")
         port = free_port(options.host, own)
         # SGLang's ranks meet at the address that the server listens on
-        ranks_port = None if ranks_own is None or meeting is not None else free_port(options.host, ranks_own)
+        ranks_port = (
+            None if ranks_own is None or meeting is not None else free_port(options.host, ranks_own)
+        )
         self.url = f"http://{options.address}:{port}"
         self._scratch = Path(tempfile.mkdtemp(prefix="megatron-stare-sglang-"))
         self._log = self._scratch / "server.log"
@@ -79,7 +88,9 @@ class ServerProcess:
     def process_group(self) -> int:
         return self._process.pid
 
-    def wait_ready(self, client: SGLangClient, run: Callable[[Callable[[], Coroutine[Any, Any, Any]]], object]) -> None:
+    def wait_ready(
+        self, client: SGLangClient, run: Callable[[Callable[[], Coroutine[Any, Any, Any]]], object]
+    ) -> None:
         """Polls /model_info until the server answers.
 
         Args:
@@ -92,12 +103,14 @@ class ServerProcess:
         while True:
             self.require_alive()
             with contextlib.suppress(ServerLostError, TimeoutError):
-                # not for as long as a request may take: whoever has taken the port meanwhile may never answer
+                # not for as long as a request may take: whoever has taken the port meanwhile may
+                # never answer
                 run(lambda: asyncio.wait_for(client.model_info(), PROBE_S))
                 return
             if time.monotonic() > deadline:
                 raise SGLangError(
-                    f"the server did not answer within {self._options.start_timeout_s:.0f} s\n{self.last_words()}",
+                    f"the server did not answer within {self._options.start_timeout_s:.0f}"
+                    f" s\n{self.last_words()}",
                     where="sglang.start_timeout_s",
                 )
             pause(PROBE_EVERY_S)
@@ -127,11 +140,15 @@ class ServerProcess:
         return f"ended with {code}{why}; its last words:\n{self.last_words()}"
 
     def lost_rank(self) -> str | None:
-        """Tells of a killed rank whose end SGLang's launcher has not noticed, with the server's last words, or None."""
+        """Tells of a killed rank whose end SGLang's launcher has not noticed, with the server's
+        last words, or None."""
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self._process.pid).children():
                 if child.status() == psutil.STATUS_ZOMBIE and child.name().startswith(RANKS):
-                    return f"lost the process of a rank, {child.pid}; the last words there:\n{self.last_words()}"
+                    return (
+                        f"lost the process of a rank, {child.pid}; the last words"
+                        f" there:\n{self.last_words()}"
+                    )
         return None
 
     def last_words(self) -> str:

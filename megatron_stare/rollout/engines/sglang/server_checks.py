@@ -23,9 +23,24 @@ from megatron_stare.rollout.engines.sglang.transport import on_loopback
 API_KEY_VARIABLE = "SGLANG_API_KEY"  # of servers that are attached to
 # how servers are started; sglang.dtype is what others compute in too
 LAUNCH_SETTINGS = (
-    *("host", "python", "device", "tensor_parallel", "expert_parallel", "attention_data_parallel", "nodes"),
+    *(
+        "host",
+        "python",
+        "device",
+        "tensor_parallel",
+        "expert_parallel",
+        "attention_data_parallel",
+        "nodes",
+    ),
     *("memory_fraction", "context_length"),
-    *("attention_backend", "cuda_graph_batch_sizes", "flags", "environment", "cache_tokens", "start_timeout_s"),
+    *(
+        "attention_backend",
+        "cuda_graph_batch_sizes",
+        "flags",
+        "environment",
+        "cache_tokens",
+        "start_timeout_s",
+    ),
 )
 
 
@@ -47,17 +62,22 @@ def check_lengths(config: Config, shape: ModelShape, *bounds: int | None) -> Non
     filled = held - NEVER_FILLED
     if config.rollout.max_prompt_tokens >= filled:
         raise ConfigError(
-            f"prompts of {config.rollout.max_prompt_tokens} tokens leave no room for a response in the {filled} that a "
-            f"server fills of its context of {held}",
+            f"prompts of {config.rollout.max_prompt_tokens} tokens leave no room for a response in"
+            f" the {filled} that a server fills of its context of {held}",
             where="rollout.max_prompt_tokens",
-            fix=f"at most {max(1, filled - 1)}, less the tokens of a response, or raise sglang.cache_tokens",
+            fix=(
+                f"at most {max(1, filled - 1)}, less the tokens of a response, or raise"
+                " sglang.cache_tokens"
+            ),
         )
     if longest > filled:
         raise ConfigError(
-            f"prompt and response of up to {longest} tokens exceed the {filled} that a server fills of "
-            f"its context of {held}",
+            f"prompt and response of up to {longest} tokens exceed the {filled} that a server fills"
+            f" of its context of {held}",
             where="rollout.max_new_tokens",
-            fix=f"at most {filled - config.rollout.max_prompt_tokens}, or raise sglang.cache_tokens",
+            fix=(
+                f"at most {filled - config.rollout.max_prompt_tokens}, or raise sglang.cache_tokens"
+            ),
         )
 
 
@@ -66,28 +86,31 @@ def check_attached(config: Config) -> None:
     elsewhere = [url for url in config.sglang.urls if not on_loopback(url)]
     if elsewhere and not os.environ.get(API_KEY_VARIABLE):
         raise ConfigError(
-            f"{elsewhere[0]} is not on loopback, so it must ask for a key: who can reach it could replace its weights",
+            f"{elsewhere[0]} is not on loopback, so it must ask for a key: who can reach it could"
+            " replace its weights",
             where="sglang.urls",
             fix=f"start it with --api-key, and set {API_KEY_VARIABLE} to the same",
         )
     for name in LAUNCH_SETTINGS:
         if getattr(config.sglang, name) != SGLangConfig.model_fields[name].default:
             raise ConfigError(
-                "it says how servers are started, and the run attaches to running ones (sglang.urls)",
+                "it says how servers are started, and the run attaches to running ones"
+                " (sglang.urls)",
                 where=f"sglang.{name}",
                 fix="leave it out, and start your servers so",
             )
     if config.rollout.engines not in (1, len(config.sglang.urls)):
         raise ConfigError(
-            f"{config.rollout.engines} engines are asked for, and {len(config.sglang.urls)} servers are named in "
-            "sglang.urls",
+            f"{config.rollout.engines} engines are asked for, and {len(config.sglang.urls)} servers"
+            " are named in sglang.urls",
             where="rollout.engines",
             fix="leave it out: the servers are the engines",
         )
 
 
 def check_started(config: Config, shape: ModelShape, options: ServerOptions) -> None:
-    """Raises ConfigError for servers that could not start, or not hold this model as it is compared."""
+    """Raises ConfigError for servers that could not start, or not hold this model as it is
+    compared."""
     _check_cuts(config, shape, options)
     _check_host(config.sglang)
     _check_nodes(config, options)
@@ -101,9 +124,13 @@ def check_started(config: Config, shape: ModelShape, options: ServerOptions) -> 
             fix="bash scripts/setup_sglang.sh builds SGLang's environment",
         )
     check_precision(_by_name(options.flags), "sglang.flags")
-    if options.flags and (refused := refused_flag(options.python, options.own_arguments(0), options.flags)):
+    if options.flags and (
+        refused := refused_flag(options.python, options.own_arguments(0), options.flags)
+    ):
         raise ConfigError(
-            refused, where="sglang.flags", fix="python -m sglang.launch_server --help lists what it takes"
+            refused,
+            where="sglang.flags",
+            fix="python -m sglang.launch_server --help lists what it takes",
         )
 
 
@@ -124,15 +151,18 @@ def _check_cuts(config: Config, shape: ModelShape, options: ServerOptions) -> No
     tensor, expert, data = options.tensor, options.expert, options.data
     if tensor % data:
         raise ConfigError(
-            f"{tensor} ranks of a server cannot be cut into {data} groups with requests of their own",
+            f"{tensor} ranks of a server cannot be cut into {data} groups with requests of"
+            " their own",
             where="sglang.attention_data_parallel",
             fix="use a divisor of sglang.tensor_parallel",
         )
-    ServerLayout(options.device, tensor, expert, data).require_family(shape, "sglang.attention_data_parallel")
+    ServerLayout(options.device, tensor, expert, data).require_family(
+        shape, "sglang.attention_data_parallel"
+    )
     if data > 1 and config.moe.routing_replay:
         raise ConfigError(
-            "the experts that a server names were never held against the trainer's where its groups of ranks have "
-            "requests of their own (sglang.attention_data_parallel)",
+            "the experts that a server names were never held against the trainer's where its groups"
+            " of ranks have requests of their own (sglang.attention_data_parallel)",
             where="moe.routing_replay",
             fix="set it to false, or use tensor and expert parallelism alone",
         )
@@ -147,13 +177,15 @@ def _check_cuts(config: Config, shape: ModelShape, options: ServerOptions) -> No
     for width in (shape.feed_forward * expert, *shape.whole_widths):
         if width % tensor:
             raise ConfigError(
-                f"{width} columns of its feed-forward layers cannot be cut over {tensor} ranks of a server",
+                f"{width} columns of its feed-forward layers cannot be cut over {tensor} ranks of a"
+                " server",
                 where="sglang.tensor_parallel",
                 fix="use a divisor",
             )
     if shape.kv_heads % attending and attending % shape.kv_heads:
         raise ConfigError(
-            f"{shape.kv_heads} key-value heads can be neither cut over nor shared by {attending} ranks of a server",
+            f"{shape.kv_heads} key-value heads can be neither cut over nor shared by {attending}"
+            " ranks of a server",
             where="sglang.tensor_parallel",
             fix="use a divisor or a multiple",
         )
@@ -161,7 +193,10 @@ def _check_cuts(config: Config, shape: ModelShape, options: ServerOptions) -> No
         raise ConfigError(
             f"{shape.experts} experts cannot be held whole by {expert} groups of {tensor} ranks",
             where="sglang.expert_parallel",
-            fix="use a divisor of sglang.tensor_parallel and of the model's experts, 1 for a dense model",
+            fix=(
+                "use a divisor of sglang.tensor_parallel and of the model's experts, 1 for a dense"
+                " model"
+            ),
         )
 
 
@@ -169,81 +204,114 @@ def _check_host(asked: SGLangConfig) -> None:
     """Raises ConfigError for an address that servers could not listen on wherever they are."""
     if asked.host is None:
         return
-    own = "leave it out: each server then listens on its own node's address (runtime.interface, else Ray's)"
+    own = (
+        "leave it out: each server then listens on its own node's address (runtime.interface, else"
+        " Ray's)"
+    )
     try:
         address = ipaddress.IPv4Address(asked.host)
     except ValueError:
-        raise ConfigError(f"{asked.host!r} is no IPv4 address", where="sglang.host", fix=own) from None
+        raise ConfigError(
+            f"{asked.host!r} is no IPv4 address", where="sglang.host", fix=own
+        ) from None
     if asked.nodes > 1 and asked.host != EVERYWHERE:
         what = "other nodes do not reach" if address.is_loopback else "one node alone can have"
         raise ConfigError(
-            f"a server's ranks are on {asked.nodes} nodes, and {asked.host} is an address that {what}",
+            f"a server's ranks are on {asked.nodes} nodes, and {asked.host} is an address that"
+            f" {what}",
             where="sglang.host",
             fix=own,
         )
 
 
 def _check_nodes(config: Config, options: ServerOptions) -> None:
-    """Raises ConfigError for servers of several nodes whose ranks cannot be dealt to them, or not be sent weights."""
+    """Raises ConfigError for servers of several nodes whose ranks cannot be dealt to them, or not
+    be sent weights."""
     asked = config.sglang
     if options.tensor % options.nodes:
         raise ConfigError(
-            f"{options.tensor} ranks of a server cannot be dealt to {options.nodes} nodes in equal parts",
+            f"{options.tensor} ranks of a server cannot be dealt to {options.nodes} nodes in equal"
+            " parts",
             where="sglang.nodes",
             fix="use a divisor of sglang.tensor_parallel",
         )
 
     if options.nodes > 1 and asked.sync == "tensor" and options.device == "cuda":
         raise ConfigError(
-            "a tensor on a GPU is sent as a handle of CUDA's inter-process memory, which ranks of another node cannot "
-            f"open, and servers are on {options.nodes} nodes",
+            "a tensor on a GPU is sent as a handle of CUDA's inter-process memory, which ranks of"
+            f" another node cannot open, and servers are on {options.nodes} nodes",
             where="sglang.sync",
             fix="use disk" if asked.colocated else "use distributed or disk",
         )
 
 
 def check_sync(config: Config) -> None:
-    """Raises ConfigError for a way of weights from a trainer's ranks that does not lead to servers on GPUs."""
+    """Raises ConfigError for a way of weights from a trainer's ranks that does not lead to servers
+    on GPUs."""
     asked = config.sglang
     if asked.urls or server_device(config) == "cpu":
         return
     if asked.sync == "tensor" and not asked.colocated:
         raise ConfigError(
-            "a tensor on a GPU is sent as a handle of CUDA's inter-process memory, which servers with GPUs of their "
-            "own cannot open: they do not see the trainer's",
+            "a tensor on a GPU is sent as a handle of CUDA's inter-process memory, which servers"
+            " with GPUs of their own cannot open: they do not see the trainer's",
             where="sglang.sync",
             fix="use distributed or disk, or sglang.colocated=true",
         )
     if asked.sync == "distributed" and asked.colocated:
         raise ConfigError(
-            "a trainer's rank and a server's would be two ranks of one NCCL group on one GPU (sglang.colocated), which "
-            "NCCL refuses",
+            "a trainer's rank and a server's would be two ranks of one NCCL group on one GPU"
+            " (sglang.colocated), which NCCL refuses",
             where="sglang.sync",
             fix="use tensor or disk, or give the servers GPUs of their own: sglang.colocated=false",
         )
 
 
-def _beyond_a_cpu(config: Config, shape: ModelShape, options: ServerOptions) -> Iterator[tuple[str, str, str]]:
+def _beyond_a_cpu(
+    config: Config, shape: ModelShape, options: ServerOptions
+) -> Iterator[tuple[str, str, str]]:
     """The settings that a CPU server cannot have: each with what is wrong and what to do."""
     set_here, leave = config.sglang, "leave it out, or sglang.device=cuda"
     if options.attention_backend not in (None, CPU_ATTENTION):
-        message = f"on a CPU SGLang has the attention backend {CPU_ATTENTION} alone, not {options.attention_backend}"
+        message = (
+            f"on a CPU SGLang has the attention backend {CPU_ATTENTION} alone, not"
+            f" {options.attention_backend}"
+        )
         yield "sglang.attention_backend", message, leave
     if set_here.memory_fraction is not None:
-        yield "sglang.memory_fraction", "it is a share of a GPU's memory, and servers run on the CPU", leave
+        yield (
+            "sglang.memory_fraction",
+            "it is a share of a GPU's memory, and servers run on the CPU",
+            leave,
+        )
     if set_here.cuda_graph_batch_sizes:
         yield "sglang.cuda_graph_batch_sizes", "a CPU has no CUDA graphs", leave
     if shape.latent:
         message = f"SGLang's attention for CPUs ({CPU_ATTENTION}) cannot compute latent attention"
         yield "model.path", message, "servers on GPUs, or rollout.engine=local"
     if options.expert > 1:
-        message = "on a CPU SGLang's layer of experts cannot take a token whose expert another rank holds"
+        message = (
+            "on a CPU SGLang's layer of experts cannot take a token whose expert another rank holds"
+        )
         yield "sglang.expert_parallel", message, "leave it out: experts are cut over the ranks then"
     if shape.kv_heads % (attending := options.tensor // options.data):
-        message = f"on a CPU SGLang pads {shape.kv_heads} key-value heads for {attending} ranks, so that weights "
-        yield "sglang.tensor_parallel", message + "could not be compared", f"use a divisor of {shape.kv_heads}"
+        message = (
+            f"on a CPU SGLang pads {shape.kv_heads} key-value heads for {attending} ranks, so that"
+            " weights "
+        )
+        yield (
+            "sglang.tensor_parallel",
+            message + "could not be compared",
+            f"use a divisor of {shape.kv_heads}",
+        )
     widths = CPU_WIDTHS * options.tensor
     if padded := [width for width in (shape.feed_forward, *shape.whole_widths) if width % widths]:
-        message = f"SGLang pads feed-forward layers {padded[0]} wide on a CPU, so their weights could not be "
-        fix = f"a model whose feed-forward layers are a multiple of {widths} wide, or rollout.engine=local"
+        message = (
+            f"SGLang pads feed-forward layers {padded[0]} wide on a CPU, so their weights could"
+            " not be "
+        )
+        fix = (
+            f"a model whose feed-forward layers are a multiple of {widths} wide, or"
+            " rollout.engine=local"
+        )
         yield "model.path", message + "compared", fix

@@ -1,7 +1,7 @@
 """A real SGLang server behind the engine interface: one engine for one server.
 
-Requests come from the pool through an engine worker; weights come as buckets of the trainer's stream. The server is
-started here, or attached to by URL.
+Requests come from the pool through an engine worker; weights come as buckets of the trainer's
+stream. The server is started here, or attached to by URL.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ from megatron_stare.rollout.engines.engine import (
     check_requests,
 )
 from megatron_stare.rollout.engines.model_folder import model_stop_token_ids, read_model_config
-from megatron_stare.rollout.engines.sglang.client import ABORT_S, PauseMode, SGLangClient, UnansweredError, everywhere
+from megatron_stare.rollout.engines.sglang.client import (
+    ABORT_S,
+    PauseMode,
+    SGLangClient,
+    UnansweredError,
+    everywhere,
+)
 from megatron_stare.rollout.engines.sglang.place import Place
 from megatron_stare.rollout.engines.sglang.protocol import (
     SGLangError,
@@ -70,20 +76,22 @@ T = TypeVar("T")
 NEVER_FILLED = 2
 PROBE_S = 20.0
 IDLE_S = 30.0  # from when requests are ended until none is under way
-EXPECTED, REMEMBERED = 64, 1024  # requests that an expected length counts as, and whose lengths are known at most
+# requests that an expected length counts as, and whose lengths are known at most
+EXPECTED, REMEMBERED = 64, 1024
 FORCING = 1e4  # a bias under which no other token is sampled
 
 
 class CacheRoom:
-    """Room for requests at a server: as many as its cache holds of the mean length, and `most` at most. One that waits
-    enters where another leaves.
+    """Room for requests at a server: as many as its cache holds of the mean length, and `most` at
+    most. One that waits enters where another leaves.
 
-    A request that a server has no cache for waits in the server's queue, and its limit (faults.requests.request_s)
-    would pass meanwhile.
+    A request that a server has no cache for waits in the server's queue, and its limit
+    (faults.requests.request_s) would pass meanwhile.
 
     Args:
         cache_tokens: that the server holds.
-        expected: tokens of a request, prompt and response; it counts as EXPECTED requests of those that came.
+        expected: tokens of a request, prompt and response; it counts as EXPECTED requests of those
+            that came.
     """
 
     def __init__(self, cache_tokens: int, most: int, expected: float) -> None:
@@ -124,7 +132,8 @@ class CacheRoom:
         self._let_in()
 
     def _let_in(self) -> None:
-        """Gives those that wait their places, first come, first served; lengths that came may have made several."""
+        """Gives those that wait their places, first come, first served; lengths that came may have
+        made several."""
         while self._waiting and (self._waiting[0].done() or self._inside < self.size):
             if not (turn := self._waiting.popleft()).done():  # else it gave up
                 turn.set_result(None)
@@ -139,19 +148,23 @@ class SGLangEngine(ServedEngine):
         sync: brings weights to it.
         model_path: Hugging Face folder the server was started from; its config is read.
         dtype: that the server computes in.
-        max_running: requests it is given at a time, where its cache holds so many; the rest wait here.
+        max_running: requests it is given at a time, where its cache holds so many; the rest wait
+            here.
         loop: that runs the client; this engine closes it.
         process: of a server that ends with this engine; None: it is someone else's.
-        flags: what the server must have been started with, and the settings that ask for it; see check_flags.
-        target: by which the trainer's ranks send weights, still without its server; None: weights come through this
-            engine alone.
+        flags: what the server must have been started with, and the settings that ask for it; see
+            check_flags.
+        target: by which the trainer's ranks send weights, still without its server; None: weights
+            come through this engine alone.
         place: where the server runs, as far as it is known.
         probe_s: in which the server must say that it is there.
         request_tokens: prompt and response of a request, as long as none have come.
 
     Raises:
-        SGLangError: the server runs an unsupported release, or does not return stop tokens as it must.
-        ConfigError: the server was not started with one of the flags, or is open to whoever can reach it.
+        SGLangError: the server runs an unsupported release, or does not return stop tokens as it
+            must.
+        ConfigError: the server was not started with one of the flags, or is open to whoever can
+            reach it.
     """
 
     def __init__(
@@ -180,11 +193,13 @@ class SGLangEngine(ServedEngine):
         self._state, self._version = EngineState.DIRTY, -1
         self._released: frozenset[str] = frozenset()  # of MEMORY
         self._update: WeightUpdate | None = None  # the open one, or the last
-        self._proven: dict[str, torch.Size] = {}  # the tensors that the server was proven to consist of
+        # the tensors that the server was proven to consist of
+        self._proven: dict[str, torch.Size] = {}
         self._calls = 0
         # servers behind one router see requests of all engines, and take no two of one name
         self._name = secrets.token_hex(4)
-        self._under_way: dict[asyncio.Task[GenerateResult | LostRequest], str] = {}  # and what each asks for
+        # and what each asks for
+        self._under_way: dict[asyncio.Task[GenerateResult | LostRequest], str] = {}
         self._watch = Watch(client, process, self._held, probe_s)
         info = self._at_first(client.server_info)
         check_version(str(info["version"]), client.url)
@@ -192,21 +207,29 @@ class SGLangEngine(ServedEngine):
         check_precision(info, client.url)
         layout = ServerLayout.of(info, client.url)
         layout.require_family(self._shape, client.url)
-        cache_tokens = int(info["max_total_num_tokens"]) * layout.data  # it names those of one group
+        # it names those of one group
+        cache_tokens = int(info["max_total_num_tokens"]) * layout.data
         self._room = CacheRoom(cache_tokens, max_running, request_tokens)
         if not on_loopback(client.url) and not self._at_first(client.asks_for_key):
             raise ConfigError(
-                "the server can be reached from other machines and asks nobody for a key: who can reach it could "
-                "replace its weights",
+                "the server can be reached from other machines and asks nobody for a key: who can"
+                " reach it could replace its weights",
                 where=client.url,
                 fix="start it with --api-key, and set SGLANG_API_KEY to the same",
             )
-        bounds = (config.max_position_embeddings, info["max_total_num_tokens"], info.get("context_length"))
-        self._context_length = min(int(bound) for bound in bounds if bound is not None) - NEVER_FILLED
+        bounds = (
+            config.max_position_embeddings,
+            info["max_total_num_tokens"],
+            info.get("context_length"),
+        )
+        self._context_length = (
+            min(int(bound) for bound in bounds if bound is not None) - NEVER_FILLED
+        )
         self._at_first(lambda: probe_stop(client, self._stop_token_ids))
 
     def _at_first(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of the coroutine that is made; a server that was started here is looked at where it fails."""
+        """The result of the coroutine that is made; a server that was started here is looked at
+        where it fails."""
         try:
             return self._waited(make)
         except SGLangError:
@@ -215,7 +238,8 @@ class SGLangEngine(ServedEngine):
             raise
 
     def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of the coroutine that is made. Raises ServerGoneError where the server is lost meanwhile."""
+        """The result of the coroutine that is made. Raises ServerGoneError where the server is lost
+        meanwhile."""
         return self._waited(partial(self._watched, make))
 
     async def _watched(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -242,43 +266,57 @@ class SGLangEngine(ServedEngine):
         self._waited(self._watch.require)
 
     def _waited(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Runs it, on a thread of its own where the caller's runs a loop already, as that of the inline runner does."""
+        """Runs it, on a thread of its own where the caller's runs a loop already, as that of the
+        inline runner does."""
         if not _in_event_loop():
             return run_on(self._loop, make)
-        with ThreadPoolExecutor(1) as thread:  # left only when the thread has ended, so the loop is never run twice
+        # left only when the thread has ended, so the loop is never run twice
+        with ThreadPoolExecutor(1) as thread:
             return thread.submit(run_on, self._loop, make).result()
 
     def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> None:
-        """See Engine. Sampling noise is keyed on the request only where the server honours seeds (docs/sglang.md)."""
+        """See Engine. Sampling noise is keyed on the request only where the server honours seeds
+        (docs/sglang.md)."""
         self._require_ready("generate")
         check_params(params)
         check_requests(requests, params, self.model_info())
         for request in requests:
             self._calls += 1
-            answer = self._answer(request, params, f"{self._name}.{self._version}.{self._calls}:{request.rid}")
+            answer = self._answer(
+                request, params, f"{self._name}.{self._version}.{self._calls}:{request.rid}"
+            )
             self._under_way[self._loop.create_task(answer)] = request.rid
 
-    async def _answer(self, request: GenerateRequest, params: SamplingParams, rid: str) -> GenerateResult | LostRequest:
-        """Waits until the server has room, then for the response, whose limit counts from here on."""
+    async def _answer(
+        self, request: GenerateRequest, params: SamplingParams, rid: str
+    ) -> GenerateResult | LostRequest:
+        """Waits until the server has room, then for the response, whose limit counts from here
+        on."""
         routed = self._shape if params.return_experts else None
         async with self._room:
             try:
                 result = await self._client.generate_as(
                     generate_body(request, params, rid),
-                    lambda answer: result_of(answer, request, params.stop_token_ids, self._client.asked, routed),
+                    lambda answer: result_of(
+                        answer, request, params.stop_token_ids, self._client.asked, routed
+                    ),
                 )
             except UnansweredError as error:
                 try:
                     await self._watch.require()
                 except ServerGoneError as gone:
                     return LostRequest(request.rid, str(gone), error.late or gone.late, gone=True)
-                with contextlib.suppress(SGLangError, asyncio.TimeoutError):  # it may still be at work on it
+                # it may still be at work on it
+                with contextlib.suppress(SGLangError, asyncio.TimeoutError):
                     await asyncio.wait_for(self._client.abort(rid), ABORT_S)
                 return LostRequest(request.rid, str(error), error.late)
             else:
                 self._room.came(result.prompt_tokens + result.completion_tokens)
-        if result.finish_reason == "abort":  # what is aborted here is forgotten, so this was the server's doing
-            return LostRequest(request.rid, f"{self._client.asked}: the server gave the response up")
+        # what is aborted here is forgotten, so this was the server's doing
+        if result.finish_reason == "abort":
+            return LostRequest(
+                request.rid, f"{self._client.asked}: the server gave the response up"
+            )
         return result
 
     def collect(self, wait_s: float) -> list[GenerateResult | LostRequest]:
@@ -288,8 +326,8 @@ class SGLangEngine(ServedEngine):
         return self._waited(lambda: self._first(wait_s))
 
     async def _first(self, wait_s: float) -> list[GenerateResult | LostRequest]:
-        """Unblocked by the first answer or error, the server's loss, or after `wait_s`. An error ends the other
-        requests; of a server that is lost they are all lost."""
+        """Unblocked by the first answer or error, the server's loss, or after `wait_s`. An error
+        ends the other requests; of a server that is lost they are all lost."""
         try:
             done = await self._watch.first_of(list(self._under_way), wait_s)
         except ServerGoneError as gone:
@@ -301,7 +339,8 @@ class SGLangEngine(ServedEngine):
         try:
             return [task.result() for task in done]
         except BaseException:
-            await asyncio.gather(*done, return_exceptions=True)  # asyncio reports an error that nobody asked for
+            # asyncio reports an error that nobody asked for
+            await asyncio.gather(*done, return_exceptions=True)
             await self._forget()
             raise
 
@@ -311,7 +350,8 @@ class SGLangEngine(ServedEngine):
 
     async def _forget(self) -> None:
         """Ends what is under way, here and on the server, if it still answers."""
-        told = asyncio.wait_for(self._client.abort(), ABORT_S)  # one that hangs must not hold up whoever goes on
+        # one that hangs must not hold up whoever goes on
+        told = asyncio.wait_for(self._client.abort(), ABORT_S)
         await asyncio.gather(self._cancel(), told, return_exceptions=True)
 
     async def _cancel(self) -> None:
@@ -329,7 +369,9 @@ class SGLangEngine(ServedEngine):
             return read_prompt_log_probs(answer, tokens, self._client.url)
 
         first, self._calls = self._calls + 1, self._calls + len(sequences)
-        return self._run(lambda: everywhere(*(one(tokens, first + i) for i, tokens in enumerate(sequences))))
+        return self._run(
+            lambda: everywhere(*(one(tokens, first + i) for i, tokens in enumerate(sequences)))
+        )
 
     def _require_ready(self, action: str) -> None:
         require(self._state, EngineState.HEALTHY, action)
@@ -337,12 +379,15 @@ class SGLangEngine(ServedEngine):
             raise EngineStateError(f"cannot {action}: the cache is released; resume its memory")
 
     def begin_weight_update(self, version: int, prove: bool = True) -> None:
-        if self._held() is not None:  # it may have been started anew since, and be in no group of the trainer's
+        # it may have been started anew since, and be in no group of the trainer's
+        if self._held() is not None:
             self.check()
         self._state = advance(self._state, EngineState.UPDATING)
         proven = None if prove or not self._proven else self._proven
         mode: PauseMode = "retract" if self._under_way else "abort"
-        self._update = WeightUpdate([self._client], self._sync, version, self._shape, self._dtype, mode, proven=proven)
+        self._update = WeightUpdate(
+            [self._client], self._sync, version, self._shape, self._dtype, mode, proven=proven
+        )
         self._guarded(self._update.begin)
 
     def update_weights(self, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -360,7 +405,9 @@ class SGLangEngine(ServedEngine):
         if self._target is None:
             return None
         (layout,) = update.layouts
-        server = TargetServer(client.url, client.api_key, layout, self._place, self._shape, self._dtype)
+        server = TargetServer(
+            client.url, client.api_key, layout, self._place, self._shape, self._dtype
+        )
         return replace(self._target, servers=(server,))
 
     def end_sent_update(self, sent: Sequence[Sent]) -> None:
@@ -390,7 +437,8 @@ class SGLangEngine(ServedEngine):
         return self._update
 
     def _guarded(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Runs a part of a weight update. Where it fails the engine is DIRTY, and its server stays paused."""
+        """Runs a part of a weight update. Where it fails the engine is DIRTY, and its server stays
+        paused."""
         try:
             return self._run(make)
         except BaseException:
@@ -406,7 +454,8 @@ class SGLangEngine(ServedEngine):
         self._run(lambda: self._release(parts))
 
     async def _release(self, parts: Collection[str]) -> None:
-        """A server with a request under way would die of it, so it is paused first and asked whether it is idle."""
+        """A server with a request under way would die of it, so it is paused first and asked
+        whether it is idle."""
         await self._client.pause("abort")
         await self._client.flush(IDLE_S)
         await self._client.release_memory(parts)
@@ -468,17 +517,21 @@ def _in_event_loop() -> bool:
 
 
 async def probe_stop(client: SGLangClient, stop_token_ids: Sequence[int]) -> None:
-    """Proves that a server treats stop tokens as training needs them: forces each of them once, by a bias on its logit,
-    which needs no weights in particular. Waits for one short response each.
+    """Proves that a server treats stop tokens as training needs them: forces each of them once, by
+    a bias on its logit, which needs no weights in particular. Waits for one short response each.
 
-    A response must end with the token that stopped it, with its log-prob: it is sampled, so it is trained on.
+    A response must end with the token that stopped it, with its log-prob: it is sampled, so it is
+    trained on.
 
     Raises:
-        SGLangError: a token does not stop, is not named as what stopped, or comes without its id or log-prob.
+        SGLangError: a token does not stop, is not named as what stopped, or comes without its id or
+            log-prob.
     """
     for token in stop_token_ids:
         request = GenerateRequest(f"probe-{token}", (token,), prompt_cursor=0, sample_index=0)
-        params = SamplingParams(1.0, 4, seed=0, step=0, stop_token_ids=tuple(stop_token_ids), greedy=True)
+        params = SamplingParams(
+            1.0, 4, seed=0, step=0, stop_token_ids=tuple(stop_token_ids), greedy=True
+        )
         body = generate_body(request, params, request.rid)
         body["sampling_params"]["logit_bias"] = {str(token): FORCING}
         check_stop(await client.generate(body), token, client.url)

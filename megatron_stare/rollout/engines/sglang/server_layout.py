@@ -1,7 +1,8 @@
-"""How the ranks of one SGLang server cut the model: which part of a Hugging Face tensor each of them holds. Pure.
+"""How the ranks of one SGLang server cut the model: which part of a Hugging Face tensor each of
+them holds. Pure.
 
-As the layers of the supported releases are written: `layers/linear.py`, `layers/vocab_parallel_embedding.py` and
-`layers/moe`.
+As the layers of the supported releases are written: `layers/linear.py`,
+`layers/vocab_parallel_embedding.py` and `layers/moe`.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ CPU_WIDTHS = 32  # columns of a rank's feed-forward layers, on CPUs: SGLang pads
 
 @dataclass(frozen=True)
 class ServerLayout:
-    """Layout of one server: the device it computes on, and its tensor-parallel ranks, over which it also cuts experts.
+    """Layout of one server: the device it computes on, and its tensor-parallel ranks, over which it
+    also cuts experts.
 
-    Groups of ranks may attend to requests of their own (SGLang's attention DP): attention and the embedding are then
-    cut over the ranks of a group, alike in each.
+    Groups of ranks may attend to requests of their own (SGLang's attention DP): attention and the
+    embedding are then cut over the ranks of a group, alike in each.
     """
 
     device: str = "cpu"
@@ -40,7 +42,8 @@ class ServerLayout:
 
     @classmethod
     def of(cls, info: Mapping[str, Any], where: str) -> ServerLayout:
-        """Reads a layout from a server's /server_info. Raises SGLangError for ways of cutting that are unknown here."""
+        """Reads a layout from a server's /server_info. Raises SGLangError for ways of cutting that
+        are unknown here."""
         data, copies = int(info.get("attn_dp_size") or 1), int(info.get("dp_size") or 1)
         if data == 1 and info.get("enable_dp_attention"):
             data, copies = copies, 1  # 0.5.21 has one number for both
@@ -51,20 +54,30 @@ class ServerLayout:
         ):
             if ranks > 1:
                 raise SGLangError(
-                    f"the server cuts the model over {ranks} {what}, and what each of them holds is not known here",
+                    f"the server cuts the model over {ranks} {what}, and what each of them holds is"
+                    " not known here",
                     where=where,
                     fix="start it with tensor parallelism alone, and more servers instead",
                 )
         tensor, expert = int(info.get("tp_size") or 1), int(info.get("ep_size") or 1)
-        return cls(str(info["device"]), tensor, expert, data, data > 1 and bool(info.get("enable_dp_lm_head")))
+        return cls(
+            str(info["device"]),
+            tensor,
+            expert,
+            data,
+            data > 1 and bool(info.get("enable_dp_lm_head")),
+        )
 
     def require_family(self, shape: ModelShape, where: str) -> None:
-        """Raises ConfigError for a model that SGLang does not serve so, without saying it: tokens would be wrong."""
+        """Raises ConfigError for a model that SGLang does not serve so, without saying it: tokens
+        would be wrong."""
         if self.data > 1 and not family_of(shape).served_by_groups:
-            can = ", ".join(name for name, family in sorted(FAMILIES.items()) if family.served_by_groups)
+            can = ", ".join(
+                name for name, family in sorted(FAMILIES.items()) if family.served_by_groups
+            )
             raise ConfigError(
-                f"SGLang cuts the attention of {shape.family} over all ranks of a server, whose groups cannot have "
-                f"requests of their own then; it does otherwise for {can}",
+                f"SGLang cuts the attention of {shape.family} over all ranks of a server, whose"
+                f" groups cannot have requests of their own then; it does otherwise for {can}",
                 where=where,
                 fix="use tensor parallelism alone, and more servers instead",
             )
@@ -75,7 +88,8 @@ class ServerLayout:
         return self.tensor // self.data
 
     def parts(self, name: str, tensor: Tensor, shape: ModelShape, rank: int) -> Sequence[Tensor]:
-        """Parts of a Hugging Face tensor that a rank holds, to be laid end to end; views where possible.
+        """Parts of a Hugging Face tensor that a rank holds, to be laid end to end; views where
+        possible.
 
         Empty for an expert that another rank owns.
 
@@ -100,7 +114,10 @@ class ServerLayout:
                 return [_share(tensor, 1, rank, ranks)]
             case "column" | "gated" | "qkv":
                 assert rule is not None
-                return [self._rows(part, kind, shape, rank, ranks) for kind, part in _split(rule, name, tensor, shape)]
+                return [
+                    self._rows(part, kind, shape, rank, ranks)
+                    for kind, part in _split(rule, name, tensor, shape)
+                ]
         return [tensor]
 
     def cut_over(self, name: str, shape: ModelShape) -> int:
@@ -151,11 +168,15 @@ def _expert(name: str) -> int:
 
 
 def _split(rule: Rule, name: str, tensor: Tensor, shape: ModelShape) -> list[tuple[str, Tensor]]:
-    """A tensor's parts that are cut by themselves: a fused one's, or itself; keys and values apart from the others."""
+    """A tensor's parts that are cut by themselves: a fused one's, or itself; keys and values apart
+    from the others."""
     kinds = ("q", "kv", "kv") if rule.layout == "qkv" else ("rows",) * len(rule.sources)
     if len(rule.hf) == len(kinds):
         return [(kinds[rule.hf.index(numbered(name)[1])], tensor)]
-    return [(kind, tensor[a:b]) for kind, (a, b) in zip(kinds, rule.spans([len(tensor)], shape), strict=True)]
+    return [
+        (kind, tensor[a:b])
+        for kind, (a, b) in zip(kinds, rule.spans([len(tensor)], shape), strict=True)
+    ]
 
 
 def _share(tensor: Tensor, dim: int, rank: int, ranks: int) -> Tensor:

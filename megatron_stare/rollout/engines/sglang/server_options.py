@@ -1,4 +1,5 @@
-"""How the servers of a run are started: SGLang's arguments and the environment of their processes."""
+"""How the servers of a run are started: SGLang's arguments and the environment of their
+processes."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from megatron_stare.rollout.engines.sglang.protocol import NO_VERSION
 from megatron_stare.rollout.engines.sglang.serve import NOT_KEPT
 
 CPU_ATTENTION = "torch_native"  # the one attention backend that needs no kernels
-# Below the range the kernel hands out by itself: minutes pass until a server listens, in which another program's
-# connection would take its port.
+# Below the range the kernel hands out by itself: minutes pass until a server listens, in which
+# another program's connection would take its port.
 PORTS = range(20_000, 32_000)
 KEPT_BYTES = 2**30  # of memory that a CPU server has freed
 
@@ -49,14 +50,17 @@ class ServerOptions:
     names_experts: bool = False  # it can say which experts a token went to
     flags: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    ports: Sequence[int] | None = None  # that it may listen on, and its ranks meet at; two at least. None: see PORTS
+    # that it may listen on, and its ranks meet at; two at least. None: see PORTS
+    ports: Sequence[int] | None = None
 
     @property
     def node_ranks(self) -> int:
         """Number of the server's ranks on one node."""
         return self.tensor // self.nodes
 
-    def arguments(self, port: int, ranks_port: int | None = None, meeting: str | None = None) -> list[str]:
+    def arguments(
+        self, port: int, ranks_port: int | None = None, meeting: str | None = None
+    ) -> list[str]:
         """Arguments for sglang.launch_server.
 
         Args:
@@ -90,13 +94,23 @@ class ServerOptions:
             "max-running-requests": self.max_running,
             "weight-version": NO_VERSION,
             "log-level-http": "warning",  # not a line a request
-            "load-format": "dummy",  # weights come from the weight sync alone, so that a lost one cannot go unseen
+            # weights come from the weight sync alone, so that a lost one cannot go unseen
+            "load-format": "dummy",
         }
-        words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+        words = [
+            word
+            for name, value in given.items()
+            if value is not None
+            for word in (f"--{name}", str(value))
+        ]
         if self.graph_batch_sizes:
             words += ["--cuda-graph-bs-decode", *map(str, self.graph_batch_sizes)]
         # shared experts keep names of their own; on a GPU they would be stacked behind the others
-        words += ["--skip-tokenizer-init", "--skip-server-warmup", "--disable-shared-experts-fusion"]
+        words += [
+            "--skip-tokenizer-init",
+            "--skip-server-warmup",
+            "--disable-shared-experts-fusion",
+        ]
         switches = {
             "--sleep-on-idle": on_cpu,  # else an idle server spins on a core
             "--enable-dp-attention": self.data > 1,  # the spelling that all supported releases take
@@ -114,14 +128,20 @@ class ServerOptions:
             "OMP_NUM_THREADS": str(self.threads),
             "MKL_NUM_THREADS": str(self.threads),
             "TOKENIZERS_PARALLELISM": "false",
-            "THP_MEM_ALLOC_ENABLE": "1",  # a bucket of weights is new memory: in pages of 4 KB that costs half its time
+            # a bucket of weights is new memory: in pages of 4 KB that costs half its time
+            "THP_MEM_ALLOC_ENABLE": "1",
         }
         if self.device == "cpu":
-            # the room of a bucket is kept for the next one, rather than given back and made, and cleared, anew
-            kept |= dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(KEPT_BYTES))
+            # the room of a bucket is kept for the next one, rather than given back and made, and
+            # cleared, anew
+            kept |= dict.fromkeys(
+                ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(KEPT_BYTES)
+            )
         if self.device == "cpu" and self.tensor > 1:
             # without it SGLang wants a NUMA node a rank; ranks may share a core
             cores, first = sorted(os.sched_getaffinity(0)), self.node * self.node_ranks
             ranks = range(first, first + self.node_ranks)
-            kept["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in ranks)
+            kept["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
+                str(cores[rank % len(cores)]) for rank in ranks
+            )
         return kept | dict(self.environment)

@@ -1,7 +1,8 @@
-"""A server whose ranks lie on several nodes: one process a node, of which the first answers for all.
+"""A server whose ranks lie on several nodes: one process a node, of which the first answers for
+all.
 
-The first node's worker holds the server and watches the others' parts: ranks that wait for one that is gone wait on
-GPUs for ever, and nothing in the answers says which node it was.
+The first node's worker holds the server and watches the others' parts: ranks that wait for one that
+is gone wait on GPUs for ever, and nothing in the answers says which node it was.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class SpreadServer(ServerProcess):
         return self._fallen or None
 
     def _watch(self) -> None:
-        """Ends the first node's process with any of the others', so that nobody waits for an answer."""
+        """Ends the first node's process with any of the others', so that nobody waits for an
+        answer."""
         silent = 0
         while not (self._closing.wait(WATCH_EVERY_S) or self._fallen):
             try:
@@ -60,15 +62,22 @@ class SpreadServer(ServerProcess):
             except Exception as error:
                 silent += 1
                 if silent == SILENT:
-                    self._fall(f"lost the worker of its part on {' or '.join(self._site.others)}: {error}")
-        if self._fallen and self._process.returncode is None:  # else its number may be another's by now
+                    self._fall(
+                        f"lost the worker of its part on {' or '.join(self._site.others)}: {error}"
+                    )
+        # else its number may be another's by now
+        if self._fallen and self._process.returncode is None:
             self.kill()
 
     def _look(self) -> None:
         parts = self._parts
         said = [super().ended(), *parts.wait(parts.start("ended"), timeout_s=ANSWER_S)]
         where = (self._site.address, *self._site.others)
-        nodes = [f"on {where[node]} (node rank {node}) {how}" for node, how in enumerate(said) if how is not None]
+        nodes = [
+            f"on {where[node]} (node rank {node}) {how}"
+            for node, how in enumerate(said)
+            if how is not None
+        ]
         if nodes:
             self._fall("\nand ".join(nodes))
 
@@ -84,7 +93,8 @@ class SpreadServer(ServerProcess):
     def close(self) -> None:
         self._closing.set()
         super().close()
-        with contextlib.suppress(Exception):  # of workers that are gone, whose processes end with them
+        # of workers that are gone, whose processes end with them
+        with contextlib.suppress(Exception):
             self._parts.wait(self._parts.start("stop"), timeout_s=ANSWER_S)
 
 
@@ -104,7 +114,8 @@ class ServerPart(ReplicaPart):
         self._process = ServerProcess(self._options, meeting)
 
     def ended(self) -> str | None:
-        """See ReplicaPart. SGLang's launcher does not look after ranks that are killed on any node but the first."""
+        """See ReplicaPart. SGLang's launcher does not look after ranks that are killed on any node
+        but the first."""
         if self._process is None:
             return None
         return self._process.ended() or self._process.lost_rank()

@@ -1,5 +1,6 @@
-"""The way from the trainer's ranks to a run's SGLang servers: described where the servers are known, used in the ranks
-that send. Bytes go from a rank to the servers; the driver hands on this description, and what is to be compared.
+"""The way from the trainer's ranks to a run's SGLang servers: described where the servers are
+known, used in the ranks that send. Bytes go from a rank to the servers; the driver hands on this
+description, and what is to be compared.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from megatron_stare.process.interruption import run_on
 from megatron_stare.rollout.engines.sglang.broadcast import BroadcastSync
 from megatron_stare.rollout.engines.sglang.client import SGLangClient
 from megatron_stare.rollout.engines.sglang.disk_sync import DiskSync, drawn_folder
-from megatron_stare.rollout.engines.sglang.place import Place, carriers, here, require_loopback_here, this_host
+from megatron_stare.rollout.engines.sglang.place import (
+    Place,
+    carriers,
+    here,
+    require_loopback_here,
+    this_host,
+)
 from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
 from megatron_stare.rollout.engines.sglang.sync import Sending, Sent, WeightSync
 from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync, packed
@@ -63,14 +70,18 @@ class ServersTarget(SyncTarget):
 
     @property
     def one_sender_at_a_time(self) -> bool:
-        """A server takes one update after the other, and receives and loads in one thread. Two senders at once would
-        wait for each other where two servers took their broadcasts in different order."""
+        """A server takes one update after the other, and receives and loads in one thread. Two
+        senders at once would wait for each other where two servers took their broadcasts in
+        different order."""
         return self.method != "disk" and not self.shares_devices
 
     @property
     def shares_devices(self) -> bool:
-        """See SyncTarget. A CPU server that is attached to, or on several nodes, is sent the bytes themselves."""
-        here = all(s.layout.device == "cuda" or (s.place.host and not s.place.others) for s in self.servers)
+        """See SyncTarget. A CPU server that is attached to, or on several nodes, is sent the bytes
+        themselves."""
+        here = all(
+            s.layout.device == "cuda" or (s.place.host and not s.place.others) for s in self.servers
+        )
         return self.method == "tensor" and self.colocated and here
 
     @property
@@ -79,9 +90,11 @@ class ServersTarget(SyncTarget):
 
     @property
     def owners_send(self) -> bool:
-        """Servers keep a layer's experts in one parameter. Of its hash on a GPU several senders can compute a part
-        each; SHA-256, that of CPU servers, needs all of its bytes in one place."""
-        return not self.shares_devices and all(server.layout.device == "cuda" for server in self.servers)
+        """Servers keep a layer's experts in one parameter. Of its hash on a GPU several senders can
+        compute a part each; SHA-256, that of CPU servers, needs all of its bytes in one place."""
+        return not self.shares_devices and all(
+            server.layout.device == "cuda" for server in self.servers
+        )
 
     def here(self, device: torch.device) -> Place:
         """See SyncTarget."""
@@ -89,7 +102,9 @@ class ServersTarget(SyncTarget):
 
     def carriers(self, places: Sequence[Place]) -> list[tuple[int, ...]]:
         """See SyncTarget."""
-        return carriers([(server.url, server.place, server.layout) for server in self.servers], places)
+        return carriers(
+            [(server.url, server.place, server.layout) for server in self.servers], places
+        )
 
     def towards(self, engine: int, rank: int) -> ServersSender:
         """See SyncTarget."""
@@ -105,12 +120,16 @@ class ServersTarget(SyncTarget):
 
 
 class ServersSender(Sender):
-    """A trainer rank's end of the target; see Sender. Its calls to the servers run on a thread of its own, so that the
-    rank gathers the next bucket while this one is taken."""
+    """A trainer rank's end of the target; see Sender. Its calls to the servers run on a thread of
+    its own, so that the rank gathers the next bucket while this one is taken."""
 
     def __init__(self, target: ServersTarget, rank: int) -> None:
         self._target = target
-        self._loop, self._thread, self._hashing = asyncio.new_event_loop(), ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._loop, self._thread, self._hashing = (
+            asyncio.new_event_loop(),
+            ThreadPoolExecutor(1),
+            ThreadPoolExecutor(1),
+        )
         self._clients = [SGLangClient(s.url, s.api_key, target.timeout_s) for s in target.servers]
         self._sync = make_sync(
             target.method,
@@ -158,7 +177,9 @@ class ServersSender(Sender):
         self._wait()
         assert self._sending is not None
         sent = self._sending.sent()
-        return replace(sent, to=self._target.servers[0].url) if self._target.shares_devices else sent
+        return (
+            replace(sent, to=self._target.servers[0].url) if self._target.shares_devices else sent
+        )
 
     def forget(self) -> None:
         self._sync.forget()

@@ -23,14 +23,18 @@ from megatron_stare.weights.sync.device_rooms import open_shared, shared_name
 
 
 class TensorSync(WeightSync):
-    """Pickled tensors in the body of a request: of tensors on a GPU that the servers share, handles of CUDA's
-    inter-process memory; else their bytes, for correctness: base64 and JSON move about 0.05 GB/s on a core.
+    """Pickled tensors in the body of a request: of tensors on a GPU that the servers share, handles
+    of CUDA's inter-process memory; else their bytes, for correctness: base64 and JSON move about
+    0.05 GB/s on a core.
 
     Args:
-        places: of the servers, in the order of the clients; None: not known, and then no handle is sent.
+        places: of the servers, in the order of the clients; None: not known, and then no handle is
+            sent.
     """
 
-    def __init__(self, clients: Sequence[SGLangClient], places: Sequence[Place] | None = None) -> None:
+    def __init__(
+        self, clients: Sequence[SGLangClient], places: Sequence[Place] | None = None
+    ) -> None:
         super().__init__(clients)
         self._places = list(places) if places is not None else [Place()] * len(self._clients)
         self._where = torch.device("cpu")
@@ -53,22 +57,32 @@ class TensorSync(WeightSync):
             for layout in self._layouts
         ]
         await everywhere(
-            *(c.post("/update_weights_from_tensor", body) for c, body in zip(self._clients, bodies, strict=True))
+            *(
+                c.post("/update_weights_from_tensor", body)
+                for c, body in zip(self._clients, bodies, strict=True)
+            )
         )
 
     def _packed(self, bucket: Bucket) -> list[str]:
-        """Handles for each rank of all servers, which unpickles its own; one process alone may open a handle."""
-        lying = [(name, tensor.detach().to(self._where)) for name, tensor in bucket]  # until all servers have copied it
+        """Handles for each rank of all servers, which unpickles its own; one process alone may open
+        a handle."""
+        # until all servers have copied it
+        lying = [(name, tensor.detach().to(self._where)) for name, tensor in bucket]
         ranks = sum(layout.tensor for layout in self._layouts)
-        return [packed(lying) for _ in range(ranks)] if self._where.type == "cuda" else [packed(lying)] * ranks
+        return (
+            [packed(lying) for _ in range(ranks)]
+            if self._where.type == "cuda"
+            else [packed(lying)] * ranks
+        )
 
     async def close(self) -> None:
         """Nothing is held."""
 
 
 def packed(bucket: Bucket) -> str:
-    """A bucket as the servers unpickle it, in base64: a list of (name, tensor); those on a GPU and those in shared
-    memory (DeviceRooms) as handles, valid while the tensors live, other CPU tensors with bytes of their own."""
+    """A bucket as the servers unpickle it, in base64: a list of (name, tensor); those on a GPU and
+    those in shared memory (DeviceRooms) as handles, valid while the tensors live, other CPU tensors
+    with bytes of their own."""
     buffer = io.BytesIO()
     pickler: Any
     first = bucket[0][1]
@@ -76,17 +90,21 @@ def packed(bucket: Bucket) -> str:
         torch.cuda.synchronize()  # the servers read without waiting for this process's streams
         pickler, tensors = _HandlePickler(buffer), list(bucket)
     elif shared_name(first.untyped_storage()) is not None:
-        pickler, tensors = _SharedPickler(buffer), [(name, tensor.detach()) for name, tensor in bucket]
+        pickler, tensors = (
+            _SharedPickler(buffer),
+            [(name, tensor.detach()) for name, tensor in bucket],
+        )
     else:
         pickler = _BytesPickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-        tensors = [(name, tensor.detach().clone()) for name, tensor in bucket]  # a view would carry its whole bucket
+        # a view would carry its whole bucket
+        tensors = [(name, tensor.detach().clone()) for name, tensor in bucket]
     pickler.dump(tensors)
     return base64.b64encode(buffer.getbuffer()).decode("ascii")
 
 
 class _BytesPickler(pickle._Pickler):  # the one that is in C looks names up by itself
-    """Names torch's own reader of a storage's bytes. megatron-core 0.19 puts one of its own into its place, which
-    servers do not have, and refuse."""
+    """Names torch's own reader of a storage's bytes. megatron-core 0.19 puts one of its own into
+    its place, which servers do not have, and refuse."""
 
     dispatch: ClassVar[dict[type, Any]] = dict(pickle._Pickler.dispatch)
 
@@ -100,8 +118,8 @@ class _BytesPickler(pickle._Pickler):  # the one that is in C looks names up by 
 
 
 class _HandlePickler(ForkingPickler):
-    """Shares CUDA tensors by handle. Devices are named by their UUID, as SGLang reads them: numbers differ between
-    processes that see different GPUs."""
+    """Shares CUDA tensors by handle. Devices are named by their UUID, as SGLang reads them: numbers
+    differ between processes that see different GPUs."""
 
     def reducer_override(self, thing: Any) -> Any:
         if not (isinstance(thing, Tensor) and thing.is_cuda):
@@ -112,7 +130,8 @@ class _HandlePickler(ForkingPickler):
 
 
 class _SharedPickler(ForkingPickler):
-    """Shares the memory of CPU tensors by the name of its file, which only servers of this project's open."""
+    """Shares the memory of CPU tensors by the name of its file, which only servers of this
+    project's open."""
 
     def reducer_override(self, thing: Any) -> Any:
         if isinstance(thing, torch.UntypedStorage) and (name := shared_name(thing)) is not None:
@@ -122,7 +141,9 @@ class _SharedPickler(ForkingPickler):
             part = thing.storage_offset(), thing.size(), thing.stride(), False
             return reductions.rebuild_tensor, (
                 Tensor,
-                torch.storage.TypedStorage(wrap_storage=thing.untyped_storage(), dtype=thing.dtype, _internal=True),
+                torch.storage.TypedStorage(
+                    wrap_storage=thing.untyped_storage(), dtype=thing.dtype, _internal=True
+                ),
                 part,
             )
         if isinstance(thing, torch.storage.TypedStorage):

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-# Idle connections are not used for longer than this, seconds: a server closes them after five, and a request that meets
-# the closing is lost.
+# Idle connections are not used for longer than this, seconds: a server closes them after five, and
+# a request that meets the closing is lost.
 KEPT_S = 2.0
 
 
@@ -52,7 +52,8 @@ class HttpTransport:
     async def request(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None
     ) -> tuple[int, bytes]:
-        """See Transport. Cancelled, it closes its connection: the answer must not be taken for another's."""
+        """See Transport. Cancelled, it closes its connection: the answer must not be taken for
+        another's."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),

@@ -1,7 +1,8 @@
-"""One weight update of servers: pause, take what is sent, compare names and checksums, publish the version, resume.
+"""One weight update of servers: pause, take what is sent, compare names and checksums, publish the
+version, resume.
 
-Weights are changed in place, so there is no way back: whoever sees an error must count every server as holding a
-mixture, and leave them paused until another update has gone through to its end.
+Weights are changed in place, so there is no way back: whoever sees an error must count every server
+as holding a mixture, and leave them paused until another update has gone through to its end.
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ from megatron_stare.weights.sync.stream import tensor_checksum
 
 
 class WeightUpdate:
-    """An update of servers to one version; each method waits for every server, and for nothing else.
+    """An update of servers to one version; each method waits for every server, and for nothing
+    else.
 
-    Ranks send between `begin` and `end_sent`, or this process does, by `send`, where it has the whole model's tensors.
+    Ranks send between `begin` and `end_sent`, or this process does, by `send`, where it has the
+    whole model's tensors.
 
     Args:
         shape: of the model.
         dtype: that the servers compute in.
-        mode: what becomes of responses under way. `abort` ends them; `retract` goes on with them, their cache computed
-            anew with the new weights.
-        proven: the sizes, by name, of the tensors that the servers were proven to consist of. What is sent is then held
-            against it, and nothing is hashed; None: every server proves what it holds.
+        mode: what becomes of responses under way. `abort` ends them; `retract` goes on with them,
+            their cache computed anew with the new weights.
+        proven: the sizes, by name, of the tensors that the servers were proven to consist of. What
+            is sent is then held against it, and nothing is hashed; None: every server proves what
+            it holds.
     """
 
     def __init__(
@@ -59,15 +63,20 @@ class WeightUpdate:
     async def begin(self) -> None:
         """The servers may be sent weights when this returns."""
         # what they are is asked meanwhile: a server that was started anew may be cut otherwise
-        _, *infos = await everywhere(self._opened(), *(client.server_info() for client in self._clients))
-        self.layouts = [ServerLayout.of(info, c.url) for info, c in zip(infos, self._clients, strict=True)]
+        _, *infos = await everywhere(
+            self._opened(), *(client.server_info() for client in self._clients)
+        )
+        self.layouts = [
+            ServerLayout.of(info, c.url) for info, c in zip(infos, self._clients, strict=True)
+        ]
 
     async def _opened(self) -> None:
         await everywhere(*(client.pause(self._mode) for client in self._clients))
         await self._sync.open()
 
     async def send(self, bucket: Bucket) -> None:
-        """Sends a bucket from this process. Raises WeightUpdateError for a name that was sent before."""
+        """Sends a bucket from this process. Raises WeightUpdateError for a name that was sent
+        before."""
         if self._sending is None:
             self._sending = Sending(self._sync, self._shape, self._dtype, self.layouts, self.proves)
             await self._sending.begin()
@@ -78,8 +87,8 @@ class WeightUpdate:
         """Ends an update whose weights were sent from here; see `end_sent`.
 
         Returns:
-            Checksums (weights/sync/stream.py) of the tensors by name, once every server is proven to hold them; ""
-            where nothing is proven.
+            Checksums (weights/sync/stream.py) of the tensors by name, once every server is proven
+            to hold them; "" where nothing is proven.
         """
         sent = self._sending.sent() if self._sending is not None else Sent()
         try:
@@ -108,7 +117,9 @@ class WeightUpdate:
         held_by = await everywhere(*(client.checksums() for client in self._clients))
         for client, layout, held in zip(self._clients, self.layouts, held_by, strict=True):
             if layout not in sent.hashed:
-                raise WeightUpdateError("nobody hashed what this server's ranks must hold", where=client.url)
+                raise WeightUpdateError(
+                    "nobody hashed what this server's ranks must hold", where=client.url
+                )
             if wrong := differences(checksums_of(sent.hashed[layout]), held):
                 raise _not_held(wrong, client.url)
 
@@ -117,7 +128,11 @@ def _other_sizes(sent: Mapping[str, torch.Size], proven: Mapping[str, torch.Size
     lines = [f"{name} was not sent" for name in sorted(proven.keys() - sent.keys())]
     lines += [f"{name} does not exist there" for name in sorted(sent.keys() - proven.keys())]
     both = sorted(sent.keys() & proven.keys())
-    return lines + [f"{n} was sent as {list(sent[n])}, not {list(proven[n])}" for n in both if sent[n] != proven[n]]
+    return lines + [
+        f"{n} was sent as {list(sent[n])}, not {list(proven[n])}"
+        for n in both
+        if sent[n] != proven[n]
+    ]
 
 
 def _not_held(wrong: Sequence[str], where: str) -> WeightUpdateError:

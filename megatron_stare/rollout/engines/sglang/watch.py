@@ -38,7 +38,11 @@ class Watch:
     """
 
     def __init__(
-        self, client: SGLangClient, process: ServerProcess | None, held: Callable[[], int | None], limit_s: float
+        self,
+        client: SGLangClient,
+        process: ServerProcess | None,
+        held: Callable[[], int | None],
+        limit_s: float,
     ) -> None:
         self._client, self._process, self._held, self._limit_s = client, process, held, limit_s
         self.gone = False  # it was found to be
@@ -51,14 +55,20 @@ class Watch:
             self._looking = asyncio.create_task(self._look())
         await asyncio.shield(self._looking)
 
-    async def first_of(self, tasks: Collection[asyncio.Task[Any]], limit_s: float | None = None) -> set[Any]:
-        """Waits until one of the tasks is done or the limit has passed, and returns those that are done.
+    async def first_of(
+        self, tasks: Collection[asyncio.Task[Any]], limit_s: float | None = None
+    ) -> set[Any]:
+        """Waits until one of the tasks is done or the limit has passed, and returns those that are
+        done.
 
-        Raises ServerGoneError where the server is lost before; the server is asked every `limit_s` of the watch.
+        Raises ServerGoneError where the server is lost before; the server is asked every `limit_s`
+        of the watch.
         """
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
-        done, _ = await asyncio.wait({*tasks, self._watching}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(
+            {*tasks, self._watching}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
+        )
         if done == {self._watching}:
             self._watching.result()
         return done - {self._watching}
@@ -86,7 +96,9 @@ class Watch:
             try:
                 info = await asyncio.wait_for(self._client.model_info(), self._limit_s)
             except asyncio.TimeoutError:
-                last = ServerGoneError(f"the server says nothing for {self._limit_s:g} s", where=self._client.url)
+                last = ServerGoneError(
+                    f"the server says nothing for {self._limit_s:g} s", where=self._client.url
+                )
                 last.late = True
                 continue
             except SGLangError as error:
@@ -96,7 +108,8 @@ class Watch:
             if None in (held, told) or held != self._held() or told == str(held):
                 return
             raise ServerGoneError(
-                f"the server holds weights of version {told}, not {held} that it was given: it was started anew",
+                f"the server holds weights of version {told}, not {held} that it was given: it was"
+                " started anew",
                 where=self._client.url,
             )
         self.require_process()
@@ -104,7 +117,8 @@ class Watch:
         raise last
 
     def require_process(self) -> None:
-        """Raises ServerGoneError, with the end of its log, where a server that was started here has ended."""
+        """Raises ServerGoneError, with the end of its log, where a server that was started here has
+        ended."""
         try:
             if self._process is not None:
                 self._process.require_alive()
