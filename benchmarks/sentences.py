@@ -65,7 +65,9 @@ def main() -> None:
     files = subprocess.check_output(
         ["git", "ls-files", "README.md", "docs/*.md", "megatron_stare/*.py"], cwd=ROOT, text=True
     ).split()
-    pages = [(f, s) for f in files if f.endswith("md") and f not in GENERATED for s in of_page(ROOT / f)]
+    pages = [
+        (f, s) for f in files if f.endswith("md") and f not in GENERATED for s in of_page(ROOT / f)
+    ]
     modules = [(f, s) for f in files if f.endswith("py") for s in of_module(ROOT / f)]
     draw = random.Random(args.seed)
     drawn = [*draw.sample(pages, args.number // 2), *draw.sample(modules, args.number // 2)]

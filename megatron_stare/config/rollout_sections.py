@@ -56,6 +56,13 @@ class DataConfig(Section):
             " reward_model.ground_truth"
         ),
     )
+    columns: list[str] | Literal["all"] = Field(
+        [],
+        description=(
+            "columns of a row that a verifier is given as `columns`, dotted where they lie deeper;"
+            " all: the whole row"
+        ),
+    )
     deduplicate: bool = Field(
         False,
         description=(

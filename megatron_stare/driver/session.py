@@ -163,9 +163,7 @@ class Session:
         pools: dict[Extension, VerifierPool] = {}
         for verifier, task in verifiers.items():
             with task.blamed():
-                pools[verifier] = open_pool(
-                    verifier, self.config.reward, self.config.reward.workers
-                )
+                pools[verifier] = open_pool(verifier, self.config, self.config.reward.workers)
             stack.callback(pools[verifier].close)
         return pools
 
