@@ -165,7 +165,7 @@ class RolloutConfig(Section):
 
 class PartialConfig(Section):
     """Long responses are cut at the end of a step, kept, and continued in a later one; see
-    docs/partial_rollouts.md."""
+    docs/asynchrony.md."""
 
     tokens: int | None = Field(
         None,

@@ -57,7 +57,7 @@ _TERM = re.compile(r"(?:([+-]?(?:\d+\.?\d*|\.\d+))\s+\*\s+)?(\S+)")
 
 @dataclass(frozen=True)
 class Asked:
-    """What a verifier's parameters ask for beside a response and the answer.
+    """Inputs that a verifier's parameters ask for beside a response and the answer.
 
     groups: all responses to a prompt at once.
     columns: columns of the row.

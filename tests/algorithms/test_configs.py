@@ -58,10 +58,14 @@ def test_the_page_names_settings_that_exist(name: str) -> None:
 
 
 def test_the_table_of_the_baselines_has_their_defaults() -> None:
-    assert {name for name, _ in DEFAULTS} == {name for name in METHODS if not (PAGES / f"{name}.md").exists()}
+    assert {name for name, _ in DEFAULTS} == {
+        name for name in METHODS if not (PAGES / f"{name}.md").exists()
+    }
     for name, cells in DEFAULTS:
         method = build_method({"name": name})
-        for setting, said in zip(("clip_low", "clip_high", "dual_clip", "aggregation"), cells.split("|"), strict=True):
+        for setting, said in zip(
+            ("clip_low", "clip_high", "dual_clip", "aggregation"), cells.split("|"), strict=True
+        ):
             known = getattr(method, setting, "")  # an empty cell: the method has no such setting
             assert read_cell(said) == known, f"{name}: {setting}"
 
