@@ -19,7 +19,8 @@ from typing import Any, Literal, NamedTuple
 from megatron_stare.errors import ConfigError, DataError
 
 HUB = "hf:"
-"""What the name of a dataset begins with: hf:owner/name, hf:owner/name:split or hf:owner/name:configuration:split."""
+"""Prefix of a Hugging Face dataset's name: hf:owner/name, hf:owner/name:split or
+hf:owner/name:configuration:split."""
 
 PROMPT_KEY = "prompt"
 ANSWER_KEYS = ("answer", "label", "reward_model.ground_truth")
@@ -141,7 +142,7 @@ def _json_rows(content: bytes, name: str) -> Iterator[Row]:
                 raise DataError(
                     f"not valid JSON at column {error.colno}: {error.msg}", where=where
                 ) from error
-            # an integer of thousands of digits, brackets without end
+            # such as an integer of thousands of digits, or brackets without end
             except (ValueError, RecursionError) as error:
                 raise DataError(f"not readable JSON: {error}", where=where) from error
 
@@ -198,7 +199,7 @@ def _dataset_rows(name: str) -> tuple[Iterator[Row], int]:
         ) from error
     try:
         found = [dict(row) for row in datasets.load_dataset(repository, configuration, split=split)]
-    # of that library and of all it builds on: no network, no such name, no access
+    # any error of `datasets` and its dependencies: no network, no such name, no access
     except Exception as error:
         raise DataError(
             f"cannot load the dataset: {type(error).__name__}: {error}",

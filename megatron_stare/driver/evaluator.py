@@ -51,12 +51,10 @@ class Evaluator:
         reward: RewardConfig,
         stop_ids: tuple[int, ...],
     ) -> None:
-        self._engines, self._verifiers, self._reward, self._stop_ids = (
-            engines,
-            verifiers,
-            reward,
-            stop_ids,
-        )
+        self._engines = engines
+        self._verifiers = verifiers
+        self._reward = reward
+        self._stop_ids = stop_ids
 
     def evaluate(
         self,

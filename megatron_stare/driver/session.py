@@ -302,7 +302,7 @@ class Session:
         if self._held.resumes:
             for line in former_names(self.dir.path / CONFIG):
                 self.monitor.note(line)
-            # run.steps, the layout and more may be others from here on
+            # a resumed run may change run.steps, the layout and more
             self.dir.record(self.config)
 
     def __enter__(self) -> Session:

@@ -109,8 +109,8 @@ class TokenBatch:
     num_groups: int = 0  # prompt groups of the whole batch
     max_length: int = 0  # positions of the longest response of the whole batch
     step: int = 0  # keys seeded draws
-    # where responses lie over several ranks: the sum of a tensor over these, differentiable, which
-    # all of them must ask for; None: responses stand whole on their rank
+    # where a response is cut over several ranks: sums a tensor over them, differentiably, called by
+    # all of them; None: responses are whole on their rank
     over_ranks: Callable[[Tensor], Tensor] | None = None
 
     @property

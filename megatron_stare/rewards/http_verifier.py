@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 ATTEMPTS = 5
-"""Times an answer is sent: again where the connection fails or the server says that it may go better later."""
+"""Attempts to send an answer: it is sent again if the connection fails or the server's status says
+to try later."""
 
 _FIRST_PAUSE_S = 0.1  # before the second attempt; doubled before each further one
 _LATER = frozenset({408, 425, 429, 500, 502, 503, 504})

@@ -15,8 +15,7 @@ from megatron_stare.rewards.verifier_pool import (
     VerifierPool,
 )
 
-# answers that wait before their loop comes to hand them out: workers begin while the rest is still
-# made
+# answers that are handed out before their loop is back: workers begin while the rest is still made
 EARLY = 32
 
 

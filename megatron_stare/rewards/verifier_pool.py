@@ -56,7 +56,7 @@ class _Slot:
     """One worker and what it is at."""
 
     process: WorkerProcess
-    # monotonic seconds: of starting, or of the first of `items`; infinite when idle
+    # monotonic seconds: end of the start's limit, or of the first item's; infinite when idle
     deadline: float
     ready: bool = False
     starts: int = 1  # of this worker that came to nothing, and the one that goes on
@@ -76,7 +76,7 @@ class Answers:
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     # those of `verdicts` that are not ok, as they came
     failed: list[Verdict] = field(default_factory=list)
-    # whose worker was killed once from outside; judged anew
+    # items whose worker was killed once from outside; judged again
     killed: set[int] = field(default_factory=set)
     added: int = 0
 
@@ -201,7 +201,7 @@ class VerifierPool:
         try:
             self._hand_out(answers)
             self._advance(answers, wait)
-            # to those that are idle now: whoever does not wait may not come back at once
+            # Hand out to idle workers now: a caller that does not wait may not come back at once.
             self._hand_out(answers)
             for slot in self._slots:
                 self._watch(slot)
@@ -270,7 +270,8 @@ class VerifierPool:
                 slot.process.flush()
             if mask & selectors.EVENT_READ:
                 self._hear(slot, answers)
-            # of before the wait: what came in time is heard first, even if we were slow
+            # the time before the wait: a message that came in time is heard first, even if we were
+            # slow
             elif slot.deadline <= now:
                 self._give_up(slot, answers)
 
@@ -299,7 +300,7 @@ class VerifierPool:
                     f"the worker of {self._verifier!r} {fate} as it started", where=_WHERE
                 )
             if fate == _KILLED and slot.items and slot.items[0] not in answers.killed:
-                # by somebody, or for memory that another one took
+                # killed by somebody, or by the kernel for memory that another process took
                 answers.killed.add(slot.items[0])
                 self._return(slot, answers)
             else:

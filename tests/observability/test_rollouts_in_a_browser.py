@@ -45,8 +45,8 @@ OPEN = """new Promise(done => {{
 }})"""
 # waits until a question is shown
 ASKED = """new Promise(done => {{
-  const look = () => document.querySelector('.one:not([hidden]) .asked').textContent.startsWith('{prompt}')
-    ? done(true) : setTimeout(look, 5);
+  const asked = () => document.querySelector('.one:not([hidden]) .asked').textContent;
+  const look = () => asked().startsWith('{prompt}') ? done(true) : setTimeout(look, 5);
   look();
 }})"""
 TEXT = "document.querySelector('{}').textContent"

@@ -14,7 +14,7 @@ from megatron_stare.observability.metrics.paired import BAND, RECENT, compared, 
 from megatron_stare.observability.metrics.scales import short
 from megatron_stare.run_dir.run_files import RunRecord, result_name
 
-# of its target, or of where it began: entropy below this share is called collapsed
+# a run whose entropy is below this share of its target, or of its first value, has collapsed
 COLLAPSED = 0.25
 _FELL = 0.5  # of its best stretch: a reward below this share is said to have fallen
 GREEDY = (
@@ -86,11 +86,9 @@ def alike(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _entropy(figures: dict[str, float | None]) -> str:
-    last, target, began = (
-        figures["entropy_last_share"],
-        figures["entropy_target"],
-        figures["entropy_first"],
-    )
+    last = figures["entropy_last_share"]
+    target = figures["entropy_target"]
+    began = figures["entropy_first"]
     if last is None or began is None:
         return ""
     ratio = figures["entropy_ratio"]

@@ -247,7 +247,7 @@ class Rollouts:
                 `params.step` trains.
         """
         wanted = Counter(response.prompt.cursor for response in responses)
-        # those that are verified
+        # trajectories that are verified, by prompt
         groups: dict[int, list[Trajectory]] = {cursor: [] for cursor in wanted}
         sampling: dict[int, asyncio.Task[None]] = {}
         made, given_up = 0, False

@@ -103,8 +103,7 @@ class ServerProcess:
         while True:
             self.require_alive()
             with contextlib.suppress(ServerLostError, TimeoutError):
-                # not for as long as a request may take: whoever has taken the port meanwhile may
-                # never answer
+                # a short limit: another program that has taken the port may never answer
                 run(lambda: asyncio.wait_for(client.model_info(), PROBE_S))
                 return
             if time.monotonic() > deadline:
