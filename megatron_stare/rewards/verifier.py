@@ -12,9 +12,9 @@ in a normal form, which is the same for answers that differ in notation alone, a
 reference; "" where there is none. Majorities are counted by it (docs/evaluation.md).
 
 Keyword-only parameters of the function are its settings: `{name: my_pkg.verify, tolerance: 0.1}` in
-YAML. Two parameters are the run's: a keyword-only `columns` is a dict of the columns of the row that
-`data.columns` names, and a first parameter called `responses` is a list of all responses to a prompt,
-for which the function returns as many rewards.
+YAML. Two parameters are the run's: a keyword-only `columns` is a dict of the columns of the row
+that `data.columns` names, and a first parameter called `responses` is a list of all responses to a
+prompt, for which the function returns as many rewards.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Verifier = Callable[..., Any]
 AnswerStart = Callable[[str], int]
 NormalAnswer = Callable[[str], str]
 KnownAnswer = tuple[Any, ...]
-"""(response, answer, reward), with the columns as a fourth; of groups, lists of responses and rewards."""
+"""(response, answer, reward), columns as a fourth; for groups, lists of responses and rewards."""
 
 VERIFIERS = {
     "arithmetic": "megatron_stare.rewards.arithmetic_verifier.verify",

@@ -19,12 +19,14 @@ ROOT = Path(__file__).parent.parent.parent
 CONFIGS = sorted((ROOT / "configs/algorithm").glob("*.yaml"))
 PAGES = ROOT / "docs/algorithms"
 BASELINES = (PAGES / "baselines.md").read_text()
-# what the page of baselines says of each in a table of its own: | `method` | clip_low | clip_high | ...
+# what the page of baselines says of each in a table of its own: | `method` | clip_low | clip_high |
+# ...
 DEFAULTS = re.findall(r"^\| `(\w+)` \| (.*) \|$", BASELINES.split("\n## ")[0], re.MULTILINE)
 
 
 def place_of(method: str) -> tuple[str, str]:
-    """The target of a link to what is said of a method, and the text: its page, or its section on that of baselines."""
+    """The target of a link to what is said of a method, and the text: its page, or its section on
+    that of baselines."""
     if (page := PAGES / f"{method}.md").exists():
         return page.name, page.read_text()
     (section,) = [each for each in BASELINES.split("\n## ") if each.startswith(f"{method}\n")]
