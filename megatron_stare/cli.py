@@ -164,7 +164,7 @@ def parser() -> argparse.ArgumentParser:
         help="say how a run stands: phase, rates, time left, alerts, and what to do where it ended",
         description=(
             "Says how a run stands, from its files alone, on this machine or another. Exits 1 where"
-            " it does not go on. See docs/status.md."
+            " it does not go on. See docs/runs.md."
         ),
     )
     views.add_status_arguments(status)
@@ -181,7 +181,7 @@ def parser() -> argparse.ArgumentParser:
         help="write a page of a run's sampled responses, or of two runs side by side",
         description=(
             "Writes a page of the responses that a run stored: filtered, token by token, with what"
-            " was selected and why. See docs/rollouts.md."
+            " was selected and why. See docs/runs.md."
         ),
     )
     views.add_rollouts_arguments(rollouts)
