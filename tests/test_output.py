@@ -1,4 +1,4 @@
-"""What workers print is kept in files of the run."""
+"""Output of workers is kept in files of the run."""
 
 from __future__ import annotations
 

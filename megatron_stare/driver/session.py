@@ -36,6 +36,7 @@ from megatron_stare.errors import RollBack
 from megatron_stare.hangs.driver_side import BlackBox
 from megatron_stare.observability.metrics.monitor import Monitor
 from megatron_stare.observability.sink import RunOutline
+from megatron_stare.planning.own_plan import ModelFlops
 from megatron_stare.planning.placement import Awaited
 from megatron_stare.planning.preflight import notices
 from megatron_stare.process.interruption import (
@@ -156,6 +157,7 @@ class Session:
             self.monitor.phase, self.ranks, self.engines if self.config.sglang.colocated else None
         )
         self.phase = memory.phase
+        self.monitor.derived.append(ModelFlops(self._inputs.run).metrics)
         self._add(memory, Measured(self._held.metrics), Measured(lambda: self._held.plan.metrics))
         return runner
 
