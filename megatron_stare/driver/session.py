@@ -4,6 +4,7 @@ reverse."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -254,7 +255,15 @@ class Session:
             texts,
             self.guards,
             events,
+            self._profiled,
         )
+
+    def _profiled(self, step: int) -> AbstractContextManager[None]:
+        asked = self.config.observability
+        if step not in asked.profile_steps:
+            return nullcontext()
+        folder = self.dir.path / "profile"
+        return self.ranks.profiled(asked.profile_ranks, folder, step, self.monitor.note)
 
     def _add_held_out(self, own: tuple[EnginePool, Evaluator] | None) -> None:
         self.held_out = HeldOut(
