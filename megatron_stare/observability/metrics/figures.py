@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -225,11 +226,18 @@ CONTENTS = {
 }
 
 
+NOTE_WIDTH = 82  # characters of a note in a line of the terminal
+
+
 def closing(run_dir: Path) -> str:
     """Several lines: the run's figures, then the files of its directory."""
     figures = verdict(read_run(run_dir))
     width = max(len(figure.label) for figure in figures)
-    lines = [f"  {f.label:<{width}}  {f.value}  {f.note}".rstrip() for f in figures]
+    lines = []
+    for each in figures:
+        notes = textwrap.wrap(each.note, NOTE_WIDTH) or [""]
+        lines.append(f"  {each.label:<{width}}  {each.value}  {notes[0]}".rstrip())
+        lines += [f"  {'':<{width}}  {more}" for more in notes[1:]]
     files = [
         f"  {name:<{width}}  {what}" for name, what in CONTENTS.items() if (run_dir / name).exists()
     ]

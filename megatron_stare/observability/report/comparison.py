@@ -123,8 +123,8 @@ def _over_steps(first: RunRecord, run: RunRecord, key: str) -> _Pair | None:
     interval = paired_interval(
         [theirs[s] for s in shared], [ours[s] for s in shared], problems=blocks
     )
-    means = (sum(of[s] for s in shared) / len(shared) for of in (ours, theirs))
-    return _Pair(*interval, *means, len(shared))
+    mine, other = (sum(of[s] for s in shared) / len(shared) for of in (ours, theirs))
+    return _Pair(*interval, mine, other, len(shared))
 
 
 def _word(low: float, high: float) -> str:

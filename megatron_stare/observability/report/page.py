@@ -108,7 +108,7 @@ def _page(runs: Sequence[RunRecord]) -> str:
     ]
     told, about_settings = settings_that_tell(runs)
     first = {figure.label for figures in by_run for figure in figures.values() if figure.first}
-    rows = [
+    stated = [
         (
             label,
             [figures.get(label) for figures in by_run]
@@ -130,8 +130,8 @@ def _page(runs: Sequence[RunRecord]) -> str:
         outcomes=[said for run in runs[1:] if (said := outcome(runs[0], run))],
         remarks=[*said_twice, *alike(runs)],
         compared=[name for name, _ in compared],
-        figures=[row for row in rows if row[0] in first and _told(row[1])],
-        more_figures=[row for row in rows if row[0] not in first or not _told(row[1])],
+        figures=[row for row in stated if row[0] in first and _told(row[1])],
+        more_figures=[row for row in stated if row[0] not in first or not _told(row[1])],
         problems=[problems(run) for run in runs],
         charts=charts,
         more_charts=more,
