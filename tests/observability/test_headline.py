@@ -141,6 +141,12 @@ def test_evaluations_that_lack_one_side_or_an_interval() -> None:
         ([0.4] * 60 + [0.2] * 40, None, "entropy went from 0.400 to 0.200"),
         # held for long, lost in the end: the mean of the last third is 0.080
         ([0.1] * 280 + [0.02] * 20, 0.1, "entropy collapsed to 0.0200 (0.20 × its target 0.100)"),
+        # on target in 93 % of the last third, and not in the end
+        (
+            [0.1] * 880 + [0.07] * 20,
+            0.1,
+            "entropy ended below its target, at 0.0700 (target 0.100)",
+        ),
         # in its mean alone
         (
             [0.05, 0.15] * 50,
@@ -161,7 +167,7 @@ def test_what_entropy_did(entropy: list[float], target: float | None, sentence: 
     rows = [{"entropy/mean": value, "reward/mean": 0.5, **aim} for value in entropy]
     run = run_of(rows)
     assert headline(run).sentence == (
-        f"In {len(rows)} steps, reward stayed at 0.500, with no evaluation; {sentence}."
+        f"In {len(rows):,} steps, reward stayed at 0.500, with no evaluation; {sentence}."
     )
     figure = next(f for f in verdict(run) if f.label == "Entropy, last third")
     assert figure.tone == ("warn" if target else "")
