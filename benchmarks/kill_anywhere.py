@@ -9,7 +9,7 @@ policy must have the undisturbed run's SHA-256, its record every step once, and 
 files in /dev/shm none may be left. Local engine, synchronous, one layout a runner.
 
     python benchmarks/kill_anywhere.py --seeds 20
-    python benchmarks/kill_anywhere.py --seeds 20 --first-seed 20          # goes on; what is recorded is left
+    python benchmarks/kill_anywhere.py --seeds 20 --first-seed 20  # 20 more; earlier ones stay
 
 Of a run this small most seconds are its start's. With --training it has forty steps, a save every
 other one, and the process is killed once a step, drawn uniformly, is in its record, and a drawn

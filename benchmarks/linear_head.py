@@ -5,7 +5,8 @@ All three run on the same tensors in one process, turn by turn, with a token-loc
 float32 buffer for the weight's gradient, as Megatron has one.
 
     python benchmarks/linear_head.py
-    python benchmarks/linear_head.py --rows 32768 --hidden 5120 --columns 151936 --dtype bfloat16 --chunk 2048   a GPU's
+    python benchmarks/linear_head.py --rows 32768 --hidden 5120 --columns 151936 \\
+        --dtype bfloat16 --chunk 2048                                    on a GPU
 """
 
 from __future__ import annotations

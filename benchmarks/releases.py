@@ -1,8 +1,8 @@
 """The quickstart with both releases of megatron-core, by turns in one run: seconds of a step and of
 its phases, memory, and whether every metric that is no clock is the same number.
 
-    PYTHON=python3.11 bash scripts/setup_env.sh            # the older release, in .venv-3.11
-    .venv/bin/python benchmarks/releases.py                # three turns of thirty steps, inline and on Ray with TP2
+    PYTHON=python3.11 bash scripts/setup_env.sh  # the older release, in .venv-3.11
+    .venv/bin/python benchmarks/releases.py      # 3 turns of 30 steps, inline and on Ray with TP2
 
 A turn is a run of each release; the first of them changes from turn to turn. Seconds are medians of
 a run's steps after the first five; ratios are newer to older. PyTorch is another build in each
@@ -84,8 +84,11 @@ def rows_of(python: str, overrides: list[str]) -> list[dict[str, Any]]:
         words = [*overrides, f"run.dir={folder}/run", "eval.prompts=0", "run.checkpoint_every=0"]
         subprocess.run(
             [python, "-m", "megatron_stare.cli", "train", "configs/quickstart.yaml", *words],
-            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, check=True,
-        )  # fmt: skip
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
         return [
             json.loads(line)
             for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()

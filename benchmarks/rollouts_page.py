@@ -57,7 +57,8 @@ READY = """new Promise(done => {
   look();
 })"""
 PAINTED = """new Promise(done => new PerformanceObserver(all => {
-  for (const each of all.getEntries()) if (each.name === 'first-contentful-paint') done(each.startTime);
+  for (const each of all.getEntries())
+    if (each.name === 'first-contentful-paint') done(each.startTime);
 }).observe({ type: 'paint', buffered: true }))"""
 FILTERED = """new Promise(done => {{
   const form = document.querySelector('.filters'), count = form.querySelector('.count');
@@ -65,12 +66,14 @@ FILTERED = """new Promise(done => {{
   form.elements['{name}'].value = '{value}';
   new MutationObserver((_, seen) => {{
     if (!/ of /.test(count.textContent)) return;
-    seen.disconnect(); requestAnimationFrame(() => done([performance.now() - began, count.textContent]));
+    seen.disconnect();
+    requestAnimationFrame(() => done([performance.now() - began, count.textContent]));
   }}).observe(count, {{ childList: true }});
   form.dispatchEvent(new Event('input'));
 }})"""
 SCROLLED = f"""new Promise(done => {{
-  const list = document.querySelector('.list'), times = [], step = (list.scrollHeight - list.clientHeight) / {FRAMES};
+  const list = document.querySelector('.list'), times = [];
+  const step = (list.scrollHeight - list.clientHeight) / {FRAMES};
   let before = performance.now();
   const next = () => {{
     const now = performance.now(); times.push(now - before); before = now;

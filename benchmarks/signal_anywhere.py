@@ -9,9 +9,9 @@ no traceback of what was interrupted. None of its processes, of its files in /de
 temporary folders may be left. Each run is a fork of this script, which has imported the package
 once.
 
-    python benchmarks/signal_anywhere.py --seeds 20                        # one process, the local engine
-    python benchmarks/signal_anywhere.py --seeds 20 --first-seed 20        # goes on; what is recorded is left
-    python benchmarks/signal_anywhere.py --seeds 20 --ray                  # two ranks of Ray, its start included
+    python benchmarks/signal_anywhere.py --seeds 20        # one process, the local engine
+    python benchmarks/signal_anywhere.py --seeds 20 --first-seed 20  # 20 more; earlier ones stay
+    python benchmarks/signal_anywhere.py --seeds 20 --ray  # two ranks of Ray, its start included
 
 Results are added to benchmarks/results/signal_anywhere.json (signal_anywhere_ray.json), seed by
 seed, each with the code that it was run with.

@@ -8,7 +8,8 @@ rollout/engines/sglang/update.py):
 
     plain        the bytes, broadcast to all ranks of all servers
     transfer     gather + moved + load + calls
-    proved       transfer + the servers' checksum pass + the senders' hashes + the calls of an update around it
+    proved       transfer + the servers' checksum pass + the senders' hashes + the calls of an
+                 update around it
 
 `moved` is the broadcast, the writing of files, or the way through the bodies of requests; `calls`
 are one of Ray for each turn of the senders, and of the servers a session and a request a bucket, or

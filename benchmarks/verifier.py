@@ -106,7 +106,7 @@ def measure(texts: Texts, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=5, help="turns that count")
     parser.add_argument("--out", type=Path, help="file for the results, JSON")
     args = parser.parse_args()

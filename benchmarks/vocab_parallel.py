@@ -8,13 +8,17 @@ allocator kept from the call before are not in it. Errors are the largest of 64 
 float64. Cells are saved as they come, the tasks of a small shape together, and those that are there
 already are left out.
 
-    python benchmarks/vocab_parallel.py                     the grid of this machine
-    python benchmarks/vocab_parallel.py --seconds 150       no new cell after that time; call it again for the rest
-    python benchmarks/vocab_parallel.py --huge-pages        on a CPU, with an allocator that asks for them; a file apart
-    python benchmarks/vocab_parallel.py --table             the table for the docs and its summary, from the saved cells
-    TORCHDYNAMO_DISABLE=0 python benchmarks/vocab_parallel.py --only 1024/32768 --out benchmarks/results/NAME.json
-                                                            beside Megatron's fused cross entropy,
-                                                            compiled
+    python benchmarks/vocab_parallel.py
+        the grid of this machine
+    python benchmarks/vocab_parallel.py --seconds 150
+        no new cell after that time; call it again for the rest
+    python benchmarks/vocab_parallel.py --huge-pages
+        on a CPU, with an allocator that asks for huge pages; its results are a file of their own
+    python benchmarks/vocab_parallel.py --table
+        the table for the docs and its summary, from the saved cells
+    TORCHDYNAMO_DISABLE=0 python benchmarks/vocab_parallel.py --only 1024/32768 \\
+        --out benchmarks/results/NAME.json
+        beside Megatron's fused cross entropy, compiled
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Pss of the process and its children.
 
     python3.11 -m venv .venv-trl
     .venv-trl/bin/pip install -c constraints.txt torch trl==1.16.0 accelerate datasets safetensors
-    python benchmarks/vs_trl.py --trl-python .venv-trl/bin/python          # speed, and rewards of three seeds
+    python benchmarks/vs_trl.py --trl-python .venv-trl/bin/python  # speed, rewards of three seeds
 
 Resumable: what results/vs_trl.json has is not measured again.
 """

@@ -164,7 +164,7 @@ def parser() -> argparse.ArgumentParser:
         help="say how a run stands: phase, rates, time left, alerts, and what to do where it ended",
         description=(
             "Says how a run stands, from its files alone, on this machine or another. Exits 1 where"
-            " it does not go on. See docs/status.md."
+            " it does not go on. See docs/runs.md."
         ),
     )
     views.add_status_arguments(status)
@@ -181,7 +181,7 @@ def parser() -> argparse.ArgumentParser:
         help="write a page of a run's sampled responses, or of two runs side by side",
         description=(
             "Writes a page of the responses that a run stored: filtered, token by token, with what"
-            " was selected and why. See docs/rollouts.md."
+            " was selected and why. See docs/runs.md."
         ),
     )
     views.add_rollouts_arguments(rollouts)
@@ -332,10 +332,8 @@ def _typed(
     if Path(sys.argv[0]).name == program and shutil.which(program) is None:
         program = sys.argv[0]  # .venv/bin/megatron-stare
     given = {"--dump-step": args.dump_step, "--stop-after": args.stop_after}
-    overrides, options = (
-        args.overrides,
-        [str(x) for pair in given.items() if pair[1] is not None for x in pair],
-    )
+    overrides = args.overrides
+    options = [str(x) for pair in given.items() if pair[1] is not None for x in pair]
     options += ["--supervise"] if args.supervise else []
     if interruption.standing is None and run_dir is None:
         options += [] if args.from_step is None else ["--from-step", str(args.from_step)]
@@ -345,7 +343,7 @@ def _typed(
             if given
         ]
     else:
-        # another is given
+        # what_now adds the run directory
         overrides = [each for each in overrides if not each.startswith("run.dir=")]
     return [program, "train", args.config, *overrides], options
 
@@ -357,7 +355,7 @@ def _train_or_check(args: argparse.Namespace, begun: float) -> None:
     if Path(args.config).is_file():
         for line in former_names(args.config):
             print(line, file=sys.stderr)
-    # workers are forked and spawned around it
+    # tokenizers' threads do not survive the forks of worker processes
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are local folders
     if args.dry_run:
@@ -449,7 +447,7 @@ def _convert(args: argparse.Namespace) -> None:
 
 def _doctor(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides) if args.config else None
-    # imports torch: seconds
+    # imported here because it imports torch, which takes seconds
     from megatron_stare.commands.doctor.examine import as_json, as_text, examine, faults
 
     found = examine(config, bandwidth=args.bandwidth)

@@ -18,8 +18,8 @@ from typing import Any, get_type_hints
 
 from megatron_stare.errors import ConfigError, in_words, unknown_name
 
-# Modules of earlier releases that configurations name or a user's files import, and where they are
-# now.
+# Former paths of modules, which configurations or a user's files may still name, and their present
+# paths.
 MOVED = {
     "megatron_stare.batch": "megatron_stare.records.batch",
     "megatron_stare.bisecting.late_engine": "megatron_stare.commands.bisect.causes",
@@ -246,7 +246,7 @@ def _not_imported(module: str, error: Exception, where: str) -> ConfigError:
         frames = [
             f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename
         ]
-        # the first frame is `resolve`
+        # the first frame is `resolve` itself
         line = f"{frames[-1].filename}:{frames[-1].lineno}" if frames[1:] else module
     said = error.msg if isinstance(error, SyntaxError) else str(error)
     return ConfigError(

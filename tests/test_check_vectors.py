@@ -21,11 +21,11 @@ GROUPS = [name for name in VECTORS if name != "meta"]
 
 # what the groups are computed from; perturbing these may or may not change an answer
 INPUT_NAMES = """
-    pi log_prob old_log_prob response_mask mask advantage advantage_per_sequence ratio W M scope variant n
-    clip_low clip_high dual_clip_c H_tgt W0 M0 alpha W_max M_min prob entropy tau_p v4_q reward lengths
-    alpha1 alpha2 beta1 beta2 token_ratio clip correct gamma1 length L_max L_cache factor acc loss
-    kl_cov_ratio kl_cov_coef clip_cov_lb clip_cov_ub per_token_loss eps_high target delta max min init
-    step_entropy H train_log_prob rollout_log_prob bounds
+    pi log_prob old_log_prob response_mask mask advantage advantage_per_sequence ratio W M scope
+    variant n clip_low clip_high dual_clip_c H_tgt W0 M0 alpha W_max M_min prob entropy tau_p v4_q
+    reward lengths alpha1 alpha2 beta1 beta2 token_ratio clip correct gamma1 length L_max L_cache
+    factor acc loss kl_cov_ratio kl_cov_coef clip_cov_lb clip_cov_ub per_token_loss eps_high target
+    delta max min init step_entropy H train_log_prob rollout_log_prob bounds
 """
 INPUTS = set(INPUT_NAMES.split())
 ANSWERS_TOO = {
@@ -415,13 +415,20 @@ def generated(seed: int) -> dict[str, Any]:
         "bounds": [0.7, 1.6],
         "cases": {
             "token_mask": {"weights": raw, "loss_mask": [(r >= 0.7) & (r <= 1.6) for r in raw]},
-            "sequence_clip": {"weights": [o * np.clip(r.prod(), 0.7, 1.6) for o, r in zip(ones, raw, strict=True)],
-                              "loss_mask": ones},
-            "geometric_mask": {
-                "weights": [o * np.exp(np.log(r).mean()) for o, r in zip(ones, raw, strict=True)],
-                "loss_mask": [o * (0.7 <= np.exp(np.log(r).mean()) <= 1.6) for o, r in zip(ones, raw, strict=True)],
+            "sequence_clip": {
+                "weights": [np.clip(r.prod(), 0.7, 1.6) * np.ones(len(r)) for r in raw],
+                "loss_mask": ones,
             },
-            "token_truncate_batchnorm": {"weights": [np.minimum(r, 1.6) / flat.mean() for r in raw], "loss_mask": ones},
+            "geometric_mask": {
+                "weights": [np.exp(np.log(r).mean()) * np.ones(len(r)) for r in raw],
+                "loss_mask": [
+                    (0.7 <= np.exp(np.log(r).mean()) <= 1.6) * np.ones(len(r)) for r in raw
+                ],
+            },
+            "token_truncate_batchnorm": {
+                "weights": [np.minimum(r, 1.6) / flat.mean() for r in raw],
+                "loss_mask": ones,
+            },
             "token_truncate_rs_token_0.8_1.3": {
                 "weights": [np.minimum(r, 1.6) for r in raw],
                 "loss_mask": [(r >= 0.8) & (r <= 1.3) for r in raw],

@@ -453,13 +453,16 @@ interruption.UNHEARD_S = float(sys.argv[1])
 def body(current):
     interruption.stands_at(lambda: interruption.Standing(Path("run"), 4, 9, 2))
     with interruption.temporary_folder() as folder:
-        child = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True); input()"
-        started = subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        sleep = "print(subprocess.Popen(['sleep', '600']).pid, flush=True)"
+        command = [sys.executable, "-c", f"import subprocess; {sleep}; input()"]
+        started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         below = started.stdout.readline().decode().strip()
         print(started.pid, below, folder, flush=True)
         while True:
             time.sleep(600)
-sys.exit(interruption.on_driver_thread(body, lambda i: f"stands at {i.last_words().step}, saves: {not i.gave_up}"))
+def told(i):
+    return f"stands at {i.last_words().step}, saves: {not i.gave_up}"
+sys.exit(interruption.on_driver_thread(body, told))
 """
 
 

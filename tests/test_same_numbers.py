@@ -83,10 +83,15 @@ def run(root: Path, run_dir: Path, overrides: tuple[str, ...]) -> None:
     )
     # an answer that a busy machine is late with is another reward
     arguments = (*arguments, "reward.timeout_s=600")
+    train = [python_of(newer=False), "-m", "megatron_stare.cli", "train"]
     done = subprocess.run(
-        [python_of(newer=False), "-m", "megatron_stare.cli", "train", f"{root}/configs/quickstart.yaml", *arguments],
-        cwd=run_dir.parent, env=environment(root), capture_output=True, text=True, timeout=TIMEOUT_S,
-    )  # fmt: skip
+        [*train, f"{root}/configs/quickstart.yaml", *arguments],
+        cwd=run_dir.parent,
+        env=environment(root),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
     assert done.returncode == 0, done.stderr
 
 

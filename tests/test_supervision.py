@@ -294,7 +294,8 @@ def test_nothing_of_a_driver_that_was_killed_is_left_when_the_next_one_starts(do
     could not know."""
     driver = """
 begin()
-program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import signal; signal.pause()'])"
+pause = "subprocess.run([sys.executable, '-c', 'import signal; signal.pause()'])"
+program = f"import subprocess, sys; {pause}"
 if number == 1:
     child = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
     import psutil
@@ -316,7 +317,9 @@ def test_a_driver_tells_nobody_what_it_was_told(done) -> None:
 begin()
 assert supervised and supervision.VARIABLE not in os.environ
 fd = supervision._pipe
-code = subprocess.run([sys.executable, "-c", f"import os; os.fstat({fd})"], close_fds=False, stderr=subprocess.DEVNULL)
+code = subprocess.run(
+    [sys.executable, "-c", f"import os; os.fstat({fd})"], close_fds=False, stderr=subprocess.DEVNULL
+)
 sys.exit(code.returncode != 1)
 """
     assert done(driver)[0] == 0

@@ -1,9 +1,11 @@
 """Checks that a layout trains as one process does: one step on a fixed batch, in the layout and on
 one rank.
 
-    python tools/check_invariance.py --world 4 --tp 2 --pp 2 --micro-batch-tokens 64 --algorithm stare
+    python tools/check_invariance.py --world 4 --tp 2 --pp 2 --micro-batch-tokens 64
     python tools/check_invariance.py --cp 2 --tp 2 --algorithm gspo --off-policy 0.5
-    python tools/check_invariance.py --all --out benchmarks/results/invariance.json    # every method, every layout
+    python tools/check_invariance.py --all --out benchmarks/results/invariance.json
+
+--all checks every method in every layout.
 
 Exits 1 unless
 - given equal log-probs and entropies, the selected tokens are identical bit for bit;

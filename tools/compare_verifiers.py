@@ -1,8 +1,9 @@
 """Has several verifiers judge the same answers, each in worker processes, and reports where they
 disagree.
 
-python tools/compare_verifiers.py                                       # the labelled answers that come along
-python tools/compare_verifiers.py runs/NAME/rollouts/*.jsonl --verifiers math dapo_boxed --out disagreements.jsonl
+    python tools/compare_verifiers.py  # the labelled answers that ship
+    python tools/compare_verifiers.py runs/NAME/rollouts/*.jsonl --verifiers math dapo_boxed \\
+        --out disagreements.jsonl
 
 A file has JSON lines with "response", and "answer" or "gold"; with "label" (1 right, 0 wrong) the
 report says how often each verifier is wrong.
@@ -26,7 +27,7 @@ VERIFIERS = ("math", "math_verify", "dapo_boxed")
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument(
         "files", nargs="*", type=Path, default=[LABELLED], help="default: the labelled answers"
     )

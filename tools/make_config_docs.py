@@ -33,25 +33,26 @@ PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 
 INTRO = """# Configuration
 
-A run is one YAML file of the sections below; any setting may be replaced on the command line as `section.key=value`.
-Unknown keys are refused with a suggestion. `--dry-run` checks all that a run checks before its workers start - model,
-prompts, method, engine, verifier (in a process of its own), run directory, what is to be resumed - and prints the whole
-resolved configuration, with absolute paths; the same text is written to `config.yaml` in the run directory. A cluster
-to be joined is asked where it would place the run. What only starting can show is left: whether servers to be joined
-answer, and whether memory suffices.
-This page is made by `tools/make_config_docs.py`.
+A run is one YAML file of the sections below; any setting may be replaced on the command line as
+`section.key=value`. Unknown keys are refused with a suggestion. `--dry-run` checks all that a run
+checks before its workers start - model, prompts, method, engine, verifier (in a process of its
+own), run directory, what is to be resumed - and prints the whole resolved configuration, with
+absolute paths; the same text is written to `config.yaml` in the run directory. A cluster to be
+joined is asked where it would place the run. What only starting can show is left: whether servers
+to be joined answer, and whether memory suffices. This page is made by `tools/make_config_docs.py`.
 
-`algorithm` holds `name` (a method's short name, or the dotted path of your own) and the method's own settings, which
-are the documented fields of its class in `megatron_stare/algorithms/`. `algorithm: stare` is short for
-`algorithm: {name: stare}`.
+`algorithm` holds `name` (a method's short name, or the dotted path of your own) and the method's
+own settings, which are the documented fields of its class in `megatron_stare/algorithms/`.
+`algorithm: stare` is short for `algorithm: {name: stare}`.
 
-A setting of type **name** is a short name or a path in Python, or `{name: ..., setting: value}` with settings of its
-own: those are the keyword-only parameters of the function or class that it names. See [howto](howto/README.md).
+A setting of type **name** is a short name or a path in Python, or `{name: ..., setting: value}`
+with settings of its own: those are the keyword-only parameters of the function or class that it
+names. See [howto](howto/README.md).
 
 ## Layers
 
-A file may lie over others. `defaults` lists them, the lowest first; the file itself lies on top, and the command line
-on top of that.
+A file may lie over others. `defaults` lists them, the lowest first; the file itself lies on top,
+and the command line on top of that.
 
 ```yaml
 defaults: [quickstart.yaml, algorithm/gtpo.yaml]
@@ -62,14 +63,17 @@ rollout:
   max_new_tokens: 32
 ```
 
-- A name is a file relative to the one that names it, or a config that ships (`configs/` may be left out). So every
-  method of `configs/algorithm/` is a layer, with the sizes and rates it was published with.
-- Sections are merged key by key, sections in them too; a list is one value. Naming another method (`algorithm: gtpo`,
-  or a `name` in the section) lets go of all settings of the method beneath; without a `name` they are changed.
+- A name is a file relative to the one that names it, or a config that ships (`configs/` may be left
+  out). So every method of `configs/algorithm/` is a layer, with the sizes and rates it was
+  published with.
+- Sections are merged key by key, sections in them too; a list is one value. Naming another method
+  (`algorithm: gtpo`, or a `name` in the section) lets go of all settings of the method beneath;
+  without a `name` they are changed.
 - Layers may have layers. One that is named more than once counts where it is named first.
-- Paths that a config which ships sets, and which ship too, hold in any folder; all others are relative to the current
-  one.
-- What is wrong is blamed on the layer that set it. `--dry-run` prints what all of them come to, without `defaults`.
+- Paths that a config which ships sets, and which ship too, hold in any folder; all others are
+  relative to the current one.
+- What is wrong is blamed on the layer that set it. `--dry-run` prints what all of them come to,
+  without `defaults`.
 """
 
 

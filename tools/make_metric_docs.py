@@ -36,20 +36,23 @@ NAMED = re.compile(
 INTRO = """# Metrics
 
 What a run logs of every step, in `metrics.jsonl`, TensorBoard and the report. This page is made by
-`tools/make_metric_docs.py` from the `METRICS` beside the code that logs them; a test whose run logs another name fails.
+`tools/make_metric_docs.py` from the `METRICS` beside the code that logs them; a test whose run logs
+another name fails.
 
-- A **share** lies between 0 and 1. What a unit step is: [diagnostics.md](diagnostics.md#the-entropy-forecast).
+- A **share** lies between 0 and 1. What a unit step is:
+  [diagnostics.md](diagnostics.md#the-entropy-forecast).
 - A token **carries loss** if the policy sampled it, in a response whose answer was verified.
-- **L+** are the rare tokens of positive advantage, **L-** those of negative advantage; **U+** and **U-** are the
-  others of either sign. In `stare/` rare is the share P of highest surprisal (-ln p of the sampled token), in
-  `forecast/` what lies past the critical surprisal s* of its position.
-- All numbers are those of the whole batch, the same in every layout. A metric that does not apply to a run is missing;
-  NaN stands where there was nothing to measure.
-- An **alert** is what the console and every [sink](sinks.md) are told, by [these rules](guards.md#rules). How to read
-  the `forecast/`, `agreement/` and `signal/` metrics is in [diagnostics.md](diagnostics.md).
+- **L+** are the rare tokens of positive advantage, **L-** those of negative advantage; **U+** and
+  **U-** are the others of either sign. In `stare/` rare is the share P of highest surprisal (-ln p
+  of the sampled token), in `forecast/` what lies past the critical surprisal s* of its position.
+- All numbers are those of the whole batch, the same in every layout. A metric that does not apply
+  to a run is missing; NaN stands where there was nothing to measure.
+- An **alert** is what the console and every [sink](sinks.md) are told, by
+  [these rules](guards.md#rules). How to read the `forecast/`, `agreement/` and `signal/` metrics is
+  in [diagnostics.md](diagnostics.md).
 
-[A metric of your own](howto/metric.md) needs no place here. Results of evaluations (`eval.jsonl`) are in
-[tasks.md](tasks.md#what-it-gives).
+[A metric of your own](howto/metric.md) needs no place here. Results of evaluations (`eval.jsonl`)
+are in [tasks.md](tasks.md#what-it-gives).
 """
 
 

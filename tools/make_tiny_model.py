@@ -7,8 +7,8 @@ exported again. Some demonstrations are deliberately bad, so that reinforcement 
 something left to do: sums with a slip, or guesses and searches that are given up. The same seed
 gives the same model on the same machine.
 
-    python tools/make_tiny_model.py assets/tiny-adder                       # the quickstart's
-    python tools/make_tiny_model.py assets/tiny-searcher --task signs       # that of configs/longchain.yaml
+    python tools/make_tiny_model.py assets/tiny-adder                  # configs/quickstart.yaml
+    python tools/make_tiny_model.py assets/tiny-searcher --task signs  # configs/longchain.yaml
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Turns published mathematics data sets into tasks: JSON lines {"prompt", "answer", "id",
 "source"}.
 
-python tools/prepare_data.py dapo_math_17k dapo-math-17k.parquet --out dapo.jsonl --against aime24.jsonl aime25.jsonl
-python tools/prepare_data.py aime24 --out aime24.jsonl          # where there is a network, by its published name
+    python tools/prepare_data.py dapo_math_17k dapo-math-17k.parquet --out dapo.jsonl \\
+        --against aime24.jsonl aime25.jsonl
+    python tools/prepare_data.py aime24 --out aime24.jsonl  # downloads it by its published name
 
 Prints how many rows were read, what was dropped and why, and what is left. --against drops the
 problems that share 13 words in a row with one of the files of tasks given. Formats and what they
@@ -119,7 +120,7 @@ DATA_SETS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument(
         "data_set", choices=DATA_SETS, metavar="DATA_SET", help=", ".join(DATA_SETS)
     )

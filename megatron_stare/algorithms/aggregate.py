@@ -18,7 +18,7 @@ from megatron_stare.records.batch import TokenBatch
 Aggregation = Literal[
     "token_mean", "sequence_mean", "sequence_sum", "dr_grpo", "dr_grpo_verl", "micro_batch_mean"
 ]
-# those that count the responses of the batch
+# aggregations that count the responses of the batch
 PER_SEQUENCE = ("sequence_mean", "sequence_sum", "dr_grpo")
 BY_CONSTANT = ("dr_grpo", "dr_grpo_verl")  # those that divide by a length given in the settings
 

@@ -21,12 +21,10 @@ from megatron_stare.records.batch_statistics import Mean, Request, Statistics, s
 
 # names of the state and of the statistic; strings of their own, so that a method's own state cannot
 # collide
-COEF, OPEN, USED, MEASURE = (
-    "entropy_bonus/coef",
-    "entropy_bonus/open",
-    "entropy_bonus/used",
-    "entropy_bonus/measure",
-)
+COEF = "entropy_bonus/coef"
+OPEN = "entropy_bonus/open"
+USED = "entropy_bonus/used"
+MEASURE = "entropy_bonus/measure"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,8 @@ class Filter(Protocol):
 class Narrowed:
     """A batch after the filters, and the statistics that the filters ask for."""
 
-    # its mask: tokens whose policy loss counts; in_baseline: those that others are judged against
+    # kept.loss_mask: tokens whose policy loss counts; kept.in_baseline: responses that others are
+    # judged against
     kept: TokenBatch
     counted: Tensor  # [N] bool, tokens in the denominator
     asked: dict[str, Request]

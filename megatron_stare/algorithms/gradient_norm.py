@@ -4,7 +4,8 @@ A token a whose log-prob the objective has slope w in pulls the logits of its po
 (one_hot(a) - p), and
 
     |grad|^2 = w^2 (1 - 2 p_a + sum_v p_v^2)
-    w^2 (1 - 2 p_a + e^-H)  <=  |grad|^2  <=  w^2 (2 - 2 p_a - C_V H^2)        C_V = (V - 1) / (V ln^2 V)
+    w^2 (1 - 2 p_a + e^-H)  <=  |grad|^2  <=  w^2 (2 - 2 p_a - C_V H^2)
+    C_V = (V - 1) / (V ln^2 V)
 
 for V entries of the vocabulary: e^-H <= sum p^2 <= 1 - C_V H^2. The bounds need p and H alone; the
 sum of squares is at hand here (vocab_parallel.py), so the norm itself is too. Every token has
@@ -33,12 +34,13 @@ from megatron_stare.records.batch_statistics import (
 from megatron_stare.records.metric import Metric
 
 IMPROBABLE = 0.002  # tau_p of STAPO
-# lower ends of all ranges of a token's probability, and of its position's entropy in nats, but the
-# first, which is 0
+# lower ends of the ranges of a token's probability, and of its position's entropy in nats; the
+# first range of each begins at 0
 PROBABILITIES = (IMPROBABLE, 0.05, 0.5, 0.9)
 ENTROPIES = (0.1, 0.5, 1.5)
 CELLS = (len(PROBABILITIES) + 1) * (len(ENTROPIES) + 1)
-"""Ranges of probability times ranges of entropy, entropy fastest: cell n is probability n // 4, entropy n % 4."""
+"""Ranges of probability times ranges of entropy, entropy fastest: cell n is probability n // 4,
+entropy n % 4."""
 
 METRICS = (
     Metric(

@@ -4,7 +4,8 @@ entropy.
 With E_i the mean entropy of response i under the old policy, over the n correct and m wrong ones of
 the prompt:
 
-    correct   r = beta1 + beta2 n E / sum E          wrong   r = -beta1 - beta2 m (1 / E) / sum (1 / E)
+    correct   r = beta1 + beta2 n E / sum E
+    wrong     r = -beta1 - beta2 m (1 / E) / sum (1 / E)
     A = (r - mean) / std over the prompt group
     J = mean_i min(w A, clip(w) A),        w_i = mean_t rho_{i,t}
 
@@ -105,8 +106,8 @@ class GrpoS(Clipped):
         )
 
     def token_advantages(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        # a prompt that is always or never solved would be left with entropy alone: no loss, as in
-        # every method
+        # A prompt that is always or never solved has entropy alone to learn from: it gets no loss,
+        # as in every method.
         correct = (_whole(batch.rewards) >= self.correct_from).to(torch.float64)
         counted, groups = tensor(statistics, "grpo_s/length") > 0, _whole(batch.groups)
         same = all_equal(correct, groups, counted, batch.num_groups)[groups]

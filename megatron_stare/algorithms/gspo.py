@@ -1,6 +1,7 @@
 """GSPO (arXiv 2507.18071): the importance ratio, and the clip, of a whole response.
 
-    s_i = exp((1 / n_i) sum_t (ln p - ln p_old))        J = mean_i min(s_i A, clip(s_i, 1 - 3e-4, 1 + 4e-4) A)
+    s_i = exp((1 / n_i) sum_t (ln p - ln p_old))
+    J = mean_i min(s_i A, clip(s_i, 1 - 3e-4, 1 + 4e-4) A)
 
 `form: token` is GSPO-token, s_{i,t} = sg[s_i] p / sg[p]: the same value and, with one advantage a
 response, the same gradient; its log is bounded by 10 as in verl. The bounds are far below those of

@@ -4,7 +4,8 @@ of the entropy.
 At position t, over the d_t correct and h_t wrong responses of the prompt that are that long, H of
 the old policy:
 
-    correct   r = alpha1 + alpha2 d_t H / sum H          wrong   r = -alpha1 - alpha2 h_t (1 / H) / sum (1 / H)
+    correct   r = alpha1 + alpha2 d_t H / sum H
+    wrong     r = -alpha1 - alpha2 h_t (1 / H) / sum (1 / H)
     A = (r - mean) / std over the tokens,        J = (1 / N) sum_{i,t} min(rho A, clip(rho) A)
 
 Eq. 6 read literally ('separate') takes mean and std over correct and over wrong tokens apart. Then
@@ -31,8 +32,8 @@ from megatron_stare.algorithms.clipped import Clipped
 from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Request, SegmentSum, Statistics, tensor
 
-# a spread of rewards below this share of their size comes of entropies that differ in float32's
-# last bits
+# rewards whose spread is below this share of their size differ by float32 rounding of entropies
+# alone
 ROUNDING = 1e-6
 
 
@@ -115,9 +116,8 @@ class Gtpo(Clipped):
         """[N] float64 (r - mean) / (std + eps), the standard deviation with n; 0 where it is
         rounding."""
         side, _ = self._sides(batch)
-        variance = tensor(statistics, "gtpo/squares") / tensor(statistics, "gtpo/number").clamp_min(
-            1
-        )
+        number = tensor(statistics, "gtpo/number").clamp_min(1)
+        variance = tensor(statistics, "gtpo/squares") / number
         spread = variance.sqrt()[side]
         advantage = (self.shaped(batch, statistics) - self._mean(batch, statistics)) / (
             spread + self.eps
@@ -126,12 +126,10 @@ class Gtpo(Clipped):
 
     def token_advantages(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
         advantage = self.normalised(batch, statistics)
-        # a prompt that is always or never solved, by the responses that the filters left, would
-        # have entropy alone to learn from: no loss, as in every method
-        flags, counted = (
-            self._correct(batch).to(torch.float64),
-            tensor(statistics, "gtpo/length") > 0,
-        )
+        # A prompt that the remaining responses always or never solve has entropy alone to learn
+        # from: it gets no loss, as in every method.
+        flags = self._correct(batch).to(torch.float64)
+        counted = tensor(statistics, "gtpo/length") > 0
         groups = _whole(batch.groups)
         same = all_equal(flags, groups, counted, batch.num_groups)[groups]
         return torch.where(batch.loss_mask & ~same[batch.sequence], advantage, 0.0).to(

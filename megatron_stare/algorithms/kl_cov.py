@@ -1,8 +1,8 @@
 """KL-Cov (arXiv 2505.22617): tokens of highest covariance between advantage and log-prob are held
 where they were.
 
-    loss = -A rho + beta |ln p - ln p_old|    on the max(1, int(share N)) tokens of largest covariance
-    loss = -A rho                             elsewhere
+    loss = -A rho + beta |ln p - ln p_old|  on the max(1, int(share N)) tokens of largest covariance
+    loss = -A rho                           elsewhere
 
 There is no ratio clip, in the released code either, although its scripts pass one: so there is no
 such setting here. With one optimizer step a rollout batch ln p = ln p_old, the term has no gradient

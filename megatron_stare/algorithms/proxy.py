@@ -6,7 +6,8 @@ s* of their own position, which needs the distribution. Known here are both (sen
 that one is held against the other:
 
     precision   the share of L+ with s > s*, of U+ with s <= s*, and so for L- and U-
-    A Phi       the sum over the set; negative over a right L+: its tokens raise the entropy at the rate -A Phi
+    A Phi       the sum over the set; negative over a right L+: its tokens raise the entropy at the
+                rate -A Phi
 """
 
 from __future__ import annotations
@@ -85,10 +86,8 @@ def proxy_metrics(
     (sensitivity.py)."""
     found = {}
     for each in sets:
-        number, right = (
-            scalar(statistics, f"proxy/{each.name}"),
-            scalar(statistics, f"proxy/{each.name}_right"),
-        )
+        number = scalar(statistics, f"proxy/{each.name}")
+        right = scalar(statistics, f"proxy/{each.name}_right")
         found[f"forecast/precision_{each.name}"] = torch.where(
             number > 0, right / number, float("nan")
         )

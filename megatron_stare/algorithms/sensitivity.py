@@ -93,9 +93,8 @@ METRICS = (
 
 
 QUADRANTS = ("common_plus", "rare_plus", "common_minus", "rare_minus")  # U+, L+, U-, L-
-# float32 log-probs carry errors of some 1e-6, and where a token is all but certain Phi is smaller
-# than that: without a tolerance its sign would be that of the rounding. Tokens so near zero move
-# nothing and count as common.
+# Float32 log-probs carry errors of some 1e-6. Where a token is all but certain, Phi is smaller than
+# that, and its sign would be the rounding's. Tokens so near zero move nothing and count as common.
 _NEUTRAL = 3e-6
 _HALLEY_STEPS = 12  # converges cubically; double precision is reached in six from any x up to 1e12
 
@@ -216,10 +215,8 @@ class EntropyForecast:
         logits."""
         tokens = scalar(statistics, "sensitivity/tokens").clamp_min(1)
         per_token = tokens * temperature**2
-        plain, rare_plus = (
-            scalar(statistics, "sensitivity/plain"),
-            scalar(statistics, "sensitivity/rare_plus"),
-        )
+        plain = scalar(statistics, "sensitivity/plain")
+        rare_plus = scalar(statistics, "sensitivity/rare_plus")
         return cls(
             change=scalar(statistics, "sensitivity/change") / temperature**2,
             plain_change=plain / per_token,

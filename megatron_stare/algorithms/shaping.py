@@ -14,8 +14,7 @@ from torch import Tensor
 
 from megatron_stare.algorithms.advantage import all_equal
 
-# keep: as any other; mask: no loss, but the others are still judged against it; drop: as if it had
-# not been sampled
+# keep: as any other response; mask: no loss, but the baseline counts it; drop: as if never sampled
 Truncated = Literal["keep", "mask", "drop"]
 
 

@@ -74,8 +74,8 @@ class SpuriousTokens:
     def spared(self, entropy: Tensor, candidates: Tensor, tau_h: Tensor) -> Tensor:
         """[N] bool, the tokens that are not silenced. tau_h NaN, without candidates, silences
         none."""
-        # the quantile was taken over float32 values: compare the same ones, or the token that is it
-        # could fall below
+        # The quantile was taken over float32 values: compare float32 values, or the token at the
+        # quantile could fall below it.
         return ~(candidates & (entropy.to(torch.float32).to(torch.float64) < tau_h))
 
     def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:

@@ -4,7 +4,8 @@ While the batch's mean entropy is below its target, the tokens that move entropy
 of highest surprisal among tokens of positive advantage (L+), of negative advantage (L-), or both -
 have their advantage multiplied:
 
-    w = 1 + g (W - 1) on L+        w = 1 - g (1 - M) on L-        w = 1 elsewhere        g = 1[mean H < target]
+    w = 1 + g (W - 1) on L+      w = 1 - g (1 - M) on L-      w = 1 elsewhere
+    g = 1[mean H < target]
     J = (1 / N) sum_{i,t} w min(rho A, clip(rho, 1 - low, 1 + high) A)
 
 The paper takes the quantile over the whole batch, as here; its released code takes it per
@@ -237,9 +238,8 @@ class Stare(Grpo):
         if self.gate == "token":
             entropy = batch.entropy.detach().to(torch.float64)
         else:
-            mean = tensor(statistics, "gate/entropy") / tensor(statistics, "gate/length").clamp_min(
-                1
-            )
+            length = tensor(statistics, "gate/length").clamp_min(1)
+            mean = tensor(statistics, "gate/entropy") / length
             entropy = mean[batch.sequence]
         return (entropy < self.entropy_target).to(torch.float64)
 

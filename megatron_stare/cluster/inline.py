@@ -61,7 +61,7 @@ class InlineWorkers(Workers):
         return list(handles)  # all finished when they were started
 
     async def result(self, handle: Handle) -> Any:
-        # what was found is dealt with before the next call, which takes the thread
+        # lets the event loop handle this result before the next call takes the thread
         await asyncio.sleep(0)
         return handle
 

@@ -14,7 +14,7 @@ class Spot:
     """Place of a process, as the process itself reports it."""
 
     node: str  # id
-    # that it was shown, as CUDA_VISIBLE_DEVICES has them; None: simulated ones
+    # GPUs that the process was shown, as CUDA_VISIBLE_DEVICES has them; None: simulated ones
     gpus: tuple[str, ...] | None = None
 
 

@@ -17,8 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-# read as Ray is imported: its own SIGTERM handler, which it sets in a main thread, would wait 30 s
-# for work
+# Ray reads this at import: its own SIGTERM handler would wait 30 s for work
 os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
 
 import ray
@@ -57,12 +56,13 @@ from megatron_stare.process.network import (
     interface_of,
     require_own_address,
 )
+from megatron_stare.process.output import carried_output, keep_own_output
 from megatron_stare.process.workers import Handle, WorkerLostError, Workers, WorkerSilentError
 from megatron_stare.run_dir.heartbeat import CallBeats
 
 LEFT_S = 10.0  # that workers are given to close at the end of a run
 ENDED_S = 60.0  # and one that is made anew, whose server may hang
-# between looks at a cluster that does not have everything yet, or may have lost something
+# seconds between looks at a cluster that is incomplete or may have lost something
 PROBE_S = 1.0
 HEAD_S = 20.0  # without its control store until a cluster is given up; Ray's own limit is 60
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -103,6 +103,7 @@ class Actor:
         """Makes the worker of its pickled arguments. They are read here, where an error is the
         worker's own: a method of the user's, say, that this node does not have. Ray would lose what
         it says."""
+        keep_own_output(role)
         self._beats = beats_here(role, ray.get_runtime_context().get_node_id())
         with self._beats.call("build"):
             if interface := interface_of(ray.util.get_node_ip_address()):
@@ -234,7 +235,7 @@ class RayWorkers(RayPeers):
     def __init__(self, makers: Sequence[Callable[[], Any]], what: str, timeout_s: float) -> None:
         super().__init__([make() for make in makers], what, timeout_s)
         self._makers = list(makers)
-        # what every actor hosts, of what, and its role
+        # of every actor: the class that it hosts, its pickled arguments, its role
         self._built: list[tuple[Callable[..., Any], bytes, str]] = []
         self._closing = threading.Lock()
         self._closed = False
@@ -308,8 +309,8 @@ def get(
     """ray.get whose errors are the worker's own, or say which workers were lost."""
     number = {handle: i for i, handle in enumerate(handles)}
     with _worker_errors(what, timeout_s):
-        # one by one as they finish, so that a rank's error is seen though another waits for it in a
-        # collective
+        # Results are taken as they finish, so that a rank's error is seen while another rank waits
+        # for it in a collective.
         pending = list(handles)
         until = time.monotonic() + timeout_s
         while pending:
@@ -336,7 +337,7 @@ def _require_time(until: float) -> None:
     cannot come."""
     if (gone := ended(_own_node())) is not None:
         raise WorkerLostError(gone)
-    # before Ray ends this process for it, from C++
+    # raise before Ray ends this process from C++
     if _joined is not None and _joined.gone(HEAD_S, PROBE_S):
         fix = "start the cluster again, and continue from the newest checkpoint with --resume"
         raise UserError(
@@ -362,8 +363,8 @@ def _worker_errors(what: str, timeout_s: float) -> Iterator[None]:
         raise WorkerLostError(
             f"a {what} process died: {str(error).splitlines()[0]}",
             fix=(
-                "its last words are in /tmp/ray/session_latest/logs; out of memory is the usual"
-                " cause"
+                "its last words are in logs/ of the run directory, or on its node in"
+                " /tmp/ray/session_latest/logs; out of memory is the usual cause"
             ),
         ) from error
     except GetTimeoutError as error:
@@ -407,11 +408,11 @@ def start_ray(config: Config) -> None:
     # Ray announces at every start that its cluster wants a token, which is as it should be
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     os.environ.setdefault(GLOO_INTERFACE, "lo")
-    # the coming default, whose notice Ray prints
+    # this is the coming default, and Ray prints a notice about it
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # idle workers would take memory from ours
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    # its control store would keep a record of the last hundred thousand calls, and grow for days
+    # Ray's control store would keep a record of the last hundred thousand calls, and grow for days
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     store = config.runtime.object_store_mb * 2**20
     fix = "is the machine very busy or out of memory? Its logs are in /tmp/ray/session_latest/logs"
@@ -422,7 +423,7 @@ def start_ray(config: Config) -> None:
 
 def _init(what: str, where: str, fix: str, **settings: Any) -> None:
     try:
-        # half a start is more than Ray can shut down
+        # Ray cannot shut down a start that was interrupted half-way
         with uninterrupted(), handlers_kept(), own_group():
             ray.init(**settings)
     except Exception as error:  # Ray raises bare Exceptions where a node does not come up in time
@@ -573,7 +574,7 @@ class Reservation:
 
     def release(self) -> None:
         """Gives the GPUs back."""
-        # of a cluster that is gone, which gives back what its driver held
+        # fails on a cluster that is gone, which has freed the group already
         with contextlib.suppress(Exception):
             remove_placement_group(self._group)
 
@@ -601,12 +602,12 @@ def start_actors(
         "TORCHDYNAMO_DISABLE": "0" if gpus else "1",
         **settings,
     }
-    common |= carried(ray.util.get_node_ip_address())
+    common |= carried(ray.util.get_node_ip_address()) | carried_output()
     makers = []
     for number, spot in enumerate(spots):
         variables = {**common, **(own[number] if own else {})}
-        # on a CPU a worker waits more than it computes; Ray is not to refuse three workers on two
-        # cores
+        # A worker on a CPU waits more than it computes: Ray must not refuse three workers on two
+        # cores.
         makers.append(
             ray.remote(num_cpus=0, runtime_env={"env_vars": variables}, **spot)(Actor).remote
         )

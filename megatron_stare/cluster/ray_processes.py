@@ -86,8 +86,7 @@ def loss_behind(
     """
     if isinstance(error, WorkerLostError):
         return None
-    # what speaks to a process that dies knows it before Ray does; an error of the user's is not
-    # kept waiting
+    # A caller sees a dead process before Ray does. An error of the user's is not kept waiting.
     until = time.monotonic() + (0.0 if isinstance(error, UserError) else DEATH_S)
     while True:
         if (gone := ended(node)) is not None:
@@ -121,7 +120,7 @@ def own_group() -> Iterator[None]:
     group, and there they stay in it.
     """
     mine = os.getpgrp()
-    # the group is there while a member is
+    # a process group exists while it has a member
     leader = subprocess.Popen(["sleep", "600"], preexec_fn=os.setpgrp)
     try:
         with contextlib.suppress(OSError):

@@ -128,8 +128,8 @@ def reserve(
                 )
             return None if where is None else Reservation(where, runtime.gpu_resource, wait_s)
         except (ConfigError, PlacementError) as error:
-            # those that are there may be too few for the layout; and Ray may not know yet that a
-            # node is lost
+            # The nodes at hand may be too few for the layout, and Ray may not know yet that a node
+            # is lost.
             if awaited is None or (left := until - time.monotonic()) <= 0:
                 raise
             if error.what != told:
@@ -183,7 +183,7 @@ class RayRunner:
             )
         except BaseException as error:
             lost = self.lost(error) if isinstance(error, Exception) else None
-            # a node was lost once more
+            # another node was lost meanwhile
             if awaited and self._reserved and isinstance(error, PlacementError):
                 lost = WorkerLostError(error.what)
             self.close()
@@ -356,7 +356,7 @@ class RayEngines:
             if self._reserved is not None:
                 spots = [self._reserved.part(number) for number in range(replicas)]
             environment, limit = shared_environment(config), runtime.timeout_s
-            # what takes no GPU is shown none
+            # engines that take no GPU see none
             own = () if self._reserved else [{VISIBLE: ""}] * replicas
             self._started = start_actors(
                 spots, config.rollout.threads, "rollout engine", limit, environment, own

@@ -67,7 +67,7 @@ class TrainerGroup:
         self._data_ranks: list[int] = workers.call("data_rank")  # of every worker
         self._stages: list[int] = workers.call("stage")  # likewise, of the pipeline
         self._last: tuple[RolloutBatch, MicroBatchPlan] | None = None
-        # of the weights' buckets; asked for once
+        # layouts of the weights' buckets; asked for once
         self._layouts: tuple[BucketLayout, ...] | None = None
 
     def notes(self) -> list[str]:
@@ -333,7 +333,7 @@ class TrainerWeights(WeightStream):
     ) -> None:
         self._trainers, self._stages = trainers, stages
         self.layouts = layouts
-        # what the ranks were told to prepare for
+        # target, proof and calls that the ranks were told to prepare
         self._prepared: tuple[SyncTarget, bool, list[Handle]] | None = None
 
     def prepare(self, target: SyncTarget, prove: bool) -> None:
@@ -363,8 +363,8 @@ class TrainerWeights(WeightStream):
         sends: list[Handle] = []
         before: list[Handle] = []
         for method, ranks in turns:
-            # the calls of a turn take those of the one before as arguments: they start, or fail,
-            # when these have ended
+            # Calls of a turn take the former turn's results as arguments: they start, or fail, once
+            # those have ended.
             now = [self._trainers.start_on(rank, method, *before) for rank in ranks]
             sends += now
             before = now if in_turn else []

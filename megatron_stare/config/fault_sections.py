@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from megatron_stare.config.section import Section
 
 Action = Literal["off", "alert", "stop", "rollback"]
-# of a collective where none is set; no collective waits for a rollout, see docs/cluster.md
+# default limit of a collective; no collective waits for a rollout, see docs/cluster.md
 COLLECTIVE_S = 1200.0
 SLOW = 5.0  # a phase may take so many times as long as usual, whatever the cap
 

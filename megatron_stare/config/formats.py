@@ -27,8 +27,8 @@ RENAMED = {
     "guards": "faults.guards",
     "black_box": "faults.hangs",
 }
-# and the section `services` of those formats: the sink that reads a setting, its name there, and
-# its default
+# settings of those formats that are now in the section `services`: the sink that reads a setting,
+# its name there, and its default
 SERVICES = {
     "wandb_project": ("wandb", "project", "megatron_stare"),
     "wandb_entity": ("wandb", "entity", None),

@@ -112,7 +112,7 @@ def config_error(error: ValidationError, layers: Sequence[Layer | Override]) -> 
         return unknown_name(loc[-1], _keys_at(loc[:-1]), where)
     if first["type"] == "missing":
         return ConfigError("this key is required and missing", where=where)
-    # of settings together, which it names
+    # the message names the settings that contradict each other
     if first["type"] == "value_error" and isinstance(first["input"], Mapping):
         return ConfigError(in_words(first), where=where)
     return ConfigError(f"{in_words(first)} (got {first['input']!r})", where=where)
@@ -230,7 +230,7 @@ def with_absolute_paths(config: Config) -> Config:
     """The same configuration, with the files and folders it reads named from the root, so that it
     means the same wherever it is read. Symbolic links stay: the Python of an environment is one."""
     data: dict[str, Any] = {}
-    # to a source of the user's own they are what it makes of them
+    # a source of the user's own reads these settings in its own way
     if reads_files(config.data.source.name):
         data = {
             "path": _absolute(config.data.path),

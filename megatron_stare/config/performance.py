@@ -23,7 +23,7 @@ from megatron_stare.errors import ConfigError
 # is as quick
 WHOLE_UP_TO = 64
 
-# Megatron's TransformerConfig, of its DDP, OptimizerConfig
+# which of Megatron's configurations a setting is in: TransformerConfig, its DDP's, OptimizerConfig
 Part = Literal["model", "gradients", "optimizer"]
 
 

@@ -12,15 +12,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 NGRAM = 13
-"""Words in a row that two problems share only if one was taken from the other (Brown et al., arXiv 2005.14165,
-appendix C)."""
+"""Words in a row that two problems share only if one was taken from the other (Brown et al., arXiv
+2005.14165, appendix C)."""
 
 # LaTeX's delimiters, sizes and spaces
 _LAYOUT = re.compile(r"\\[()\[\]]|\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])|\\[,;:! ]|~")
 _GROUP = re.compile(r"\{\s*(\\?\w*)\s*\}")  # braces about a single word say nothing: x^{2} is x^2
-# of two-digit and n-sided, not of x-y
+# the hyphen of two-digit and n-sided, not the minus of x-y
 _HYPHEN = re.compile(r"(?<=[^\W\d_]{3})-(?=[^\W\d_])|(?<=[^\W\d_])-(?=[^\W\d_]{3})")
-# not of lists and bold words
+# a product's star, not those of lists and bold words
 _STAR = r"(?<=[\w)\]}])\*{1,2}(?=[\w(\[{\\])|(?<=[\w)\]}] )\*(?= [\w(\[{\\])"
 _FACTORIAL = r"(?<=\d)!|!(?=\s*[-+*/^=<>)])"
 _PIECE = re.compile(
@@ -37,7 +37,7 @@ def pieces(text: str) -> list[tuple[str, bool]]:
     return [
         (match[0], match["word"] is not None)
         for match in _PIECE.finditer(plain.casefold())
-        # < + = | and other symbols of mathematics
+        # keeps < + = | and other symbols of mathematics
         if match["other"] is None or unicodedata.category(match[0]) == "Sm"
     ]
 

@@ -65,15 +65,18 @@ class FilePrompts:
         self._cursor = 0
         self._by_deadline = True
         self.dropped: dict[str, int] = {}
-        # only checked here and encoded again when taken: the ids of a large file would outweigh its
-        # text tenfold
+        # Prompts are only checked here, and encoded again when taken: the ids of a large file would
+        # outweigh its text tenfold.
         drop = config.rollout.truncate_prompt == "drop"
         self._checksum = 0
         self._parts: list[_Part] = []
         files = _files(config.data, split)
         for file, weight in zip(files, whole_weights([file.weight for file in files]), strict=True):
             records, checksum = read_records(
-                file.path, config.data.prompt_key, config.data.answer_key
+                file.path,
+                config.data.prompt_key,
+                config.data.answer_key,
+                config.data.columns,
             )
             # of one file the checksum is its own, as it was before there were mixtures
             self._checksum = (
@@ -88,7 +91,7 @@ class FilePrompts:
                     "every prompt is longer than rollout.max_prompt_tokens", where=file.path
                 )
             self._parts.append(_Part(file, weight, fitting, len(self._parts)))
-        # asked twice, a problem would count as two; in training that may be what is wanted
+        # A problem that is asked twice would count as two. In training, repeats may be wanted.
         if split == "eval":
             self._parts[0].records = self._without_repeats(self._parts[0].records)
         else:
@@ -132,7 +135,7 @@ class FilePrompts:
             for path in data.decontaminate:
                 records, checksum = read_records(path, data.prompt_key, data.answer_key)
                 evaluated += [record.prompt for record in records]
-                # they say what is trained on
+                # the problems left out change what is trained on, so they are in the checksum
                 self._checksum = zlib.crc32(str(checksum).encode(), self._checksum)
             seen = Contamination(evaluated, data.ngram)
             for part in self._parts:
@@ -193,7 +196,7 @@ class FilePrompts:
                 fix="put the original file back, or start a new run",
             )
         self._cursor = state["cursor"]
-        # runs of earlier releases go on as they began
+        # runs of earlier releases keep their order
         self._by_deadline = bool(state.get("by_deadline", 0))
         for part in self._parts:
             part.taken = 0
@@ -218,7 +221,7 @@ class FilePrompts:
             )
         total = sum(part.weight for part in self._parts)
         behind = [part for part in self._parts if part.taken * total < part.weight * (cursor + 1)]
-        # rounded up
+        # the deadline, rounded up
         return min(behind, key=lambda part: -(-(part.taken + 1) * total // part.weight))
 
     def _next(self) -> Prompt:
@@ -233,6 +236,7 @@ class FilePrompts:
             text=record.prompt,
             answer=record.answer,
             token_ids=self._encode(record.messages or record.prompt, record.where),
+            columns=record.columns,
         )
         self._cursor += 1
         part.taken += 1

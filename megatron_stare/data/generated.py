@@ -54,7 +54,7 @@ class GeneratedPrompts(ABC):
     """Different problems of each split."""
 
     def __init__(self, config: Config, tokenizer: Any, split: Split) -> None:
-        # reads the configuration, which the tasks do not
+        # imported here: it reads the configuration, which the tasks do not
         from megatron_stare.data.encode import PromptEncoder
 
         self._split = split
@@ -62,7 +62,7 @@ class GeneratedPrompts(ABC):
         self._cursor = 0
         self.problems = self.counts[split]
         self._encode = PromptEncoder(config, tokenizer)
-        # a limit too low fails before the run
+        # a limit that is too low fails before the run
         self._encode(self.problem(0).text, f"{split} problem 0")
 
     @abstractmethod

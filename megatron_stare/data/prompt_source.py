@@ -20,7 +20,7 @@ from megatron_stare.registry import resolve, settings_of
 WHERE = "data.source"
 SOURCES = {
     "files": "megatron_stare.data.file_prompts.FilePrompts",
-    # what it was called while it read nothing else
+    # its name while it read nothing but JSON Lines
     "jsonl": "megatron_stare.data.file_prompts.FilePrompts",
     "arithmetic": "megatron_stare.data.arithmetic.ArithmeticPrompts",
     "signs": "megatron_stare.data.signs.SignsPrompts",
@@ -30,13 +30,12 @@ SOURCES = {
 class PromptSource(Protocol):
     """An endless, resumable stream of prompts.
 
-    A class of the user's own is built as `cls(config, tokenizer, split)`, like ours, with
-    its settings as keywords. One that leaves records out may
-    say so: see `dropped`.
+    A class of the user's own is built as `cls(config, tokenizer, split)`, like ours, with its
+    settings as keywords. One that leaves records out may say so: see `dropped`.
     """
 
     problems: int | None
-    """How many different problems the split has, so that an evaluation asks for no more; None: no end of them."""
+    """Number of different problems in the split: an evaluation asks for no more. None: endless."""
 
     def take(self, n: int) -> list[Prompt]:
         """The next `n` prompts, tokenized. `Prompt.cursor` goes up by one a prompt, from 0, and
@@ -137,7 +136,7 @@ class PromptQueue:
 
     def __init__(self, source: PromptSource) -> None:
         self._source = source
-        # of the last call of `take`: the state before, the prompt
+        # prompts of the last call of `take`, each with the state before it
         self._last: list[tuple[dict[str, int], Prompt]] = []
         self._back: deque[tuple[dict[str, int], Prompt]] = deque()
         self._left_out: frozenset[int] = frozenset()

@@ -10,7 +10,7 @@ from typing import Literal
 
 Split = Literal["train", "eval"]
 
-# any fixed number; runs of different seeds are evaluated on the same problems
+# an arbitrary fixed seed: runs of different seeds are evaluated on the same problems
 EVAL_SEED = 20_260_619
 
 _MASK = (1 << 64) - 1

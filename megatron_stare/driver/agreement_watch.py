@@ -58,8 +58,8 @@ class AgreementWatch:
         config = run.config
         self._limits = Limits.of(config)
         self._logged = engines.served or self._limits.in_16_bits
-        # without the log-prob pass there is nothing to compare rollouts with, and the canary alone
-        # watches
+        # Without the log-prob pass rollouts have nothing to be compared with: the canary alone
+        # watches.
         self._has_log_probs = not config.skips_log_prob_pass
         self._trainers, self._engines = trainers, engines
         self._temperature = config.rollout.temperature
@@ -116,7 +116,7 @@ class AgreementWatch:
         if not self._has_log_probs:
             return dict(self._newest)
         sampled, where = self._trainers.compare(), f"step {step}"
-        # older weights' log-probs differ as policies do
+        # log-probs of older weights differ as policies do, so they are not judged
         if self._older and set(sampled.of_version) - {step - 1}:
             return {**agreement_metrics(sampled, step), **self._newest} if self._logged else {}
         if passed := self._limits.passed(sampled):
@@ -194,6 +194,6 @@ def _spelled(tokenizer: Any, line: str, vocab_size: int) -> list[int]:
     characters."""
     ids = tokenizer(line, add_special_tokens=False).input_ids
     text = tokenizer.decode(ids)
-    # some tokenizers put spaces between tokens
+    # compared without white space: some tokenizers put spaces between tokens
     same = "".join(text.split()) == "".join(line.split())
     return ids if same and ids and max(ids) < vocab_size else []

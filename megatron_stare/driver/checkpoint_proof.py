@@ -151,10 +151,8 @@ def _log_probs(
     if dtype is None:
         fine, allowed = not unequal, "in the same layout all must be equal"
     elif dtype in BOUNDS:
-        fine, allowed = (
-            mean <= BOUNDS[dtype]["mean"],
-            f"a mean of {BOUNDS[dtype]['mean']:g} is allowed",
-        )
+        fine = mean <= BOUNDS[dtype]["mean"]
+        allowed = f"a mean of {BOUNDS[dtype]['mean']:g} is allowed"
     else:
         fine, allowed = largest <= LARGEST, f"{LARGEST:g} is allowed"
     if fine:

@@ -51,12 +51,10 @@ class Evaluator:
         reward: RewardConfig,
         stop_ids: tuple[int, ...],
     ) -> None:
-        self._engines, self._verifiers, self._reward, self._stop_ids = (
-            engines,
-            verifiers,
-            reward,
-            stop_ids,
-        )
+        self._engines = engines
+        self._verifiers = verifiers
+        self._reward = reward
+        self._stop_ids = stop_ids
 
     def evaluate(
         self,
@@ -115,6 +113,9 @@ class Evaluator:
         missing = [
             (prompt, index) for prompt, index in wanted if (prompt.cursor, index) not in known
         ]
+        if self._verifiers[evaluation.task.verifier].judges_groups:
+            whole = {prompt.cursor for prompt, _ in missing}  # all again: they are judged together
+            missing = [each for each in wanted if each[0].cursor in whole]
         progress(len(wanted) - len(missing), len(wanted))
         judged = 0
 

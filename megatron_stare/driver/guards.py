@@ -157,7 +157,7 @@ class Guards:
         self.fired = []
         for name, rule in BY_GUARD.items():
             found = self._judge.judge(name, metrics)
-            # there is nothing to compare with
+            # no values to compare with yet
             if self._actions[name] == "off" or not found.measured:
                 continue
             if "away" in found.measured:
@@ -309,7 +309,7 @@ def origin(ranks: Sequence[NotFinite]) -> str:
     if bad := [rank for rank in ranks if rank.own_gradient] or [
         rank for rank in ranks if rank.gradient
     ]:
-        # backward begins at the last stage
+        # backward begins at the last stage, so the fault is likeliest there
         first = max(bad, key=lambda rank: (rank.stage, -rank.rank))
         return f"the gradient of {first.gradient} on {_place(first)}"
     return ""

@@ -136,7 +136,7 @@ class HeldRun:
             UserError: what is to be read has changed meanwhile, and cannot work.
         """
         step = self.state.step
-        # noted in the directory, and bounded by faults.guards.rollbacks
+        # a rollback is noted in the run directory; faults.guards.rollbacks bounds their number
         if isinstance(error, RollBack):
             raise_if_received()
             self.resumes = self.went_back = True

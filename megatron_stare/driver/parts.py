@@ -35,7 +35,7 @@ from megatron_stare.tasks.task import Evaluation
 
 Phase = Callable[[str], AbstractContextManager[None]]
 
-# for a checkpoint under way when a signal ends the run; Slurm kills 30 s after it sends one
+# seconds for a checkpoint under way when a signal ends the run; Slurm kills 30 s after it sends one
 INTERRUPTED_S = 20.0
 # phases of a step whose memory is logged, and what of it
 PHASES = ("rollout", "log_probs", "update", "sync", "checkpoint", "eval")
@@ -176,12 +176,10 @@ class Saves(Part):
         phase: Phase,
         kept: Callable[[], bytes],
     ) -> None:
-        self._config, self._checkpoints, self._state, self._guards = (
-            config,
-            checkpoints,
-            state,
-            guards,
-        )
+        self._config = config
+        self._checkpoints = checkpoints
+        self._state = state
+        self._guards = guards
         self._engines, self._colocation, self._phase, self._kept = engines, colocation, phase, kept
 
     def after_step(self) -> None:
@@ -269,16 +267,14 @@ class HeldOut(Part):
         synced: Callable[[], None],
         progress: Callable[[int, int], None],
     ) -> None:
-        self._config, self._evaluations, self._state, self._dir = (
-            config,
-            evaluations,
-            state,
-            run_dir,
-        )
+        self._config = config
+        self._evaluations = evaluations
+        self._state = state
+        self._dir = run_dir
         self._monitor, self._phase, self._samples = monitor, phase, samples
         self._training, self._own = training, own
         self._weights, self._synced, self._progress = weights, synced, progress
-        # version of the weights that the evaluations' own engines hold
+        # weight version that the evaluations' own engines hold
         self._held: int | None = None
 
     def after_step(self) -> None:

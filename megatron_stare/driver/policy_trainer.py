@@ -84,7 +84,7 @@ class PolicyTrainer:
                 updates.append(
                     self._ranks.update(number, None if number else dump_to, watched, limit)
                 )
-                # of the ranks' numbers, before the next update's are in their place
+                # keep the ranks' numbers before the next update overwrites them
                 if not updates[-1].finite:
                     self._keep(
                         batch, f"loss or gradient of update {number} is not finite", by_rank=True

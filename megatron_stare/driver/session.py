@@ -46,6 +46,7 @@ from megatron_stare.process.interruption import (
     raise_if_received,
 )
 from megatron_stare.process.memory import freeze, frozen_heap
+from megatron_stare.process.output import kept_output
 from megatron_stare.process.time_limit import TimeLimit
 from megatron_stare.registry import Extension
 from megatron_stare.rewards.known_answers import open_pool
@@ -142,6 +143,7 @@ class Session:
 
     def _open_workers(self, stack: ClosingStack) -> Runner:
         """Starts verifiers, ranks and engines."""
+        stack.enter_context(kept_output(self.dir.path / "logs"))
         self.verifiers = self._pools(stack, self._inputs.verifiers())
         with self.monitor.phase("start"):
             run = self._inputs.run
@@ -163,9 +165,7 @@ class Session:
         pools: dict[Extension, VerifierPool] = {}
         for verifier, task in verifiers.items():
             with task.blamed():
-                pools[verifier] = open_pool(
-                    verifier, self.config.reward, self.config.reward.workers
-                )
+                pools[verifier] = open_pool(verifier, self.config, self.config.reward.workers)
             stack.callback(pools[verifier].close)
         return pools
 
@@ -304,7 +304,7 @@ class Session:
         if self._held.resumes:
             for line in former_names(self.dir.path / CONFIG):
                 self.monitor.note(line)
-            # run.steps, the layout and more may be others from here on
+            # a resumed run may change run.steps, the layout and more
             self.dir.record(self.config)
 
     def __enter__(self) -> Session:

@@ -81,12 +81,10 @@ class _Supervisor:
         caught: Sequence[int],
         mask: Collection[int],
     ) -> None:
-        self._program, self._arguments, self._caught, self._mask = (
-            program,
-            list(arguments),
-            caught,
-            mask,
-        )
+        self._program = program
+        self._arguments = list(arguments)
+        self._caught = caught
+        self._mask = mask
         self._until = None if limit_s is None else time.monotonic() + limit_s
         self._ended_by: int | None = None  # the signal by which somebody ended the run
         self._run_dir: Path | None = None
@@ -135,7 +133,7 @@ class _Supervisor:
         with os.fdopen(here, "rb", buffering=0) as pipe:
             os.set_blocking(here, False)
             while True:
-                # orphans of its own come to this process too
+                # the driver's orphans become children of this process too
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == driver:
                     self._hear((pipe.read() or b"").decode().splitlines())

@@ -137,7 +137,7 @@ class Response:
         self._versions: list[tuple[int, int]] = []
         self._finish_reason: FinishReason = "stop"
         self._texts: list[str] = []
-        # of the newest turn, which had all before it as its context
+        # routed experts of the newest turn, whose context was everything before it
         self._experts: Tensor | None = None
 
     @property

@@ -55,8 +55,8 @@ def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) ->
     if k == samples:
         most = max((count for count, _ in classes), default=0)
         return fmean(result for count, result in classes if count == most) if most else 0.0
-    # drawing each response with probability k/n, given that k are drawn in all, is drawing k
-    # without replacement
+    # Drawing each response with probability k/n, given that k are drawn in all, is drawing k
+    # without replacement.
     drawn = [_binomial(count, k / samples) for count, _ in classes]
     silent = _binomial(samples - voting, k / samples)
     total = 0.0
@@ -68,7 +68,7 @@ def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) ->
                 for a in range(1, min(count, k) + 1)
             )
             total += result * math.fsum(wins)
-    # rounding may pass 1; NaN stays NaN
+    # rounding may exceed 1; NaN stays NaN
     return min(float(total / _binomial(samples, k / samples)[k]), 1.0)
 
 
@@ -82,7 +82,7 @@ def _not_beaten(
         others: [c + 1] of each class, the weight of drawing 0..c of it. silent: likewise.
     """
     rest, tied = k - a, sum(len(each) > a for each in others)
-    # by classes that tie, and responses drawn
+    # indexed by classes that tie, and by responses drawn
     ways = np.zeros((min(tied, rest // a) + 1, rest + 1))
     ways[0, : len(silent)] = silent[: rest + 1]
     for each in others:

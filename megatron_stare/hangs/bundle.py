@@ -30,7 +30,7 @@ STATES = {
     "I": "idle",
 }
 FOLDER = "blackbox"
-# that the run directory is given to take it; its file system may be what does not answer
+# seconds for writing to the run directory, whose file system may be the one that hangs
 WRITE_S = 10.0
 
 

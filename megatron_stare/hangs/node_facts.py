@@ -41,13 +41,13 @@ from megatron_stare.hangs.hang_facts import (
 from megatron_stare.run_dir.heartbeat import DRIVER, Beat, beats_of
 
 PAUSING_S, READING_S = 8.0, 6.0  # until a look by py-spy is given up
-# on the path of what somebody else wrote
+# parts of the path of other people's code
 OTHERS = ("/lib/python", "/site-packages/", "/dist-packages/", "<")
 OURS = "/megatron_stare/"
 PAUSED = ("T", "t", "D")  # asked to pause, one of these would never say that it has
 RECORDED = "2000"  # collectives that NCCL's flight recorder keeps
 PIPES, DUMPS = "nccl_pipe_", "nccl_trace_rank_"
-# that ranks are given to write theirs; they look at the pipe once a second
+# seconds that ranks get to write NCCL's records; they look at the pipe once a second
 DUMP_S, LOOK_S = 10.0, 0.25
 BETWEEN_LOOKS_S = 1.5  # of `look`; what waits in the same call twice, waits
 LIMIT_S = 30.0  # of all of `look`
@@ -196,8 +196,8 @@ def look(
     every = proc_files.everything()
     roots = {pid for pid in (driver, *beats) if pid is not None}
     mine = proc_files.below(roots, every) - proc_files.below(leave_out, every)
-    # Ray's part of the node, which objects go through; of a joined cluster it has started other
-    # runs' workers too
+    # Ray's raylet, which objects pass through. A joined cluster's has started other runs' workers
+    # too.
     mine |= {
         every[pid].parent for pid in beats if pid in every and _is_ray(every.get(every[pid].parent))
     }

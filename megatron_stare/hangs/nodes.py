@@ -157,12 +157,12 @@ def ensure(folder: Path, node: str) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     with (folder / LOCK).open("a") as lock:
         try:
-            # the agent inherits it, and holds it as long as it lives
+            # the agent inherits the lock, and holds it as long as it lives
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return
-        # through another process, which ends at once: a worker takes its children with it when it
-        # ends
+        # Started through another process, which ends at once: a worker takes its children with it
+        # when it ends.
         subprocess.run(
             [sys.executable, "-c", _APART, sys.executable, "-m", __name__, str(folder), node],
             pass_fds=(lock.fileno(),),

@@ -29,12 +29,13 @@ BY_FD = dict.fromkeys(
     (0, 1, 3, 5, 17, 18, 19, 20, 40, 72, 73, 74, 75, 76, 77, 217, 285, 295, 296, 326), 0
 )
 NAMES = {
-    0: "read", 1: "write", 2: "open", 3: "close", 4: "stat", 5: "fstat", 6: "lstat", 17: "pread", 18: "pwrite",
-    19: "readv", 20: "writev", 21: "access", 40: "sendfile", 72: "fcntl", 73: "flock", 74: "fsync", 75: "fdatasync",
-    76: "truncate", 77: "ftruncate", 80: "chdir", 82: "rename", 83: "mkdir", 84: "rmdir", 87: "unlink",
-    89: "readlink", 217: "getdents", 257: "open", 258: "mkdir", 262: "stat", 263: "unlink", 264: "rename",
-    269: "access", 285: "fallocate", 295: "preadv", 296: "pwritev", 316: "rename", 326: "copy_file_range",
-    332: "statx", 439: "access",
+    0: "read", 1: "write", 2: "open", 3: "close", 4: "stat", 5: "fstat", 6: "lstat", 17: "pread",
+    18: "pwrite", 19: "readv", 20: "writev", 21: "access", 40: "sendfile", 72: "fcntl", 73: "flock",
+    74: "fsync", 75: "fdatasync", 76: "truncate", 77: "ftruncate", 80: "chdir", 82: "rename",
+    83: "mkdir", 84: "rmdir", 87: "unlink", 89: "readlink", 217: "getdents", 257: "open",
+    258: "mkdir", 262: "stat", 263: "unlink", 264: "rename", 269: "access", 285: "fallocate",
+    295: "preadv", 296: "pwritev", 316: "rename", 326: "copy_file_range", 332: "statx",
+    439: "access",
 }  # fmt: skip
 
 

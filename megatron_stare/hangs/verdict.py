@@ -16,7 +16,7 @@ from megatron_stare.process.interruption import DRIVER as DRIVER_THREAD
 from megatron_stare.run_dir.heartbeat import DRIVER, IDLE, RANK
 
 ENGINE = "rollout engine "
-# and what Megatron's pipeline stages send each other:
+# files of a wait for a collective, and for Megatron's neighbouring pipeline stage
 COLLECTIVES = "torch/distributed/distributed_c10d.py"
 STAGES = "pipeline_parallel/p2p_communication.py"
 TO_SERVERS = ("send_weights", "send_own_weights")  # calls whose collectives are with servers too
@@ -148,8 +148,8 @@ def _at_work(facts: Facts) -> Verdict | None:
     judging = tuple(p for p in facts.processes if p.role == VERIFIER and _judges(p))
     asked = [replica for replica in facts.replicas if replica.under_way]
     ages = [request.age_s for replica in asked for request in replica.oldest]
-    # an engine is only to blame for what it has had for most of that time; a verifier may be asked
-    # meanwhile
+    # An engine is to blame only for requests it has had for most of that time. A verifier may be
+    # asked meanwhile.
     old = max(ages, default=0.0) >= facts.without_s / 2
     if judging and not old:
         where = "; ".join(sorted({_where(p) for p in judging}))
@@ -213,7 +213,7 @@ def _rank_of(thread: Thread) -> int:
     called = any(frame.name == "method" and frame.file.endswith(CALLED) for frame in thread.frames)
     if called:
         return 0
-    # which takes signals
+    # the main thread only takes signals
     return 1 if thread.name == DRIVER_THREAD else 2 if thread.name == "MainThread" else 3
 
 

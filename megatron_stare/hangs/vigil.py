@@ -15,7 +15,7 @@ from megatron_stare.hangs import proc_files
 from megatron_stare.run_dir.heartbeat import DRIVER, Beat, beats_of
 
 MOST = 20  # bundles of a run; one that is taken for hanging again and again has wrong limits
-# limits more that a run is given while it waits for a CPU: longer, and somebody should know
+# further limits for a run that waits for a CPU; after that somebody should know
 STARVED = 9.0
 LATE = 2.0  # looks, after which the watcher itself was held up, and the run with it
 
@@ -32,7 +32,8 @@ class Vigil:
     _told: set[tuple[str, float]] = field(default_factory=set)
     _looked: float | None = None
     _moved: float = 0.0  # of the newest beat
-    # that the watcher was held up since the run last got on: the machine slept, or was too busy
+    # seconds that the watcher was held up since the run last progressed: the machine slept or was
+    # too busy
     held_s: float = 0.0
     starved_s: float = 0.0  # that the run waited for a CPU since then
 

@@ -323,7 +323,7 @@ def _left(call: Callable[[], None], limit_s: float) -> None:
 def main(folder: str) -> None:
     """Watches the run whose beats go to this folder."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # of a terminal or scheduler: the run's end is what ends this
+        # ignore signals of a terminal or scheduler: this process ends with the run
         signal.signal(number, signal.SIG_IGN)
     lock = (Path(folder) / LOCK).open("a")
     fcntl.flock(lock, fcntl.LOCK_EX)

@@ -127,7 +127,7 @@ class Trainer:
         self.stream = PolicyStream(model, shape, layout, config.rollout.sync_bucket_mb * 2**20)
         self._stage_send: StageSend | None = None
         self._device_send: DeviceSend | None = None
-        # of the two, the one for the update under way
+        # whichever of the two serves the update under way
         self._prepared: StageSend | DeviceSend | None = None
         self._step: Step | None = None
         self._saver = checkpoint.Saver(layout, config.checkpoint.writers)
@@ -444,10 +444,8 @@ class Trainer:
     @property
     def _moving_reference(self) -> list[nn.Module]:
         """The reference's chunks where they change, and so belong into checkpoints; else none."""
-        reference, moves = (
-            self.policy.reference,
-            self.config.model.reference_refresh_every is not None,
-        )
+        reference = self.policy.reference
+        moves = self.config.model.reference_refresh_every is not None
         return reference.model if reference is not None and moves else []
 
     def place(self) -> str:

@@ -105,8 +105,8 @@ class DeepseekV3(Glm4Moe):
             rotated=config["qk_rope_head_dim"],
             value=config["v_head_dim"],
         )
-        # every head has keys of its own; a `head_dim` is that of the rotated part in some
-        # configurations
+        # Every head has keys of its own. Some configurations have the rotated part's size as
+        # `head_dim`.
         heads = {"num_key_value_heads": None, "head_dim": latent.plain + latent.rotated}
         return replace(super().shape({**config, **heads}), rotated=1.0, latent=latent)
 
@@ -133,7 +133,7 @@ class DeepseekV3(Glm4Moe):
             "qk_head_dim": latent.plain,
             "qk_pos_emb_head_dim": latent.rotated,
             "v_head_dim": latent.value,
-            # frequencies are given to it; YaRN's scale of the scores follows from these two
+            # Frequencies are passed in; YaRN's scale of the scores follows from these two settings.
             "rope_type": "rope",
             "rotary_base": shape.rope_theta,
             "rotary_scaling_factor": scaling.get("factor", 1.0),

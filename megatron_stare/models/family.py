@@ -46,7 +46,7 @@ class ModelFamily:
 
     model_type: ClassVar[str]
     rules: ClassVar[tuple[Rule, ...]] = DENSE
-    # how positions beyond those of pretraining are reached, as far as it does not depend on the
+    # scalings of positions beyond those of pretraining, as far as they do not depend on the
     # sequence at hand
     rope_scalings: ClassVar[tuple[str, ...]] = ("linear", "llama3", "yarn")
     rotates_parts: ClassVar[bool] = False  # whether positions may rotate a part of each head
@@ -72,9 +72,9 @@ class ModelFamily:
         }
     )
 
-    # whether servers cut attention over the ranks of a group with requests of its own, as their
-    # source has it: that of other families stays cut over all ranks of a server, each of which
-    # would then see another group's requests
+    # True where servers cut attention over the ranks of a group with requests of its own, as their
+    # source has it. Other families stay cut over all ranks of a server, each of which would then
+    # see another group's requests.
     served_by_groups: ClassVar[bool] = False
 
     def check(self, config: Mapping[str, Any], where: str) -> None:
@@ -247,10 +247,8 @@ def _refuse_two_ropes(config: Mapping[str, Any], where: str) -> None:
     newer, older = config.get("rope_parameters"), config.get("rope_scaling")
     if not newer or not older:
         return
-    one, other = (
-        rope_parameters({"rope_parameters": newer}),
-        rope_parameters({"rope_scaling": older}),
-    )
+    one = rope_parameters({"rope_parameters": newer})
+    other = rope_parameters({"rope_scaling": older})
     base = one.pop("rope_theta", config.get("rope_theta"))
     other_base = other.pop("rope_theta", config.get("rope_theta"))
     if (one, base) == (other, other_base):

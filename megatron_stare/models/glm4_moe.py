@@ -134,7 +134,7 @@ class Glm4Moe(Qwen3Moe):
             "moe_router_score_function": "sigmoid",
             "moe_router_topk_scaling_factor": shape.router_scale,
             "moe_router_enable_expert_bias": True,
-            # else every step would move it by how evenly experts were used
+            # 0: else every step would move it by how evenly experts were used
             "moe_router_bias_update_rate": 0.0,
             "moe_shared_expert_intermediate_size": shape.shared_ffn,
         }

@@ -147,7 +147,7 @@ def shard(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, tp_rank: int, 
         case "qkv" if shape.kv_heads % tp == 0:
             q, k, v = (part.share(tp_rank, tp) for part in _parts(rule, parts, shape))
             return _interleave(q, k, v, shape.kv_heads // tp, shape.head_dim)
-        # fewer groups than ranks: Megatron cuts a group's rows, whatever head they belong to
+        # With fewer groups than ranks Megatron cuts a group's rows, whatever head they belong to.
         case "qkv":
             q, k, v = (part.share(0, 1) for part in _parts(rule, parts, shape))
             whole = _interleave(q, k, v, shape.kv_heads, shape.head_dim)
@@ -166,7 +166,7 @@ def blocks(rule: Rule, shard: Tensor, shape: ModelShape, tp_rank: int, tp: int) 
         case "replicated" | "column" | "row":
             return [shard]
         case "vocab":
-            # the rest is padding
+            # rows beyond the vocabulary are padding
             return [shard[: max(shape.vocab_size - tp_rank * shard.shape[0], 0)]]
         case "gated":
             return list(shard.chunk(2))
@@ -178,7 +178,7 @@ def blocks(rule: Rule, shard: Tensor, shape: ModelShape, tp_rank: int, tp: int) 
 
 
 def _size(part: Tensor) -> Sequence[int]:
-    # safetensors slices have get_shape
+    # safetensors slices have get_shape instead of shape
     return part.get_shape() if hasattr(part, "get_shape") else part.shape
 
 

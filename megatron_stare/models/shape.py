@@ -41,14 +41,14 @@ class ModelShape:
     experts_per_token: int = 0
     expert_ffn: int = 0
     renormalise_experts: bool = True  # whether the chosen experts' weights sum to 1
-    # the first ones of a mixture of experts, which have a dense feed-forward layer
+    # first layers of a mixture of experts, which have a dense feed-forward layer
     dense_layers: int = 0
     shared_ffn: int = 0  # columns of the experts that every token goes to, side by side
     router_scale: float = 1.0  # of the chosen experts' weights
     expert_groups: int = 1  # that experts are cut into
     groups_per_token: int = 1  # of them, those that a token's experts are chosen from
     rotated: float = 1.0  # share of each head that positions rotate
-    # behind the last one, for multi-token prediction, which are left out
+    # layers after the last one, for multi-token prediction, which are left out
     prediction_layers: int = 0
     latent: Latent | None = None
     # parameters of one of the family's scalings, as config.json has them

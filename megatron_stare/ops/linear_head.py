@@ -2,9 +2,9 @@
 three ways.
 
     materialised         all logits at once; backward writes their gradient over them
-    gradient_in_forward  chunk by chunk: once a chunk's log-probs are known, so is the slope of a token-local loss in
-                         them, and the chunk's gradients are taken before the next chunk's logits
-                         replace it
+    gradient_in_forward  chunk by chunk: once a chunk's log-probs are known, so is the slope of a
+                         token-local loss in them, and the chunk's gradients are taken before the
+                         next chunk's logits replace its own
     recompute            chunk by chunk; backward computes every chunk's logits again
 
 The first holds [n, V] logits, the others one chunk of them. Products of n H V multiplications: 3, 3

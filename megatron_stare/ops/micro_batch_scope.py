@@ -87,14 +87,10 @@ def summary(
     for name, request in requests.items():
         if isinstance(request, TopK):
             own = [threshold(part, name) for part in parts]
-            k, value = (
-                torch.stack([each.k for each in own]),
-                torch.stack([each.value for each in own]),
-            )
-            asked[f"{name}/k"], asked[f"{name}/value"] = (
-                Sum(k, (k >= 0) & speaks),
-                Mean(value, (k > 0) & speaks),
-            )
+            k = torch.stack([each.k for each in own])
+            value = torch.stack([each.value for each in own])
+            asked[f"{name}/k"] = Sum(k, (k >= 0) & speaks)
+            asked[f"{name}/value"] = Mean(value, (k > 0) & speaks)
         elif isinstance(request, Quantile):
             value = torch.stack([tensor(part, name) for part in parts])
             asked[f"{name}/value"] = Mean(value, ~value.isnan() & speaks)

@@ -116,7 +116,8 @@ def _fill_padded(samples: list[int], lengths: Sequence[int], budget: int) -> lis
 def _fill_packed(samples: list[int], lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
     """First fit, longest first: within 11/9 of the fewest micro-batches that could hold them."""
     micro_batches: list[list[int]] = []
-    # of those into which the shortest still fits; thousands that are full are not gone over
+    # free tokens of the micro-batches that the shortest sample still fits into; full ones are
+    # skipped
     room: dict[int, int] = {}
     shortest = lengths[samples[-1]] if samples else 0
     for sample in samples:

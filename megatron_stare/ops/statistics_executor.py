@@ -36,8 +36,7 @@ from megatron_stare.records.batch_statistics import (
 MAX_ROUNDS = 8
 DIGIT_BITS = 11
 ROUNDS = 6  # 6 * 11 >= 64
-# keys gone through at a time: few enough to stay in a processor's cache from one operation to the
-# next
+# keys processed at a time: few enough to stay in a processor's cache between operations
 CHUNK = 2**18
 _SMALLEST, _LARGEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 

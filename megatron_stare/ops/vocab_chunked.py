@@ -17,8 +17,8 @@ from torch import Tensor
 # what others cost. A GPU without Triton has no such cache, but has launches to save.
 BLOCK = 1 << 19
 BLOCK_CUDA = 1 << 25
-# Rows of a block at least, for wide vocabularies: threads share out the rows of a sum, of 3 one of
-# two threads has 2
+# Least rows of a block, for wide vocabularies: threads share the rows of a sum, and of 3 rows one
+# of two threads has 2.
 ROWS = 4
 
 # d below this is taken for it: its exp is 0 even in float64, and -inf * 0 would be nan
@@ -65,8 +65,8 @@ def gradient(
     out[:, real:] = 0.0
     if real == 0:
         return
-    # the target's entry is made whole from numbers of its own, because out may be rounded to
-    # bfloat16 and be the logits
+    # The target's entry is computed from numbers of its own, because out may be bfloat16 and share
+    # the logits' memory.
     every, target = torch.arange(logits.shape[0], device=logits.device), local.clamp_min(0)
     d_target = ((logits[every, target].to(m.dtype) - m) / temperature).clamp_min(_LOWEST)
     at_slope = a if b is None else a + b * d_target

@@ -134,7 +134,7 @@ def measure(logits: Tensor, targets: Tensor, problem: Problem) -> tuple[tuple[Te
     sums = body.sums(logits, local, real, problem.temperature, problem.second_moment)
     m, s, t, z_target, *squares = _merge(sums, problem)
     log_s = s.log()
-    # not z - (m + ln s), which loses what is small beside m
+    # z - (m + ln s) would lose the digits that are small beside m
     log_prob = (z_target - m) / problem.temperature - log_s
     entropy = log_s - t / s
     moments: tuple[Tensor, ...] = ()
@@ -190,7 +190,7 @@ class _LogProbAndEntropy(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor, *_: Tensor
     ) -> tuple[Tensor | None, ...]:
-        # raises where they were written to since, by another backward of this too
+        # raises if the logits were written to since, also by another backward of this function
         logits, *saved = ctx.saved_tensors
         logits = logits.detach()  # shares the version counter
         out = logits if ctx.overwrite else torch.empty_like(logits)

@@ -86,9 +86,8 @@ def _gradient(
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)  # programs that run together write side by side
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    z = tl.load(logits + row * row_stride + column, mask=column < real, other=-float("inf")).to(
-        tl.float32
-    )
+    z = tl.load(logits + row * row_stride + column, mask=column < real, other=-float("inf"))
+    z = z.to(tl.float32)
     d = _exponents(z, tl.load(m + row), inverse_temperature)
     slope = tl.load(a + row)
     if ENTROPY:

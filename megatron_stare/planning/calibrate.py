@@ -140,7 +140,7 @@ def _parts(
             )
         found[phase] = Seen(work.ideal, work.moved, seconds - work.fixed)
     seconds = metrics.get("time/rollout_s", 0.0)
-    # ahead of training, its time is what training waited for
+    # with staleness, generation runs ahead, and the logged time is training's wait for it
     if seconds and not config.rollout.staleness:
         served = fit.served(run)
         at_rates, with_one = (

@@ -80,7 +80,7 @@ def run_command(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
     gpu = find_gpu(args.gpu or config.plan.gpu or DEFAULT)
     coefficients = args.coefficients or Path(config.plan.coefficients)
-    # Megatron's fused functions would be compiled, for nothing here
+    # compiling Megatron's fused functions is useless here
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # a plan is made without any device
 

@@ -53,7 +53,8 @@ def check_limits(run: ResolvedRun) -> None:
     for."""
     try:
         found = list(held(run))
-    # a run that cannot be planned can be trained all the same; its own plan says why (own_plan.py)
+    # A run that cannot be planned can be trained all the same; its own plan gives the reason
+    # (own_plan.py).
     except Exception:
         return
     for each in found:
@@ -75,16 +76,12 @@ def held(run: ResolvedRun) -> Iterator[Held]:
     gpu = _gpu(config) if config.plan.enabled else None
     if gpu is None:
         return
-    of, lengths = (
-        read_coefficients(Path(config.plan.coefficients), gpu.name).coefficients,
-        Lengths.of(config),
-    )
+    of = read_coefficients(Path(config.plan.coefficients), gpu.name).coefficients
+    lengths = Lengths.of(config)
     fit = PlannedFit(capacity_of(config, gpu))
-    step, requests, call_s = (
-        step_of(run, gpu, of, lengths, fit),
-        config.faults.requests,
-        config.runtime.timeout_s,
-    )
+    step = step_of(run, gpu, of, lengths, fit)
+    requests = config.faults.requests
+    call_s = config.runtime.timeout_s
     request = request_time(config, run.shape, gpu, of, lengths, fit.served(run))
     yield Held(
         "faults.requests.request_s",

@@ -30,8 +30,8 @@ from megatron_stare.models.shape import ModelShape
 from megatron_stare.planning.phase_times import balanced
 from megatron_stare.rollout.engines.replicas import ServedMemory, served_memory
 
-# CUDA's context, libraries' and NCCL's buffers, and what an allocator cannot give out, of a
-# process. An assumption: nothing here has been measured on a GPU.
+# Bytes of a process for CUDA's context, for libraries' and NCCL's buffers, and for what an
+# allocator cannot give out. An assumption: nothing here has been measured on a GPU.
 PROCESS_BYTES = 1_500_000_000
 
 ITEMS = {
@@ -47,8 +47,8 @@ ITEMS = {
     "cache": "servers' cache",
     "processes": "CUDA, NCCL (assumed)",
 }
-# what a phase needs, by colocated or not; where it is not, a rollout is on a GPU of the servers'
-# own
+# parts of memory that a phase needs, by colocated or not; if not, a rollout is on the servers' own
+# GPUs
 _PHASES: dict[str, tuple[str, ...]] = {
     "rollout": ("served", "cache"),
     "log_probs": ("parameters", "reference", "forward", "logits"),
@@ -201,7 +201,7 @@ def activation_memory(
         )
         kept, again = layers * sum(parts.values()), whole - sum(parts.values())
     last_norm = hidden + 1
-    # float32, an argument of every layer
+    # rotary angles in float32, an argument of every layer
     angles = 4 * longest * shape.head_dim if model.recompute == "full" else 0
     return ActivationMemory(
         round((chunks * kept + last_norm) * tokens * size) + angles,
@@ -221,12 +221,13 @@ def layer_parts(
     tp, cut = parallel.tensor, parallel.tensor if parallel.sequence else 1
     heads, groups = shape.heads / tp, max(shape.kv_heads / tp, 1)
     q, k = heads * shape.head_dim, groups * shape.head_dim
-    # of hidden states and the weights of all three projections; kept whole where a view of it is
+    # the product of hidden states and the weights of all three projections; kept whole where a view
+    # of it is
     product = q + 2 * k
     if "core_attn" in recomputed:
         attention = product + q + k + q  # arguments, values being a view, and the output
     elif longest <= WHOLE_UP_TO and config.model.dtype == "float32" and parallel.context == 1:
-        # arguments laid anew, what became of the scores, the output
+        # arguments in a new layout, the probabilities in the scores' memory, the output
         attention = q + 2 * k + heads * longest + q
     elif packed:  # gathered arguments, output before and after it is scattered, the sum of each row
         attention = q + 2 * k + 2 * q + heads
@@ -340,10 +341,8 @@ class Fit:
         """Finds what the first rank of each stage of the pipeline needs, and a server's rank beside
         it."""
         config, shape, stages = run.config, run.shape, run.config.parallel.pipeline
-        tokens, longest = (
-            -(-config.batch.micro_batch_tokens // config.parallel.context),
-            longest_sequence(config),
-        )
+        tokens = -(-config.batch.micro_batch_tokens // config.parallel.context)
+        longest = longest_sequence(config)
         rows = 1 if config.batch.packed else max(config.batch.micro_batch_tokens // longest, 1)
         kept, layer = self.activations(run, tokens, longest, rows)
         served = self.served(run)

@@ -71,10 +71,8 @@ def attention_matrices(shape: ModelShape) -> int:
     if (latent := shape.latent) is None:
         return 2 * shape.hidden * (shape.heads + shape.kv_heads) * shape.head_dim
     queries = latent.query_rank * (shape.hidden + shape.heads * shape.head_dim)
-    into, out = (
-        shape.hidden * (latent.rank + latent.rotated),
-        latent.rank * shape.heads * (latent.plain + latent.value),
-    )
+    into = shape.hidden * (latent.rank + latent.rotated)
+    out = latent.rank * shape.heads * (latent.plain + latent.value)
     return queries + into + out + shape.hidden * shape.heads * latent.value
 
 

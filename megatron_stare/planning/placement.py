@@ -236,7 +236,7 @@ def _filled(demand: Demand, block: int, nodes: Sequence[Node], counts: Sequence[
     room = [demand.hosted(count, node.free) for node, count in zip(nodes, counts, strict=True)]
     parts: list[Node] = []
     while len(parts) < demand.parts:
-        # over several nodes those with the most room: what is left of them can then still take the
+        # a replica over several nodes takes those with the most room, which leaves room for the
         # others
         found = sorted(
             (n for n in range(len(nodes)) if room[n]),

@@ -69,7 +69,7 @@ class Asked:
 
 
 def _device(asked: Asked) -> None:
-    # a cluster to be joined may have other devices; its ranks look themselves
+    # A joined cluster may have other devices; its ranks check them themselves.
     if not asked.config.runtime.ray_address:
         check_device(asked.config, experts=asked.shape.experts > 0)
         check_device_performance(asked.config.performance)
@@ -383,10 +383,8 @@ def check_lengths(config: Config, shape: ModelShape) -> None:
     """Raises ConfigError where prompt and response do not fit the model or a micro-batch."""
     check_positions(config, shape)
     rollout = config.rollout
-    longest, multiple = (
-        rollout.max_prompt_tokens + rollout.max_new_tokens,
-        config.parallel.sequence_multiple,
-    )
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    multiple = config.parallel.sequence_multiple
     padded = longest + -longest % multiple
     if padded > config.batch.micro_batch_tokens:
         padding = f", padded to a multiple of {multiple}," if padded > longest else ""

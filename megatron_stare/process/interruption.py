@@ -42,13 +42,13 @@ AFTER_STEP = signal.SIGUSR1
 DRIVER = "driver"  # name of the thread that runs the command
 GUARD_S = 0.02  # between two times that handlers are put back while Ray starts
 TICK_S = 0.2  # between two looks for a signal, of what cannot be woken by one
-# from when a signal may raise until the driver's thread polls; Slurm kills 30 s after SIGTERM
+# seconds after a signal until the driver's thread must poll; Slurm kills 30 s after SIGTERM
 UNHEARD_S = 20.0
-# a second SIGINT within this time is the first once more: launchers forward what their group has
-# too
+# A second SIGINT within this time counts as the first: launchers forward a signal that their group
+# has had too.
 SAME_S = 0.5
 KILLED_S = 1.0  # for killed processes to go
-# exit code of a run that was told to end, or was out of time, and is to be resumed; EX_TEMPFAIL
+# Exit code of a run that was told to end, or was out of time, and can be resumed: EX_TEMPFAIL
 TO_BE_CONTINUED = 75
 # modules whose processes end with their starter, and clean up after it
 LEAVE_BY_THEMSELVES = (
@@ -85,7 +85,7 @@ class Interruption:
         self._lock = threading.Lock()
         self._open_to: set[int] = set()  # signals that may raise now, though steps are made
         self._closing = 0  # how many `uninterrupted` are open
-        # by time.monotonic; the driver's thread has to poll until then
+        # deadline (time.monotonic) by which the driver's thread has to poll
         self._heard_by: float | None = None
         # ends the event loop of the driver's thread; None: it has none
         self._cancel: Callable[[], None] | None = None
@@ -111,7 +111,7 @@ class Interruption:
         """Notes a signal. Returns whether the process is to end at once."""
         name = signal.Signals(number).name
         with self._lock:
-            # Ray's core, where the signal came to it first, would abort in three seconds
+            # cancels the alarm of Ray's core, which would abort three seconds after a signal
             signal.alarm(0)
             now, before = time.monotonic(), self.number
             # whoever waits for a step to end may be in a hurry after all
@@ -363,7 +363,7 @@ def _end_at_once(interruption: Interruption, last_words: Callable[[Interruption]
     psutil.wait_procs(started, timeout=KILLED_S)
     for folder in interruption.folders:
         shutil.rmtree(folder, ignore_errors=True)
-    # asked last: the driver's thread goes on until os._exit
+    # asked last, because the driver's thread goes on until os._exit
     interruption.standing = interruption.last_words()
     if os.isatty(1):
         os.write(1, b"\x1b[?25h\n")  # the cursor, which the live panel hides

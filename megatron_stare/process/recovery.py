@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-# a line each time that a run started itself again after a loss, and why
+# one line for every restart after a loss, with its reason
 RESTARTS_FILE = "restarts.jsonl"
 
 

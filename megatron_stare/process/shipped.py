@@ -12,7 +12,7 @@ from typing import Any
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SHARE = _PACKAGE / "share"
-# the repository; None where a wheel was installed
+# the repository's folder; None where a wheel was installed
 CHECKOUT = None if _SHARE.is_dir() else _PACKAGE.parent
 SHIPPED = CHECKOUT or _SHARE
 

@@ -7,15 +7,15 @@ import logging
 import os
 import warnings
 
-# deprecations between megatron-core and torch: by the start of the message, because torch blames
-# whoever called
+# deprecations between megatron-core and torch, matched by the message's start: torch blames whoever
+# called
 DEPRECATIONS = (
     r"`torch\.distributed\.\w+` is deprecated",
     r"`load_state_dict` is deprecated",
     r"Please use DTensor instead and we are deprecating ShardedTensor",
 )
-# what torch says where 0.19 reads what is no tensor of a checkpoint, in each process by itself and
-# through an interface of before
+# torch's warnings in every process when megatron-core 0.19 reads non-tensors of a checkpoint,
+# through an older interface
 OF_A_RESUME = (
     (
         r"torch\.distributed is disabled, unavailable or uninitialized, assuming the intent is to"
@@ -23,15 +23,15 @@ OF_A_RESUME = (
     ),
     r"The argument order of load has been changed",
 )
-# what 0.19 logs of interfaces that are used here on purpose, and torch as 0.19 imports it, by the
-# module that logs: docs/decisions.md says why each is used
+# By logging module: notes of megatron-core 0.19, and of torch as it imports it, on interfaces that
+# are used here on purpose (docs/decisions.md says why).
 LOGGED = {
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.core.distributed.distributed_data_parallel": (
         "DistributedDataParallel: full_param_layout not provided"
     ),
     "megatron.core.dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
-    # torch with CUDA, on a machine without
+    # torch with CUDA, on a machine without CUDA
     "torch.utils.cpp_extension": "No CUDA runtime is found",
 }
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import megatron_stare
 from megatron_stare import __version__
 
-# beside torch, where they are installed
+# reported beside torch where they are installed
 LIBRARIES = ("megatron-core", "transformer-engine", "flash-attn")
 _TIMEOUT_S = 5.0  # git on a disk that hangs must not keep a run
 
@@ -90,7 +90,7 @@ def origin() -> dict[str, str]:
     }
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         top = _git("rev-parse", "--show-toplevel")
-        # and not a repository that an installed package lies in
+        # False where an installed package lies inside another repository
         if Path(top) == Path(__file__).parents[2]:
             changed = _git("status", "--porcelain", "--untracked-files=no")
             found["commit"] = _git("rev-parse", "--short=12", "HEAD") + (

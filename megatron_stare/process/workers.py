@@ -10,9 +10,8 @@ from typing import Any
 
 from megatron_stare.errors import UserError
 
-# A call under way, or its result: ObjectRef with Ray, the value itself inline. May be given to
-# other calls as an argument, and then travels between the workers without passing through the
-# driver.
+# A call under way, or its result: an ObjectRef with Ray, the value itself inline. As an argument of
+# other calls it travels between workers without passing through the driver.
 Handle = Any
 
 

@@ -7,10 +7,10 @@ number), N response positions of some of them laid end to end.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -32,6 +32,8 @@ class Prompt:
     answer: str
     token_ids: tuple[int, ...] = ()
     problem: str = ""
+    # `data.columns` of its row, for the verifier; no part of what makes two prompts equal
+    columns: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,8 @@ class TokenBatch:
     num_groups: int = 0  # prompt groups of the whole batch
     max_length: int = 0  # positions of the longest response of the whole batch
     step: int = 0  # keys seeded draws
-    # where responses lie over several ranks: the sum of a tensor over these, differentiable, which
-    # all of them must ask for; None: responses stand whole on their rank
+    # where a response is cut over several ranks: sums a tensor over them, differentiably, called by
+    # all of them; None: responses are whole on their rank
     over_ranks: Callable[[Tensor], Tensor] | None = None
 
     @property

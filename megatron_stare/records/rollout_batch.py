@@ -74,7 +74,7 @@ class RolloutBatch(_Columns):
     # [T, L, K] where the engine sent each token; see `routing_column`
     experts: Tensor | None = None
     step: int = 0  # keys seeded draws of methods
-    # in canonical order; stay on the driver, for what is logged
+    # in canonical order; they stay on the driver, for logging
     trajectories: Sequence[Trajectory] = ()
 
     def first(self, samples: int) -> RolloutBatch:
@@ -152,10 +152,8 @@ class RolloutBatch(_Columns):
         prompt_ids: dict[int, tuple[int, ...]] = {}
         for each in ordered:
             _check(each)
-            mine, known = (
-                each.prompt,
-                prompt_ids.setdefault(each.prompt.cursor, each.prompt.token_ids),
-            )
+            mine = each.prompt
+            known = prompt_ids.setdefault(each.prompt.cursor, each.prompt.token_ids)
             if known is not mine.token_ids and known != mine.token_ids:
                 raise DataError(
                     "two prompts have one cursor", where=f"prompt {mine.id}, cursor {mine.cursor}"

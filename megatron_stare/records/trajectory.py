@@ -21,8 +21,8 @@ from megatron_stare.records.token_numbers import TokenNumbers
 # tokens thousands
 VersionRuns = tuple[tuple[int, int], ...]
 
-# `given_up`: the response was, before it was whole; it has no reward, as one whose verifier timed
-# out or crashed
+# `given_up`: the response was abandoned before it was whole; like a verifier's timeout or crash, it
+# has no reward
 RewardStatus = Literal["pending", "ok", "timeout", "crash", "given_up"]
 
 NOT_SAMPLED = -1  # the version of tokens that no weights sampled: an environment wrote them
@@ -45,7 +45,7 @@ class Trajectory:
     versions: VersionRuns  # covers all n tokens
     finish_reason: FinishReason
     text: str = ""  # with what an environment said in between; for people
-    # what the policy said of it, all that a verifier reads; None: all of `text`
+    # the policy's own part of `text`, all that a verifier reads; None: all of `text`
     sampled_text: str | None = None
     reward: float | None = None
     reward_status: RewardStatus = "pending"
@@ -55,7 +55,7 @@ class Trajectory:
     answer_at: int | None = None
     answer: str | None = None  # in the verifier's normal form; "": no answer; None: not known
     numbers: TokenNumbers | None = None  # of its tokens, on the few that are written out with them
-    # of those few, the text of every token; see rollout.model_folder.token_texts
+    # for stored samples only: the text of every token; see rollout.model_folder.token_texts
     pieces: Sequence[str] = ()
 
     def __len__(self) -> int:

@@ -52,7 +52,7 @@ METRICS = (
 )
 
 
-# consecutive updates that were not finite before a run stops that was not told otherwise
+# default number of consecutive updates that are not finite before a run stops
 MAX_SKIPPED = 3
 
 # by the last part of a metric's name; every other metric is averaged

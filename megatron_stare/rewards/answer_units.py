@@ -124,10 +124,14 @@ _CHANGING = frozenset(
     """.split()  # noqa: SIM905
 )
 _LETTERS_IN_WORDS = ("in", "a", "A", "C", "F")  # words, names and temperatures before units
-_TEXT = r"\\(?:text|mathrm|textrm|textbf|textit|mbox|operatorname|mathbf|rm)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
+_TEXT = (
+    r"\\(?:text|mathrm|textrm|textbf|textit|mbox|operatorname|mathbf|rm)\s*"
+    r"\{((?:[^{}]|\{[^{}]*\})*)\}"
+)
 _POWER = r"(?:\s*\^\s*\{?\s*([23])\s*\}?)?"
 _TRAILING = re.compile(
-    rf"(?P<value>.*?)\s*(?:(?P<circ>\^\s*(?:\{{\s*\\circ\s*\}}|\\circ)\s*(?:\\?[,;\s])*(?P<scale>{_TEXT}|[CF])?)"
+    r"(?P<value>.*?)\s*(?:"
+    rf"(?P<circ>\^\s*(?:\{{\s*\\circ\s*\}}|\\circ)\s*(?:\\?[,;\s])*(?P<scale>{_TEXT}|[CF])?)"
     rf"|(?P<texts>(?:{_TEXT}{_POWER}\s*(?:/|\\cdot)?\s*)+)"
     r"|(?P<plain>(?<=[\d}\s)])[A-Za-z][A-Za-z ./]*?(?:\s*\^\s*\{?[23]\}?)?))\.?$",
     re.DOTALL,

@@ -21,8 +21,8 @@ from math_verify import verify as equal_math
 from megatron_stare.rewards import answer_parts, answer_text, answer_units
 from megatron_stare.rewards.final_answer import last_box, last_boxed
 
-# It warns once a process that its own time limit is off. Ours is outside: see
-# rewards/verifier_pool.py.
+# math-verify warns once a process that its own time limit is off; ours is outside
+# (rewards/verifier_pool.py)
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _DEFAULT = LatexExtractionConfig(boxed_match_priority=0)
@@ -33,7 +33,7 @@ _EXTRACTION = (
 _DEEPEST = 6  # times that an answer is taken apart: a list of named tuples takes four
 _LONGEST_LIST = 60
 _MEMBER = re.compile(r"^\s*[A-Za-z]\s*\\in(?![A-Za-z])\s*")
-# not the base of a logarithm and what stands behind it
+# two numbers side by side, but not a logarithm's base and argument
 _SPACED = re.compile(r"(?<![_^\d])\d+(?:\s+|,\s+)\d")
 _MIXED = re.compile(
     r"(?<![\w.}^_])(\d+)\s+(\d+/\d+)(?![\d.])|(?<![\w.}^_])(\d+)\s*(\\[dt]?frac\{\d+\}\{\d+\})"
@@ -63,8 +63,9 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
     (r"\boxed{7\text{ million}}", "7", 0.0),
     (r"\boxed{0.\overline{3}}", r"\frac{1}{3}", 1.0),
 )
-"""(response, reference, reward) that every worker grades as it starts. math-verify turns its own failures (a parser of
-another version, say) into "not equal", which would look like a policy that never learns."""
+"""(response, reference, reward) that every worker grades as it starts. math-verify turns its own
+failures (a parser of another version, say) into "not equal", which would look like a policy that
+never learns."""
 
 
 def verify(response: str, answer: str) -> float:

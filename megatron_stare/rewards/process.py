@@ -84,9 +84,9 @@ class WorkerProcess:
                     "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
                 },
                 stdin=subprocess.DEVNULL,
-                # what a verifier prints belongs in the log, not among the results of a command
+                # a verifier's prints belong in the log, not among a command's results
                 stdout=2,
-                # its own process group: killed with all it started, and out of Ctrl-C's reach
+                # a process group of its own: killed with all it started, and out of Ctrl-C's reach
                 start_new_session=True,
             )
 
@@ -124,7 +124,7 @@ class WorkerProcess:
         except BlockingIOError:
             return
         except OSError:
-            # the worker is gone, which `receive` reports after the last of its messages
+            # the worker is gone; `receive` reports that after its last message
             self._outgoing.clear()
 
     def receive(self) -> tuple[list[Any], bool]:

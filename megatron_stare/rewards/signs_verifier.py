@@ -37,7 +37,7 @@ def verify(response: str, answer: str) -> float:
         raise ValueError(f"{answer[:80]!r} is no problem of the form '33 8 5 2 = 38'")
     operands = problem[2].split()
     steps = _last_attempt(response)[1]
-    # as text: a policy can write more digits than int() accepts
+    # compared as text: a policy can write more digits than int() accepts
     if [step[1:] for step in steps] != operands:
         return 0.0
     return float(int(problem[1]) + sum(map(int, steps)) == int(problem[3]))

@@ -22,8 +22,7 @@ from megatron_stare.rewards.final_answer import last_boxed
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # as in rewards/math_verifier.py
 
 _SEEN, _PARAGRAPHS = 300, 10  # characters and paragraphs at the end, where no mark stands
-# a mark of the answer, and what is left out of the text behind its last place; the first one that
-# is there counts
+# marks of an answer, and the text to strip after the last one; the first mark that is found counts
 _MARKS = (
     ("最终答案", "："),
     ("**答案**", "："),

@@ -14,7 +14,7 @@ import selectors
 import signal
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -48,6 +48,7 @@ class Verdict:
     detail: str = ""
     answer_at: int | None = None
     answer: str | None = None
+    group: tuple[Verdict, ...] = ()  # where the answer was a whole group, those of its responses
 
 
 @dataclass
@@ -55,30 +56,36 @@ class _Slot:
     """One worker and what it is at."""
 
     process: WorkerProcess
-    # monotonic seconds: of starting, or of the first of `items`; infinite when idle
+    # monotonic seconds: end of the start's limit, or of the first item's; infinite when idle
     deadline: float
     ready: bool = False
     starts: int = 1  # of this worker that came to nothing, and the one that goes on
     items: deque[int] = field(default_factory=deque)  # handed out and not yet answered, in order
 
 
+Asked = tuple[str | list[str], str, Mapping[str, Any] | None]
+"""A response or a group, the answer, and columns of the row."""
+
+
 @dataclass
 class Answers:
     """Answers that belong together: what is still to be handed out, and what is known."""
 
-    texts: dict[int, tuple[str, str]] = field(default_factory=dict)
+    texts: dict[int, Asked] = field(default_factory=dict)
     queue: deque[int] = field(default_factory=deque)
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     # those of `verdicts` that are not ok, as they came
     failed: list[Verdict] = field(default_factory=list)
-    # whose worker was killed once from outside; judged anew
+    # items whose worker was killed once from outside; judged again
     killed: set[int] = field(default_factory=set)
     added: int = 0
 
-    def add(self, response: str, answer: str) -> int:
-        """One more; returns its number."""
+    def add(
+        self, response: str | list[str], answer: str, columns: Mapping[str, Any] | None = None
+    ) -> int:
+        """Adds one, or a group that is judged as one; returns its number."""
         number, self.added = self.added, self.added + 1
-        self.texts[number] = response, answer
+        self.texts[number] = response, answer, columns
         self.queue.append(number)
         return number
 
@@ -131,6 +138,7 @@ class VerifierPool:
         self._selector = selectors.EpollSelector()
         self._slots: list[_Slot] = []
         self._closed = False
+        self.judges_groups = self.needs_columns = False  # see rewards/verifier.py; known once ready
         try:
             for _ in range(workers):
                 self._slots.append(_Slot(*self._start()))
@@ -149,9 +157,9 @@ class VerifierPool:
         return [slot.process.pid for slot in self._slots]
 
     def verify(
-        self, texts: Sequence[tuple[str, str]], most_failures: int | None = None
+        self, texts: Sequence[tuple[str, str] | Asked], most_failures: int | None = None
     ) -> list[Verdict]:
-        """One Verdict for each (response, answer), in order.
+        """One Verdict for each (response, answer), or (response, answer, columns), in order.
 
         Waits for the workers, at most `timeout_s` for each answer; an answer that hangs or takes
         its worker down costs itself alone. One whose worker is killed (SIGKILL) is judged once more
@@ -170,8 +178,8 @@ class VerifierPool:
             ValueError: the pool is closed.
         """
         answers = Answers()
-        for response, answer in texts:
-            answers.add(response, answer)
+        for text in texts:
+            answers.add(*text)
         while len(answers.verdicts) < len(texts):
             self.turn(answers, most_failures)
         return [answers.verdicts[item] for item in range(len(texts))]
@@ -193,7 +201,7 @@ class VerifierPool:
         try:
             self._hand_out(answers)
             self._advance(answers, wait)
-            # to those that are idle now: whoever does not wait may not come back at once
+            # Hand out to idle workers now: a caller that does not wait may not come back at once.
             self._hand_out(answers)
             for slot in self._slots:
                 self._watch(slot)
@@ -262,15 +270,21 @@ class VerifierPool:
                 slot.process.flush()
             if mask & selectors.EVENT_READ:
                 self._hear(slot, answers)
-            # of before the wait: what came in time is heard first, even if we were slow
+            # the time before the wait: a message that came in time is heard first, even if we were
+            # slow
             elif slot.deadline <= now:
                 self._give_up(slot, answers)
 
     def _hear(self, slot: _Slot, answers: Answers) -> None:
         messages, ended = slot.process.receive()
         for message in messages:
-            if "ready" in message:
+            if isinstance(message, list):
+                verdicts = tuple(_verdict(each) for each in message)
+                answers.know(slot.items.popleft(), Verdict(None, "ok", group=verdicts))
+            elif "ready" in message:
                 slot.ready = True
+                self.judges_groups = message["ready"]["groups"]
+                self.needs_columns = message["ready"]["needs_columns"]
             elif "failed" in message:
                 raise ConfigError(**message["failed"])
             else:
@@ -286,7 +300,7 @@ class VerifierPool:
                     f"the worker of {self._verifier!r} {fate} as it started", where=_WHERE
                 )
             if fate == _KILLED and slot.items and slot.items[0] not in answers.killed:
-                # by somebody, or for memory that another one took
+                # killed by somebody, or by the kernel for memory that another process took
                 answers.killed.add(slot.items[0])
                 self._return(slot, answers)
             else:

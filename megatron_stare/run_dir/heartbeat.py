@@ -27,10 +27,10 @@ BETWEEN = "between phases"  # the driver logs, looks after a checkpoint, or has 
 IDLE = ""  # the phase of a rank or engine that nothing is asked of
 # the environment variable that tells a process of a run the folder
 FOLDER_VARIABLE = "MEGATRON_STARE_BEATS"
-# in that folder: what the driver has asked of engines; see rollout/fleet/dispatch.py
+# file in that folder with the driver's requests to engines; see rollout/fleet/dispatch.py
 REQUESTS = "requests.json"
 RANK = "trainer rank "  # the role of a rank begins so
-# progress is put down this often at most: responses and micro-batches may come by the thousand
+# least seconds between notes of progress: responses and micro-batches may come by the thousand
 PROGRESS_S = 0.2
 
 _told: Callable[[], None] | None = None  # of this process's progress
@@ -182,7 +182,7 @@ class CallBeats:
 
     def _put(self, **known: Any) -> None:
         self._beat = dataclasses.replace(self._beat, moved=self._clock(), **known)
-        # the folder is gone: the run is over, and this process will be
+        # OSError: the folder is gone, because the run is over
         with contextlib.suppress(OSError):
             if self._file is not None:
                 write_beat(self._file, self._beat)

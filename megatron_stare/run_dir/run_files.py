@@ -46,7 +46,7 @@ class RunRecord:
     def method(self) -> str | None:
         """The name of its method."""
         algorithm = self.config.get("algorithm")
-        # the short form, written by hand
+        # a text is the short form, written by hand
         name = algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm
         return None if name is None else str(name)
 

@@ -50,11 +50,11 @@ class RunState:
     step: int = 0
     data: dict[str, int] = field(default_factory=dict)  # of the prompt source
     method: dict[str, float] = field(default_factory=dict)  # of the algorithm: gate, controllers
-    # consecutive updates that were not taken, because loss or gradient was not finite
+    # consecutive updates that were skipped because loss or gradient was not finite
     skipped: int = 0
-    # of the run, oldest first; see RunDir.note_rollback
+    # rollbacks of the run, oldest first; see RunDir.note_rollback
     rollbacks: list[dict[str, Any]] = field(default_factory=list)
-    # digests of what prompts are made with; {}: not known
+    # digests of the files that prompts are made with; {}: not known
     inputs: dict[str, str] = field(default_factory=dict)
     # responses under way, of prompts that `data` counts as taken; a file of its own in a checkpoint
     kept: bytes = b""
@@ -362,7 +362,7 @@ def check_whole(checkpoint: Path) -> None:
         manifest.check_bytes(
             checkpoint, {name: each for name, each in sums.items() if name not in tensors}
         )
-    # imports torch, which looking at a run needs not
+    # imported here: it imports torch, which looking at a run does not need
     from megatron_stare.weights.files.torch_dist import check_files
 
     check_files(checkpoint)
@@ -399,7 +399,7 @@ def _place(config: Config) -> Path:
 def _lock(lock: IO[str], path: Path) -> None:
     for left in reversed(range(LOCK_TRIES)):
         try:
-            # freed by the kernel when the process ends, however
+            # the kernel frees the lock however the process ends
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except OSError as error:

@@ -89,7 +89,7 @@ class Task:
     def problems(self, tokenizer: Any) -> list[Prompt]:
         """Problems of every evaluation. Raises UserError where they are missing, malformed or fewer
         than asked for."""
-        # no task of `eval.tasks` is asked for 0: it would be left out
+        # None: a task of `eval.tasks` that is asked for 0 problems would be left out
         wanted = self.config.eval.prompts or None
         with self.blamed():
             return held_out(self.config, tokenizer, wanted)

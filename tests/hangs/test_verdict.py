@@ -366,9 +366,11 @@ def test_facts_travel_as_json() -> None:
 
 
 def test_what_py_spy_writes_is_read() -> None:
-    told = b"""[{"pid": 7, "thread_id": 140, "thread_name": null, "os_thread_id": 7, "active": true, "owns_gil": true,
+    told = b"""[{"pid": 7, "thread_id": 140, "thread_name": null, "os_thread_id": 7, "active": true,
+        "owns_gil": true,
         "frames": [{"name": "wait", "filename": "/usr/lib/python3/threading.py", "module": null,
-                    "short_filename": "threading.py", "line": 355, "locals": null, "is_entry": true},
+                    "short_filename": "threading.py", "line": 355, "locals": null,
+                    "is_entry": true},
                    {"name": "<module>", "filename": "x.py", "short_filename": null, "line": 1}],
         "process_info": null}]"""
     frames = (Frame("wait", "threading.py", 355), Frame("<module>", "x.py", 1, own=True))

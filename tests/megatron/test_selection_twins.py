@@ -206,7 +206,8 @@ EMPTY = {
         60.0,
     ),
 }
-"""How a batch comes to have no token that carries loss: settings, finish reason and the engine's log-probs."""
+"""Ways to a batch without a token that carries loss: settings, finish reason and the engine's
+log-probs."""
 
 
 @pytest.mark.parametrize("case", EMPTY)

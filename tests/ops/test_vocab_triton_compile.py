@@ -24,8 +24,10 @@ from megatron_stare.ops import vocab_triton
 (ptxas,) = glob.glob(os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/ptxas"))
 
 def types(kernel, logits, constants):
-    of = {"logits": f"*{logits}", "out": "*fp32", "local": "*i64", "row_stride": "i64", "out_stride": "i64"}
-    of |= {name: "*fp32" for name in ("m", "a", "b", "hit")} | {name: "i32" for name in ("rows", "real", "width")}
+    of = {"logits": f"*{logits}", "out": "*fp32", "local": "*i64"}
+    of |= {"row_stride": "i64", "out_stride": "i64"}
+    of |= {name: "*fp32" for name in ("m", "a", "b", "hit")}
+    of |= {name: "i32" for name in ("rows", "real", "width")}
     if "out_stride" in kernel.arg_names:
         of["out"] = f"*{logits}"
     of |= {"inverse_temperature": "fp32"} | {name: "constexpr" for name in constants}
@@ -41,16 +43,23 @@ for sm in (80, 90):
             constants = {**options, "BLOCK": settings["BLOCK"]}
             signature = types(kernel, logits, constants)
             names = list(signature)
-            aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] in "*i"}
-            source = ASTSource(kernel, signature, {(names.index(n),): x for n, x in constants.items()}, aligned)
+            aligned = {
+                (i,): [["tt.divisibility", 16]]
+                for i, n in enumerate(names)
+                if signature[n][0] in "*i"
+            }
+            values = {(names.index(n),): x for n, x in constants.items()}
             compiled = triton.compile(
-                source, target=GPUTarget("cuda", sm, 32), options={"num_warps": settings["num_warps"]}
+                ASTSource(kernel, signature, values, aligned),
+                target=GPUTarget("cuda", sm, 32),
+                options={"num_warps": settings["num_warps"]},
             )
             with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
                 file.write(compiled.asm["ptx"])
                 file.flush()
                 told = subprocess.run(
-                    [ptxas, "-v", f"--gpu-name=sm_{sm}{'a' * (sm == 90)}", file.name, "-o", os.devnull],
+                    [ptxas, "-v", f"--gpu-name=sm_{sm}{'a' * (sm == 90)}", file.name]
+                    + ["-o", os.devnull],
                     capture_output=True, text=True, check=True,
                 ).stderr
             found.append({"kernel": kernel.__name__, "sm": sm, "logits": logits, "told": told})

@@ -31,8 +31,8 @@ from megatron_stare.weights.files.check import expected
 
 ARCHITECTURES = ROOT / "assets" / "architectures"
 TINY = ModelShape(
-    family="llama", layers=2, hidden=4, heads=2, kv_heads=1, head_dim=2, ffn=8, vocab_size=16, max_positions=4096,
-    rope_theta=1e4, norm_eps=1e-6, tied=False, qkv_bias=False, qk_norm=False,
+    family="llama", layers=2, hidden=4, heads=2, kv_heads=1, head_dim=2, ffn=8, vocab_size=16,
+    max_positions=4096, rope_theta=1e4, norm_eps=1e-6, tied=False, qkv_bias=False, qk_norm=False,
 )  # fmt: skip
 LAYER = 4 * 4 + 2 * 4 * 2 + 4 * 4 + 3 * 4 * 8  # queries, keys and values, output, feed-forward
 GPU = Gpu("worked", 10**9, flops=1e6, bandwidth=1e4, link=1e5, source="of this test")

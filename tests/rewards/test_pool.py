@@ -291,8 +291,8 @@ pool.verify([("child {tmp_path / "pid"}", "")])
 def test_the_pool_and_its_workers_do_without_torch():
     script = """
 import sys
-import megatron_stare.rewards.verifier_pool, megatron_stare.rewards.worker, megatron_stare.rewards.math_verifier
-import megatron_stare.rewards.arithmetic_verifier
+import megatron_stare.rewards.verifier_pool, megatron_stare.rewards.worker
+import megatron_stare.rewards.math_verifier, megatron_stare.rewards.arithmetic_verifier
 sys.exit("torch" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

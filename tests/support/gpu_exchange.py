@@ -3,7 +3,9 @@
 
 The slices of its ranks are cut here by plain indexing, apart from what is tested.
 
-python tests/support/gpu_exchange.py  # writes tests/rollout/sglang_gpu_exchange.json; needs scripts/setup_sglang.sh
+    python tests/support/gpu_exchange.py  # after scripts/setup_sglang.sh
+
+writes tests/rollout/sglang_gpu_exchange.json.
 """
 
 from __future__ import annotations

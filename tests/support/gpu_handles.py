@@ -1,9 +1,11 @@
 """Opens handles of GPU memory by SGLang's own unpickler, in a process that is told which GPUs it
 sees.
 
-As a program, by the Python of SGLang's environment:
+As a program, by the Python of SGLang's environment,
 
-python tests/support/gpu_handles.py payload UUID...  # writes the number of the GPU it opens the handle on, or the error
+    python tests/support/gpu_handles.py payload UUID...
+
+writes the number of the GPU it opens the handle on, or the error.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Records real exchanges with an SGLang server for the unit tests, which then run without one.
 
-python tests/support/record_sglang.py  # writes tests/rollout/sglang_exchanges.json; needs scripts/setup_sglang.sh
+    python tests/support/record_sglang.py  # after scripts/setup_sglang.sh
+
+writes tests/rollout/sglang_exchanges.json.
 """
 
 from __future__ import annotations

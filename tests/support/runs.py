@@ -59,7 +59,8 @@ def environment() -> dict[str, str]:
 
 def model() -> str:
     """model.path=... of the shipped model, wherever the run's working directory is."""
-    return f"model.path={ROOT / yaml.safe_load((ROOT / 'configs/quickstart.yaml').read_text())['model']['path']}"
+    config = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())
+    return f"model.path={ROOT / config['model']['path']}"
 
 
 def metrics(run_dir: Path, *, former: bool = False) -> list[dict[str, Any]]:

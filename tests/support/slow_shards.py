@@ -1,6 +1,6 @@
 """Runs the slow tests file by file, resumable, and writes their table.
 
-    bash scripts/test.sh --slow                # all that is left of this commit; again after it was interrupted
+    bash scripts/test.sh --slow                # all that this commit has left; run again to resume
     bash scripts/test.sh --slow tests/rollout  # some of them
 
 What a file came to is kept in build/slow/COMMIT/, so a file whose tests passed is not run again for

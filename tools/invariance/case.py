@@ -25,8 +25,10 @@ TRAINER = "megatron_stare.megatron.trainer.Trainer"
 class Case:
     """One step.
 
-    algorithm: the section of that name.        parallel: the section of that name; empty is one rank.
-    budget: tokens of a micro-batch.        packed: packed or padded micro-batches.
+    algorithm: the section of that name.
+    parallel: the section of that name; empty is one rank.
+    budget: tokens of a micro-batch.
+    packed: packed or padded micro-batches.
     seed: of the batch.
     off_policy: spread of ln(p / p_old): the policy that sampled is off by uniform noise of this
     width. 0: on-policy.

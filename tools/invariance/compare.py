@@ -20,7 +20,8 @@ ROUNDING = 2.0**-23
 class Difference:
     """largest: by what was compared, the largest difference, relative, and where.
 
-    selected: tokens in all selections.        excused: selected otherwise, but within NEAR of a threshold.
+    selected: tokens in all selections.
+    excused: selected otherwise, but within NEAR of a threshold.
     faults: what differs more than it may.
     """
 

@@ -304,7 +304,7 @@ def draws(method: Method) -> bool:
 class LateEngine(LocalEngine):
     """Proves and reports what it was given, as the engine in process does; see LocalEngine."""
 
-    # the weights that the newest ones took the place of
+    # weights before the newest ones
     _before: dict[str, torch.Tensor] | None = None
 
     def begin_weight_update(self, version: int, prove: bool = True) -> None:

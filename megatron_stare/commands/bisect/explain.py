@@ -20,7 +20,7 @@ from megatron_stare.observability.metrics.conditions import NORMAL
 
 Row = Mapping[str, float]
 
-# what a run is watched by: the first metric that it has; agreement is compared by its order of
+# figures that are compared: of each the first metric that the run has; agreement by its order of
 # magnitude
 FIGURES = {
     "entropy": ("entropy/mean",),

@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {
     "run.keep_checkpoints": 1_000_000,
     "run.rollouts_kept": 0,
     "eval": {"prompts": 0},
-    # which a change of the layout need not pass to the bit; unchanged steps prove more
+    # A changed layout need not pass the self-test to the bit; the unchanged steps prove more.
     "checkpoint.self_test": False,
     "checkpoint.keep_best": 0,
     "checkpoint.best_by": None,
@@ -73,7 +73,7 @@ def prepare(run: Path, checkpoint: Path, folder: Path, settings: Mapping[str, An
         write_atomically(folder / METRICS_FILE, rows)
         if (run / ROLLBACKS).exists():
             shutil.copyfile(run / ROLLBACKS, folder / ROLLBACKS)
-        # tools of an environment are not asked again what they have answered
+        # answers of an environment's tools are read from the record, not asked for again
         if (run / CALLS).exists():
             shutil.copytree(run / CALLS, folder / CALLS)
     except OSError as error:

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from megatron_stare.commands.doctor.facts import Facts, FolderSeen
 from megatron_stare.commands.doctor.finding import Finding, fault, ok, warning
 
-# of a node with GPUs: Ray's own advice for clusters is 65536 files
+# limits of a node with GPUs: Ray's own advice for clusters is 65536 files
 OPEN_FILES, PROCESSES = 65536, 4096
 OPEN_FILES_ON_CPUS = 4096
-# Ray's objects and NCCL's buffers, on a node with GPUs; without any a run asks for less
+# room for Ray's objects and NCCL's buffers on a node with GPUs; a run on CPUs asks for less
 SHARED_MEMORY = 8 * 10**9
 SHARED_MEMORY_ON_CPUS = 128 * 2**20
 SKEW_S = 1.0  # beyond, leases of a shared file system and the order of logs go wrong

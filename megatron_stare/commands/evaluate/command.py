@@ -71,7 +71,7 @@ def run_command(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
-    # workers are forked and spawned around it
+    # tokenizers' threads do not survive the forks of worker processes
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are local folders
     from megatron_stare.commands.evaluate.offline_evaluation import (

@@ -71,7 +71,7 @@ class EvaluationFolder:
 
     def _hold(self) -> None:
         try:
-            # freed by the kernel when the process ends, however
+            # the kernel frees the lock however the process ends
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise UserError(
@@ -99,7 +99,7 @@ class EvaluationFolder:
         }
         for key, old in _flat(before).items():
             new = _flat(now).get(key)
-            # a task that is left out this time
+            # tasks may be left out when an evaluation is continued
             if new != old and not (new is None and key.startswith("tasks.")):
                 raise UserError(
                     f"its responses are of {key} {old}, now it is {new}",

@@ -1,8 +1,8 @@
 """`megatron-stare eval`: a checkpoint's results on tasks, without a trainer.
 
-opened    configuration, checkpoint and problems, checked before anything is started   (`read`)
-answered  engines are started, given the weights, and asked for what is missing        (`run`)
-counted   by the function that training evaluates with                                 (evaluation/evaluate.py)
+opened    `read`: configuration, checkpoint and problems, checked before anything is started
+answered  `run`: engines are started, given the weights, and asked for what is missing
+counted   evaluation/evaluate.py: by the function that training evaluates with
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def run(
             verifier = evaluation.task.verifier
             if verifier not in pools:
                 with evaluation.task.blamed():
-                    pools[verifier] = open_pool(verifier, config.reward, config.reward.workers)
+                    pools[verifier] = open_pool(verifier, config, config.reward.workers)
                 stack.callback(pools[verifier].close)
         folder = EvaluationFolder(out, opened.what(), dump_yaml(config))
         stack.callback(folder.close)
@@ -234,7 +234,8 @@ def _load(
     """Gives the engines the weights, and has them prove that they arrived."""
     folder, config = opened.checkpoint.path, opened.config
     if opened.checkpoint.distributed:
-        # else of an evaluation that was killed; it is there whole or not at all
+        # An existing folder is from a killed evaluation, and complete: conversion leaves a whole
+        # folder or none.
         if not converted.exists():
             with watched.phase("conversion"):
                 megatron_to_hf(folder, converted, Path(config.model.path), Options())

@@ -67,8 +67,8 @@ def join(
         UserError: the ranks cannot meet there.
     """
     cuda = torch.cuda.is_available()
-    # a former model is a reference cycle; its groups keep dozens of threads that wake up all the
-    # time
+    # A former model is a reference cycle; its process groups keep dozens of threads that wake up
+    # all the time.
     gc.collect()
     try:
         dist.init_process_group(
@@ -107,7 +107,7 @@ def cut_world(parallel: ParallelConfig, rank: int, timeout_s: float) -> Layout:
             else None,
             context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
-            # whole experts: cut ones would need gathers of uneven sizes
+            # experts stay whole: cut ones would need gathers of uneven sizes
             expert_tensor_parallel_size=1,
             distributed_timeout_minutes=timeout_s / 60,
         )

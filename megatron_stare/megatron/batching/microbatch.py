@@ -182,7 +182,7 @@ def _micro_batch(
 ) -> tuple[MicroBatch, Tensor]:
     """The micro-batch of the chosen samples, and [3, n] of its response positions: the sample, the
     place in the response, the place in the share's columns."""
-    # the last is what padding (-1) points to
+    # the last entry is for padding, whose index is -1
     number = torch.cat([chosen, torch.zeros(1, dtype=torch.int64)])
     real = grid.sample >= 0
     sample, token = number[grid.sample], grid.token
@@ -200,11 +200,9 @@ def _micro_batch(
     tokens[real] = share.tokens[source[real]].to(torch.int64)
     targets = share.tokens[source.flatten()[rows] + 1].to(torch.int64)
     if grid.shared is not None:  # of a row: [1, s]
-        tokens, token, rows = (
-            tokens[:, grid.shared.fed],
-            token[:, grid.shared.fed],
-            grid.shared.stands[rows],
-        )
+        tokens = tokens[:, grid.shared.fed]
+        token = token[:, grid.shared.fed]
+        rows = grid.shared.stands[rows]
     span = slice(done, done + rows.numel())
     experts = None
     if share.experts is not None:

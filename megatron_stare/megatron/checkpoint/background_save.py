@@ -177,14 +177,15 @@ def _write(
         files.append(SummedFile(path))
         return files[-1]
 
-    # the built-in one, which its module has not
+    # `open` is a built-in that the module does not define
     with substituted(filesystem_async, "open", opened, absent=True):
         FileSystemWriterAsync.write_preloaded_data(
             list(transforms), number, bucket, results, counted, use_fsync=True
         )
     result = results.get()[1]
     sums = {os.path.basename(os.fspath(file.name)): file.sum() for file in files}
-    # torch's writer says of a full disk that its position is unexpected
+    # On a full disk torch's writer reports an unexpected position: send the file's own error
+    # instead.
     if isinstance(result, Exception):
         pipe.send(next((file.failure for file in files if file.failure is not None), result))
     else:

@@ -129,7 +129,7 @@ def load(
     with backend(), _explained(folder):
         common = load_common(folder)
         wanted = _state(model, optimizer, scheduler, layout, reference, loading=True)
-        # older ones do not name it
+        # older checkpoints do not record context parallelism
         if {"context": 1, **common.get("layout", {})} != _sizes(layout, model):
             del wanted["random"]
         # what several data ranks hold is read by one of them, and sent to the others
@@ -163,7 +163,7 @@ def load_weights(folder: str | Path, model: Sequence[nn.Module]) -> None:
         _ask_for_saved_names(wanted, folder)
         state = load_tensors(wanted, str(folder))
         for i, chunk in enumerate(model):
-            # what is left out is extra states
+            # strict=False: only extra states are left out
             unwrap(chunk).load_state_dict(state[f"model{i}"], strict=False)
 
 
@@ -179,7 +179,7 @@ def _as_its_own(shared: SharedMappings, part: Any) -> Any:
     if shared.overlap(storage.data_ptr(), storage.nbytes()) or data.is_pinned():
         return replace(part, data=data.clone())
     if data.is_contiguous():
-        # numpy's way would fix the memory's size
+        # through numpy the memory could not be resized
         return replace(part, data=torch.from_dlpack(data))
     return part
 
@@ -189,13 +189,13 @@ def _parameters(chunk: nn.Module) -> dict[str, Any]:
     return {name: part for name, part in parts.items() if not _EXTRA_STATE.search(name)}
 
 
-# of the numbered experts of a grouped GEMM, each has its own
+# each numbered expert of a grouped GEMM has an extra state of its own
 _EXTRA_STATE = re.compile(r"_extra_state\d*$")
 
 
-# of one norm each: before experts Transformer Engine's layers save it as it is called, and local
-# ones as if it were fused into the next linear, as it is where there are no experts; in latent
-# attention it is the other way round
+# Pairs of names of one norm. Before experts, Transformer Engine's layers save it by its own name,
+# and local layers save it as if it were fused into the next linear, as it is where there are no
+# experts. In latent attention it is the other way round.
 _NORMS = (
     ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
     ("q_layernorm.weight", "linear_q_up_proj.layer_norm_weight"),
@@ -251,7 +251,7 @@ def _state(
     state["optimizer"], step = sharded_state(optimizer, parameters, loading=loading)
     if (scale := loss_scale_of(optimizer)) is not None:
         for part in state["optimizer"]:
-            # a chain's optimizers share one, and their number depends on the layout
+            # optimizers of a chain share one scaler, and their number depends on the layout
             part.pop("grad_scaler", None)
         state["loss_scale"] = scale.state_dict()
     state["scheduler"] = scheduler.state_dict()

@@ -52,7 +52,7 @@ from megatron_stare.weights.sync.stream_plan import Held, held_pieces
 
 NO_WAIT_S = 1.0  # of collectives that return at once
 ITEMS = ("parameters", "gradients", "main parameters", "moments")
-# elements that a parameter starts at a multiple of, in a buffer that is cut over replicas
+# a parameter starts at a multiple of this many elements, in a buffer that is cut over replicas
 _ALIGNED = 64
 _BUCKET = 128  # and that a bucket ends at a multiple of
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -161,7 +161,7 @@ def _nbytes(
     gradients = _storages(buffer.grad_data for buffer in gradient_buffers(chunks))
     updated = list(_updated(optimizer))
     main = _storages(updated)  # views of the parameters, where these are float32 themselves
-    # Adam's, float32 for each element that this rank updates
+    # Adam's moments, float32 for each element that this rank updates
     moments = 2 if config.name == "adam" else 0
     return {
         "parameters": sum(parameters.values()),
@@ -299,7 +299,7 @@ def _chunk(
         layers = first if stage == 0 else (shape.layers - first) // (stages - 1)
         start = 0 if stage == 0 else first + (stage - 1) * layers
     dense = min(max(shape.dense_layers - start, 0), layers)
-    # only then have experts replicas, and buffers, of their own
+    # experts have replicas and buffers of their own only in these layouts
     apart = parallel.tensor > 1 or parallel.expert > 1
     body = [*parts.dense * dense, *(parts.layer if apart else parts.whole) * (layers - dense)]
     shared: list[int] = []

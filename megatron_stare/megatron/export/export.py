@@ -128,7 +128,7 @@ class PolicyStream:
         Args:
             checksums: compute those that `end` gives, else they are "".
         """
-        # of a sync that an error cut short: its messages must not be taken for this one's
+        # messages of a sync that an error cut short must not be taken for this one's
         self._finish()
         self._buckets = stream(self.plan, shards(self._model, self._layout), dist.group.WORLD)
         self._checksums, self._computed = {}, checksums

@@ -91,7 +91,7 @@ class StageSend:
         Args:
             prove: tell the engines what proves the values.
         """
-        # of a sync that an error cut short: its messages must not be taken for this one's
+        # messages of a sync that an error cut short must not be taken for this one's
         self._drain()
         if target != self._target:
             self.close()

@@ -26,7 +26,7 @@ from megatron_stare.megatron.batching.packing import PackedSequences
 from megatron_stare.megatron.batching.zigzag import Zigzag
 from megatron_stare.megatron.model.local_layers import short_attention
 
-# of a mask by positions that is held at a time: 64 MB once torch has made it float32
+# entries of a mask by positions that are held at a time: 64 MB once torch has made it float32
 MASK_ENTRIES = 2**24
 
 
@@ -138,8 +138,8 @@ class SdpaCoreAttention(nn.Module):
         step = max(1, MASK_ENTRIES // (key.shape[0] * key.shape[1]))
         if step >= query.shape[1]:
             return self._masked(query, key, value, positions)
-        # a block's mask is made again in backward: kept, the masks of all blocks would take the
-        # square of the length
+        # Backward makes a block's mask again: kept, the masks of all blocks would take the square
+        # of the length.
         parts = [
             checkpoint(
                 self._masked, rows, key, value, where, use_reentrant=False, preserve_rng_state=False

@@ -123,8 +123,7 @@ class Head:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of a micro-batch, with gradient, and what it logs; see LinearHead.loss."""
         weight = output_weight(model)
-        # Megatron's own buffer, which its hook leaves as it is where the gradient is said to be
-        # there already
+        # Megatron's own gradient buffer; its hook leaves a gradient there alone
         buffer = getattr(weight, "main_grad", None)
         loss, logged = self._linear.loss(
             rows_of(hidden, micro),

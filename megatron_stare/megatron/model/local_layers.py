@@ -131,12 +131,12 @@ class _ShortAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         groups, heads = key.shape[2], query.shape[2]
         rows, keys = _rows(query, groups), _rows(key, groups)
-        # a view would keep the product of all three projections
+        # contiguous: a view would keep the product of all three projections
         values = _rows(value, groups).contiguous()
         length = query.shape[1]
         later = torch.full((length, length), -torch.inf, dtype=query.dtype).triu_(1)
         later = later.repeat(heads // groups, 1).expand(rows.shape[0], -1, -1)
-        # [b g, r s, s]
+        # attention probabilities [b g, r s, s]
         chances = torch.baddbmm(later, rows, keys.transpose(1, 2), alpha=scale).softmax(-1)
         ctx.save_for_backward(rows, keys, values, chances)
         ctx.scale, ctx.groups, ctx.heads = scale, groups, heads
@@ -149,9 +149,8 @@ class _ShortAttention(torch.autograd.Function):
         out = _rows(grad, groups)
         of_values = torch.bmm(chances.transpose(1, 2), out)
         of_chances = torch.bmm(out, values.transpose(1, 2))
-        of_scores = torch._softmax_backward_data(of_chances, chances, -1, chances.dtype).mul_(
-            ctx.scale
-        )
+        of_scores = torch._softmax_backward_data(of_chances, chances, -1, chances.dtype)
+        of_scores.mul_(ctx.scale)
         of_rows, of_keys = torch.bmm(of_scores, keys), torch.bmm(of_scores.transpose(1, 2), rows)
         return (
             _heads(of_rows, groups, heads),

@@ -140,7 +140,7 @@ def transformer_config(
         init_model_with_meta_device=device().type == "meta",
         perform_initialization=False,  # every parameter is loaded
         calculate_per_token_loss=True,  # with num_tokens 0 Megatron divides by nothing
-        # without it gradients are not reduced over any group
+        # without this function gradients are not reduced over any group
         finalize_model_grads_func=finalize_model_grads,
         masked_softmax_fusion=False,
         persist_layer_norm=has_transformer_engine(),
@@ -151,8 +151,8 @@ def transformer_config(
         use_te_activation_func=not (
             has_transformer_engine() or shape.experts or tuned.get("bias_activation_fusion")
         ),
-        # variable lengths in a pipeline want the dispatcher named for any model; ranks hold
-        # different numbers of tokens
+        # Variable lengths in a pipeline need a dispatcher's name for any model; ranks hold
+        # different numbers of tokens.
         moe_token_dispatcher_type="alltoall",
         moe_router_dtype=_ROUTER_DTYPES[moe.router_dtype],
         moe_grouped_gemm=shape.experts > 0 and has_transformer_engine(),
@@ -226,7 +226,7 @@ def build_policy(
             DistributedDataParallel(config=unwrap(p).config, ddp_config=ddp, module=p)
             for p in parts
         ]
-    # of several micro-batches the last one's backward reduces, as Megatron's hooks count
+    # The backward of the last micro-batch reduces, as Megatron's hooks count.
     if ddp.overlap_grad_reduce:
         no_sync = [part.no_sync for part in wrapped]
         unwrap(wrapped[0]).config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
@@ -271,7 +271,7 @@ def build_model(
             if model.dtype != "float32":
                 part = Float16Module(config, part)
                 for _, bias in expert_biases([part]):
-                    # Megatron would, but after what was loaded has been rounded
+                    # Megatron would make it float32 too, but after the loaded values were rounded.
                     bias.data = bias.data.float()
             parts.append(part)
         return parts
@@ -293,7 +293,7 @@ def mark_cut_parameters(part: nn.Module, shape: ModelShape) -> None:
             parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
         elif layout != "replicated" and "tensor_model_parallel" not in vars(parameter):
             for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
-                # without data Transformer Engine's layers set the last one alone
+                # on the meta device Transformer Engine's layers set the last attribute alone
                 vars(parameter).pop(attribute, None)
             set_tensor_model_parallel_attributes(parameter, True, 1 if layout == "row" else 0, 1)
         if is_expert(name) and tensor > 1:

@@ -53,7 +53,7 @@ class GivenExperts(RouterReplay):
         self._given: Tensor | None = None
         self._trains = False
         self._again: deque[Tensor | None] = deque()
-        # [2] experts given in a pass without backward, and those chosen here too
+        # [2] experts given in a pass without backward, and those of them that the router chose too
         self.counts: Tensor | None = None
 
     def begin(self, trains: bool) -> None:
@@ -128,7 +128,7 @@ def give_experts(chunk: nn.Module, experts: Tensor | None) -> None:
         given = None
         if experts is not None:
             given = experts[layer]
-            # Megatron cuts the positions, which then come first
+            # with sequence parallelism Megatron cuts the positions, which are the first dimension
             if router.config.sequence_parallel:
                 given = given.chunk(router.tp_group.size())[router.tp_group.rank()]
             given = given.flatten(0, 1)

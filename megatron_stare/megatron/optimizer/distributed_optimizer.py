@@ -210,7 +210,7 @@ def _parts(
             raise ValueError(
                 f"{whole.key} is saved from a copy, so where its moments belong cannot be told"
             )
-        # elements of the parameter
+        # elements of the parameter before this piece
         before = piece.data.storage_offset() - whole.data.storage_offset()
         lead = piece.global_offset[: piece.prepend_axis_num]  # the layer, where layers are stacked
         at = max(start, before)

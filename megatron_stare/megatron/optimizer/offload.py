@@ -115,7 +115,8 @@ class DeviceState:
             values.zero_()
             return
         values.copy_(left.copy, non_blocking=True)
-        # pinning takes longer than copying; on the same stream, so never overwritten too early
+        # Pinned memory is kept: pinning takes longer than copying. Copies are on the same stream,
+        # so it is never overwritten too early.
         if uses_cuda():
             self._kept.setdefault(left.nbytes, []).append(left.copy)
 

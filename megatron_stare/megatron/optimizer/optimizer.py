@@ -177,11 +177,11 @@ def take_step(
         norm_limit: a step whose gradient norm before clipping is above it is held back.
     """
     with backend():
-        # all ranks say the same; without a loss scale none looks
+        # all ranks return the same overflow; without a loss scale none looks
         overflow = optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
         scale = loss_scale_of(optimizer)
-        # a loss may be lost to clipping, and leave a gradient that is finite
+        # clipping may hide a loss that is not finite, and leave a finite gradient
         lost = _on_any_rank(loss_not_finite)
         if overflow or not norm < float("inf"):  # NaN too
             # the scale is to blame only where the loss is finite and a smaller scale is left to try
@@ -191,8 +191,8 @@ def take_step(
             return Outcome(norm, skipped=True)
         if lost:
             return Outcome(norm, finite=False)
-        # an empty batch has a gradient of 0, which all ranks see: only then need they ask those
-        # that know
+        # An empty batch has a gradient of 0, which all ranks see: only then do they ask whether it
+        # was empty.
         if norm == 0 and _on_any_rank(empty):
             return Outcome(norm, empty=True)
         if norm > norm_limit:

@@ -71,7 +71,7 @@ def load_state(
         if isinstance(part, DistributedOptimizer):
             load_shards(part, parameters, state["shards"])
         else:
-            # torch's own loading looks for it; Transformer Engine's takes nothing else
+            # torch's own loading reads it; Transformer Engine's accepts nothing else
             if place.state is not None:
                 _inner(state)["state"]["common_step"] = like(place.state, taken)
             part.load_state_dict(state)
@@ -88,8 +88,8 @@ def _begin(part: MegatronOptimizer, place: StepPlace) -> None:
     or load."""
     taken = read_step(part.optimizer) or 0
     if part.config.use_precision_aware_optimizer:
-        # what Megatron has for this is none where the optimizer is offloaded, and calls Transformer
-        # Engine's Adam with an argument too few
+        # Megatron's own function does nothing where the optimizer is offloaded, and calls
+        # Transformer Engine's Adam with an argument too few.
         rest(part.optimizer)
     else:
         part.init_state_fn(part.optimizer, part.config)

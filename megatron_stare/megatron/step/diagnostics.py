@@ -148,13 +148,11 @@ def token_numbers(
         tokens: this rank's N positions with the log-probs and entropies of the log-prob pass.
         part: the mini-batch's micro-batches.
     """
-    push, here = (
-        push_of(tokens, part.micro_batches, objective.loss),
-        torch.isin(part.sequence, torch.tensor(samples)),
-    )
+    push = push_of(tokens, part.micro_batches, objective.loss)
+    here = torch.isin(part.sequence, torch.tensor(samples))
     found = []
     for micro in part.micro_batches:
-        # found on the host
+        # rows are found on the host
         rows = here[micro.span].nonzero().squeeze(1).to(part.device, non_blocking=True)
         found.append(_of_micro_batch(objective, tokens, micro, push[micro.span], rows))
     return TokenNumbers(*(torch.cat(column) for column in zip(*found, strict=True)))

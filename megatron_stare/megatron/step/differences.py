@@ -20,11 +20,10 @@ from megatron_stare.records.batch_statistics import Count, Max, Mean, Quantile, 
 from megatron_stare.records.log_prob_difference import LogProbDifference, Sizes
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
-# where the ranges of positions begin that are reported by themselves
+# first positions of the ranges that are reported by themselves
 POSITIONS = (0, 1, 8, 64, 512, 4096)
-# Nats. Of a thousand sampled tokens about one is less likely than this; what 16 bits round off a
-# logit grows with its distance from the likeliest, so such tokens say more of rounding than of a
-# fault.
+# Nats. About one sampled token of a thousand is less likely than this. A logit's rounding in 16
+# bits grows with its distance from the likeliest, so such tokens show rounding rather than a fault.
 UNLIKELY = math.log(1e-3)
 
 
@@ -84,7 +83,7 @@ class Compared:
             asked[f"{kind} {key} largest"] = Max(size, part & number)
             asked[f"{kind} {key} mean"] = Mean(size, part & number)
         answers = answer(asked, group)
-        # one wait
+        # one wait for the device
         table = torch.stack([scalar(answers, name).to(torch.float64) for name in asked]).tolist()
         known = dict(zip(asked, table, strict=True))
 

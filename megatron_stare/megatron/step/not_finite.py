@@ -60,10 +60,10 @@ class OwnGradients:
     def _watched(self, group: Any, reduce: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(reduce)
         def reduce_after_a_look(*args: Any, **kwargs: Any) -> Any:
-            # else it is on its way, and no longer this rank's own
+            # with a handle the gradient is being reduced, and is no longer this rank's own
             if group.grad_reduce_handle is None:
                 for bucket in group.buckets:
-                    # of an infinite order, so that large but finite gradients do not overflow; NaN
+                    # the norm of infinite order: large but finite gradients do not overflow; NaN
                     # stays NaN
                     self._largest[id(bucket)] = torch.linalg.vector_norm(
                         bucket.grad_data.detach(), ord=torch.inf

@@ -89,8 +89,8 @@ def accumulate_gradients(
         # Scaled before the head sees it, not by Megatron's grad_scale_func after: a head that takes
         # gradients in the forward writes those of the logits in float16 there.
         loss, logged = head.loss(unwrap(chunk), hidden, micro, scaled_loss)
-        # the loss is already scaled by counts over the whole batch: with 0 tokens Megatron divides
-        # by nothing
+        # The loss is already scaled by counts over the whole batch: with 0 tokens Megatron divides
+        # by nothing.
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), logged
 
     for chunk in model:

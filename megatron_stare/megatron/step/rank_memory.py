@@ -20,7 +20,7 @@ class SavedForBackward:
 
     def __init__(self) -> None:
         self._own: frozenset[int] = frozenset()
-        # address: how many saved tensors look into it, and bytes
+        # by address: how many saved tensors share the memory, and its bytes
         self._held: dict[int, list[int]] = {}
         self._now = self._peak = 0
 

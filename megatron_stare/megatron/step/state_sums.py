@@ -83,7 +83,7 @@ def _add(found: dict[str, list[float]], what: str, words: int, states: Iterable[
             ):
                 continue
             data = part.data
-            # whose rows are words; padding depends on the layout
+            # the rows are words; their padding depends on the layout
             if getattr(part, "allow_shape_mismatch", False):
                 data = data[: max(words - part.global_offset[0], 0)]
             for power in (1, 2):

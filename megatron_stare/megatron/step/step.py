@@ -94,7 +94,7 @@ class Step:
         self.batch = batch
         self.group: ProcessGroup | None = batch.layout.group
         self.measured: Measured | None = None
-        # of the update at hand; None but on the last stage
+        # objective of the update at hand; None but on the last stage
         self._objective: Objective | None = None
         # [k] samples whose loss was not finite in the last update that was not taken
         self.lost: Tensor | None = None
@@ -102,7 +102,7 @@ class Step:
         self._kept: list[Tensor] | None = (
             [] if keeps_graph(config, batch.plan.micro_batches) else None
         )
-        # how far the routers of the log-prob pass agree with the engine's
+        # agreement of the log-prob pass's routers with the engine's
         self._routing: dict[str, Tensor] = {}
 
     def compute_log_probs(self) -> None:
@@ -189,7 +189,7 @@ class Step:
         )
         if self._config.skips_log_prob_pass and self.measured is not None:
             self.measured = complete(self.measured, logged, self._method, self.group)
-        # the first epoch
+        # in the first epoch only
         if watched and self.measured is not None and number < len(self.batch.plan.mini_batches):
             assert self._objective is not None
             self._numbers.append(

@@ -18,8 +18,8 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-# Names that are read without being defined where Transformer Engine is absent, or say that it is
-# there.
+# Names that megatron-core reads without defining them where Transformer Engine is absent, or that
+# tell whether it is there.
 UNDEFINED = ((moe_utils, "te_general_gemm"), (multi_latent_attention, "HAVE_TE"))
 _COMMON = "common_state/shard_0_1"  # the object that 0.19 saves in the place of a file
 

@@ -27,7 +27,7 @@ OFF_TARGET_STEPS = 10
 # Without a target: entropy halves in fewer steps than this, as in the published collapses of plain
 # GRPO. Slower is the normal sharpening of a policy that learns.
 HALVING_STEPS = 40
-# steps the speed is measured over: means of its two halves, so that one odd batch is no fall
+# Steps that the speed is measured over, between the means of its halves: one odd batch is no fall.
 FALL_WINDOW = 20
 # Share of the entropy at the start: above it, the fast first steps of a base model are no collapse.
 FALLEN_SHARE = 0.5
@@ -36,8 +36,7 @@ START_STEPS = 5  # averaged to say what the run started with
 # a tenth or two. Means up to TREND_MEAN are rounding, whatever they grew from.
 TREND = 2.0
 TREND_MEAN = 5e-3  # nats
-# Share of `agreement.mean` up to which the mean may have grown from whatever it was, where growth
-# stops the run.
+# Growth stops the run only above this share of `agreement.mean`, however small the mean was before.
 TREND_FLOOR = 0.2
 GRAD_SPIKE = 10.0  # times the median; batches of one run differ by factors of two or three
 # steps the median is over: long enough to be steady, short enough to follow training
@@ -221,7 +220,7 @@ class Collapse(Condition):
         early, late = statistics.fmean(values[:half]), statistics.fmean(values[half:])
         if late >= early or late > FALLEN_SHARE * start:
             return NOTHING
-        # the halves' centres are `half` steps apart
+        # the centres of the halves are `half` steps apart
         halving = half * math.log(2) / math.log(early / late)
         return Found(halving < HALVING_STEPS, {"late": late, "start": start, "halving": halving})
 

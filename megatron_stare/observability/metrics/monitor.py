@@ -172,7 +172,7 @@ class Monitor:
                 )
             elif not isinstance(error, OSError):
                 raise
-            # or it is closed because of this: what it had still to write fails once more
+            # else the sink is being closed because of this failure: its remaining writes fail again
             elif not known:
                 self._failed.add(name)
                 raise UserError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 PHASES = ("rollout", "log_probs", "update", "sync", "step")  # whose seconds a plan gives
 MEMORY = ("log_probs", "update")  # whose tensors
-# steps left out where there are others, in which kernels are compiled and caches filled
+# first steps, in which kernels are compiled and caches filled; left out if there are others
 WARM_UP = 2
 
 

@@ -125,7 +125,7 @@ def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
     # numbers are below `end`
     numbers, end = np.repeat(np.arange(len(lengths)), grams), len(lengths)
     for i in range(n):
-        # there is no room for one more digit, but for that of a number's rank there is
+        # One more digit would overflow an int64: use the number's rank instead, which is smaller.
         if end * base > INT64_MAX:
             numbers, end = np.unique(numbers, return_inverse=True)[1], total
         numbers, end = numbers * base + ids[starts + i], end * base
@@ -141,7 +141,7 @@ def tokens_before_answer(sample: Trajectory) -> float:
     Only of a sample that has an answer.
     """
     assert sample.answer_at is not None
-    # not those of an environment
+    # tokens of the policy, not of an environment
     sampled = sum(tokens for version, tokens in sample.versions if version >= 0)
     return sampled * sample.answer_at / len(sample.said)
 

@@ -43,7 +43,8 @@ LOGPROB_DIFF = 1e-3
 # Nats up to which engine and trainer agree, however much less they differed before; by the model's
 # dtype.
 LEAST_AGREEMENT = {"float32": LOGPROB_DIFF, "bfloat16": TREND_MEAN, "float16": 1e-3}
-# of the groups teach nothing: a step costs as much and learns from a tenth of its batch
+# Share of groups that teach nothing: above it a step costs as much and learns from a tenth of its
+# batch.
 DEGENERATE_SHARE = 0.9
 # An alert is over after this many steps without its condition: a value at its threshold would else
 # come and go.
@@ -113,7 +114,7 @@ def said(text: Text, row: Row, found: Found) -> str:
 
 
 def _not_taken(row: Row) -> str:
-    # of several updates; their norms are averaged
+    # a step of several updates: their norms are averaged
     if (taken := row.get("update/count", math.nan)) > 0:
         return f"a gradient was not finite, {taken:.0f} of this step's optimizer steps were taken"
     return f"gradient norm {row.get('optimizer/grad_norm', math.nan):g}, no optimizer step taken"
@@ -158,7 +159,7 @@ _TABLE = (
     ),
     Rule(
         "spike of the gradient norm",
-        # the first, where a step has several updates
+        # the first metric, where a step has several updates
         Spike(("optimizer/grad_norm_max", "optimizer/grad_norm")),
         "optimizer/grad_norm {optimizer/grad_norm:.3g} is {guard/grad_norm:.3g} spreads from"
         f" the median before it ({GUARDS}.grad_norm)",
@@ -170,7 +171,7 @@ _TABLE = (
     ),
     Rule(
         "spike of engine against trainer",
-        # the second, of an engine in process in float32
+        # the second metric, with an engine in process in float32
         Spike(("agreement/mean", "rollout/logprob_diff_mean")),
         "rollout/logprob_diff_mean {rollout/logprob_diff_mean:.3g} is {guard/agreement:.3g}"
         f" spreads from the median before it ({GUARDS}.agreement)",

@@ -61,7 +61,7 @@ class Chart:
     lines: Sequence[Line]
     targets: Sequence[Line] = ()
     band: float = 0.0
-    # a run and where its gate is on
+    # spans of steps in which a run's gate is on
     gates: Sequence[tuple[Line, Sequence[tuple[float, float]]]] = ()
     caption: str = ""
     raw: bool = False  # few, separate measurements: dots, no smoothing
@@ -143,7 +143,7 @@ def _frame(chart: Chart, lines: Sequence[Line]) -> _Frame:
         v * (1 + chart.band) for target in chart.targets for v in target.values if math.isfinite(v)
     ]
     low, high = min(values), max(values)
-    # so that heights compare and a small wobble does not look like a cliff
+    # axes include 0, so that heights compare and a small wobble does not look like a cliff
     low, high = min(low, 0.0), max(high, 0.0)
     low = low if chart.y_floor is None else max(low, chart.y_floor)
     high = high if chart.y_limit is None else chart.y_limit

@@ -104,7 +104,7 @@ def _change(runs: Sequence[RunRecord]) -> Chart:
     measured, forecasts, notes = [], [], []
     for run, line, rate in zip(runs, _lines(runs, MEASURED), _lines(runs, FORECAST), strict=True):
         _, lr = run.series("optimizer/lr")
-        # a step is as long as its lr
+        # a step's length is its lr
         rates = [f * factor for f, factor in zip(rate.values, lr, strict=False)]
         pairs = [
             (s, f, m)
@@ -159,7 +159,7 @@ def _quadrants(runs: Sequence[RunRecord]) -> list[Chart]:
 def _neutral_weight(runs: Sequence[RunRecord]) -> Chart:
     lines = _lines(runs, "forecast/neutral_weight")
     sizes = sorted(abs(value) for line in lines for value in line.values if math.isfinite(value))
-    # a batch without L+ is far out
+    # cut at the 95th percentile: a batch without L+ is far out
     limit = max(2.0, 1.2 * sizes[int(0.95 * (len(sizes) - 1))]) if sizes else 2.0
     used = []
     for i, run in enumerate(runs):
@@ -328,10 +328,8 @@ def token_norms(run: RunRecord) -> TokenNorms | None:
     wide = len(ENTROPIES) + 1
 
     def cell(n: int) -> tuple[str, str] | None:
-        norm, share = (
-            row.get(f"gradient/token_norm_{n}", math.nan),
-            row[f"gradient/token_share_{n}"],
-        )
+        norm = row.get(f"gradient/token_norm_{n}", math.nan)
+        share = row[f"gradient/token_share_{n}"]
         return (short(norm), f"{share:.2%}") if share > 0 else None
 
     rows = [

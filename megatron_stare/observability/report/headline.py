@@ -25,7 +25,7 @@ from megatron_stare.observability.sink import Alert
 from megatron_stare.run_dir.liveness import liveness
 from megatron_stare.run_dir.run_files import RunRecord, result_name
 
-# of its target, or of where it began: entropy below this share is called collapsed
+# a run whose entropy is below this share of its target, or of its first value, has collapsed
 COLLAPSED = 0.25
 _FELL = 0.5  # of its best stretch, or of where it began: what is below this share has fallen
 GREEDY = (
@@ -205,11 +205,9 @@ def _greedy(on: RunRecord, greedy: _Change) -> str:
 
 
 def _entropy(figures: Figures) -> str:
-    last, target, began = (
-        figures["entropy_last"],
-        figures["entropy_target"],
-        figures["entropy_first"],
-    )
+    last = figures["entropy_last"]
+    target = figures["entropy_target"]
+    began = figures["entropy_first"]
     if last is None or began is None:
         return ""
     steps = figures["steps"] or 0

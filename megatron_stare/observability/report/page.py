@@ -36,8 +36,8 @@ from megatron_stare.run_dir.json_lines import Record
 from megatron_stare.run_dir.liveness import how_it_stands
 from megatron_stare.run_dir.run_files import RunRecord, evaluation_figures, read_runs, result_name
 
-# times the target; entropy that starts above it hides the band, so a second chart leaves its top
-# out
+# Entropy that starts above this multiple of the target hides the band: a second chart leaves its
+# top out.
 _ZOOM = 2.5
 _CHARTS = (  # metric, title, unit
     ("response/length_mean", "Response length", "tokens, mean over the batch"),
@@ -169,7 +169,7 @@ def _charts(runs: Sequence[RunRecord]) -> tuple[list[Chart], list[Chart]]:
     charts += [chart for chart in more if any(line.values for line in chart.lines)]
     for task in dict.fromkeys(task for run in runs for task in run.tasks):
         evals = [(run.name, i % PALETTE, run.on_task(task).evals) for i, run in enumerate(runs)]
-        # before and after alone are in the figures already
+        # the figures already show before and after
         if all(len(records) <= 2 for _, _, records in evals):
             continue
         lines = [

@@ -123,7 +123,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class _Block:
-    # of the list, with whole prompts; the numbers themselves are not kept unpacked
+    # rows of the list, with whole prompts; token numbers are not kept unpacked
     rows: Sequence[Mapping[str, Any]]
     texts: str
     numbers: str  # "" where none of them has any

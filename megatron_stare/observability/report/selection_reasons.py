@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_stare.observability.metrics.scales import short
 
-# of STARE: name in metrics, as it is written, letter in a rollout file, sign of the advantage,
+# STARE's sets: name in metrics, as it is written, letter in a rollout file, sign of the advantage,
 # state that weighs it
 _SETS = (
     ("plus", "L+", "+", "positive", "amplify"),
@@ -22,7 +22,7 @@ _SETS = (
     ("common_plus", "U+", "p", "positive", "attenuate"),
     ("common_minus", "U−", "m", "negative", "amplify"),
 )
-# what other methods log of whom they select
+# prefixes of the metrics that other methods log of their selections
 _OF_METHODS = ("stapo/", "forks/", "clip_cov/", "kl_cov/")
 
 

@@ -20,7 +20,7 @@ class Console(Sink):
 
     def __init__(self) -> None:
         self._opened: RunDisplay | None = None
-        # under way, outermost first
+        # phases under way, outermost first
         self._phases: list[contextlib.AbstractContextManager[None]] = []
 
     @property
@@ -48,10 +48,8 @@ class Console(Sink):
     def evaluation(self, record: Mapping[str, Any]) -> None:
         self._evaluated(record)
         greedy = f", greedy {record['greedy']:.3f}" if record["greedy"] is not None else ""
-        result, task = (
-            result_name(dict(record)),
-            f" of {record['task']}" if "task" in record else "",
-        )
+        result = result_name(dict(record))
+        task = f" of {record['task']}" if "task" in record else ""
         self._display.note(
             f"{result} of the {record['weights']} policy on {record['problems']} held-out"
             f" problems{task}: sampled {record['pass1']:.3f}{greedy}{_of_several(record)}"

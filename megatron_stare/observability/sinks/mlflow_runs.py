@@ -44,7 +44,7 @@ class MlflowRuns(Service):
         uri = self._uri or os.environ.get("MLFLOW_TRACKING_URI")
         uri = uri or (run.dir / "mlflow").resolve().as_uri()
         if "://" not in uri or uri.startswith("file:"):
-            # its newer stores need a data base
+            # MLflow's newer stores need a database
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow.entities import RunTag
         from mlflow.tracking import MlflowClient  # seconds

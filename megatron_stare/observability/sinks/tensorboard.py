@@ -48,7 +48,7 @@ class TensorBoard(Sink):
             writer.close()
 
     def _open(self, run: RunOutline, purge_step: int | None) -> None:
-        # seconds to import, which checks of a run do not need
+        # imported here: it takes seconds, which checks of a run do not need
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(run.dir / TENSORBOARD_DIR), purge_step=purge_step)

@@ -45,12 +45,10 @@ class Webhook(Sink):
         timeout_s: Annotated[float, Field(gt=0)] = 10.0,
         back_off_s: Annotated[float, Field(ge=0)] = 1.0,
     ) -> None:
-        self._env, self._attempts, self._timeout_s, self._back_off_s = (
-            env,
-            attempts,
-            timeout_s,
-            back_off_s,
-        )
+        self._env = env
+        self._attempts = attempts
+        self._timeout_s = timeout_s
+        self._back_off_s = back_off_s
         self._background: Background | None = None
 
     def start(self, run: RunOutline) -> None:
@@ -73,7 +71,7 @@ class Webhook(Sink):
         self._step = step
 
     def alerts(self, changed: Sequence[Alert], active: Sequence[Alert]) -> None:
-        # or a step is made again
+        # a step that is made again after a resume has delivered its alerts
         if self._background and changed and self._step > self._delivered.step:
             bodies = [json.dumps({**self._about, **_told(alert)}).encode() for alert in changed]
             self._background.call(
@@ -92,7 +90,7 @@ class Webhook(Sink):
             raise ConnectionError(
                 f"{len(failed)} alerts were not taken in {self._attempts} attempts ({failed[-1]})"
             )
-        # after it: of a run that is killed here, rather twice than never
+        # noted after delivery: a run that is killed here delivers twice rather than never
         self._delivered.step = step
         self._delivered.write()
 
@@ -101,7 +99,7 @@ class Webhook(Sink):
         said = ""
         for attempt in range(self._attempts):
             if attempt:
-                # the end of the run cuts it short
+                # the end of the run cuts this wait short
                 closing.wait(self._back_off_s * 2 ** (attempt - 1))
             try:
                 request = Request(self._url, body, {"Content-Type": "application/json"})

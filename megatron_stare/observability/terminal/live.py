@@ -157,8 +157,7 @@ class LiveDisplay(RunDisplay):
                 for k, v in metrics.items()
                 if k.startswith("time/") and k != "time/step_s"
             }
-            # A phase of earlier steps that this one lacked is not of the last step; where nobody
-            # logs times, ours do.
+            # Phases that this step lacked are dropped. If no phase times are logged, keep our own.
             self._seconds = measured or {
                 k: v for k, v in self._seconds.items() if k not in _BETWEEN_STEPS
             }

@@ -53,7 +53,7 @@ def scale_of(values: Sequence[float], band: tuple[float, float] | None, rows: in
     low = min([0.0, *known])
     marks = nice_ticks(low, high if high > low else low + 1.0, max(2, min(5, rows)))
     low, row = marks[0], (marks[-1] - marks[0]) / rows
-    # of two in a row the higher
+    # of two marks in a row the higher
     ticks = {min(rows - 1, int((mark - low) / row + 1e-9)): mark for mark in marks}
     if band is None:
         return Scale(low, row, rows, range(0), ticks)

@@ -143,7 +143,7 @@ def build(view: View, width: int, height: int) -> RenderableType:
 
 def _title(view: View, width: int) -> Text:
     name, room = view.algorithm or "run", width - len(view.algorithm) - 6
-    # its end tells most
+    # the end of the path tells most
     directory = view.run_dir if len(view.run_dir) <= room else "…" + view.run_dir[-max(1, room) :]
     return Text.assemble((name, _VALUE), (f"  {directory}" if directory else "", _LABEL))
 

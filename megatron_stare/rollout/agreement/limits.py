@@ -16,16 +16,16 @@ from megatron_stare.records.log_prob_difference import LogProbDifference, Sizes
 
 # Nats, of the token that differs most; 16 bits have none, see BOUNDS.
 LARGEST = {"float32": 1e-3}
-# Nats. What a run of 16 bits goes on with; measured and argued in docs/diagnostics.md. float16's
-# are an eighth of bfloat16's, whose rounding is eight times coarser.
+# Nats. Limits under which a 16-bit run goes on; measured and argued in docs/diagnostics.md.
+# float16's are an eighth of bfloat16's, whose rounding is eight times coarser.
 BOUNDS = {
     "bfloat16": {"mean": 0.025, "p99": 0.2, "p999": 1.0},
     "float16": {"mean": 0.003, "p99": 0.025, "p999": 0.125},
 }
 WORDS = {"mean": "mean", "p99": "99 % quantile", "p999": "99.9 % quantile"}
-# times the mean's bound: a text that the policy did not write, and few tokens of it
+# multiple of the mean's bound for a canary: the policy did not write it, and it has few tokens
 CANARY_ROOM = 4.0
-# tokens of a canary that are likely; of fewer a mean says little, and all are judged
+# likely tokens that a canary needs; with fewer their mean says little, and all tokens are judged
 ENOUGH_LIKELY = 16
 # share of the limit under which two log-probs count as the same, when blame is sought
 _AGREES = 0.1

@@ -28,7 +28,7 @@ from megatron_stare.rollout.engines.engine import GenerateRequest
 from megatron_stare.rollout.engines.sampling import choose_tokens, row_keys, uniforms
 
 ATTENTION = "megatron_stare_decode"  # the name of `attend` among transformers' attentions
-# share of live rows under which the finished ones are dropped: a copy of the cache has to pay
+# finished rows are dropped below this share of live rows: a copy of the cache has to pay
 _COMPACT_BELOW = 0.5
 
 
@@ -79,8 +79,7 @@ def decode_batch(
     for step in range(longest):
         noise = None if params.greedy else uniforms(keys, starts + step)[rows]
         tokens, token_log_probs = choose_tokens(logits, params.temperature, noise, params.top_p)
-        # finished rows that are still in the batch write on; what they write lies beyond their
-        # length
+        # Finished rows in the batch go on writing, beyond their length.
         ids[rows, step], log_probs[rows, step] = tokens.to(torch.int32), token_log_probs
         ends = ending[kind[rows], tokens] & ~stopped[rows] & (step < limits[rows])
         lengths[rows[ends]] = step + 1

@@ -35,11 +35,11 @@ class GenerateRequest:
     prompt_cursor: int
     sample_index: int
     start: int = 0  # tokens of the response that are among `input_ids`
-    # at most as many as the sampling parameters allow; None: as many
+    # limit of this request, at most the sampling parameters'; None: theirs
     max_new_tokens: int | None = None
-    # the step that the response was begun in; None: that of the sampling parameters
+    # step that the response was begun in; None: the sampling parameters' step
     noise_step: int | None = None
-    # that had what stands before it, and may still hold its keys and values
+    # replica that had the context before, and may still hold its keys and values
     replica: int | None = None
     stop_token_ids: tuple[int, ...] = ()  # that end it beside those of the sampling parameters
 
@@ -93,15 +93,16 @@ class EngineLostError(UserError):
 class ModelInfo:
     """State of an engine, and how it wants its requests."""
 
-    # None unless the state is HEALTHY or UNPROVED: no other weights are those of a version
+    # None unless the state is HEALTHY or UNPROVED: in other states the weights are of no single
+    # version
     weight_version: int | None
     state: EngineState
     vocab_size: int  # of the model's config, which may exceed the tokenizer's
     context_length: int  # tokens, prompt and response together
     stop_token_ids: tuple[int, ...]  # of the model's folder; the tokenizer's are not known here
-    # How many requests it is given at a time; None: all that wait, at once. Such an engine decodes
-    # together what it is given, and what stands in a batch moves the last bits: what it is given
-    # must not depend on the clock.
+    # Requests that it is given at a time; None: all that wait, at once. An engine with None decodes
+    # together what it is given. The place in a batch moves the last bits, so what it is given must
+    # not depend on the clock.
     capacity: int | None = None
     served: bool = False  # the calls of a ServedEngine are answered
 

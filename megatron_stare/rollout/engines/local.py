@@ -70,9 +70,9 @@ class LocalEngine(Engine):
             )
         self._model.eval().requires_grad_(False)
         family = family_named(config.model_type, model_path)
-        # under the names, and in the shapes, that a checkpoint gives them
+        # parameters by the names, and in the shapes, of a checkpoint
         self._parameters: dict[str, Tensor] = {}
-        # tied weights once, as the embedding
+        # tied weights come once, as the embedding
         for name, parameter in self._model.named_parameters():
             self._parameters |= family.checkpoint_views(name, parameter)
         # biases of experts are no parameters, but checkpoints hold them
@@ -176,7 +176,7 @@ class LocalEngine(Engine):
         self, requests: Sequence[GenerateRequest], decoded: Sequence[Decoded]
     ) -> None:
         """Raises NonFiniteError naming the first request of which a log-prob is not."""
-        # in one look, not one a response
+        # one check for all responses
         if bool(torch.cat([each.log_probs for each in decoded]).isfinite().all()):
             return
         broken = (

@@ -19,9 +19,9 @@ class EngineState(Enum):
     DIRTY = "dirty"  # the weights are not those of any version; refuses to generate
     UPDATING = "updating"  # a weight-update session is open
     HEALTHY = "healthy"  # holds all weights of one published version
-    # took all weights of one published version; their values have not been compared
+    # has received all weights of one published version; their values have not been compared
     UNPROVED = "unproved"
-    # has given the memory of its weights back; takes neither requests nor weights
+    # has released the memory of its weights; takes neither requests nor weights
     RELEASED = "released"
     DEAD = "dead"  # closed or lost; after a restart it is DIRTY
 

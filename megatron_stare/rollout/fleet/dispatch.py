@@ -25,10 +25,10 @@ from megatron_stare.rollout.fleet.fleet import LOST, Fleet
 from megatron_stare.rollout.fleet.retries import Retries
 from megatron_stare.run_dir.heartbeat import FOLDER_VARIABLE, REQUESTS, write_whole
 
-# a timer may go off a tick before its time, and nothing else would wake a pool of one replica
+# a timer may fire a tick too early, and nothing else would wake a pool of one replica
 LATER_S = 1e-3
 WAIT_S = 0.1  # a replica that is at work is asked this often whether it takes more
-# between two pages of requests, at least; and times what the last one took
+# least seconds between two pages of requests, also as a multiple of the last one's cost
 PAGE_S, PAGE_SHARE = 1.0, 100.0
 OLDEST = 5  # requests of each engine that the page names
 
@@ -43,12 +43,12 @@ class _Replica:
 
     number: int
     capacity: int | None  # see ModelInfo
-    # not handed over yet
+    # assigned to the replica, not handed over yet
     assigned: deque[tuple[GenerateRequest, SamplingParams]] = field(default_factory=deque)
     under_way: int = 0  # assigned, or handed over and not answered
     reserved: int = 0  # places of requests just answered, for those that continue them
     work: asyncio.Event = field(default_factory=asyncio.Event)  # there is something under way
-    # held while it is asked; first come, first served
+    # held while the replica is asked for room; first come, first served
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def give(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> None:
@@ -172,7 +172,7 @@ class Dispatch:
         ]
         self._together = any(replica.capacity is None for replica in self._replicas)
         self.loop = asyncio.get_running_loop()
-        # end by an error alone
+        # pumps end by an error alone
         self.pumps = [asyncio.create_task(self._pump(replica)) for replica in self._replicas]
         fleet.health.end_back_offs()
 
@@ -214,7 +214,7 @@ class Dispatch:
             return await answer
         except asyncio.CancelledError:
             for line in queue.lines():
-                # it has been given to a replica, which may still answer
+                # ValueError: a replica has the request already, and may still answer
                 with contextlib.suppress(ValueError):
                     line.remove(request)
             raise
@@ -259,7 +259,7 @@ class Dispatch:
         for number, line in queue.continuing.items():
             while line and self._place_at(number, line[0], queue.params):
                 line.popleft()
-        # one may have to wait for a replica that the next has not to
+        # one retry may have to wait for a replica while the next need not
         for _ in range(len(queue.again)):
             request = queue.again.popleft()
             if not self._place(request, queue.params):

@@ -107,14 +107,14 @@ class EnginePool:
         self._prove_every, self._rule = prove_every, rule
         self._requests: Counter[str] = Counter()  # what became of them since the last weight update
         self._reported: dict[str, float] = {}  # likewise, up to that
-        # updates since the last proof; None: the next one must be
+        # updates since the last proof; None: the next update must be proven
         self._unproved: int | None = None
-        # which buckets to expect, and who
+        # losses, replicas and bucket layouts at the last `expect_buckets`
         self._told: tuple[int, set[int], tuple[BucketLayout, ...]] = (0, set(), ())
-        # by replica; known since so many losses
+        # number of losses at that time, and the targets by replica
         self._targets: tuple[int, dict[int, SyncTarget]] = (0, {})
         self._target: SyncTarget | None = None  # all of those, joined
-        # by servers, which alone can release memory
+        # True where engines are servers, which alone can release memory
         self.served = all(info.served for info in self._fleet.infos)
         self._dispatch: Dispatch | None = None  # while anyone is served
         self._held = False  # no replica is asked for tokens
@@ -163,7 +163,7 @@ class EnginePool:
         Raises:
             RuntimeError: called from that loop's own thread, which would wait for itself.
         """
-        # before it is looked who is served: whoever begins after that look sees it
+        # set before the look at requests under way: whoever begins later sees it
         self._held = True
         dispatch = self._dispatch
         try:
@@ -263,7 +263,7 @@ class EnginePool:
     def _sent(self, version: int, weights: WeightStream, prove: bool) -> Collection[int] | None:
         """The replicas that took all weights; None: one was lost on the way, and the others lack
         what it stopped."""
-        # as it will be, most likely: ranks gather while servers are asked to pause
+        # The next target is most likely the same: ranks gather while servers are asked to pause.
         if self._target is not None:
             weights.prepare(self._target, prove)
         targets = self._fleet.call("begin_weight_update", version, prove)

@@ -53,7 +53,7 @@ class Fleet:
         self._patient, self._back_off_s = rule.most is None, rule.back_off_s
         self._coming: dict[int, Future[ModelInfo]] = {}  # on their way up again
         self._closed, self._lock = threading.Event(), threading.Lock()
-        # of transitions that were taken, by the state they led to
+        # transitions taken, by the state they led to
         self._counts: Counter[str] = Counter()
         self.news: list[str] = []  # for who watches the run; taken by `take_news`
 

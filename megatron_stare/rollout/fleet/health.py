@@ -22,7 +22,7 @@ REQUEST_DOUBLINGS = 8  # and that of a request 2^8 times
 
 class Health(Enum):
     STARTING = "starting"  # on its way up, for the first time or again
-    # there, without all the proven weights of a version: takes weights, and no requests
+    # alive, without all the proven weights of a version: takes weights, and no requests
     DIRTY = "dirty"
     HEALTHY = "healthy"  # takes requests
     SUSPECT = "suspect"  # has lost a request since it last answered; see FleetHealth.room
@@ -74,7 +74,7 @@ class RestartRule:
         return cls(most, asked.window_s, asked.back_off_s, asked.losses)
 
 
-# where nobody would give a replica that comes back the weights it needs
+# for pools whose restarted replicas would get no weights
 NO_RESTARTS = RestartRule(most=0)
 
 

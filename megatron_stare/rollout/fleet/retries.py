@@ -47,7 +47,7 @@ class Retries:
     def __init__(self, rule: RequestRule, metrics: Counter[str] | None = None) -> None:
         self._rule = rule
         self._given: dict[str, tuple[int, float]] = {}  # to which replica, and when
-        # of requests that are not answered yet
+        # losses of requests that are not answered yet, by request
         self._lost: dict[str, list[tuple[int, LostRequest]]] = {}
         self.metrics: Counter[str] = Counter() if metrics is None else metrics
 

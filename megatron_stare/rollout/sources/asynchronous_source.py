@@ -90,29 +90,27 @@ class AsynchronousSource(RolloutSource):
         if staleness < 0:
             raise ValueError(f"no token is {staleness} versions old")
         self._ages = Ages(staleness, masked_from)
-        self._rollouts, self._groups, self._sampling, self._prompts = (
-            rollouts,
-            groups,
-            sampling,
-            prompts,
-        )
+        self._rollouts = rollouts
+        self._groups = groups
+        self._sampling = sampling
+        self._prompts = prompts
         self._staleness, self._last, self._progress = staleness, last_step, progress
         self.version = -1  # of the newest weights
         self.metrics: Mapping[str, float] = {}  # of the last batch
-        # by step; begun, and not taken by `next`
+        # steps begun and not taken by `next`
         self._ahead: dict[int, asyncio.Task[Collected]] = {}
         # the stream's state before the first prompt of a step
         self._before: dict[int, PromptState] = {}
         self._counts: dict[int, tuple[int, int]] = {}  # by step, trajectories made and wanted
-        # the step that `next` waits for
+        # step that `next` waits for, and its progress
         self._watched: tuple[int, SimpleQueue[tuple[int, int] | None]] | None = None
         self._held = False  # no step is begun
         self._loop = asyncio.new_event_loop()
-        # of version, hold, or the steps ahead; belongs to the loop
+        # notified of a new version, a hold, or steps ahead; belongs to the loop
         self._changed = asyncio.Condition()
         self._making: asyncio.Task[None] | None = None
-        # a new thread has torch's default number of threads, which sums in another order than the
-        # caller's
+        # A new thread has torch's default number of threads, which sums in another order than the
+        # caller's.
         self._thread = threading.Thread(
             target=self._serve, args=(torch.get_num_threads(),), name="rollouts"
         )

@@ -22,8 +22,8 @@ from megatron_stare.records.trajectory import Trajectory
 from megatron_stare.rollout.sources.under_way import Answer, UnderWay
 
 COLUMNS = {"tokens": torch.int32, "log_probs": torch.float32, "loss_mask": torch.bool}
-# of a trajectory, what is a number or a text; `numbers` and `pieces` are given to those that are
-# trained on
+# fields of a trajectory that are a number or a text; `numbers` and `pieces` are made for training
+# only
 PLAIN = [
     each.name
     for each in fields(Trajectory)
@@ -162,7 +162,7 @@ def _read_response(prompt: Prompt, tree: dict[str, Any], columns: _Reader) -> Un
         response.answers.append(Answer(tokens, log_probs, versions, reason, text, experts, stop))
     if (done := tree["trajectory"]) is not None:
         tokens, log_probs, loss_mask, experts = columns.next(done, *COLUMNS)
-        # an older checkpoint has none: all of the text was judged
+        # a former checkpoint has no such field: all of the text was judged
         done.setdefault("sampled_text", None)
         plain = {name: done[name] for name in PLAIN} | {
             "versions": tuple((v, n) for v, n in done["versions"])

@@ -43,12 +43,10 @@ class SynchronousSource(RolloutSource):
         ages: Ages | None = None,
     ) -> None:
         self._rollouts, self._groups, self._ages = rollouts, groups, ages
-        self._sampling, self._prompts, self._progress, self._idle = (
-            sampling,
-            prompts,
-            progress,
-            idle,
-        )
+        self._sampling = sampling
+        self._prompts = prompts
+        self._progress = progress
+        self._idle = idle
         self.version = -1  # of the newest weights
         self.metrics: Mapping[str, float] = {}  # of the last batch
 

@@ -49,12 +49,10 @@ class Turns:
         tokenizer: Any,
         journal: CallJournal,
     ) -> None:
-        self._serving, self._response, self._params, self._tokens = (
-            serving,
-            response,
-            params,
-            tokens,
-        )
+        self._serving = serving
+        self._response = response
+        self._params = params
+        self._tokens = tokens
         self._left = tokens
         self._tokenizer, self._journal = tokenizer, journal
         self._turns, self._calls = itertools.count(), itertools.count()
@@ -132,7 +130,7 @@ class Turns:
         elif reason == "length" and result.output_ids.numel() == asked and len(answer) < limit:
             return
         answer.finish_reason = reason
-        # whether the last token is a stop token, which is not of the text
+        # without the stop token, which is not part of the text
         ends = "length" if paused else reason
         answer.text = (
             result.text if first and not paused else text_of(answer.tokens, ends, self._tokenizer)
@@ -210,15 +208,11 @@ def _checked(stops: tuple[str, ...], tokenizer: Any, prompt: str) -> tuple[str, 
     for stop in stops:
         special = next((token for token in tokenizer.all_special_tokens if token in stop), None)
         if not stop or not stop[-1].isascii():
-            what, fix = (
-                "ends in no ASCII character",
-                "no single token completes it for certain; cut it before that one",
-            )
+            what = "ends in no ASCII character"
+            fix = "no single token completes it for certain; cut it before that one"
         elif special is not None:
-            what, fix = (
-                f"has the special token {special!r} in it, which no turn's text has",
-                "leave that out",
-            )
+            what = f"has the special token {special!r} in it, which no turn's text has"
+            fix = "leave that out"
         else:
             continue
         raise DataError(
@@ -294,10 +288,10 @@ def check_result(result: GenerateResult, stop_token_ids: Collection[int]) -> Non
     if result.finish_reason == "stop" and (
         not ids or int(result.output_ids[-1]) not in stop_token_ids
     ):
+        first = ", ".join(map(str, sorted(stop_token_ids)[:9]))
         raise DataError(
             f"the response stopped, but its last token {result.output_ids[-1:].tolist()} is no stop"
-            " token "
-            f"({', '.join(map(str, sorted(stop_token_ids)[:9]))}{', ...' * (len(stop_token_ids) > 9)})",
+            f" token ({first}{', ...' * (len(stop_token_ids) > 9)})",
             where=where,
             fix="the engine must return the stop token with its log-prob, and stop at no other",
         )

@@ -48,12 +48,13 @@ class Answer:
     versions: VersionRuns = ()
     finish_reason: FinishReason | None = None  # None: it goes on
     text: str = ""  # once it is whole
-    # of the newest part, which had all before it as its context; see `routing_column`
+    # routed experts of the newest part, whose context was everything before it; see
+    # `routing_column`
     experts: Tensor | None = None
     stop: str | None = None  # once it is whole, the stop string that it ends with
 
     def __len__(self) -> int:
-        # as everywhere on a response's way; len() of a tensor takes ten times as long
+        # numel() here and elsewhere: len() of a tensor takes ten times as long
         return self.tokens.numel()
 
     def add(self, part: GenerateResult) -> None:

@@ -67,7 +67,7 @@ def _cut(
     step = max(1, block_bytes // (math.prod(rest) * _WIDEST))
     size = (sum(rows), *rest)
     if rule.layout == "qkv":  # whole query groups
-        # a group has
+        # heads of a group in each part
         heads = [(stop - start) // (shape.kv_heads * shape.head_dim) for _, (start, stop) in parts]
         unit = sum(heads) * shape.head_dim
         for group, end in _spans(shape.kv_heads, max(1, step // unit)):
@@ -125,8 +125,8 @@ class Place:
     dims: tuple[str, ...] = ()  # what the leading dimensions count: layers, experts
 
 
-# the names of norms that Transformer Engine fuses into the next linear, and Megatron's local layers
-# save either way; the first is the one of most checkpoints
+# Names of norms that Transformer Engine fuses into the next linear, and local layers of Megatron
+# save either way. The first is most checkpoints' name.
 _NORMS = {
     "input_layernorm.weight": (
         "self_attention.linear_qkv.layer_norm_weight",

@@ -96,8 +96,8 @@ def companions_of(checkpoint: Path) -> Path:
     started_from = []
     if recorded.exists():
         path = Path(read_yaml(recorded)["model"]["path"])  # the same in every format
-        # runs of the first format recorded it as it was given, relative to the folder that most
-        # runs lie below
+        # runs of the first format recorded the path as it was given, relative to a folder above the
+        # run
         started_from = (
             [path] if path.is_absolute() else [*(above / path for above in run_dir.parents), path]
         )

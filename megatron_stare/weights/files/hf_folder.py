@@ -131,7 +131,7 @@ def copy_companions(source: Path, target: Path, dtype: str | None = None) -> Non
             shutil.copyfile(source / name, target / name)
     if dtype is not None:
         config = json.loads((target / "config.json").read_text())
-        # its name before transformers 5
+        # the key's name before transformers 5
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         if config.get(key) != dtype:
             (target / "config.json").write_text(json.dumps({**config, key: dtype}, indent=2) + "\n")

@@ -65,6 +65,6 @@ def copy_range(source: int, start: int, target: int, to: int, nbytes: int) -> No
         done += got
 
 
-# of other file systems, or such ones
+# errors of a copy between file systems, or on one that cannot do it
 _CANNOT_COPY = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _PIECE = 8 << 20

@@ -36,7 +36,8 @@ class Buffer:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._used = 0
-        # since the last `clear`; the stretch grows to it there, where nothing points into it
+        # bytes asked for since the last `clear`; the stretch grows to them there, when nothing
+        # points into it
         self._wanted = 0
 
     def take(self, nbytes: int) -> Tensor:

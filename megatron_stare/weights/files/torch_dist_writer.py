@@ -146,7 +146,7 @@ def write_checkpoint_part(part: MegatronPart, advance: Advance) -> list[WriteRes
             return (
                 _writer(part.folder).write_data(part.plan, _Planner(part, files, advance)).value()
             )
-        # of torch.save, which closes its archive after a write that failed
+        # torch.save closes its archive after a failed write, and that raises this
         except RuntimeError as error:
             raise _first(error) from error
 
@@ -169,5 +169,5 @@ def finish_checkpoint(folder: Path, metadata: Metadata, results: list[list[Write
 
 
 def _writer(folder: Path) -> FileSystemWriter:
-    # copying ahead is for tensors on a GPU
+    # 0: copying ahead is for tensors on a GPU
     return FileSystemWriter(folder, per_thread_copy_ahead=0)

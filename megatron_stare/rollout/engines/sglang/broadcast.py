@@ -66,8 +66,8 @@ class BroadcastSync(WeightSync):
         address = address_facing(self._met)
         # rank 0 holds the store; the servers' rendezvous waits for it
         self._store = bound_store(address, world, timeout)
-        # drawn: a server that was not told to leave a former run's group refuses one of the same
-        # name
+        # A random name: a server that was not told to leave a former run's group refuses a second
+        # one of the same name.
         self._name = name = f"megatron_stare_{secrets.token_hex(4)}"
         # the servers' group looks for its keys below these names
         store = PrefixStore(
@@ -130,7 +130,7 @@ class BroadcastSync(WeightSync):
         try:
             group.broadcast([flat], options).wait(limit)
         except RuntimeError as error:
-            # closes its connections, over which servers would wait for what does not come
+            # closes the connections, on which servers would wait forever
             del group
             self._group = None
             raise SGLangError(
@@ -174,7 +174,7 @@ def address_facing(urls: Sequence[str]) -> str:
         parts = urlsplit(url)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
-                # of a datagram socket: nothing is sent
+                # connecting a datagram socket sends nothing
                 probe.connect((parts.hostname, parts.port or 80))
             except OSError as error:
                 raise SGLangError(

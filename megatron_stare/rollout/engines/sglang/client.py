@@ -19,18 +19,18 @@ from megatron_stare.rollout.engines.sglang.transport import HttpTransport, Trans
 from megatron_stare.rollout.engines.state import MEMORY
 
 T = TypeVar("T")
-# SGLang's third, in_place, counts tokens of the old weights to the new version where its scheduler
-# overlaps batches
+# SGLang's third mode, in_place, counts tokens of the old weights to the new version if its
+# scheduler overlaps batches.
 PauseMode = Literal["abort", "retract"]
 # of what a server can release; graphs that it captured are of use with a cache alone
 TAGS = {"weights": ("weights",), "cache": ("kv_cache", "cuda_graph")}
 
 
-# of answers that say nothing about the request itself: time-out, too many requests, and all from
-# 500 on
+# statuses that say nothing about the request itself: time-out, too many requests, and all from 500
+# on
 _PASSING = frozenset({408, 425, 429})
-# what must not be asked twice where the first may have been heard: it is answered otherwise then,
-# or never
+# Calls that must not be repeated if the first may have been heard: the second answer would differ,
+# or never come.
 _ONCE = frozenset(
     {"/init_weights_update_group", "/update_weights_from_distributed", "/end_weight_update"}
 )

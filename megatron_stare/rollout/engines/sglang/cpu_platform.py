@@ -31,8 +31,8 @@ def activate() -> str | None:
     )
 
     # SGLang honours sampling seeds only with deterministic inference, and knows no CPU backend for
-    # that. Noise is keyed on the request with any backend; what this backend does not promise is
-    # the same rounding in every batch.
+    # that. With any backend noise is keyed on the request; this one does not promise the same
+    # rounding in every batch.
     add_deterministic_attention_backend_choices([ATTENTION])
     add_radix_supported_deterministic_attention_backend_choices([ATTENTION])
     return "megatron_stare.rollout.engines.sglang.cpu_platform_class.CpuPlatform"
@@ -55,7 +55,7 @@ def register_hooks() -> None:
         ("sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", _plain_kernels),
         ("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", murmur_hash32),
         ("sglang.srt.managers.load_snapshot.shm_path_for", _path_of_loads),
-        # the table of routed experts
+        # for the table of routed experts
         ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _not_pinned),
         # between groups with requests of their own
         ("sglang.srt.layers.dp_attention.memcpy", copied_rows),

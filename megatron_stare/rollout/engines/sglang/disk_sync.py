@@ -81,8 +81,8 @@ class DiskSync(WeightSync):
         await everywhere(
             *(client.post("/update_weights_from_disk", body) for client in self._clients)
         )
-        # the answer is the first rank's alone: another that finds the files gone while it still
-        # reads them ends its server. A session is opened by all ranks together
+        # The first rank alone answers. Another rank that finds the files gone while it reads them
+        # ends its server. All ranks open a session together, so this waits for them.
         await open_sessions(self._clients)
         await super().load(folder)
 

@@ -79,12 +79,10 @@ class Fingerprint:
     """
 
     def __init__(self, shape: ModelShape, dtype: torch.dtype, layout: ServerLayout) -> None:
-        self._family, self._shape, self._dtype, self._layout = (
-            family_of(shape),
-            shape,
-            dtype,
-            layout,
-        )
+        self._family = family_of(shape)
+        self._shape = shape
+        self._dtype = dtype
+        self._layout = layout
         self._ranks: list[dict[str, Stack]] = [{} for _ in range(layout.tensor)]  # by SGLang's name
 
     def add(self, name: str, tensor: Tensor) -> None:

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NoReturn
 
-# before transformers asks for torchvision, too
+# `serve` must be imported before transformers asks for torchvision
 from megatron_stare.rollout.engines.sglang.serve import NOT_KEPT
 
 TIMEOUT_S = 300
-# beside what a run's own arguments set: a key is drawn for the run, and weights are compared of one
-# model, cut by tensor ranks, in the dtype it is served in
+# Flags that may not be set, beside the run's own: a key is drawn for the run, and weights are
+# compared for one model, cut by tensor ranks, in the dtype it is served in.
 _NOT_TO_BE_SET = {
     *("api_key", "admin_api_key", "quantization"),
     *("ep_size", "pp_size", "dp_size", "attn_dp_size", "attn_cp_size", "moe_dense_tp_size"),
@@ -40,10 +40,8 @@ def refused_flag(python: str, own: Sequence[str], flags: Sequence[str]) -> str |
         own: the arguments that a run sets itself.
     """
     order = json.dumps({"own": own, "flags": flags})
-    command, kept = (
-        [python, "-m", __name__, order],
-        {k: v for k, v in os.environ.items() if k not in NOT_KEPT},
-    )
+    command = [python, "-m", __name__, order]
+    kept = {k: v for k, v in os.environ.items() if k not in NOT_KEPT}
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=kept

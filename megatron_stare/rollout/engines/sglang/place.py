@@ -18,11 +18,9 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
 from megatron_stare.rollout.engines.sglang.transport import LOOPBACK_NAMES
 
-_BOOT, _NETWORK, SHARED_MEMORY = (
-    Path("/proc/sys/kernel/random/boot_id"),
-    Path("/proc/self/ns/net"),
-    Path("/dev/shm"),
-)
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK = Path("/proc/self/ns/net")
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)

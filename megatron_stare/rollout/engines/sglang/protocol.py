@@ -25,7 +25,7 @@ from megatron_stare.rollout.engines.sampling import row_keys
 
 # the weight-update session these releases share does not exist before 0.5.21
 SUPPORTED_VERSIONS = ("0.5.21", "0.5.22", "0.5.23")
-# of an entry of output_token_logprobs: nats, token id, text or null
+# places in an entry of output_token_logprobs: nats, token id, text or null
 _LOG_PROB, _ID = itemgetter(0), itemgetter(1)
 NO_VERSION = "none"  # what servers are started with: weights of no training step
 

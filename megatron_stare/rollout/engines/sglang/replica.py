@@ -293,7 +293,7 @@ def server_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMem
     for name, sizes in expected(shape).items():
         by_cut[layout.cut_over(name, shape)] += math.prod(sizes) * size
     weights = sum(whole // ranks for ranks, whole in by_cut.items())
-    # heads that are fewer than ranks lie on several
+    # fewer heads than ranks lie on several ranks each
     heads = max(-(-shape.kv_heads // layout.group), 1)
     # every rank keeps a latent whole
     token = shape.layers * (shape.cached if shape.latent else 2 * heads * shape.head_dim) * size

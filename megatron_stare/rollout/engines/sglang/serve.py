@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import NoReturn
 
 API_KEY_VARIABLE = "MEGATRON_STARE_SGLANG_KEY"
-# of the trainer's process, and not for servers: paths of its own environment, and a choice of CPU
-# kernels that are not there
+# Variables of the trainer's process that servers must not inherit: paths of its environment, and a
+# choice of CPU kernels that servers do not have.
 NOT_KEPT = ("PYTHONPATH", "VIRTUAL_ENV", "SGLANG_USE_CPU_ENGINE")
 SHARED_MEMORY = Path("/dev/shm")
 SCRATCH_VARIABLE = "TMPDIR"  # a folder of the server's own, removed with it
@@ -51,7 +51,7 @@ def _let_torchvision_import() -> None:
 
 
 _KEPT: list[object] = []
-# here and not in main(): SGLang's processes are spawned, and import this module again
+# here and not in main(): SGLang's spawned processes import this module again
 _let_torchvision_import()
 
 
@@ -78,8 +78,8 @@ def main() -> None:
 def _leave(code: int) -> NoReturn:
     """Ends this process, and with it its group (see `_guard`); the interpreter would wait for
     SGLang's ranks, which wait for requests."""
-    # once the ranks are gone nobody knows whose it was, and they may be before the guard comes to
-    # it
+    # Removed now: once the ranks are gone nobody knows whose memory it was, and they may go before
+    # the guard looks.
     remove_shared_memory(os.getpgid(0))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -98,7 +98,7 @@ def _guard(scratch: str) -> None:
         return
     os.setsid()
     os.close(ends)
-    # nothing is ever written to either: what can be read is its end
+    # Nothing is ever written to either pipe: a readable one has ended.
     select.select([0, lives], [], [])
     remove_shared_memory(group)
     with contextlib.suppress(ProcessLookupError):

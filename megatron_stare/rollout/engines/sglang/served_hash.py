@@ -17,10 +17,11 @@ from torch import Tensor
 
 _TILE = 8192  # words that are summed to one partial value
 _BLOCK = 32  # tiles computed together on a CPU: a megabyte, which stays in a core's cache
-# on a device, where each of about 40 kernels costs a launch: 64 MB, and six times that in passing
+# Elements of a block on a device, where each of about 40 kernels costs a launch: 64 MB, and six
+# times that in passing.
 _DEVICE_BLOCK = 2048
 _SEEDS = (0x243F6A88, ((0x243F6A88 * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF)
-# of each half of the value: the factor, and bits to rotate by
+# for each half of the value: factor, and bits to rotate by
 _POSITIONS = ((0x27D4EB2D, 15), (0x165667B1, 13))
 _MASK32, _MASK64 = 2**32 - 1, 2**64 - 1
 
@@ -71,7 +72,7 @@ class TiledDigest:
     def __init__(self) -> None:
         self._words = 0  # up to the last one that was added
         self._rest: Tensor | None = None  # bytes that do not fill a word yet
-        # the first tile, and [tiles, 2] that are to be added from there on
+        # first tile, and the sums [tiles, 2] to be added from there on
         self._sums: list[tuple[int, Tensor]] = []
 
     def update(self, part: Tensor) -> None:

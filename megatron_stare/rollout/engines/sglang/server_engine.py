@@ -76,7 +76,7 @@ T = TypeVar("T")
 NEVER_FILLED = 2
 PROBE_S = 20.0
 IDLE_S = 30.0  # from when requests are ended until none is under way
-# requests that an expected length counts as, and whose lengths are known at most
+# weight of an expected length, in requests; most requests whose lengths are remembered
 EXPECTED, REMEMBERED = 64, 1024
 FORCING = 1e4  # a bias under which no other token is sampled
 
@@ -193,12 +193,12 @@ class SGLangEngine(ServedEngine):
         self._state, self._version = EngineState.DIRTY, -1
         self._released: frozenset[str] = frozenset()  # of MEMORY
         self._update: WeightUpdate | None = None  # the open one, or the last
-        # the tensors that the server was proven to consist of
+        # tensors that the last proof compared
         self._proven: dict[str, torch.Size] = {}
         self._calls = 0
         # servers behind one router see requests of all engines, and take no two of one name
         self._name = secrets.token_hex(4)
-        # and what each asks for
+        # tasks of the requests under way, and the id of each
         self._under_way: dict[asyncio.Task[GenerateResult | LostRequest], str] = {}
         self._watch = Watch(client, process, self._held, probe_s)
         info = self._at_first(client.server_info)
@@ -207,7 +207,7 @@ class SGLangEngine(ServedEngine):
         check_precision(info, client.url)
         layout = ServerLayout.of(info, client.url)
         layout.require_family(self._shape, client.url)
-        # it names those of one group
+        # the server reports the tokens of one data-parallel group
         cache_tokens = int(info["max_total_num_tokens"]) * layout.data
         self._room = CacheRoom(cache_tokens, max_running, request_tokens)
         if not on_loopback(client.url) and not self._at_first(client.asks_for_key):
@@ -270,7 +270,7 @@ class SGLangEngine(ServedEngine):
         inline runner does."""
         if not _in_event_loop():
             return run_on(self._loop, make)
-        # left only when the thread has ended, so the loop is never run twice
+        # left only when the thread has ended, so that the loop never runs twice at once
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(run_on, self._loop, make).result()
 
@@ -306,13 +306,13 @@ class SGLangEngine(ServedEngine):
                     await self._watch.require()
                 except ServerGoneError as gone:
                     return LostRequest(request.rid, str(gone), error.late or gone.late, gone=True)
-                # it may still be at work on it
+                # the server may still be at work on it
                 with contextlib.suppress(SGLangError, asyncio.TimeoutError):
                     await asyncio.wait_for(self._client.abort(rid), ABORT_S)
                 return LostRequest(request.rid, str(error), error.late)
             else:
                 self._room.came(result.prompt_tokens + result.completion_tokens)
-        # what is aborted here is forgotten, so this was the server's doing
+        # Requests that are aborted here are forgotten, so the server aborted this one.
         if result.finish_reason == "abort":
             return LostRequest(
                 request.rid, f"{self._client.asked}: the server gave the response up"
@@ -339,7 +339,7 @@ class SGLangEngine(ServedEngine):
         try:
             return [task.result() for task in done]
         except BaseException:
-            # asyncio reports an error that nobody asked for
+            # retrieve the errors: asyncio logs those that nobody asked for
             await asyncio.gather(*done, return_exceptions=True)
             await self._forget()
             raise
@@ -350,7 +350,7 @@ class SGLangEngine(ServedEngine):
 
     async def _forget(self) -> None:
         """Ends what is under way, here and on the server, if it still answers."""
-        # one that hangs must not hold up whoever goes on
+        # a server that hangs must not delay the caller
         told = asyncio.wait_for(self._client.abort(), ABORT_S)
         await asyncio.gather(self._cancel(), told, return_exceptions=True)
 
@@ -379,7 +379,7 @@ class SGLangEngine(ServedEngine):
             raise EngineStateError(f"cannot {action}: the cache is released; resume its memory")
 
     def begin_weight_update(self, version: int, prove: bool = True) -> None:
-        # it may have been started anew since, and be in no group of the trainer's
+        # the server may have restarted since, and have left the trainer's group
         if self._held() is not None:
             self.check()
         self._state = advance(self._state, EngineState.UPDATING)

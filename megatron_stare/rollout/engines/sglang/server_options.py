@@ -13,8 +13,8 @@ from megatron_stare.rollout.engines.sglang.protocol import NO_VERSION
 from megatron_stare.rollout.engines.sglang.serve import NOT_KEPT
 
 CPU_ATTENTION = "torch_native"  # the one attention backend that needs no kernels
-# Below the range the kernel hands out by itself: minutes pass until a server listens, in which
-# another program's connection would take its port.
+# Below the ephemeral port range, so that no other connection takes the port in the minutes while a
+# server starts.
 PORTS = range(20_000, 32_000)
 KEPT_BYTES = 2**30  # of memory that a CPU server has freed
 
@@ -50,7 +50,7 @@ class ServerOptions:
     names_experts: bool = False  # it can say which experts a token went to
     flags: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    # that it may listen on, and its ranks meet at; two at least. None: see PORTS
+    # ports for its HTTP and for its ranks' rendezvous; two at least. None: see PORTS
     ports: Sequence[int] | None = None
 
     @property
@@ -94,7 +94,7 @@ class ServerOptions:
             "max-running-requests": self.max_running,
             "weight-version": NO_VERSION,
             "log-level-http": "warning",  # not a line a request
-            # weights come from the weight sync alone, so that a lost one cannot go unseen
+            # weights come from the weight sync alone, so that a missing one cannot go unseen
             "load-format": "dummy",
         }
         words = [
@@ -132,8 +132,8 @@ class ServerOptions:
             "THP_MEM_ALLOC_ENABLE": "1",
         }
         if self.device == "cpu":
-            # the room of a bucket is kept for the next one, rather than given back and made, and
-            # cleared, anew
+            # A bucket's memory is kept for the next one: freeing it means to map and clear it
+            # again.
             kept |= dict.fromkeys(
                 ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(KEPT_BYTES)
             )

@@ -65,7 +65,7 @@ class SpreadServer(ServerProcess):
                     self._fall(
                         f"lost the worker of its part on {' or '.join(self._site.others)}: {error}"
                     )
-        # else its number may be another's by now
+        # a reaped process's number may be another process's by now
         if self._fallen and self._process.returncode is None:
             self.kill()
 
@@ -93,7 +93,7 @@ class SpreadServer(ServerProcess):
     def close(self) -> None:
         self._closing.set()
         super().close()
-        # of workers that are gone, whose processes end with them
+        # fails where workers are gone, whose processes ended with them
         with contextlib.suppress(Exception):
             self._parts.wait(self._parts.start("stop"), timeout_s=ANSWER_S)
 

@@ -125,11 +125,9 @@ class ServersSender(Sender):
 
     def __init__(self, target: ServersTarget, rank: int) -> None:
         self._target = target
-        self._loop, self._thread, self._hashing = (
-            asyncio.new_event_loop(),
-            ThreadPoolExecutor(1),
-            ThreadPoolExecutor(1),
-        )
+        self._loop = asyncio.new_event_loop()
+        self._thread = ThreadPoolExecutor(1)
+        self._hashing = ThreadPoolExecutor(1)
         self._clients = [SGLangClient(s.url, s.api_key, target.timeout_s) for s in target.servers]
         self._sync = make_sync(
             target.method,

@@ -66,7 +66,7 @@ class TensorSync(WeightSync):
     def _packed(self, bucket: Bucket) -> list[str]:
         """Handles for each rank of all servers, which unpickles its own; one process alone may open
         a handle."""
-        # until all servers have copied it
+        # the memory is held until all servers have copied it
         lying = [(name, tensor.detach().to(self._where)) for name, tensor in bucket]
         ranks = sum(layout.tensor for layout in self._layouts)
         return (
@@ -90,13 +90,11 @@ def packed(bucket: Bucket) -> str:
         torch.cuda.synchronize()  # the servers read without waiting for this process's streams
         pickler, tensors = _HandlePickler(buffer), list(bucket)
     elif shared_name(first.untyped_storage()) is not None:
-        pickler, tensors = (
-            _SharedPickler(buffer),
-            [(name, tensor.detach()) for name, tensor in bucket],
-        )
+        pickler = _SharedPickler(buffer)
+        tensors = [(name, tensor.detach()) for name, tensor in bucket]
     else:
         pickler = _BytesPickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-        # a view would carry its whole bucket
+        # clones: pickling a view would carry its whole bucket
         tensors = [(name, tensor.detach().clone()) for name, tensor in bucket]
     pickler.dump(tensors)
     return base64.b64encode(buffer.getbuffer()).decode("ascii")
