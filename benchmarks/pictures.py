@@ -156,7 +156,7 @@ async def shoot(folder: Path, out: Path) -> None:
 
 
 async def picture(here: Tab, out: Path) -> None:
-    """What is on the screen, as PNG."""
+    """Writes the visible part of the page as PNG."""
     found = await here.call("Page.captureScreenshot", optimizeForSpeed=False)
     out.write_bytes(base64.b64decode(found["data"]))
 
