@@ -194,6 +194,12 @@ SHELL: dict[str, tuple[str, str, dict[str, str], tuple[str, ...]]] = {
         {"NCCL_CUMEM_ENABLE": "1"},
         ("rollout.engine=sglang", "sglang.sync=distributed", "sglang.urls=[http://10.0.0.2:30000]"),
     ),
+    "NVLink SHARP set apart": (
+        "NCCL_NVLS_ENABLE",
+        "fault",
+        {"NCCL_NVLS_ENABLE": "1"},
+        ("rollout.engine=sglang", "sglang.sync=distributed", "sglang.urls=[http://10.0.0.2:30000]"),
+    ),
     "no such adapter": ("NCCL_IB_HCA", "fault", {"NCCL_IB_HCA": "=mlx5_9:1"}, ()),
     "no such interface, NCCL": ("NCCL_SOCKET_IFNAME", "fault", {"NCCL_SOCKET_IFNAME": "bond"}, ()),
     "a beginning of a name, gloo": (
