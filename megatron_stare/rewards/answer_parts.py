@@ -1,7 +1,6 @@
-r"""Mathematical answers taken apart: characters beyond ASCII, names and equations, lists, tuples,
-sets and intervals, times of day, and the ways to say that there is no answer. Imports the standard
-library only.
-"""
+r"""Parses mathematical answers: non-ASCII characters, names and equations, lists, tuples, sets and
+intervals, times of day, and statements that there is no answer. Imports the standard library
+only."""
 
 from __future__ import annotations
 
@@ -117,9 +116,9 @@ _FUNCTIONS = re.compile(
 
 
 def readable(text: str) -> str:
-    """An answer in ASCII and LaTeX: Unicode's signs, powers, fractions and roots as commands,
-    millions as powers of ten, repeating decimals as fractions, degrees under sine and its like as
-    radians."""
+    """Converts an answer to ASCII and LaTeX: Unicode signs, powers, fractions and roots to
+    commands, millions to powers of ten, repeating decimals to fractions, and degrees in
+    trigonometric functions to radians."""
     text = _ROOT.sub(_root, text)
     found, raised = [], ""
     for character in text:
@@ -148,7 +147,7 @@ def _character(character: str) -> str:
     if character.isascii():
         return character
     normal = unicodedata.normalize("NFKC", character)
-    if unicodedata.category(character) == "No" and "⁄" in normal:  # a fraction in one sign
+    if unicodedata.category(character) == "No" and "⁄" in normal:  # a fraction in one character
         over, _, under = normal.partition("⁄")
         return rf" \frac{{{over}}}{{{under}}}" if over else character
     return normal if normal.isascii() else character
@@ -161,7 +160,8 @@ def _root(found: re.Match[str]) -> str:
 
 
 def _fraction(found: re.Match[str]) -> str:
-    """A repeating decimal as a fraction; both 0.1\\overline{6} and 0.\\dot{1}2\\dot{3}."""
+    """Converts a repeating decimal to a fraction; accepts 0.1\\overline{6} and
+    0.\\dot{1}2\\dot{3}."""
     whole, before, again = found[1] or "0", found[2], found[3]
     if found[5]:
         again += (found[4] or "") + found[5]
@@ -173,7 +173,8 @@ def _fraction(found: re.Match[str]) -> str:
 
 
 def nothing(text: str) -> str | None:
-    """Which way of having no answer an answer says; None: it is something else."""
+    """Returns the kind of an answer without a value: none, undefined, infinite or infinity; None
+    for anything else."""
     words = re.sub(r"\\(?:text|mathrm|textbf|mbox)(?![A-Za-z])|[\\${}().!]", " ", text).strip()
     words = re.sub(r"\s+", " ", words.lower())
     if re.sub(r"\s", "", text) in (r"\{\}", "{}"):
@@ -183,7 +184,7 @@ def nothing(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class Clock:
-    """A time of day. half: a or p; None: it is not said."""
+    """A time of day. half: a (am) or p (pm); None: not given."""
 
     hour: int
     minute: int
@@ -192,7 +193,7 @@ class Clock:
 
 
 def clock(text: str) -> Clock | None:
-    """The time of day that an answer is; None: something else."""
+    """Returns the time of day that an answer states; None for anything else."""
     plain = re.sub(r"\\(?:text|mathrm|mbox|textbf)(?![A-Za-z])|[{}~]|\\[,;:! ]", " ", text).strip()
     found = _CLOCK.fullmatch(re.sub(r"\s+", " ", re.sub(r"\s*:\s*", ":", plain)))
     if not found:
@@ -204,8 +205,8 @@ def clock(text: str) -> Clock | None:
 
 
 def sides(text: str) -> list[str]:
-    """The sides of an equation or a chain of them; one where there is no equals sign outside of
-    brackets."""
+    """Returns the sides of an equation or of a chain of equations; a single item if there is no
+    equals sign outside brackets."""
     return [part.strip() for part in split(text, ("=",))]
 
 
@@ -227,7 +228,7 @@ def is_name(text: str) -> bool:
 
 
 def split(text: str, marks: tuple[str, ...]) -> list[str]:
-    """The parts between marks that stand outside of brackets; a comma between thousands is none."""
+    """Splits a text at marks outside brackets. The '=' of <=, >= and != is no mark."""
     found, depth, start, at = [], 0, 0, 0
     while at < len(text):
         if text[at] == "\\" and text[at + 1 : at + 2] in ("{", "}"):
@@ -258,9 +259,9 @@ _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
 def items(text: str) -> list[str]:
-    r"""The items of a list that stands in no bracket: between commas, semicolons, 'and' and 'or',
-    and both signs of a \pm at its head. One where it is no list; a number with thousands' commas is
-    one item."""
+    r"""Splits a list without brackets at commas, semicolons, 'and' and 'or', and at a leading \pm
+    into both signs. Returns one item if the text is no list; a number with thousands' commas is one
+    item."""
     text = _JOINED.sub(",", text)
     if _THOUSANDS.fullmatch(text.strip()):
         return [text]
@@ -285,10 +286,10 @@ def items(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Bracketed:
-    """Content of a bracket around the whole of an answer.
+    """Content of the bracket that encloses a whole answer.
 
-    opened, closed: '(' and ')' where the end is open or it is a tuple, '[' and ']' where it belongs
-        to an interval, '{' and '}' of a set.
+    opened, closed: '(' and ')' for a tuple or an open end of an interval, '[' and ']' for a closed
+        end, '{' and '}' for a set.
     """
 
     opened: str
@@ -297,7 +298,8 @@ class Bracketed:
 
 
 def bracketed(text: str) -> Bracketed | None:
-    """The parts of a tuple, an interval or a set; None: the answer is none. ]1,2[ is (1,2)."""
+    """Returns the parts of a tuple, an interval or a set; None for anything else. ]1,2[ is read as
+    (1,2)."""
     text = re.sub(r"\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?)(?![A-Za-z])\s*", "", text).strip()
     text = (
         text.replace(r"\lbrace", r"\{")
@@ -330,5 +332,5 @@ def _balanced(text: str) -> bool:
 
 
 def union(text: str) -> list[str]:
-    """The parts of a union; one where it is none."""
+    """Returns the parts of a union; a single item if there is no union."""
     return [part.strip() for part in split(text, (r"\cup",))]

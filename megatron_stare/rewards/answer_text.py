@@ -1,7 +1,6 @@
-r"""How mathematical answers are written beside what they mean: the parts of an answer's LaTeX that
-a comparison must not see, and those that math-verify does not see and a comparison must. Imports
-the standard library only.
-"""
+r"""Normalises the notation of mathematical answers: removes LaTeX that does not affect the meaning,
+and detects notation that affects it but that math-verify ignores. Imports the standard library
+only."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import re
 from decimal import Decimal
 from fractions import Fraction
 
-_GROUP = r"\{((?:[^{}]|\{[^{}]*\})*)\}"  # a braced group with at most one group in it
+_GROUP = r"\{((?:[^{}]|\{[^{}]*\})*)\}"  # a braced group with at most one level of nested groups
 _WRAPPED = re.compile(
     r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|mathit|boldsymbol|underline|boxed|fbox)\s*"
     + _GROUP
@@ -35,7 +34,7 @@ _NUMBER = re.compile(
     + _TENS
 )
 _QUOTIENT = re.compile(r"([+-]?)(?:\\[dt]?frac\{(\d+)\}\{(\d+)\}|(\d+)\s*/\s*(\d+))")
-_DIGITS = 100  # of a quotient's parts
+_DIGITS = 100  # maximum number of digits in each part of a quotient
 _UNIT = re.compile(r"\\(?:text|mathrm|textrm|mbox|operatorname)\{[^{}]*\}(?:\^\{?-?\d\}?)?$")
 _RELATION = r"(\\leq?|\\geq?|<|>|\\lt|\\gt)"
 _ABOVE_OR_BELOW = re.compile(r"([A-Za-z])" + _RELATION + r"(?![A-Za-z])(.+)")
@@ -48,8 +47,8 @@ _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
 def bare(text: str) -> str:
-    """An answer without what only dresses it: dollars, spacing, fonts, colours, labels, check
-    marks, a modulus, a choice's letter before its value, a full stop. 1e5 becomes a power of
+    """Removes decoration from an answer: dollars, spacing, fonts, colours, labels, check marks, a
+    modulus, the letter of a choice before its value, a full stop. Rewrites 1e5 as a power of
     ten."""
     text = text.replace("\\$", "").replace("$", "").replace("\u2212", "-").replace("\0", "").strip()
     text = _COLOUR.sub(lambda found: found[1] or "", text)
@@ -69,34 +68,35 @@ def bare(text: str) -> str:
 
 
 def without_name(text: str) -> str:
-    """The right side of 'x = ...' and 'f(x) = ...'; any other text as it is."""
+    """Returns the right side of 'x = ...' and 'f(x) = ...'; any other text unchanged."""
     found = _NAMED.match(text)
     return text[found.end() :] if found and text.count("=") == 1 else text
 
 
 def without_fonts(text: str) -> str:
-    r"""An answer without \text{...}, \mathbf{...} and their like, two deep, whose content stays."""
+    r"""Replaces \text{...}, \mathbf{...} and similar commands, up to two levels deep, by their
+    content."""
     return _WRAPPED.sub(r"\1", _WRAPPED.sub(r"\1", text))
 
 
 def plain(text: str) -> str:
-    """An answer as characters to be compared: no fonts, no spaces, no left and right, one way to
-    write a fraction."""
+    """Reduces an answer to characters for comparison: without fonts, spaces and the commands left
+    and right, and with one command for fractions."""
     text = without_fonts(text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text.replace(r"\left", "").replace(r"\right", ""))
     return re.sub(r"\s+", "", text)
 
 
 def tidy(text: str) -> str:
-    """Reduces an answer as `plain` does but keeps it LaTeX: a space that ends a command's name
+    """Reduces an answer like `plain` but keeps it valid LaTeX: a space that ends a command's name
     stays."""
     text = re.sub(r"(\\[A-Za-z]+)\s+(?=[A-Za-z])", "\\1\0", without_fonts(text))
     return plain(text).replace("\0", " ")
 
 
 def number(text: str) -> Decimal | None:
-    """The value of a number in digits, thousands' commas, powers of ten and a unit aside; None:
-    something else."""
+    """Returns the value of a number in digits; thousands' commas, powers of ten and a unit are
+    allowed. None for anything else."""
     text = _UNIT.sub("", re.sub(r"\s+|\\left|\\right", "", text))
     if (
         not any(map(str.isdigit, text))
@@ -112,8 +112,8 @@ def number(text: str) -> Decimal | None:
 
 
 def quotient(text: str) -> Fraction | None:
-    """The value of a fraction of whole numbers; None: something else, or nothing that can be
-    divided by."""
+    """Returns the value of a fraction of integers; None for anything else, or if the denominator is
+    0."""
     if not (found := _QUOTIENT.fullmatch(text)):
         return None
     sign, *parts = (part for part in found.groups() if part is not None)
@@ -123,24 +123,24 @@ def quotient(text: str) -> Fraction | None:
 
 
 def exact_value(text: str) -> Fraction | None:
-    """The value of a number in digits or of a fraction of whole numbers; None: something else, or
-    beyond 10^100."""
+    """Returns the value of a number in digits or of a fraction of integers; None for anything else,
+    or beyond 10^100."""
     if (value := number(text)) is not None:
         return Fraction(value) if not value or abs(value.adjusted()) <= _DIGITS else None
     return quotient(text)
 
 
 def same_number(wanted: Decimal, given: Decimal) -> bool:
-    """Compares two numbers: integers exactly, others within 1e-6, of the reference where that is
-    below 1."""
+    """Compares two numbers: integers exactly, others within 1e-6, relative to the reference if that
+    is below 1."""
     if wanted == wanted.to_integral_value() and given == given.to_integral_value():
         return wanted == given
     return abs(wanted - given) <= Decimal("1e-6") * min(Decimal(1), abs(wanted))
 
 
 def intervals(text: str) -> str | None:
-    """Inequalities joined by or, such as 'x < -2 or x > 1', as a union of intervals; None: it is
-    something else."""
+    """Converts inequalities joined by or, such as 'x < -2 or x > 1', to a union of intervals; None
+    for anything else."""
     parts = [_interval(part) for part in _OR.split(re.sub(r"\s+|\\left|\\right", "", text))]
     return r"\cup".join(filter(None, parts)) if len(parts) > 1 and all(parts) else None
 
@@ -165,56 +165,57 @@ def _sign(relation: str) -> str:
 
 
 def word(text: str) -> str | None:
-    """A name, a choice or another answer in words, in small letters and without brackets; None:
-    something else."""
+    """Returns an answer in words, such as a name or a choice, in lower case and without brackets;
+    None for anything else."""
     text = plain(text).strip("().")
     return text.lower() if _WORDS.fullmatch(text) else None
 
 
 def one_value(text: str) -> bool:
-    r"""Returns True if an answer is one value: no list, no union, no \pm, and no words that qualify
-    it."""
+    r"""Returns True if an answer is one value: no list, no union, no \pm, and no qualifying
+    words."""
     return not (hedges(text) or re.search(r",(?!\d{3})|\\cup|\\pm", text))
 
 
 def hedges(text: str) -> bool:
-    r"""Returns True if words qualify an answer, as in 3\text{ or 4}; math-verify may take them for
-    a unit."""
+    r"""Returns True if words qualify an answer, as in 3\text{ or 4}; math-verify may read them as a
+    unit."""
     return bool(_HEDGE.search(text))
 
 
 def must_be_written_alike(wanted: str, given: str) -> bool:
-    """Returns True if two answers are equal only when written alike: numbers with a base, times of
+    """Returns True if two answers are equal only if written alike: numbers with a base, times of
     day.
 
-    math-verify would pass over what tells such answers apart.
+    math-verify would ignore the difference between such answers.
     """
     pair = (plain(wanted), plain(given))
     return any(_CLOCK.fullmatch(text) or _BASE.fullmatch(text) for text in pair)
 
 
 def alike(wanted: str, given: str) -> bool:
-    """Returns True if two answers are the same characters once `plain`, braces around subscripts
-    aside."""
+    """Returns True if two answers have the same characters after `plain`, apart from braces around
+    subscripts."""
     first, second = (re.sub(r"_\{(\w+)\}", r"_\1", plain(text)) for text in (wanted, given))
     return first == second
 
 
 def ends_in_a_name(text: str) -> bool:
-    """Returns True if an answer ends in a letter that stands for a quantity: the t of 'cos 2t' is
-    no tonne."""
+    """Returns True if an answer ends in a letter that is a variable: the t of 'cos 2t' is not a
+    tonne."""
     return bool(re.search(r"(?<![A-Za-z\\])[A-Za-z]$", text))
 
 
 def of_another_kind(wanted: str, given: str) -> bool:
-    r"""Returns True if one answer is a set \{...\} and the other an interval or tuple, equal to
-    math-verify."""
+    r"""Returns True if one answer is a set \{...\} and the other an interval or tuple, which
+    math-verify treats as equal."""
     kinds = {_outer_bracket(plain(wanted)), _outer_bracket(plain(given))}
     return "{" in kinds and bool(kinds & {"(", "["})
 
 
 def _outer_bracket(text: str) -> str:
-    """The bracket around the whole of a text; '' where there is none, or several side by side."""
+    """Returns the bracket that encloses the whole text; '' if there is none, or if several stand
+    side by side."""
     text = text.replace("\\{", "{").replace("\\}", "}")
     if not text or text[0] not in _PAIRS or text[-1] not in ")]}":
         return ""

@@ -1,9 +1,9 @@
-r"""Units and words behind a number: which are known, which agree, and which change what the number
-says.
+r"""Handles units and words after a number: which are known, which agree, and which change the
+number.
 
-A known unit may stand where the reference has none. A unit that the reference has must agree: it is
-the same, or another of its kind with the number converted. A word that changes the number (7
-million, 7 squared) is no unit, nor is a letter that stands for a quantity (7t). Imports the
+An answer may have a known unit if the reference has none. If both have a unit, the units must
+agree: they are the same, or of the same kind and the number is converted. A word that changes the
+number (7 million, 7 squared) is not a unit, nor is a letter that is a variable (7t). Imports the
 standard library only.
 """
 
@@ -13,16 +13,16 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-COUNT = "count"  # kind of nouns that are counted: 12 ways, 12 students
+COUNT = "count"  # kind of countable nouns: 12 ways, 12 students
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A value as it is written, and what it is counted in.
+    """A value in its notation, and its unit.
 
     value: LaTeX, without the unit.
-    kind: of the unit, such as length^2; None: there is no unit.
-    size: of the unit, in the first of its kind.
+    kind: kind of the unit, such as length^2; None: no unit.
+    size: size of the unit, relative to the first of its kind.
     """
 
     value: str
@@ -31,7 +31,7 @@ class Quantity:
 
 
 def _table() -> dict[str, tuple[str, Fraction]]:
-    """Unit by its names: kind and size."""
+    """Returns kind and size of each unit, by name."""
     lines = """
     length 1 m meter meters metre metres
     length 1/100 cm centimeter centimeters centimetre centimetres
@@ -98,7 +98,7 @@ def _table() -> dict[str, tuple[str, Fraction]]:
 
 
 _UNITS = _table()
-# letters that stand for a quantity unless they are set as text
+# letters that are variables unless they are set as text
 _LETTERS = frozenset(name for name in _UNITS if len(name) == 1) | {"in", "ev", "pa"}
 _COUNTED = frozenset(
     """
@@ -113,7 +113,7 @@ _COUNTED = frozenset(
     configuration coloring colouring sequence polynomial tournament ticket
     """.split()  # noqa: SIM905 - words are read more easily than a list of them
 )
-# words that make another number of the one before them
+# words that change the number before them
 _CHANGING = frozenset(
     """
     hundred thousand million billion trillion dozen score gross squared cubed factorial percent
@@ -123,7 +123,7 @@ _CHANGING = frozenset(
     is are of in ten tens twenty thirty forty fifty k so exactly only nearly almost
     """.split()  # noqa: SIM905
 )
-_LETTERS_IN_WORDS = ("in", "a", "A", "C", "F")  # words, names and temperatures before units
+_LETTERS_IN_WORDS = ("in", "a", "A", "C", "F")  # read as words, names or temperatures, not as units
 _TEXT = (
     r"\\(?:text|mathrm|textrm|textbf|textit|mbox|operatorname|mathbf|rm)\s*"
     r"\{((?:[^{}]|\{[^{}]*\})*)\}"
@@ -143,15 +143,15 @@ _SEVERAL = re.compile(
 
 
 def quantity(text: str) -> Quantity | None:
-    """A value and its unit; without a unit where none stands behind it. None: words stand there
-    that are no unit and change what is said."""
+    """Splits an answer into a value and its unit, which may be absent. Returns None if the value is
+    followed by words that are not a unit and change the meaning."""
     if money := _MONEY.match(text):
         kind = {"€": "euro", "£": "pound"}.get(text[money.start()], "money")
         rest = quantity(text[money.end() :])
         if rest is None or rest.kind not in (None, "money", kind):
             return None
         return Quantity(rest.value, kind, rest.size)
-    if re.search(r"\d\s*'+$", text):  # minutes and seconds of arc, or feet and inches
+    if re.search(r"\d\s*'+$", text):  # arc minutes and seconds, or feet and inches
         return None
     if (several := _of_several(re.sub(r"\band\b", " ", text))) is not None:
         return several
@@ -180,8 +180,8 @@ def quantity(text: str) -> Quantity | None:
 
 
 def _of_several(text: str) -> Quantity | None:
-    """A value in several units of a kind, such as 7 hours 30 minutes, in the last of them; None: it
-    is not one."""
+    """Converts a value in several units of a kind, such as 7 hours 30 minutes, to the last unit;
+    None for anything else."""
     parts, at = [], 0
     while at < len(text):
         if not (found := _SEVERAL.match(text, at)) or found.end() == at:
@@ -203,7 +203,7 @@ def _of_several(text: str) -> Quantity | None:
 
 
 def _unit(words: str, *, set_as_text: bool) -> tuple[str, Fraction] | None:
-    """Kind and size of a unit in words or symbols; None: they are no unit."""
+    """Returns kind and size of a unit in words or symbols; None if it is not a unit."""
     bare = words.strip()
     if (
         (set_as_text or len(bare) > 1)
@@ -227,7 +227,7 @@ def _unit(words: str, *, set_as_text: bool) -> tuple[str, Fraction] | None:
     return f"{kind} / {below[0][0]}", size / below[0][1]
 
 
-# symbols of units that take prefixes, by what they measure; and the prefixes' powers of ten
+# unit symbols that take prefixes, with kind and size; _PREFIXES has the prefixes' powers of ten
 _SYMBOLS = {
     **dict.fromkeys(("m",), ("length", Fraction(1))),
     **{"g": ("mass", Fraction(1)), "s": ("time", Fraction(1)), "L": ("volume", Fraction(1))},
@@ -294,7 +294,8 @@ _FACTOR = re.compile(r"([A-Za-z]+)\s*(?:\^?\s*\{?\s*([+-]?\d)\s*\}?)?")
 
 
 def _symbols(text: str) -> tuple[str, Fraction] | None:
-    r"""Kind and size of a unit in symbols, such as kg m^2/s or W m^{-2}; None: it is none."""
+    r"""Returns kind and size of a unit in symbols, such as kg m^2/s or W m^{-2}; None if it is not
+    a unit."""
     text = (
         re.sub(r"\\(?:cdot|times)(?![A-Za-z])|[~*]|\\[,;:! ]", " ", text)
         .replace("\\mu", "u")
@@ -376,8 +377,8 @@ def _countable(singular: tuple[str, ...]) -> bool:
 
 
 def agree(wanted: Quantity, given: Quantity) -> Fraction | None:
-    """Factor to multiply the given value by before comparing it with the wanted one; None: the
-    units do not agree."""
+    """Returns the factor by which to multiply the given value before comparing it with the wanted
+    value; None if the units do not agree."""
     if given.kind is None:
         return Fraction(1)
     several = (wanted.kind or "").endswith(" of several"), given.kind.endswith(" of several")

@@ -1,4 +1,4 @@
-"""The verifier of `data/arithmetic.py`. Runs in reward workers; imports nothing heavy."""
+"""Verifies answers to `data/arithmetic.py`. Runs in reward workers; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _LAST_INTEGER = re.compile(r"\s*(-?)0*([0-9]+)\s*")
 
 
 def verify(response: str, answer: str) -> float:
-    """1.0 if the response ends in '=' and the integer `answer`, with nothing after it but
+    """Returns 1.0 if the response ends in '=' and the integer `answer`, followed by nothing but
     whitespace; else 0.0.
 
     Raises:
@@ -22,13 +22,14 @@ def verify(response: str, answer: str) -> float:
 
 
 def answer_start(response: str) -> int:
-    """Position of the last '=', characters from the start; -1 if no integer ends the response after
-    it."""
+    """Returns the position of the last '=', characters from the start; -1 if the response does not
+    end in an integer after it."""
     return response.rfind("=") if _answer(response) else -1
 
 
 def normal_answer(response: str) -> str:
-    """The integer that ends the response, without zeros before it; "" if there is none."""
+    """Returns the integer at the end of the response, without leading zeros; "" if there is
+    none."""
     match = _answer(response)
     return match[1] + match[2] if match else ""
 

@@ -1,4 +1,4 @@
-r"""The verifier of multiple choice: the letters of the final answer. Runs in reward workers;
+r"""Verifies multiple-choice answers by the letters of the final answer. Runs in reward workers;
 imports nothing heavy."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """1.0 if the final answer names the same choices as `answer`, in any order, else 0.0.
+    """Returns 1.0 if the final answer names the same choices as `answer`, in any order, else 0.0.
 
     Raises:
         ValueError: `answer` names no choice.
@@ -40,12 +40,12 @@ answer_start = final_answer_start
 
 
 def normal_answer(response: str) -> str:
-    """The letters of the final answer, in alphabetical order; "" if it names none."""
+    """Returns the letters of the final answer in alphabetical order; "" if it names none."""
     return ",".join(sorted(_letters(final_answer(response) or "") or ()))
 
 
 def _letters(text: str) -> frozenset[str] | None:
-    """The choices that a text names; None where a part of it names none."""
+    """Returns the choices that a text names; None if a part of the text names none."""
     text = without_fonts(text).replace("$", "").strip()
     parts = [_LETTER.fullmatch(plain(part)) for part in _SEPARATOR.split(text)]
     return frozenset(part[1].upper() for part in parts if part) if all(parts) else None

@@ -1,5 +1,5 @@
-r"""DAPO's comparison (rewards/dapo_verifier.py) of what the last box holds, as in JustRL (arXiv
-2512.16649)."""
+r"""Applies DAPO's comparison (rewards/dapo_verifier.py) to the content of the last box, as in
+JustRL (arXiv 2512.16649)."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """1.0 if the content of the last box is the answer once both are normalised, else 0.0."""
+    """Returns 1.0 if the content of the last box equals the answer after normalisation of both,
+    else 0.0."""
     given = last_boxed(response)
     return float(given is not None and normalised(given) == normalised(answer))
 
 
 def answer_start(response: str) -> int:
-    """Position of the last box, characters from the start; -1 if there is none or it does not
-    close."""
+    """Returns the position of the last box, characters from the start; -1 if there is none or it
+    does not close."""
     box = last_box(response)
     return box.start if box and box.content is not None else -1
 
 
 def normal_answer(response: str) -> str:
-    """The content of the last box, normalised; "" if there is none that closes."""
+    """Returns the normalised content of the last box; "" if there is none that closes."""
     return normalised(last_boxed(response) or "")

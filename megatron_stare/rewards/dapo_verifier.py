@@ -1,21 +1,21 @@
-r"""DAPO's rules: what stands behind the last 'Answer:' of a response, as text, against the
+r"""Implements DAPO's rule: compares the text after the last 'Answer:' of a response with the
 reference.
 
-Both sides are normalised as Minerva does it (Lewkowycz et al., arXiv 2206.14858, appendix D.1),
-with the lists that DAPO (arXiv 2503.14476) published, and are equal if they are the same characters
-then. Only the last 300 characters of a response are looked at. 1 for right and 0 for wrong, where
-DAPO has 1 and -1: the same advantages, but what is added to the reward, such as the overlong
-punishment, is to be halved (`overlong.factor: 0.5`). Runs in reward workers.
+Both are normalised as in Minerva (Lewkowycz et al., arXiv 2206.14858, appendix D.1), with the lists
+that DAPO (arXiv 2503.14476) published, and must then have the same characters. Only the last 300
+characters of a response count. The reward is 1 for right and 0 for wrong; DAPO uses 1 and -1. The
+advantages are the same, but any addition to the reward, such as the overlong punishment, must be
+halved (`overlong.factor: 0.5`). Runs in reward workers.
 """
 
 from __future__ import annotations
 
 import re
 
-_SEEN = 300  # characters at the end of a response
+_SEEN = 300  # number of characters that count, at the end of a response
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
-# in this order: articles, dollars, spaces, and three ways to say the same
+# applied in this order: articles, dollars, spaces, and three synonyms
 _REPLACED = (
     ("an ", ""),
     ("a ", ""),
@@ -74,34 +74,35 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """1.0 if what follows the last 'Answer:' is the answer once both are normalised, else 0.0."""
+    """Returns 1.0 if the text after the last 'Answer:' equals the answer after normalisation of
+    both, else 0.0."""
     found = _ANSWER.findall(response[-_SEEN:])
     return float(bool(found) and normalised(found[-1]) == normalised(answer))
 
 
 def answer_start(response: str) -> int:
-    """Position of the last 'Answer:', characters from the start; -1 if the last 300 characters have
-    none."""
+    """Returns the position of the last 'Answer:', characters from the start; -1 if the last 300
+    characters have none."""
     before = max(0, len(response) - _SEEN)
     starts = [found.start() for found in _ANSWER.finditer(response, before)]
     return starts[-1] if starts else -1
 
 
 def normal_answer(response: str) -> str:
-    """Text after the last 'Answer:', normalised; "" if there is none."""
+    """Returns the normalised text after the last 'Answer:'; "" if there is none."""
     found = _ANSWER.findall(response[-_SEEN:])
     return normalised(found[-1]) if found else ""
 
 
 def normalised(text: str) -> str:
-    """An answer without units, articles, fonts and spaces, in one way to write fractions, roots and
-    large integers."""
+    """Removes units, articles, fonts and spaces from an answer, and unifies the notation of
+    fractions, roots and large integers."""
     text = text.rpartition("=")[2]
     for old, new in _REPLACED:
         text = text.replace(old, new)
     for old in _REMOVED:
         text = text.replace(old, "")
-    # between the first two dollars of a line there is the answer, and nothing else counts
+    # only the text between a line's first two dollars counts
     text = re.sub(r".*?\$(.*?)\$.*", r"$\1$", text)
     for font in ("text", "textbf", "overline"):
         text = re.sub(rf"\\{font}\{{(.*?)\}}", r"\1", text)

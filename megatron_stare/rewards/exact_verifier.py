@@ -1,5 +1,5 @@
-r"""The verifier of answers that are one sequence of characters. Runs in reward workers; imports
-nothing heavy."""
+r"""Verifies answers by exact comparison of characters. Runs in reward workers; imports nothing
+heavy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """1.0 if the final answer is `answer`, spaces at its ends aside, else 0.0."""
+    """Returns 1.0 if the final answer equals `answer`, ignoring spaces at both ends, else 0.0."""
     given = final_answer(response)
     return float(given is not None and given.strip() == answer.strip())
 
@@ -24,5 +24,5 @@ answer_start = final_answer_start
 
 
 def normal_answer(response: str) -> str:
-    """The final answer without spaces at its ends; "" if there is none."""
+    """Returns the final answer without spaces at its ends; "" if there is none."""
     return (final_answer(response) or "").strip()

@@ -1,5 +1,5 @@
-"""Finds where a response says its answer: in a box, or in <answer>...</answer>. Imports the
-standard library only."""
+"""Finds the final answer of a response: in a box, or in <answer>...</answer>. Imports the standard
+library only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from typing import NamedTuple
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
-_BARE = re.compile(r"[^\s{}$\\,;]+")  # what a box without braces holds: a number or a name
+_BARE = re.compile(r"[^\s{}$\\,;]+")  # content of a box without braces: a number or a name
 _OPEN, _CLOSE = "<answer>", "</answer>"
 
 
@@ -15,8 +15,7 @@ class Box(NamedTuple):
     """A box of a response.
 
     start: characters from the start of the response.
-    content: what stands in it; None where its braces do not close, as in an answer that was cut
-    off.
+    content: text in the box; None if its braces do not close, as in a truncated answer.
     """
 
     start: int
@@ -24,9 +23,9 @@ class Box(NamedTuple):
 
 
 def last_box(text: str) -> Box | None:
-    """The last box of a text, of boxes in boxes the innermost; None: there is none.
+    """Returns the last box of a text, the innermost if boxes are nested; None if there is none.
 
-    Time is linear in the length of the text: braces are counted behind the last box alone.
+    Time is linear in the length of the text, because braces are counted only after the last box.
     """
     found = None
     for found in _BOX.finditer(text):  # noqa: B007 - the last one is wanted
@@ -41,15 +40,16 @@ def last_box(text: str) -> Box | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last box; None if there is none, or if its braces do not close."""
+    """Returns the content of the last box; None if there is none, or if its braces do not close."""
     box = last_box(text)
     return box.content if box else None
 
 
 def _braced(text: str, start: int) -> str | None:
-    r"""Text from `start` to the brace that closes the one before it; None: it does not close.
+    r"""Returns the text from `start` to the brace that closes the one before `start`; None if it
+    does not close.
 
-    \{ and \} are printed, and need no partner.
+    \{ and \} are printed characters and need no partner.
     """
     at, depth = start, 1
     while at < len(text):
@@ -64,14 +64,15 @@ def _braced(text: str, start: int) -> str | None:
 
 
 def final_answer(response: str) -> str | None:
-    """The text of the answer; None if there is none, or if the last one is not closed."""
+    """Returns the text of the final answer; None if there is none, or if the last one is not
+    closed."""
     found = _found(response)
     return found[1] if found else None
 
 
 def final_answer_start(response: str) -> int:
-    """Finds where the answer begins, characters from the start; -1 if none is closed with something
-    in it."""
+    """Returns the position of the final answer, characters from the start; -1 if the last one is
+    not closed or is empty."""
     found = _found(response)
     return found[0] if found and found[1] and found[1].strip() else -1
 

@@ -1,6 +1,8 @@
-r"""Grades the form of a response, right or wrong: thoughts must be closed before one final answer.
+r"""Grades the form of a response, whether right or wrong: its thoughts must be closed before the
+final answer.
 
-For a sum of rewards, such as `math + 0.1 * format`. Runs in reward workers; imports nothing heavy.
+Meant for a sum of rewards, such as `math + 0.1 * format`. Runs in reward workers; imports nothing
+heavy.
 """
 
 from __future__ import annotations
@@ -22,10 +24,9 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """1.0 if the final answer is closed, has something in it and stands behind the thoughts, else
-    0.0.
+    """Returns 1.0 if the final answer is closed, not empty and after the thoughts, else 0.0.
 
-    A response may begin among its thoughts, because chat templates write the opening tag into the
+    A response may start inside its thoughts, because chat templates put the opening tag into the
     prompt.
     """
     opened, closed = response.count(_OPEN), response.count(_CLOSE)

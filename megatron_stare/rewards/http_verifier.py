@@ -1,7 +1,7 @@
-"""A verifier behind HTTP: another machine, another language, a model as judge.
+"""Calls a verifier over HTTP: on another machine, in another language, or a model as judge.
 
 The reply to POST {"response": ..., "answer": ...} is a number or {"reward": number}. Runs in reward
-workers, whose wall-clock limit (`reward.timeout_s`) bounds an answer with all its attempts.
+workers, whose wall-clock limit (`reward.timeout_s`) covers all attempts for an answer.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from collections.abc import Mapping
 from typing import Any
 
 ATTEMPTS = 5
-"""Attempts to send an answer: it is sent again if the connection fails or the server's status says
-to try later."""
+"""Attempts to send an answer. A retry follows a failed connection or a status that asks for one."""
 
-_FIRST_PAUSE_S = 0.1  # before the second attempt; doubled before each further one
+_FIRST_PAUSE_S = 0.1  # wait before the second attempt; doubled before each further one
 _LATER = frozenset({408, 425, 429, 500, 502, 503, 504})
 _LONGEST_REPLY = 1 << 20  # bytes
 
 
 class HttpVerifier:
-    """A verifier `(response, answer, *, columns) -> reward` that asks a server.
+    """A verifier `(response, answer, *, columns) -> reward` that calls a server.
 
     Args:
         url: http://... or https://...
@@ -37,10 +36,10 @@ class HttpVerifier:
     def __call__(
         self, response: str, answer: str, *, columns: Mapping[str, Any] | None = None
     ) -> float:
-        """The server's reward.
+        """Returns the server's reward.
 
         Raises:
-            ConnectionError: no attempt came through.
+            ConnectionError: all attempts failed.
             ValueError: the server refuses the request, or its reply is not a number.
         """
         asked = {"response": response, "answer": answer}

@@ -1,4 +1,4 @@
-"""Answers of the user's own whose rewards are known, judged by a pool before a run's first step."""
+"""Judges a user's own answers with known rewards, in a pool, before a run's first step."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megatron_stare.registry import Extension
 from megatron_stare.rewards.verifier_pool import VerifierPool
 
 _WHERE = "reward.known_answers"
-_SHOWN = 5  # faults that an error names
+_SHOWN = 5  # maximum number of faults in an error message
 
 
 def read_known_answers(path: str | Path) -> list[tuple[str, str, float]]:
-    """Triples (response, answer, reward) of a file of JSON lines {"response": ..., "answer": ...,
-    "reward": ...}.
+    """Reads triples (response, answer, reward) from a file of JSON lines {"response": ...,
+    "answer": ..., "reward": ...}.
 
     Raises:
-        ConfigError: the file cannot be read, has no line, or a broken one (file:line).
+        ConfigError: the file cannot be read, is empty, or has an invalid line (file:line).
     """
     try:
         lines = Path(path).read_bytes().split(b"\n")
@@ -35,12 +35,12 @@ def read_known_answers(path: str | Path) -> list[tuple[str, str, float]]:
 
 
 def open_pool(verifier: Extension | str, config: Config, workers: int) -> VerifierPool:
-    """A pool whose verifier is proven: on its own known answers, and the run's one on those of
-    `reward.known_answers`.
+    """Opens a pool whose verifier has been tested on its own known answers. The run's verifier is
+    also tested on those of `reward.known_answers`.
 
     Raises:
-        ConfigError: as `VerifierPool` and `prove`, or the run cannot give the verifier what it
-            asks for; no process is left then.
+        ConfigError: as `VerifierPool` and `prove`, or the run cannot provide the verifier's inputs;
+            no process is left running then.
     """
     verifier, reward = Extension.read(verifier), config.reward
     pool = VerifierPool(verifier, workers, reward.timeout_s)
@@ -55,7 +55,8 @@ def open_pool(verifier: Extension | str, config: Config, workers: int) -> Verifi
 
 
 def _check_given(pool: VerifierPool, verifier: Extension, config: Config) -> None:
-    """Raises ConfigError where a verifier needs columns or whole groups that the run lacks."""
+    """Raises ConfigError if a verifier needs columns or complete groups that the run does not
+    provide."""
     data = config.data
     if pool.needs_columns and (data.path or data.mixture) and not data.columns:
         raise ConfigError(
@@ -74,10 +75,10 @@ def _check_given(pool: VerifierPool, verifier: Extension, config: Config) -> Non
 
 
 def prove(pool: VerifierPool, path: str | Path) -> None:
-    """Has the pool judge the answers of a file, under its deadline.
+    """Has the pool judge the answers of a file, within its time limit.
 
     Raises:
-        ConfigError: as `read_known_answers`, or a verdict is another than the file says, or none.
+        ConfigError: as `read_known_answers`, or a verdict is missing or differs from the file.
     """
     known = read_known_answers(path)
     verdicts = pool.verify([(response, answer) for response, answer, _ in known])

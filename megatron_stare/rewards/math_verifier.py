@@ -1,9 +1,9 @@
-r"""The verifier of mathematical answers: the last box of a response against the reference, by
+r"""Verifies mathematical answers: compares the last box of a response with the reference, using
 math-verify.
 
-Strict about where the answer stands (an answer outside a box earns nothing, so a policy cannot be
-paid for listing guesses), lenient about how it is written (1/2, 0.5 and \frac{1}{2} are equal).
-What math-verify reads wrongly is settled before it, see `rewards/answer_text.py`. Runs in reward
+Strict about where the answer is: an answer outside a box earns nothing, so that a policy gains
+nothing by listing guesses. Lenient about notation: 1/2, 0.5 and \frac{1}{2} are equal. Cases that
+math-verify reads wrongly are handled before it, see `rewards/answer_text.py`. Runs in reward
 workers; no torch.
 """
 
@@ -21,25 +21,26 @@ from math_verify import verify as equal_math
 from megatron_stare.rewards import answer_parts, answer_text, answer_units
 from megatron_stare.rewards.final_answer import last_box, last_boxed
 
-# math-verify warns once a process that its own time limit is off; ours is outside
-# (rewards/verifier_pool.py)
+# math-verify warns once per process that its own time limit is off; rewards/verifier_pool.py sets
+# the time limit instead
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _DEFAULT = LatexExtractionConfig(boxed_match_priority=0)
-# units are settled before: math-verify would take any text behind a number for one
+# units are handled before, because math-verify would read any text after a number as a unit
 _EXTRACTION = (
     replace(_DEFAULT, normalization_config=replace(_DEFAULT.normalization_config, units=False)),
 )
-_DEEPEST = 6  # times that an answer is taken apart: a list of named tuples takes four
+_DEEPEST = 6  # maximum depth to which answers are split; a list of named tuples needs four
 _LONGEST_LIST = 60
 _MEMBER = re.compile(r"^\s*[A-Za-z]\s*\\in(?![A-Za-z])\s*")
-# two numbers side by side, but not a logarithm's base and argument
+# two adjacent numbers, except the base and argument of a logarithm
 _SPACED = re.compile(r"(?<![_^\d])\d+(?:\s+|,\s+)\d")
 _MIXED = re.compile(
     r"(?<![\w.}^_])(\d+)\s+(\d+/\d+)(?![\d.])|(?<![\w.}^_])(\d+)\s*(\\[dt]?frac\{\d+\}\{\d+\})"
 )
 _WORDS = re.compile(r"\\(?:text|mathrm|textrm|textbf|mbox)\s*\{[^{}]*[A-Za-z]{2}[^{}]*\}")
-# characters that are read as mathematics; the longest reference of MATH-500 has 159
+# longest answer, in characters, that is parsed as mathematics; the longest reference of MATH-500
+# has 159
 _LONGEST = 1_000
 
 KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
@@ -57,31 +58,31 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
     ("The answer is 42.", "42", 0.0),
     (r"\boxed{42", "42", 0.0),
     (r"\boxed{}", "42", 0.0),
-    (r"\boxed{10}", r"10\%", 1.0),  # which math-verify reads otherwise with another antlr4
+    (r"\boxed{10}", r"10\%", 1.0),  # math-verify reads this differently with another antlr4
     (r"\boxed{V_1:V_2=11:21}", "11:21", 1.0),
     (r"\boxed{5\text{ km}}", r"5\text{ m}", 0.0),
     (r"\boxed{7\text{ million}}", "7", 0.0),
     (r"\boxed{0.\overline{3}}", r"\frac{1}{3}", 1.0),
 )
-"""(response, reference, reward) that every worker grades as it starts. math-verify turns its own
-failures (a parser of another version, say) into "not equal", which would look like a policy that
+"""(response, reference, reward) that every worker grades when it starts. math-verify reports its
+own failures, such as a wrong parser version, as "not equal", which would look like a policy that
 never learns."""
 
 
 def verify(response: str, answer: str) -> float:
-    r"""1.0 if the content of the last box of the response equals `answer`, else 0.0.
+    r"""Returns 1.0 if the content of the response's last box equals `answer`, else 0.0.
 
-    There is no time limit in here: math-verify's own uses signal.alarm, which raises outside the
-    main thread and then grades everything as wrong. The reward pool's wall-clock limit bounds the
-    call.
+    This function sets no time limit. math-verify's own limit uses signal.alarm, which raises
+    outside the main thread, so that every answer would be graded wrong. The reward pool's
+    wall-clock limit bounds the call.
     """
     given, wanted = last_boxed(response), last_boxed(answer) or answer
     return float(given is not None and equal(wanted, given))
 
 
 def equal(wanted: str, given: str) -> bool:
-    """Compares two answers by their meaning; `wanted` is the reference, which says how an answer
-    may be written."""
+    """Compares two answers by meaning. `wanted` is the reference, which determines the accepted
+    notations."""
     if len(wanted) > _LONGEST or len(given) > _LONGEST:
         return wanted.strip() == given.strip()
     times = answer_parts.clock(wanted), answer_parts.clock(given)
@@ -91,10 +92,10 @@ def equal(wanted: str, given: str) -> bool:
 
 
 def _same(wanted: str, given: str, deeper: int) -> bool:
-    """Compares two answers in LaTeX as `equal` does; `deeper` bounds how often they are taken
-    apart."""
+    """Compares two LaTeX answers as `equal` does; `deeper` bounds the depth to which they are
+    split."""
     in_words = r"\text" in wanted
-    written = wanted, given  # with what `bare` leaves out: the sign of a currency
+    written = wanted, given  # still with the currency signs that `bare` removes
     wanted, given = answer_text.bare(wanted), answer_text.bare(given)
     if not given or not wanted or not deeper:
         return False
@@ -103,7 +104,7 @@ def _same(wanted: str, given: str, deeper: int) -> bool:
         and not any(r"\$" in each for each in written)
         and _spaced(wanted) == _spaced(given)
     ):
-        return True  # also what math-verify cannot parse: names, choices
+        return True  # includes answers that math-verify cannot parse, such as names and choices
     nothings = answer_parts.nothing(wanted), answer_parts.nothing(given)
     if any(nothings):
         return nothings[0] == nothings[1]
@@ -112,7 +113,8 @@ def _same(wanted: str, given: str, deeper: int) -> bool:
             _of_equations(wanted, given, lambda one, other: _same(one, other, deeper - 1)) is True
         )
     if (named := answer_text.word(wanted)) is not None and len(named) > 1:
-        if in_words or named == answer_text.word(given):  # else it may be a product: mgh
+        # otherwise it may be a product, such as mgh
+        if in_words or named == answer_text.word(given):
             return named == answer_text.word(given)
     elif answer_text.one_value(wanted) and answer_text.hedges(given):
         return False
@@ -122,8 +124,8 @@ def _same(wanted: str, given: str, deeper: int) -> bool:
 
 
 def _in_parts(wanted: str, given: str, deeper: int) -> bool | None:
-    """Compares lists, unions, sets, tuples, intervals and equations part by part; None: neither
-    answer is any."""
+    """Compares lists, unions, sets, tuples, intervals and equations part by part; None if neither
+    answer is one of these."""
 
     def same(one: str, other: str) -> bool:
         return _same(one, other, deeper - 1)
@@ -138,7 +140,7 @@ def _in_parts(wanted: str, given: str, deeper: int) -> bool | None:
         return _matched(*unions, same)
     brackets = answer_parts.bracketed(wanted), answer_parts.bracketed(given)
     is_set = [bool(bracket and bracket.opened == "{") for bracket in brackets]
-    if any(is_set) and re.search(r"\||\\mid|:", wanted + given):  # by a condition
+    if any(is_set) and re.search(r"\||\\mid|:", wanted + given):  # a set defined by a condition
         return None
     tuples = [
         bracket if bracket and not here else None
@@ -157,7 +159,7 @@ def _in_parts(wanted: str, given: str, deeper: int) -> bool | None:
     if max(map(len, lists)) > 1 or any(is_set):
         if not any(tuples):
             return _matched(lists[0], lists[1], same)
-        # a tuple may be written without its brackets, in its order
+        # a tuple may be written without brackets, in the same order
         bracket = tuples[0] or tuples[1]
         assert bracket is not None
         if any(is_set) or (bracket.opened, bracket.closed) != ("(", ")"):
@@ -172,7 +174,8 @@ def _in_parts(wanted: str, given: str, deeper: int) -> bool | None:
 def _same_tuples(
     wanted: answer_parts.Bracketed, given: answer_parts.Bracketed, same: Callable[[str, str], bool]
 ) -> bool:
-    """Compares entry by entry; of two entries it may be an interval, whose brackets count."""
+    """Compares tuples entry by entry. With two entries they may be intervals, so the kind of
+    bracket must agree."""
     ends = (wanted.opened, wanted.closed) == (given.opened, given.closed)
     if len(wanted.parts) != len(given.parts) or not (ends or len(wanted.parts) > 2):
         return False
@@ -180,8 +183,7 @@ def _same_tuples(
 
 
 def _matched(wanted: list[str], given: list[str], same: Callable[[str, str], bool]) -> bool:
-    """Compares two lists regardless of order; an item that stands twice in one must stand twice in
-    the other."""
+    """Compares two lists regardless of order, respecting duplicates."""
     if len(wanted) != len(given) or len(wanted) > _LONGEST_LIST:
         return False
     left = list(given)
@@ -194,8 +196,8 @@ def _matched(wanted: list[str], given: list[str], same: Callable[[str, str], boo
 
 
 def _of_equations(wanted: str, given: str, same: Callable[[str, str], bool]) -> bool | None:
-    """Compares answers that are equations; None: neither is, or both are and one says nothing of a
-    name."""
+    """Compares answers of which at least one is an equation. Returns None if neither is one, or if
+    both are and at least one does not assign a value to a name."""
     first, second = answer_parts.sides(wanted), answer_parts.sides(given)
     if len(first) == len(second) == 1:
         return None
@@ -210,10 +212,10 @@ def _of_equations(wanted: str, given: str, same: Callable[[str, str], bool]) -> 
 
 
 def _named(sides: list[str], same: Callable[[str, str], bool]) -> tuple[str, str] | None:
-    """Name and value that an equation gives: x = 5 and 5 = x, and x = 2 + 3 = 5 where the values
-    are equal.
+    """Returns the name and value that an equation defines, as in x = 5 and 5 = x, and in x = 2 + 3
+    = 5 if the values are equal.
 
-    None: it is another kind of equation, or none.
+    None if it is another kind of equation, or no equation.
     """
     if len(sides) < 2 or not all(sides):
         return None
@@ -226,10 +228,10 @@ def _named(sides: list[str], same: Callable[[str, str], bool]) -> tuple[str, str
 
 
 def _same_value(wanted: str, given: str, *written: str) -> bool:
-    """Compares two single values, each with the unit that stands behind it.
+    """Compares two single values with their units.
 
     Args:
-        written: both as they were before what dresses them was left out; none: there was nothing.
+        written: both answers before their decoration was removed; omitted if they had none.
     """
     bare = [re.sub(r"\s*\\?%\s*$", "", text) for text in (wanted, given)]
     percents = [text != rest for text, rest in zip((wanted, given), bare, strict=True)]
@@ -266,25 +268,25 @@ def _same_value(wanted: str, given: str, *written: str) -> bool:
 
 
 def _dollar(text: str) -> str:
-    r"""A sum of dollars with the sign in front alone: \$5 of $\$5$."""
+    r"""Keeps only the leading sign of an amount in dollars: \$5 for $\$5$."""
     return rf"\${text[2:].strip('$ ')}" if text.startswith(r"\$") else text
 
 
 def _sum(found: re.Match[str]) -> str:
-    """A mixed number as what it says: 3 1/2 as 3 + 1/2."""
+    """Rewrites a mixed number as a sum: 3 1/2 as 3 + 1/2."""
     whole, part = (each for each in found.groups() if each)
     return f"({whole}+{part})"
 
 
 def _apart(text: str) -> bool:
-    """Returns True if a text must not be read as a number: digits apart, as in 3 4, or words that
-    are no unit."""
+    """Returns True if a text must not be read as a number: it has separate groups of digits, as in
+    3 4, or words that are not a unit."""
     return bool(_WORDS.search(text)) or _spaced(text)
 
 
 def _spaced(text: str) -> bool:
-    """Returns True if a space parts digits from digits, as in 3 4, and sets off neither thousands
-    nor a fraction."""
+    """Returns True if a space separates digits, as in 3 4, unless it groups thousands or precedes a
+    fraction."""
     spaced = _SPACED.search(_MIXED.sub(_sum, text))
     return spaced is not None and not re.fullmatch(r"[-+]?\d{1,3}(?:\s\d{3})+(?:\.\d+)?", text)
 
@@ -298,9 +300,9 @@ def _by_math_verify(wanted: str, given: str) -> bool:
 
 
 def normal_answer(response: str) -> str:
-    """The content of the last box: of a number or a fraction of whole numbers its value, of words
-    small letters, of all else what is written, without what only dresses it. "" if there is nothing
-    in it."""
+    """Returns a normal form of the last box's content; "" if it is empty. A number or a fraction of
+    integers becomes its value, words become lower case, and anything else only loses its
+    decoration."""
     given = last_boxed(response)
     if given is None:
         return ""
@@ -314,8 +316,8 @@ def normal_answer(response: str) -> str:
 
 
 def answer_start(response: str) -> int:
-    r"""Position of the last box, characters from the start; -1 if there is none or nothing is in
-    it."""
+    r"""Returns the position of the last box, characters from the start; -1 if there is none or it
+    is empty."""
     box = last_box(response)
     if not box or not box.content:
         return -1

@@ -1,5 +1,5 @@
-"""math-verify as it comes, to compare with: no box is needed, and any number of the response may
-become the answer."""
+"""Runs math-verify unmodified, for comparison: no box is required, and any number in the response
+may become the answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """1.0 if math-verify with its defaults, its time limits aside, takes the response for equal to
-    the answer."""
+    """Returns 1.0 if math-verify, with its defaults but no time limits, considers the response
+    equal to the answer."""
     wanted = parse(f"\\boxed{{{answer.removeprefix('$').removesuffix('$')}}}", parsing_timeout=None)
     return float(equal(wanted, parse(response, parsing_timeout=None), timeout_seconds=None))

@@ -1,4 +1,4 @@
-r"""The verifier of answers that are one number, within a tolerance. Runs in reward workers; imports
+r"""Verifies answers that are one number, within a tolerance. Runs in reward workers; imports
 nothing heavy."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from megatron_stare.rewards.answer_text import bare, number, quotient
 from megatron_stare.rewards.final_answer import final_answer, final_answer_start
 
 RELATIVE = 1e-6
-"""Largest difference from the reference, as a share of it."""
+"""Largest relative difference from the reference."""
 
 KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
     (r"\boxed{0.5}", "1/2", 1.0),
@@ -23,8 +23,8 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """1.0 if the final answer is a number that differs from `answer` by at most `RELATIVE` of it,
-    else 0.0.
+    """Returns 1.0 if the final answer is a number whose relative difference from `answer` is at
+    most `RELATIVE`, else 0.0.
 
     Raises:
         ValueError: `answer` is not a number.
@@ -40,9 +40,9 @@ answer_start = final_answer_start
 
 
 def normal_answer(response: str) -> str:
-    """The final answer, a number as Python writes it; "" if it is none."""
+    """Returns the final answer as a number in Python's notation; "" if it is not a number."""
     value = _value(final_answer(response) or "")
-    return "" if value is None else repr(value + 0.0).removesuffix(".0")  # + 0.0: -0 is 0
+    return "" if value is None else repr(value + 0.0).removesuffix(".0")  # + 0.0 turns -0 into 0
 
 
 def _value(text: str) -> float | None:

@@ -1,12 +1,13 @@
-"""One verifier process and the parent's end of its socket, and the messages that both ends send.
+"""Manages one verifier process and the parent's end of its socket, and defines the message format
+of both ends.
 
-`rewards/verifier_pool.py` decides what to send it and when to kill it; `rewards/worker.py` is the
-program it runs. A plain subprocess rather than multiprocessing: that would import the parent's
+`rewards/verifier_pool.py` decides what to send to the process and when to kill it; the process runs
+`rewards/worker.py`. It is a plain subprocess, because multiprocessing would import the parent's
 __main__ again, which is a console script, a Ray worker or pytest.
 
-Messages are JSON, each behind its length. JSON rather than pickle: a worker runs code that is fed
-what a model wrote, and nothing it sends back may be executed. Imports the standard library only,
-since the worker imports it too.
+Messages are JSON with a length prefix. They are not pickled, because a worker's code processes text
+that a model wrote, and nothing that it sends back may be executed. Imports the standard library
+only, because the worker imports it too.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ from typing import Any
 
 from megatron_stare.registry import Extension
 
-_LENGTH = struct.Struct("!I")  # bytes of the JSON text that follows
+_LENGTH = struct.Struct("!I")  # length of the following JSON text in bytes
 _RECEIVE_BYTES = 1 << 16
 
 
 def pack(message: Any) -> bytes:
-    """One message as bytes. ASCII throughout, so that lone surrogates of a broken decode
+    """Serializes one message. The result is ASCII, so that lone surrogates of a broken decode
     survive."""
     body = json.dumps(message).encode("ascii")
     return _LENGTH.pack(len(body)) + body
 
 
 class Unpacker:
-    """Collects the bytes of a stream, cut anywhere, back into messages."""
+    """Reassembles messages from a stream that may be split anywhere."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """The messages that `data` completes."""
+        """Yields the messages that `data` completes."""
         self._buffer += data
         start = 0
         while len(self._buffer) >= start + _LENGTH.size:
@@ -56,11 +57,10 @@ class Unpacker:
 
 
 class WorkerProcess:
-    """A running worker. Nothing here blocks except `kill`, which waits for the kernel to take the
-    process down.
+    """A running worker. Only `kill` blocks, until the kernel has ended the process.
 
     Args:
-        verifier: as in `make_verifier`; the worker finds it along this process's sys.path.
+        verifier: as in `make_verifier`; the worker imports it through this process's sys.path.
     """
 
     def __init__(self, verifier: Extension) -> None:
@@ -84,9 +84,10 @@ class WorkerProcess:
                     "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
                 },
                 stdin=subprocess.DEVNULL,
-                # a verifier's prints belong in the log, not among a command's results
+                # a verifier's prints go to the log, not to the standard output of a command
                 stdout=2,
-                # a process group of its own: killed with all it started, and out of Ctrl-C's reach
+                # its own process group, which is killed together with its children and does not
+                # receive Ctrl-C
                 start_new_session=True,
             )
 
@@ -98,26 +99,26 @@ class WorkerProcess:
     def alive(self) -> bool:
         if self._fate is not None:
             return False
-        # WNOWAIT leaves an ended process in the table, so that its number is still its own when
+        # WNOWAIT leaves an ended process in the table, so that its number is not reused before
         # `kill` uses it.
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     @property
     def sending(self) -> bool:
-        """Says whether `flush` has something left to do once the socket takes more."""
+        """True if `flush` has data left to send once the socket is writable."""
         return bool(self._outgoing)
 
     def fileno(self) -> int:
-        """The socket, for a selector."""
+        """Returns the socket's file descriptor, for a selector."""
         return self._channel.fileno()
 
     def send(self, message: Any) -> None:
-        """Sends what the socket takes at once; `flush` sends the rest."""
+        """Sends as much as the socket accepts at once; `flush` sends the rest."""
         self._outgoing += pack(message)
         self.flush()
 
     def flush(self) -> None:
-        """Sends as much as the socket takes."""
+        """Sends as much as the socket accepts."""
         try:
             while self._outgoing:
                 del self._outgoing[: self._channel.send(self._outgoing)]
@@ -128,7 +129,7 @@ class WorkerProcess:
             self._outgoing.clear()
 
     def receive(self) -> tuple[list[Any], bool]:
-        """The messages that have arrived, and whether the worker has ended."""
+        """Returns the messages that have arrived, and whether the worker has ended."""
         messages: list[Any] = []
         try:
             while data := self._channel.recv(_RECEIVE_BYTES):
@@ -140,8 +141,8 @@ class WorkerProcess:
         return messages, True
 
     def kill(self) -> str:
-        """Ends the worker and whatever it started, if they still run, and says how the worker
-        ended. Repeatable."""
+        """Kills the worker and its children if they still run, and returns how the worker ended.
+        Idempotent."""
         if self._fate is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The verifier of `data/signs.py`. Runs in reward workers; imports nothing heavy."""
+"""Verifies answers to `data/signs.py`. Runs in reward workers; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """1.0 if the steps after the last 'wait' lead from the first number to the total, else 0.0.
+    """Returns 1.0 if the steps after the last 'wait' lead from the first number to the total, else
+    0.0.
 
-    A step is an operand with its sign, and perhaps a number behind it. Every operand must be there
-    once, in the problem's order, and nothing else. The numbers behind are not checked: whoever
-    misreckons is right by luck alone.
+    A step is a signed operand, optionally followed by a running total. Every operand must appear
+    once, in the problem's order, and nothing else. The running totals are not checked, because
+    wrong ones lead to the right total only by luck.
 
     Args:
         answer: the problem, such as '33 8 5 2 = 38'.
 
     Raises:
-        ValueError: `answer` is no such problem.
+        ValueError: `answer` is not such a problem.
     """
     problem = _PROBLEM.fullmatch(answer)
     if not problem:
@@ -44,17 +45,15 @@ def verify(response: str, answer: str) -> float:
 
 
 def answer_start(response: str) -> int:
-    """Start of the attempt after the last 'wait', characters from the start; -1 if it is not made
-    of steps alone."""
+    """Returns the start of the attempt after the last 'wait', characters from the start; -1 if the
+    attempt contains anything but steps."""
     start, steps = _last_attempt(response)
     return start if steps else -1
 
 
 def _last_attempt(response: str) -> tuple[int, list[str]]:
-    """Start and steps of the text after the last 'wait'; no steps if it is not made of steps alone.
-
-    Without a 'wait' it is the whole response.
-    """
+    """Returns start and steps of the text after the last 'wait', or of the whole response without a
+    'wait'. There are no steps if the text contains anything else."""
     start = response.rfind("wait") + len("wait") if "wait" in response else 0
     start += len(response[start:]) - len(response[start:].lstrip())
     at, steps = start, []

@@ -1,12 +1,13 @@
-r"""STARE's three-way scorer: right if any of three ways to read the answer says so.
+r"""Implements STARE's three-way scorer: an answer is right if at least one of three methods accepts
+it.
 
-The answer's region is what stands in the last <answer>, else behind the last </thinking> or
-</think>; of it, what stands behind a mark such as 'Final Answer' or 'Conclusion', else the last 300
-characters. The three ways are math-verify over the region, math-verify over the region's last box,
-and a comparison of that box, for which the released code (hp-luo/STARE,
-verl/utils/reward_score/math_stare.py, lines 32-82 and 212-230) takes mathruler and this module
-rewards/math_verifier.py. No box is needed: a number that stands alone at the end is an answer. Runs
-in reward workers.
+The answer's region is the text in the last <answer>, or else after the last </thinking> or
+</think>. Within it, only the text after a mark such as 'Final Answer' or 'Conclusion' counts, or
+else the last 300 characters. The three methods are math-verify on the region, math-verify on the
+region's last box, and a comparison of that box. For the comparison, the released code
+(hp-luo/STARE, verl/utils/reward_score/math_stare.py, lines 32-82 and 212-230) uses mathruler; this
+module uses rewards/math_verifier.py. No box is required: a bare number at the end is an answer.
+Runs in reward workers.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from megatron_stare.rewards.final_answer import last_boxed
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # as in rewards/math_verifier.py
 
-_SEEN, _PARAGRAPHS = 300, 10  # characters and paragraphs at the end, where no mark stands
-# marks of an answer, and the text to strip after the last one; the first mark that is found counts
+_SEEN, _PARAGRAPHS = 300, 10  # characters and paragraphs at the end that count if there is no mark
+# marks of an answer, and the text to strip after a mark's last occurrence; the first mark found
+# counts
 _MARKS = (
     ("最终答案", "："),
     ("**答案**", "："),
@@ -46,7 +48,7 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """1.0 if one of the three ways takes the response's answer for `answer`, else 0.0."""
+    """Returns 1.0 if one of the three methods accepts the response's answer, else 0.0."""
     region = answer_region(response)
     boxed = last_boxed(region)
     if _read(region, answer):
@@ -55,7 +57,7 @@ def verify(response: str, answer: str) -> float:
 
 
 def answer_region(response: str) -> str:
-    """The part of a response that its answer is read from."""
+    """Returns the part of a response that contains its answer."""
     if "<answer>" in response:
         region = response.rpartition("<answer>")[2].partition("</answer>")[0]
     else:
@@ -68,15 +70,15 @@ def answer_region(response: str) -> str:
 
 
 def normal_answer(response: str) -> str:
-    """Normal form of the answer in the region, by math_verifier.normal_answer; "" where no box
-    stands in it."""
+    """Returns the normal form of the answer in the region, by math_verifier.normal_answer; "" if
+    the region has no box."""
     return math_verifier.normal_answer(answer_region(response))
 
 
 def _read(text: str, answer: str) -> bool:
     """Returns True if math-verify finds the answer in a text."""
     found = parse(text, parsing_timeout=None)
-    if len(found) < 2:  # an expression and its text: less is a failure to read
+    if len(found) < 2:  # success yields an expression and its text; fewer items mean failure
         return False
     if found[1] == answer:
         return True

@@ -1,5 +1,5 @@
-"""Answers verified as they come, in the event loop of whoever makes them, by the worker processes
-of a VerifierPool."""
+"""Verifies answers as they arrive, in the caller's event loop, with the worker processes of a
+VerifierPool."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from megatron_stare.rewards.verifier_pool import (
     VerifierPool,
 )
 
-# answers that are handed out before their loop is back: workers begin while the rest is still made
+# number of new answers after which they are assigned at once, so that workers start while the rest
+# arrives
 EARLY = 32
 
 
 class _Desk:
-    """Desk of a pool in one event loop: hands out answers and gives back verdicts, for all rollouts
-    under way there.
+    """Connects a pool to one event loop: assigns answers to workers and delivers verdicts, for all
+    current rollouts of the loop.
 
-    Keeps no answer that has its verdict.
+    Drops an answer once its verdict is delivered.
     """
 
     def __init__(self, pool: VerifierPool) -> None:
         self._pool = pool
-        self.rollouts = 0  # that come here
+        self.rollouts = 0  # number of rollouts that use it
         self._answers = Answers()
         self._waiting: dict[int, asyncio.Future[Verdict]] = {}
-        self._new = 0  # answers since workers were last looked at
+        self._new = 0  # answers since the last `_turn`
         self._something = asyncio.Event()
-        self._error: Exception | None = None  # of the pool, which ends `_serve`
+        self._error: Exception | None = None  # error of the pool, which ended `_serve`
         self._served = asyncio.create_task(self._serve())
 
     @property
     def judges_groups(self) -> bool:
-        """Returns True if the verifier is given all responses to a prompt at once."""
+        """Returns True if the verifier receives all responses to a prompt at once."""
         return self._pool.judges_groups
 
     async def of(
         self, response: str | list[str], answer: str, columns: Mapping[str, Any] | None
     ) -> Verdict:
-        """Waits for the answer's verdict; unblocked by it, or by the pool's error, which it
-        raises."""
+        """Waits for the answer's verdict, or raises the pool's error."""
         if self._error is not None:
             raise self._error
         future = asyncio.get_running_loop().create_future()
@@ -61,10 +61,10 @@ class _Desk:
         await asyncio.gather(self._served, return_exceptions=True)
 
     async def _serve(self) -> None:
-        """Hands answers out and gives verdicts back, until it is cancelled.
+        """Assigns answers and delivers verdicts until cancelled.
 
-        Waits for an answer to come, a worker's word or the end of a worker's time; unblocked by
-        each. Its error becomes that of everyone who waits, or comes later.
+        Wakes up for a new answer, a message of a worker or the end of a worker's time limit. Its
+        error is raised by every current and later call of `of`.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -74,8 +74,8 @@ class _Desk:
                     self._turn()
                     if self._error is not None:
                         return
-                    # not asyncio.wait_for, which before Python 3.12 may lose a cancellation that
-                    # comes with the event
+                    # avoids asyncio.wait_for, which before Python 3.12 may lose a cancellation that
+                    # coincides with the event
                     left = self._pool.seconds_left()
                     alarm = loop.call_later(left, self._something.set) if left is not None else None
                     await self._something.wait()
@@ -85,7 +85,7 @@ class _Desk:
             self._fail(error)
 
     def _turn(self) -> None:
-        """Hands out what waits, and gives back what is judged."""
+        """Assigns waiting answers, and delivers new verdicts."""
         self._new = 0
         try:
             self._pool.turn(self._answers, wait=False)
@@ -104,7 +104,7 @@ class _Desk:
 
     @contextlib.contextmanager
     def _heard(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        """While open, workers that speak are something. Raises ValueError where the pool is
+        """Context in which messages of workers wake `_serve`. Raises ValueError if the pool is
         closed."""
         number = self._pool.fileno()
         loop.add_reader(number, self._something.set)
@@ -115,10 +115,10 @@ class _Desk:
 
 
 class Verdicts:
-    """The answers of one rollout. `async with verdicts(...)` makes and ends it.
+    """The answers of one rollout. `async with verdicts(...)` opens and closes it.
 
     Args:
-        most_failures: answers without a reward that are borne, of this rollout; None: any number.
+        most_failures: allowed number of this rollout's answers without a reward; None: unlimited.
     """
 
     def __init__(self, desk: _Desk, most_failures: int | None) -> None:
@@ -128,21 +128,21 @@ class Verdicts:
 
     @property
     def unfinished(self) -> bool:
-        """Answers are still without a verdict."""
+        """True if some answers have no verdict yet."""
         return self._known < self._asked
 
     @property
     def judges_groups(self) -> bool:
-        """Returns True if verdicts are asked for with `of_group`, else with `of`."""
+        """Returns True if callers must use `of_group`, False if they must use `of`."""
         return self._desk.judges_groups
 
     async def of(
         self, response: str, answer: str, columns: Mapping[str, Any] | None = None
     ) -> Verdict:
-        """Waits for the answer's verdict; unblocked by it, or by the pool's error, which it raises.
+        """Waits for the answer's verdict, or raises the pool's error.
 
         Raises:
-            TooManyFailuresError: with this one more answers failed than are borne.
+            TooManyFailuresError: more answers have failed than allowed.
         """
         self._asked += 1
         verdict = await self._desk.of(response, answer, columns)
@@ -151,8 +151,8 @@ class Verdicts:
     async def of_group(
         self, responses: Sequence[str], answer: str, columns: Mapping[str, Any] | None = None
     ) -> list[Verdict]:
-        """Waits as `of` for the verdicts on all responses to a prompt. A group that fails as a
-        whole is a failure of each response."""
+        """Waits, like `of`, for the verdicts on all responses to a prompt. If the group fails as a
+        whole, each response counts as a failure."""
         self._asked += len(responses)
         whole = await self._desk.of(list(responses), answer, columns)
         return [self._take(each) for each in whole.group or [whole] * len(responses)]
@@ -166,13 +166,13 @@ class Verdicts:
         return verdict
 
 
-_DESKS: dict[VerifierPool, _Desk] = {}  # of the pools that have rollouts under way
+_DESKS: dict[VerifierPool, _Desk] = {}  # by pool, for pools with current rollouts
 
 
 @contextlib.asynccontextmanager
 async def verdicts(pool: VerifierPool, most_failures: int | None = None) -> AsyncIterator[Verdicts]:
-    """Verdicts that are given while the block runs. Several blocks may run at a time, in one event
-    loop.
+    """Opens a Verdicts for the length of the block. Several blocks may be open at a time, in one
+    event loop.
 
     Raises:
         ValueError: the pool is closed.
@@ -189,4 +189,4 @@ async def verdicts(pool: VerifierPool, most_failures: int | None = None) -> Asyn
             del _DESKS[pool]
             await desk.close()
         if found.unfinished:
-            pool.close()  # workers are in the middle of answers that nobody waits for
+            pool.close()  # workers are still judging answers that nobody waits for

@@ -1,20 +1,22 @@
-"""Definition and lookup of verifiers, which a configuration names. Runs in reward workers, so torch
-stays out.
+"""Defines verifiers and looks them up by the names that a configuration contains. Runs in reward
+workers, so it does not import torch.
 
 A verifier is any function `(response text, reference answer) -> reward`. It may be slow, hang or
-raise: `rewards/verifier_pool.py` runs it in a process of its own and bounds it.
+raise: `rewards/verifier_pool.py` runs it in a separate process with a time limit.
 
-Its module may also have `KNOWN_ANSWERS`, triples (response, answer, reward) that every worker
-grades before anything else, `self_test() -> list of faults`, for what triples cannot say, and
-`answer_start(response) -> int`: the character where the answer begins as the verifier's parser sees
-it, -1 where no answer stands in the right format. And `normal_answer(response) -> str`: the answer
-in a normal form, which is the same for answers that differ in notation alone, and serves as a
-reference; "" where there is none. Majorities are counted by it (docs/evaluation.md).
+Its module may define more:
+- `KNOWN_ANSWERS`: triples (response, answer, reward) that every worker grades before anything else.
+- `self_test() -> list of faults`: checks that triples cannot express.
+- `answer_start(response) -> int`: the character where the answer begins according to the verifier's
+  parser; -1 if there is no answer in the right format.
+- `normal_answer(response) -> str`: a normal form of the answer, equal for answers that differ only
+  in notation, and usable as a reference; "" if there is no answer. Majority votes compare these
+  forms (docs/evaluation.md).
 
 Keyword-only parameters of the function are its settings: `{name: my_pkg.verify, tolerance: 0.1}` in
-YAML. Two parameters are the run's: a keyword-only `columns` is a dict of the columns of the row
-that `data.columns` names, and a first parameter called `responses` is a list of all responses to a
-prompt, for which the function returns as many rewards.
+YAML. The run itself sets two parameters. A keyword-only `columns` is a dict of the row's columns
+that `data.columns` names. A first parameter called `responses` is a list of all responses to a
+prompt, for which the function returns a list of rewards.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ Verifier = Callable[..., Any]
 AnswerStart = Callable[[str], int]
 NormalAnswer = Callable[[str], str]
 KnownAnswer = tuple[Any, ...]
-"""(response, answer, reward), columns as a fourth; for groups, lists of responses and rewards."""
+"""(response, answer, reward), maybe with columns; for groups, lists of responses and rewards."""
 
 VERIFIERS = {
     "arithmetic": "megatron_stare.rewards.arithmetic_verifier.verify",
@@ -51,17 +53,17 @@ VERIFIERS = {
 }
 
 _WHERE = "reward.verifier"
-_COLUMNS, _GROUP = "columns", "responses"  # parameters whose values are the run's
+_COLUMNS, _GROUP = "columns", "responses"  # parameters that the run sets
 _TERM = re.compile(r"(?:([+-]?(?:\d+\.?\d*|\.\d+))\s+\*\s+)?(\S+)")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Inputs that a verifier's parameters ask for beside a response and the answer.
+    """Inputs, besides response and answer, that a verifier's parameters ask for.
 
-    groups: all responses to a prompt at once.
-    columns: columns of the row.
-    needs_columns: it cannot be called without them.
+    groups: it receives all responses to a prompt at once.
+    columns: it accepts columns of the row.
+    needs_columns: it cannot be called without columns.
     """
 
     groups: bool = False
@@ -70,11 +72,11 @@ class Asked:
 
 
 class WeightedSum:
-    """A verifier whose reward is a sum of others' rewards, such as 'math + 0.1 * format'.
+    """A verifier whose reward is a weighted sum of others' rewards, such as 'math + 0.1 * format'.
 
     Args:
-        terms: weight and verifier; the first that says where an answer begins, or what it is, says
-            it for all.
+        terms: weights and verifiers. `answer_start` and `normal_answer` are taken from the first
+            verifier that has them.
     """
 
     def __init__(self, terms: Sequence[tuple[float, Verifier]]) -> None:
@@ -92,7 +94,7 @@ class WeightedSum:
 
 @cache
 def asked_by(verify: Verifier) -> Asked:
-    """Reads what a verifier asks for from its parameters."""
+    """Determines the inputs of a verifier from its parameters."""
     if isinstance(verify, WeightedSum):
         found = [asked_by(term) for _, term in verify.terms]
         return Asked(
@@ -102,7 +104,7 @@ def asked_by(verify: Verifier) -> Asked:
         )
     try:
         parameters = inspect.signature(verify).parameters
-    except (TypeError, ValueError):  # of a function that is not Python's
+    except (TypeError, ValueError):  # not written in Python: no signature
         return Asked()
     columns = parameters.get(_COLUMNS)
     columns = columns if columns and columns.kind is columns.KEYWORD_ONLY else None
@@ -119,13 +121,13 @@ def rewards_of(
     answer: str,
     columns: Mapping[str, Any] | None = None,
 ) -> list[Any]:
-    """Calls a verifier as its parameters ask for it, on responses to one prompt.
+    """Calls a verifier, in the way its parameters require, on responses to one prompt.
 
     Returns:
-        A reward of each response, as the verifier returned it.
+        The reward of each response, as the verifier returned it.
 
     Raises:
-        ValueError: a verifier of groups returned another number of rewards.
+        ValueError: a verifier of groups returned a different number of rewards.
     """
     if isinstance(verify, WeightedSum):
         parts = [
@@ -144,17 +146,17 @@ def rewards_of(
 
 
 def make_verifier(verifier: Extension | str) -> Verifier:
-    """The verifier of a name, with its settings, proven on answers whose verdict is known where its
-    module has any.
+    """Makes the verifier that a name refers to, with its settings. Tests it on its module's known
+    answers, if there are any.
 
     Args:
         verifier: one of VERIFIERS, the dotted path of a function, 'file.py:function', the URL of a
-            server (see rewards/http_verifier.py), or a sum 'math + 0.1 * format' of such, with
-            spaces around its signs.
+            server (see rewards/http_verifier.py), or a sum of these such as 'math + 0.1 * format',
+            with spaces around + and *.
 
     Raises:
         ConfigError: unknown name or setting (with a suggestion), a module that does not import, not
-            a function, or a verifier that gets known answers wrong here.
+            a function, or a verifier that grades known answers wrong on this machine.
     """
     verifier = Extension.read(verifier)
     name = verifier.name
@@ -180,14 +182,14 @@ def make_verifier(verifier: Extension | str) -> Verifier:
 
 
 def answer_start_of(verify: Verifier) -> AnswerStart | None:
-    """Function of the verifier or its module that gives the position where an answer begins; None
-    if neither has it."""
+    """Returns the `answer_start` function of the verifier or its module; None if neither has
+    one."""
     return getattr(verify, "answer_start", None) or getattr(_module(verify), "answer_start", None)
 
 
 def normal_answer_of(verify: Verifier) -> NormalAnswer | None:
-    """Function of the verifier or its module that gives an answer's normal form; None if neither
-    has it."""
+    """Returns the `normal_answer` function of the verifier or its module; None if neither has
+    one."""
     return getattr(verify, "normal_answer", None) or getattr(_module(verify), "normal_answer", None)
 
 
@@ -205,7 +207,7 @@ def _proven(verifier: Extension) -> Verifier:
     verify = partial(function, **settings) if settings else function
     _check_signature(verify, name)
     module = _module(verify)
-    # known answers are those of its defaults, where it has defaults for all settings
+    # known answers hold for the default settings, if every setting has a default
     faults = _faults(
         function if _callable_with_two(function) else verify, getattr(module, "KNOWN_ANSWERS", ())
     )
@@ -219,8 +221,8 @@ def _proven(verifier: Extension) -> Verifier:
 
 
 def _check_signature(verify: Verifier, name: str) -> None:
-    """Raises ConfigError for a function that cannot be called with a response and an answer, as
-    rewards of other trainers cannot, which are given lists."""
+    """Raises ConfigError for a function that cannot be called with one response and an answer.
+    Reward functions of other trainers, for example, take lists."""
     if not _callable_with_two(verify):
         signature = inspect.signature(verify)
         raise ConfigError(
@@ -235,11 +237,11 @@ def _check_signature(verify: Verifier, name: str) -> None:
 
 
 def _callable_with_two(verify: Verifier) -> bool:
-    """Returns True if a function can be called with a response and an answer, and with the columns
-    where it asks for them, and takes no `completions`."""
+    """Returns True if a function can be called with a response and an answer, and columns if it
+    asks for them, and has no parameter `completions`."""
     try:
         signature = inspect.signature(verify)
-    except (TypeError, ValueError):  # of a function that is not Python's
+    except (TypeError, ValueError):  # not written in Python: no signature
         return True
     try:
         signature.bind("", "", **({_COLUMNS: {}} if asked_by(verify).columns else {}))
@@ -249,14 +251,14 @@ def _callable_with_two(verify: Verifier) -> bool:
 
 
 def _faults(verify: Verifier, known: Sequence[KnownAnswer]) -> list[str]:
-    """One line for each known answer that comes out wrong."""
+    """Describes each known answer that is graded wrong, one line each."""
     faults = []
     for response, answer, reward, *columns in known:
         several = not isinstance(response, str)
         try:
             found = rewards_of(verify, response if several else [response], answer, *columns)
             got: object = [float(each) for each in found] if several else float(found[0])
-        except Exception as error:  # whatever a user's function raises
+        except Exception as error:  # a user's function may raise anything
             got = f"{type(error).__name__}: {error}"
         if got != (list(reward) if several else reward):
             faults.append(f"{response!r} against {answer!r} earns {got}, expected {reward}")
@@ -264,5 +266,5 @@ def _faults(verify: Verifier, known: Sequence[KnownAnswer]) -> list[str]:
 
 
 def _module(verify: Verifier) -> Any:
-    verify = verify.func if isinstance(verify, partial) else verify  # one with settings
+    verify = verify.func if isinstance(verify, partial) else verify  # a verifier with settings
     return sys.modules[verify.__module__]

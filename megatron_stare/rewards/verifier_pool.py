@@ -1,9 +1,9 @@
 """Judges answers in worker processes that may hang, crash or be killed without harm to the run.
 
-Whoever has answers hands them in all at once (`verify`) or as they come (`verdicts.py`) and gets
-one Verdict each. Workers are independent processes (`rewards/process.py`) that answer one by one
-over a socket; this side keeps a deadline for the answer each worker is at. Imports no torch, so it
-can live in any process.
+A caller passes answers all at once (`verify`) or as they arrive (`verdicts.py`) and receives one
+Verdict for each. Workers are independent processes (`rewards/process.py`) that judge one answer
+after the other and reply over a socket. The pool keeps a deadline for each worker's current answer.
+Imports no torch, so it can run in any process.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.registry import Extension
 from megatron_stare.rewards.process import WorkerProcess
 
-# answers handed to a worker at a time: few enough to share out evenly, many enough to hide the
-# round trip
+# maximum number of answers sent to a worker at a time: small enough for an even distribution, large
+# enough to hide the round trip
 _CHUNK = 32
-_START_LIMIT_S = 60.0  # to start Python and import the verifier
-_STARTS = 3  # of a worker that is killed from outside as it starts
+_START_LIMIT_S = 60.0  # limit for starting Python and importing the verifier
+_STARTS = 3  # attempts to start a worker that is killed from outside while starting
 _WHERE = "reward.verifier"
 _KILLED = f"was killed by {signal.SIGKILL.name}"  # see WorkerProcess.kill
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome for one answer. `reward` is None where there is none, and `detail` says why.
+    """Outcome for one answer. If there is no reward, `reward` is None and `detail` is the reason.
 
-    An answer whose verifier runs out of time is wrong, 0, so that a policy gains nothing by answers
-    that hang. Where the verifier is a server, the server may be what hangs, and there is no reward.
+    An answer whose verifier exceeds its time limit counts as wrong (reward 0), so that a policy
+    gains nothing by answers that hang. If the verifier is a server, the server may be the cause, so
+    there is no reward.
 
-    `answer_at` is the character where the answer begins, -1 where none stands in the right format,
-    and None where the verifier does not say. `answer` is its normal form (rewards/verifier.py), ""
-    where there is none, None as above.
+    `answer_at` is the character where the answer begins, -1 if there is none in the right format,
+    and None if the verifier does not report it. `answer` is its normal form (rewards/verifier.py),
+    "" if there is none, and None if the verifier does not report it.
     """
 
     reward: float | None
@@ -48,49 +49,50 @@ class Verdict:
     detail: str = ""
     answer_at: int | None = None
     answer: str | None = None
-    group: tuple[Verdict, ...] = ()  # where the answer was a whole group, those of its responses
+    group: tuple[Verdict, ...] = ()  # for a group, the verdicts on its responses
 
 
 @dataclass
 class _Slot:
-    """One worker and what it is at."""
+    """One worker and its current work."""
 
     process: WorkerProcess
-    # monotonic seconds: end of the start's limit, or of the first item's; infinite when idle
+    # monotonic seconds: end of the time limit for the start, or for the first item; infinite when
+    # idle
     deadline: float
     ready: bool = False
-    starts: int = 1  # of this worker that came to nothing, and the one that goes on
-    items: deque[int] = field(default_factory=deque)  # handed out and not yet answered, in order
+    starts: int = 1  # number of attempts to start this worker, including the current one
+    items: deque[int] = field(default_factory=deque)  # sent and not yet answered, in order
 
 
 Asked = tuple[str | list[str], str, Mapping[str, Any] | None]
-"""A response or a group, the answer, and columns of the row."""
+"""A response or a group, the reference answer, and columns of the row."""
 
 
 @dataclass
 class Answers:
-    """Answers that belong together: what is still to be handed out, and what is known."""
+    """Answers that belong together: those not sent yet, and the known verdicts."""
 
     texts: dict[int, Asked] = field(default_factory=dict)
     queue: deque[int] = field(default_factory=deque)
     verdicts: dict[int, Verdict] = field(default_factory=dict)
-    # those of `verdicts` that are not ok, as they came
+    # verdicts that are not ok, in order of arrival
     failed: list[Verdict] = field(default_factory=list)
-    # items whose worker was killed once from outside; judged again
+    # items judged again because their worker was killed from outside
     killed: set[int] = field(default_factory=set)
     added: int = 0
 
     def add(
         self, response: str | list[str], answer: str, columns: Mapping[str, Any] | None = None
     ) -> int:
-        """Adds one, or a group that is judged as one; returns its number."""
+        """Adds an answer, or a group that is judged as one. Returns its number."""
         number, self.added = self.added, self.added + 1
         self.texts[number] = response, answer, columns
         self.queue.append(number)
         return number
 
     def take(self, item: int) -> Verdict:
-        """A verdict that is known; nothing is kept of the answer."""
+        """Removes an answer and returns its known verdict."""
         del self.texts[item]
         self.killed.discard(item)
         verdict = self.verdicts.pop(item)
@@ -99,18 +101,18 @@ class Answers:
         return verdict
 
     def know(self, item: int, verdict: Verdict) -> None:
-        """Takes an answer's verdict."""
+        """Records an answer's verdict."""
         self.verdicts[item] = verdict
         if verdict.status != "ok":
             self.failed.append(verdict)
 
 
 class TooManyFailuresError(Exception):
-    """More answers could not be verified than the caller bears.
+    """More answers failed verification than the caller allows.
 
     Args:
-        failed: the verdicts on those, in the order in which they failed.
-        known: answers that have a Verdict, of either kind; the others were not waited for.
+        failed: their verdicts, in order of failure.
+        known: number of answers with a verdict of any kind; the others were not awaited.
     """
 
     def __init__(self, failed: Sequence[Verdict], known: int) -> None:
@@ -124,7 +126,7 @@ class VerifierPool:
     Args:
         verifier: as in `make_verifier`.
         workers: number of processes, at least 1.
-        timeout_s: wall-clock limit of one answer, seconds. Starting a worker does not count against
+        timeout_s: wall-clock limit of one answer, seconds. Starting a worker does not count towards
             it.
 
     Raises:
@@ -138,7 +140,8 @@ class VerifierPool:
         self._selector = selectors.EpollSelector()
         self._slots: list[_Slot] = []
         self._closed = False
-        self.judges_groups = self.needs_columns = False  # see rewards/verifier.py; known once ready
+        # see rewards/verifier.py; set once a worker is ready
+        self.judges_groups = self.needs_columns = False
         try:
             for _ in range(workers):
                 self._slots.append(_Slot(*self._start()))
@@ -152,29 +155,30 @@ class VerifierPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers as of now; a worker that was killed has a successor with
-        another id."""
+        """Current process ids of the workers; a worker that replaces a killed one has another
+        id."""
         return [slot.process.pid for slot in self._slots]
 
     def verify(
         self, texts: Sequence[tuple[str, str] | Asked], most_failures: int | None = None
     ) -> list[Verdict]:
-        """One Verdict for each (response, answer), or (response, answer, columns), in order.
+        """Returns one Verdict for each (response, answer), or (response, answer, columns), in
+        order.
 
-        Waits for the workers, at most `timeout_s` for each answer; an answer that hangs or takes
-        its worker down costs itself alone. One whose worker is killed (SIGKILL) is judged once more
-        by another.
+        Waits for the workers, at most `timeout_s` for each answer. An answer that hangs or crashes
+        its worker does not affect others. If the worker is killed (SIGKILL), its answer is judged
+        once more by another worker.
 
-        An exception, Ctrl-C included, closes the pool: workers may be in the middle of answers
-        nobody waits for.
+        An exception, including Ctrl-C, closes the pool, because workers may still be judging
+        answers that nobody waits for.
 
         Args:
-            most_failures: answers without a reward that are borne; with one more the rest is not
-                waited for. None: any.
+            most_failures: allowed number of answers without a reward; one more ends the wait. None:
+                unlimited.
 
         Raises:
-            TooManyFailuresError: there were more.
-            ConfigError: a worker could not be started again.
+            TooManyFailuresError: more answers failed than allowed.
+            ConfigError: a worker could not be restarted.
             ValueError: the pool is closed.
         """
         answers = Answers()
@@ -187,21 +191,22 @@ class VerifierPool:
     def turn(
         self, answers: Answers, most_failures: int | None = None, *, wait: bool = True
     ) -> None:
-        """Hands answers to idle workers and takes what workers have to say.
+        """Sends answers to idle workers and processes messages from workers.
 
         Args:
             most_failures: see `verify`.
-            wait: until a worker speaks, ends or is out of time; False: only what is known already.
+            wait: True: wait until a worker sends a message, ends or exceeds its time limit. False:
+                process only what has already happened.
 
         Raises:
-            As `verify`; an exception, Ctrl-C included, closes the pool.
+            As `verify`; an exception, including Ctrl-C, closes the pool.
         """
         if self._closed:
             raise ValueError("the reward pool is closed")
         try:
             self._hand_out(answers)
             self._advance(answers, wait)
-            # Hand out to idle workers now: a caller that does not wait may not come back at once.
+            # Send to idle workers now, because a caller that does not wait may return late.
             self._hand_out(answers)
             for slot in self._slots:
                 self._watch(slot)
@@ -212,20 +217,20 @@ class VerifierPool:
             raise
 
     def fileno(self) -> int:
-        """Readable when a `turn` has something to do; for event loops. Raises ValueError where the
-        pool is closed."""
+        """Returns a file descriptor that is readable when `turn` has something to do, for event
+        loops. Raises ValueError if the pool is closed."""
         if self._closed:
             raise ValueError("the reward pool is closed")
         return self._selector.fileno()
 
     def seconds_left(self) -> float | None:
-        """Until a worker is out of time, which a `turn` must then be told of; None: none is at
-        work."""
+        """Returns the seconds until a worker exceeds its time limit, when `turn` must be called;
+        None if no worker is busy."""
         deadline = min((slot.deadline for slot in self._slots), default=math.inf)
         return None if deadline == math.inf else max(0.0, deadline - time.monotonic())
 
     def close(self) -> None:
-        """Kills the workers; when it returns there is none. May be called again."""
+        """Kills the workers and waits for their end. Idempotent."""
         self._closed = True
         for slot in self._slots:
             slot.process.kill()
@@ -239,14 +244,14 @@ class VerifierPool:
         self.close()
 
     def _hand_out(self, answers: Answers) -> None:
-        """Gives every idle worker a share of what is left; shares shrink towards the end, so that
-        none waits long."""
+        """Sends every idle worker a share of the remaining answers. Shares shrink towards the end,
+        so that no worker finishes much later than the others."""
         for slot in self._slots:
             if not answers.queue:
                 return
             if not slot.ready or slot.items:
                 continue
-            if not slot.process.alive:  # it died between two calls, and no answer is to blame
+            if not slot.process.alive:  # it died between two calls, not because of an answer
                 self._stop(slot)
                 self._replace(slot)
                 continue
@@ -256,7 +261,8 @@ class VerifierPool:
             slot.process.send([answers.texts[item] for item in slot.items])
 
     def _advance(self, answers: Answers, wait: bool = True) -> None:
-        """Waits until a worker speaks, ends or is out of time, and deals with it."""
+        """Waits until a worker sends a message, ends or exceeds its time limit, and handles
+        that."""
         now = time.monotonic()
         for slot in self._slots:
             self._watch(slot)
@@ -270,8 +276,8 @@ class VerifierPool:
                 slot.process.flush()
             if mask & selectors.EVENT_READ:
                 self._hear(slot, answers)
-            # the time before the wait: a message that came in time is heard first, even if we were
-            # slow
+            # `now` is from before the wait, so that a message that came in time is read first, even
+            # if this process was slow
             elif slot.deadline <= now:
                 self._give_up(slot, answers)
 
@@ -300,7 +306,7 @@ class VerifierPool:
                     f"the worker of {self._verifier!r} {fate} as it started", where=_WHERE
                 )
             if fate == _KILLED and slot.items and slot.items[0] not in answers.killed:
-                # killed by somebody, or by the kernel for memory that another process took
+                # killed by a user, or by the kernel because another process used the memory
                 answers.killed.add(slot.items[0])
                 self._return(slot, answers)
             else:
@@ -319,14 +325,14 @@ class VerifierPool:
         )
 
     def _lose(self, slot: _Slot, answers: Answers, verdict: Verdict) -> None:
-        """Blames the answer the worker was at, returns the others to the front of the queue, starts
-        a new worker."""
+        """Assigns the verdict to the worker's current answer, returns its other answers to the
+        front of the queue, and starts a new worker."""
         if slot.items:
             answers.know(slot.items.popleft(), verdict)
         self._return(slot, answers)
 
     def _return(self, slot: _Slot, answers: Answers) -> None:
-        """Returns what a worker had to the front of the queue, starts a new worker."""
+        """Returns a worker's answers to the front of the queue, and starts a new worker."""
         answers.queue.extendleft(reversed(slot.items))
         self._replace(slot)
 
@@ -344,7 +350,8 @@ class VerifierPool:
         return WorkerProcess(self._verifier), time.monotonic() + _START_LIMIT_S
 
     def _watch(self, slot: _Slot) -> None:
-        """Tells the selector what to wait for; free of system calls where nothing has changed."""
+        """Registers the selector events to wait for; makes no system call if nothing has
+        changed."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if slot.process.sending else 0)
         if slot.process.fileno() in self._selector.get_map():
             self._selector.modify(slot.process, events)

@@ -1,14 +1,15 @@
 """The verifier process: `python -m megatron_stare.rewards.worker <verifier> <fd>`, started by
 `rewards/process.py`.
 
-It reads lists of [response, answer, columns] from the socket `fd` and writes one message an answer,
-in order, as soon as it has it. A list in place of the response is a group, whose message is a list
-of messages. Three kinds of message go out: {"ready": {...}} with what the verifier asks for, or
-{"failed": {...}}, once, then {"reward": x, "answer_at": n, "answer": text} or {"error": text}.
+Reads lists of [response, answer, columns] from the socket `fd` and writes one message per answer,
+in order, as soon as it is known. A list in place of the response is a group, whose message is a
+list of messages. The first message is {"ready": {...}} with the inputs that the verifier needs, or
+{"failed": {...}}. Every other message is {"reward": x, "answer_at": n, "answer": text} or {"error":
+text}.
 
-The verifier runs in the main thread, where signal handlers work. A second thread does nothing but
-read: it waits for the parent to send, and the end of the stream, which comes when the parent is
-gone, ends this process group even while a verifier hangs.
+The verifier runs in the main thread, where signal handlers work. A second thread only reads from
+the parent. When the parent is gone the stream ends, and that thread kills this process group, even
+if a verifier hangs.
 """
 
 from __future__ import annotations
@@ -46,19 +47,20 @@ _OURS = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = tuple(
     sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
-LONGEST_ANSWER = 1_000  # characters of an answer that are told
-_DETAIL_CHARACTERS = 500  # of an exception's text; a sympy error can print a whole expression tree
+LONGEST_ANSWER = 1_000  # characters of an answer that are sent
+# limit on an exception's text, because a sympy error can print a whole expression tree
+_DETAIL_CHARACTERS = 500
 
 
 def main(verifier: str, fd: int) -> None:
     """Serves until the parent closes its end of the socket `fd`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    # A send fails once the parent is gone, just before the reading thread would end the process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    # A send fails once the parent is gone, shortly before the reading thread ends the process.
     with (
         socket.socket(fileno=fd) as channel,
         contextlib.suppress(BrokenPipeError, ConnectionResetError),
     ):
-        # a program that a verifier starts must not keep the stream open
+        # programs started by a verifier must not keep the stream open
         channel.set_inheritable(False)
         inbox: SimpleQueue[list[Any]] = SimpleQueue()
         threading.Thread(target=_read, args=(channel, inbox), daemon=True).start()
@@ -93,8 +95,8 @@ def judge(
     """Judges responses to one prompt.
 
     Returns:
-        Of each, {"reward": a finite float, "answer_at" and "answer": see `verifier_pool.Verdict`},
-        or {"error": why there is none}.
+        For each response, {"reward": a finite float, "answer_at" and "answer": see
+        `verifier_pool.Verdict`}, or {"error": why there is no reward}.
     """
     try:
         at = [None if answer_start is None else int(answer_start(each)) for each in responses]
@@ -104,7 +106,8 @@ def judge(
             for each in responses
         ]
         return [_message(*each) for each in zip(rewards, at, given, strict=True)]
-    except BaseException as error:  # SystemExit too: one answer must not take the process with it
+    # includes SystemExit, because one answer must not end the process
+    except BaseException as error:
         text = "".join(traceback.format_exception_only(error)).strip()[:_DETAIL_CHARACTERS]
         return [{"error": f"{text} {users_line(error)}".rstrip()}] * len(responses)
 
@@ -119,11 +122,12 @@ def _message(reward: Any, answer_at: int | None, answer: str | None) -> dict[str
 
 
 def users_line(error: BaseException) -> str:
-    """'(file:line, in function)' where the user's code raised; '' where none of it ran.
+    """Returns '(file:line, in function)' for the user's code that raised; '' if no such code was
+    running.
 
-    That is the innermost frame that is neither ours nor an installed library's: a user looks for
-    the line that handed json nonsense, not for the one in json. Of a verifier that is itself
-    installed it is the outermost that is not ours.
+    This is the innermost frame outside this project and installed libraries, because a user looks
+    for the line that passed json nonsense, not for a line inside json. If the verifier itself is
+    installed, it is the outermost frame outside this project.
     """
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OURS)
@@ -136,7 +140,8 @@ def users_line(error: BaseException) -> str:
 
 
 def _read(channel: socket.socket, inbox: SimpleQueue[list[Any]]) -> None:
-    """Moves what the parent sends into `inbox`; ends the process at the end of the stream."""
+    """Moves messages from the parent into `inbox`; kills the process group at the end of the
+    stream."""
     unpacker = Unpacker()
     try:
         while data := channel.recv(_RECEIVE_BYTES):
@@ -144,9 +149,9 @@ def _read(channel: socket.socket, inbox: SimpleQueue[list[Any]]) -> None:
                 for item in chunk:
                     inbox.put(item)
     finally:
-        with contextlib.suppress(ProcessLookupError):  # not a group leader when started by hand
-            os.killpg(os.getpid(), signal.SIGKILL)  # with whatever the verifier has started
-        os._exit(0)  # not sys.exit: that would end this thread only
+        with contextlib.suppress(ProcessLookupError):  # not a group leader if started by hand
+            os.killpg(os.getpid(), signal.SIGKILL)  # includes processes that the verifier started
+        os._exit(0)  # sys.exit would end only this thread
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Samples responses: engines, their weights' state, sampling noise, and the way from prompts to
-batches."""
+"""Samples responses: rollout engines, the state of their weights, sampling noise, and the path from
+prompts to batches."""
 
 from megatron_stare.process.vector_maths import settle
 
-settle()  # before anything in here runs
+settle()  # before any code of this package runs

@@ -1,1 +1,1 @@
-"""Agreement of engine and trainer log-probs, and the limits a run holds them to."""
+"""Agreement between the log-probs of engine and trainer, and the limits on their difference."""

@@ -1,10 +1,11 @@
-"""Judges how far the log-probs of rollout engine and trainer differ, and names what is to blame if
-they do. Pure.
+"""Judges how far the log-probs of rollout engine and trainer differ, and names the likely cause if
+they differ too much. Pure.
 
-Two comparisons: the tokens of every rollout, at the run's temperature, as they were sampled; and
-after every weight sync a canary, sequences that never change, at temperature 1. Blame rests on what
-one of them shows and the other does not. The log-probs are compared on the ranks that hold the
-trainer's (megatron/step/differences.py), and judged here.
+There are two comparisons. The first covers the sampled tokens of every rollout, at the run's
+temperature. The second follows every weight sync and covers the canary, a fixed set of sequences,
+at temperature 1. The cause is inferred from what one comparison shows and the other does not. The
+ranks that hold the trainer's log-probs compute the differences (megatron/step/differences.py); this
+module judges them.
 """
 
 from __future__ import annotations
@@ -98,16 +99,16 @@ METRICS = (
 
 
 class AgreementError(UserError):
-    """Engine and trainer do not compute the same log-probs, so the ratios of training would be
+    """Engine and trainer compute different log-probs, so the importance ratios of training would be
     wrong."""
 
 
 def agreement_metrics(difference: LogProbDifference, step: int) -> dict[str, float]:
-    """The sizes of the differences: mean and quantiles, those of likely and unlikely tokens, and
-    the maxima by position and by age of the weights in steps.
+    """Returns metrics of the differences' sizes: mean, quantiles, means over likely and unlikely
+    tokens, and maxima by position and by weight age in steps.
 
     Args:
-        step: whose rollout it is; tokens of the weights before it have age 1.
+        step: step of the rollout; tokens of the weights just before it have age 1.
     """
     if not difference.everywhere.tokens:
         return {}
@@ -122,8 +123,8 @@ def agreement_metrics(difference: LogProbDifference, step: int) -> dict[str, flo
 
 
 def _by_likelihood(prefix: str, differences: Sequence[LogProbDifference]) -> dict[str, float]:
-    """The largest means of the tokens that are as likely as sampled ones, and of the others, where
-    there are any."""
+    """Returns, for likely and for unlikely tokens, the largest mean among the differences, if there
+    are such tokens."""
     found = {}
     for name in ("likely", "unlikely"):
         parts: list[Sizes] = [getattr(difference, name) for difference in differences]
@@ -133,13 +134,13 @@ def _by_likelihood(prefix: str, differences: Sequence[LogProbDifference]) -> dic
 
 
 def _nan_first(value: float) -> tuple[bool, float]:
-    """Orders numbers by size, and what is none above them."""
+    """Sort key that orders NaN above all numbers."""
     return value != value, value
 
 
 def canary_batch(sequences: Sequence[Sequence[int]]) -> RolloutBatch:
-    """Makes a batch of token ids; see canary.py. All but a sequence's first token count as its
-    response."""
+    """Makes a batch of the canary's token ids; see canary.py. Every token of a sequence but the
+    first counts as its response."""
     lengths = torch.tensor([len(tokens) for tokens in sequences], dtype=torch.int64)
     responses, count = lengths - 1, len(sequences)
     total = int(responses.sum())
@@ -162,11 +163,11 @@ def canary_batch(sequences: Sequence[Sequence[int]]) -> RolloutBatch:
 def canary_verdict(
     differences: Sequence[LogProbDifference], limits: Limits, engines: Sequence[int] | None = None
 ) -> str | None:
-    """Names what is to blame for the canary's differences, by engine; None: engines and trainer
-    agree.
+    """Names the likely cause of the canary's differences, of which there is one per engine; None if
+    engines and trainer agree.
 
     Args:
-        engines: the number of each; None: from 0 on.
+        engines: number of each engine; None: 0, 1, and so on.
     """
     wrong = [i for i, difference in enumerate(differences) if limits.canary_passed(difference)]
     if not wrong:
@@ -199,11 +200,11 @@ def canary_verdict(
 def rollout_verdict(
     sampled: LogProbDifference, unscaled: LogProbDifference, temperature: float, limits: Limits
 ) -> str:
-    """Names what is to blame for sampled log-probs that differ although the canary agrees.
+    """Names the likely cause if the log-probs of sampled tokens differ although the canary agrees.
 
     Args:
-        sampled: against the trainer at the run's temperature.
-        unscaled: the same tokens against the trainer at temperature 1.
+        sampled: difference from the trainer at the run's temperature.
+        unscaled: difference of the same tokens from the trainer at temperature 1.
     """
     everywhere, first = limits.size(sampled.everywhere), limits.size(_first_position(sampled))
     if (
@@ -236,7 +237,7 @@ def _first_position(difference: LogProbDifference) -> Sizes:
 
 
 def require_agreement(what: str, passed: str, verdict: str, where: str) -> None:
-    """Raises AgreementError where limits are passed; `passed` says which, see Limits."""
+    """Raises AgreementError if limits are exceeded; `passed` names them, see Limits."""
     if not passed:
         return
     raise AgreementError(
@@ -250,7 +251,7 @@ def require_agreement(what: str, passed: str, verdict: str, where: str) -> None:
 
 
 def summary(differences: Sequence[LogProbDifference]) -> dict[str, float]:
-    """The canary's metrics: the largest difference of all engines, and the largest mean of likely
-    and unlikely tokens."""
+    """Returns the canary's metrics: the largest difference of any engine, and the largest means
+    over likely and unlikely tokens."""
     largest = max((d.largest for d in differences), default=0.0, key=_nan_first)
     return {"agreement/canary_max": largest, **_by_likelihood("agreement/canary_", differences)}

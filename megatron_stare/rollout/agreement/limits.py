@@ -1,8 +1,8 @@
-"""How far the log-probs of engine and trainer may lie apart, by what they compute in. Pure.
+"""Sets limits on the difference between the log-probs of engine and trainer, by compute dtype.
+Pure.
 
-In float32 the token that differs most decides; in 16 bits the mean and high quantiles do, and how
-the mean grows over a
-run: observability/metrics/rules.py.
+In float32 the limit applies to the token that differs most. In 16 bits limits apply to the mean and
+high quantiles, and to the growth of the mean over a run (observability/metrics/rules.py).
 """
 
 from __future__ import annotations
@@ -14,32 +14,33 @@ from dataclasses import dataclass, field
 from megatron_stare.config.schema import Config
 from megatron_stare.records.log_prob_difference import LogProbDifference, Sizes
 
-# Nats, of the token that differs most; 16 bits have none, see BOUNDS.
+# Limit on the largest difference of a token, nats; 16-bit dtypes have BOUNDS instead.
 LARGEST = {"float32": 1e-3}
-# Nats. Limits under which a 16-bit run goes on; measured and argued in docs/diagnostics.md.
-# float16's are an eighth of bfloat16's, whose rounding is eight times coarser.
+# Nats. Limits of a 16-bit run; measured and explained in docs/diagnostics.md. float16's are about
+# an eighth of bfloat16's, whose rounding is eight times coarser.
 BOUNDS = {
     "bfloat16": {"mean": 0.025, "p99": 0.2, "p999": 1.0},
     "float16": {"mean": 0.003, "p99": 0.025, "p999": 0.125},
 }
 WORDS = {"mean": "mean", "p99": "99 % quantile", "p999": "99.9 % quantile"}
-# multiple of the mean's bound for a canary: the policy did not write it, and it has few tokens
+# multiplies the mean's bound for a canary, which the policy did not sample and which has few tokens
 CANARY_ROOM = 4.0
-# likely tokens that a canary needs; with fewer their mean says little, and all tokens are judged
+# minimum of likely tokens in a canary; with fewer, their mean is unreliable and all tokens are
+# judged
 ENOUGH_LIKELY = 16
-# share of the limit under which two log-probs count as the same, when blame is sought
+# share of the limit below which log-probs count as equal when the cause is inferred
 _AGREES = 0.1
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest differences that a run goes on with, nats; None: any.
+    """Largest differences at which a run continues, nats; None: unlimited.
 
-    largest: of a single token; judged in float32, where rounding alone is three orders of magnitude
-        smaller than any fault. In 16 bits single tokens differ by tenths of a nat to several with
-        nothing wrong.
-    bounds: of the mean and high quantiles, by name; none in float32.
-    trend: of the mean's growth over a run.
+    largest: limit for a single token. Used in float32, where rounding alone is three orders of
+        magnitude smaller than any fault. In 16 bits single tokens differ by tenths of a nat to
+        several nats without any fault.
+    bounds: limits on the mean and high quantiles, by name; empty in float32.
+    trend: limit on the growth of the mean over a run.
     """
 
     largest: float | None
@@ -48,7 +49,8 @@ class Limits:
 
     @classmethod
     def of(cls, config: Config) -> Limits:
-        """Limits as configured, else those of the coarser dtype of trainer and engines."""
+        """Returns the configured limits, or else the defaults of the coarser of the trainer's and
+        engines' dtypes."""
         asked, own = config.agreement, config.sglang.agreement_limit
         dtypes = {config.model.dtype, config.sglang.dtype or config.model.dtype}
         coarsest = next((dtype for dtype in BOUNDS if dtype in dtypes), None)
@@ -58,8 +60,7 @@ class Limits:
         return cls(own, bounds, asked.trend)
 
     def lifted(self) -> Limits:
-        """Returns limits that no difference passes but one that is no number; what is logged
-        stays."""
+        """Returns limits that only NaN exceeds; the differences are still logged."""
         return Limits(math.inf, dict.fromkeys(self.bounds, math.inf))
 
     @property
@@ -67,13 +68,13 @@ class Limits:
         return bool(self.bounds)
 
     def passed(self, difference: LogProbDifference) -> str:
-        """Which limits the differences of sampled tokens pass, in words; "" if none."""
+        """Describes the limits that the differences of sampled tokens exceed; "" if none."""
         found = {"mean": difference.everywhere.mean, **difference.quantiles}
         return self._words(difference.largest, {name: found[name] for name in self.bounds})
 
     def canary_passed(self, difference: LogProbDifference) -> str:
-        """Likewise of a canary, whose tokens are too few for quantiles, and of which the likely
-        ones are judged."""
+        """Describes the limits that a canary's differences exceed; "" if none. A canary has too few
+        tokens for quantiles, and its likely tokens are judged."""
         judged = (
             difference.likely
             if difference.likely.tokens >= ENOUGH_LIKELY
@@ -98,23 +99,22 @@ class Limits:
         return " and ".join(over)
 
     def size(self, part: Sizes) -> float:
-        """Difference in nats that part of the tokens is judged by: the mean in 16 bits, else the
-        largest; no NaN."""
+        """Returns the difference, in nats, by which a subset of tokens is judged: the mean in 16
+        bits, else the largest; NaN is ignored."""
         return part.mean_number if self.in_16_bits else part.largest_number
 
     @property
     def same(self) -> float:
-        """Up to which `size` counts as agreement, when blame is sought. In 16 bits rounding is a
-        fair share of the limit itself."""
+        """Upper bound of `size` that counts as agreement when the cause is inferred. In 16 bits
+        this is the limit itself, because rounding is a large share of it."""
         return self.wrong if self.in_16_bits else _AGREES * self.wrong
 
     @property
     def rounding(self) -> float:
-        """Difference that rounding alone stays within on a single token, but for one in a hundred;
-        nats."""
+        """Difference, in nats, that rounding alone does not exceed on 99 of 100 tokens."""
         return self.bounds["p99"] if self.in_16_bits else self.same
 
     @property
     def wrong(self) -> float:
-        """Past which `size` counts as none."""
+        """Value of `size` above which log-probs count as different."""
         return self.bounds["mean"] if self.largest is None or self.in_16_bits else self.largest

@@ -1,1 +1,1 @@
-"""Engines: the interface, the one in this process, SGLang's servers, and their replicas."""
+"""Engines: the interface, the in-process engine, SGLang's servers, and their replicas."""

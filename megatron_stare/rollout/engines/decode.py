@@ -1,8 +1,8 @@
-"""Decodes one batch of requests with a transformers model: prefill, then a token a step until every
-row is finished.
+"""Decodes one batch of requests with a transformers model: prefill, then one token per step until
+every row is finished.
 
-Called by LocalEngine with requests it has checked; returns the responses as columns. Brings an
-attention for models on CPUs, ATTENTION, which transformers finds by this name.
+LocalEngine calls `decode_batch` with checked requests. The module also registers an attention for
+models on CPUs with transformers, under the name ATTENTION.
 
 Shape legend: B rows of the batch, b rows still in it, P longest prompt, R longest response; in
 attention n heads, g groups of heads that share keys and values, r heads of a group, L tokens in the
@@ -27,8 +27,9 @@ from megatron_stare.records.batch import FinishReason, SamplingParams
 from megatron_stare.rollout.engines.engine import GenerateRequest
 from megatron_stare.rollout.engines.sampling import choose_tokens, row_keys, uniforms
 
-ATTENTION = "megatron_stare_decode"  # the name of `attend` among transformers' attentions
-# finished rows are dropped below this share of live rows: a copy of the cache has to pay
+ATTENTION = "megatron_stare_decode"  # name under which transformers knows `attend`
+# finished rows are dropped only if the share of live rows is below this, because that copies the
+# cache
 _COMPACT_BELOW = 0.5
 
 
@@ -41,8 +42,8 @@ class Decoded:
 
 @dataclass
 class _Prompts:
-    """The rows' prompts, left-padded to one length. No padding, no `mask`: attention is cheaper
-    then."""
+    """Left-padded prompts of the rows. `mask` is None if nothing is padded, which makes attention
+    cheaper."""
 
     ids: Tensor  # [B, P]
     positions: Tensor  # [B, P]
@@ -52,12 +53,12 @@ class _Prompts:
 def decode_batch(
     model: Any, requests: Sequence[GenerateRequest], params: SamplingParams
 ) -> list[Decoded]:
-    """The responses of `requests`, decoded together; at most `params.max_new_tokens` tokens each,
-    or fewer where a request says so.
+    """Decodes the responses of `requests` together, at most `params.max_new_tokens` tokens each, or
+    fewer if a request has a lower limit.
 
-    The noise of a row is keyed on its request, so neither its companions nor the dropping of
-    finished rows changes what is drawn from a given distribution. (The distribution itself moves by
-    float rounding, about 1e-7, with the shape of the matrix products.)
+    The sampling noise of a row is keyed on its request. So neither other rows nor the removal of
+    finished rows changes what is drawn from a given distribution. (The distribution itself changes
+    by float rounding, about 1e-7, with the shape of the matrix products.)
     """
     steps = [params.step if r.noise_step is None else r.noise_step for r in requests]
     keys = row_keys(
@@ -73,13 +74,13 @@ def decode_batch(
     lengths = limits.clone()  # [B]
     stopped = torch.zeros(len(requests), dtype=torch.bool)  # [B]
 
-    rows = torch.arange(len(requests))  # [b] which request each row of the running batch is
+    rows = torch.arange(len(requests))  # [b] index of each row's request
     logits, cache, positions, mask = _prefill(model, requests, longest)
     ending, kind = _ending(requests, params.stop_token_ids, logits.shape[-1])
     for step in range(longest):
         noise = None if params.greedy else uniforms(keys, starts + step)[rows]
         tokens, token_log_probs = choose_tokens(logits, params.temperature, noise, params.top_p)
-        # Finished rows in the batch go on writing, beyond their length.
+        # Finished rows that are still in the batch write beyond their length.
         ids[rows, step], log_probs[rows, step] = tokens.to(torch.int32), token_log_probs
         ends = ending[kind[rows], tokens] & ~stopped[rows] & (step < limits[rows])
         lengths[rows[ends]] = step + 1
@@ -103,8 +104,8 @@ def decode_batch(
 def _ending(
     requests: Sequence[GenerateRequest], stop_token_ids: Sequence[int], vocabulary: int
 ) -> tuple[Tensor, Tensor]:
-    """Finds which tokens end a row: [k, V] bool for each of the sets of tokens that requests name,
-    and [B] whose is which."""
+    """Returns the tokens that end a row: [k, V] bool, one row for each distinct set of stop tokens
+    in the requests, and [B] the set of each request."""
     sets = {
         ids: number for number, ids in enumerate(dict.fromkeys(r.stop_token_ids for r in requests))
     }
@@ -117,7 +118,7 @@ def _ending(
 def _prefill(
     model: Any, requests: Sequence[GenerateRequest], max_new_tokens: int
 ) -> tuple[Tensor, Any, Tensor, Tensor | None]:
-    """Runs the prompts, each distinct one once: the samples of a group share it.
+    """Runs each distinct prompt once; the samples of a group share it.
 
     Returns:
         [B, V] logits of the first token, the cache, [B, 1] position of the last prompt token, and
@@ -145,7 +146,7 @@ def _pad(prompts: Sequence[tuple[int, ...]]) -> _Prompts:
 
 
 def _forward(model: Any, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
-    """[b, V] logits of the last position."""
+    """Returns [b, V] logits of the last position."""
     return model(
         input_ids=ids,
         attention_mask=mask,
@@ -157,8 +158,8 @@ def _forward(model: Any, ids: Tensor, positions: Tensor, mask: Tensor | None, ca
 
 
 def growing_cache(config: object) -> DynamicCache:
-    """An empty cache for a model of this config, written in place: transformers' own copies itself
-    every token. Sliding-window and other special layers stay as they are."""
+    """Makes an empty cache for a model of this config that is written in place; transformers' own
+    cache copies itself at every token. Sliding-window and other special layers are not replaced."""
     cache = DynamicCache(config=config)
     cache.layers = [
         GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers
@@ -167,8 +168,8 @@ def growing_cache(config: object) -> DynamicCache:
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values [B, heads, length, head_dim] as views of roomier buffers, which double when
-    they are full."""
+    """Keys and values [B, heads, length, head_dim] as views of larger buffers, which double when
+    full."""
 
     keys: Tensor
     values: Tensor
@@ -189,13 +190,13 @@ class GrowingLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        # keys and values are copies now, not views of the buffers
+        # keys and values are now copies, not views of the buffers
         self._key_room = self._value_room = None
 
 
 def _append(room: Tensor | None, held: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """The buffer, moved to a larger one where need be, and the view of it that holds `held` then
-    `new`."""
+    """Appends `new` to the buffer, which is replaced by a larger one if needed. Returns the buffer
+    and the view of it that holds `held`, then `new`."""
     length = held.shape[-2] if held.numel() else 0
     total = length + new.shape[-2]
     if room is None or room.shape[-2] < total:
@@ -219,17 +220,17 @@ def attend(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attends with one new token a row to its cache.
+    """Computes attention of one new token per row to its cache.
 
-    torch's kernel for CPUs starts a matrix product for every head of every row, which costs more
-    than the product where there is one query; here all rows are two batched products. Whatever is
-    not one float32 token a row on a CPU goes the way of "sdpa". The arguments are those that
-    transformers gives any attention.
+    torch's CPU kernel starts a matrix product for every head of every row. With a single query,
+    that start costs more than the product. Here two batched products serve all rows. Any input
+    other than one float32 token per row on a CPU is passed to "sdpa". The arguments are those of
+    every transformers attention.
 
     Args:
         query: [b, n, 1, d].
         key: [b, g, L, d].
-        value: [b, g, L, v]; v is d but in models with latent attention.
+        value: [b, g, L, v]; v is d except in models with latent attention.
         attention_mask: [b, 1, 1, L] bool.
 
     Returns:

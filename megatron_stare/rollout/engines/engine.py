@@ -1,9 +1,9 @@
-"""The rollout engine's interface: one replica of the policy that samples responses, and the records
-it takes and returns.
+"""Defines the rollout engine's interface, and its request and result records. An engine is one
+replica of the policy that samples responses.
 
-An engine lives in a worker of its own. Requests come from the pool (engine_pool.py), results go
-back to it; weights come from the weight sync, under Hugging Face names. LocalEngine (local.py)
-computes in its worker's process, others speak for a server.
+Each engine has its own worker. The pool (engine_pool.py) sends requests and receives results. The
+weight sync sends weights, under Hugging Face names. LocalEngine (local.py) computes in its worker's
+process; other engines are clients of a server.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from megatron_stare.weights.sync.target import SyncTarget
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """Tokens wanted: a response, or the next part of one.
+    """Request to sample a response, or the next part of one.
 
     `prompt_cursor`, `sample_index`, `noise_step` and the position in the response key its sampling
     noise (sampling.py).
     """
 
-    rid: str  # unique among the requests under way
-    input_ids: tuple[int, ...]  # all that stands before what is wanted
+    rid: str  # unique among the requests in flight
+    input_ids: tuple[int, ...]  # prompt and the earlier tokens of the response
     prompt_cursor: int
     sample_index: int
     start: int = 0  # tokens of the response that are among `input_ids`
-    # limit of this request, at most the sampling parameters'; None: theirs
+    # limit of this request, at most that of the sampling parameters; None: theirs
     max_new_tokens: int | None = None
-    # step that the response was begun in; None: the sampling parameters' step
+    # step in which the response began; None: the sampling parameters' step
     noise_step: int | None = None
-    # replica that had the context before, and may still hold its keys and values
+    # replica that sampled the earlier part, and may still hold its keys and values
     replica: int | None = None
-    stop_token_ids: tuple[int, ...] = ()  # that end it beside those of the sampling parameters
+    stop_token_ids: tuple[int, ...] = ()  # added to those of the sampling parameters
 
 
 @dataclass
 class GenerateResult:
-    """The tokens that were sampled, n of them; the stop token, where there is one, is among them.
-    Text and replica are filled in on its way."""
+    """The n sampled tokens, including a stop token if there is one. Text and replica are filled in
+    after the engine returns."""
 
     rid: str
     output_ids: Tensor  # [n] int32
     output_log_probs: Tensor  # [n] float32, nats, of the temperature-scaled distribution
-    versions: VersionRuns  # of the weights that sampled the tokens
+    versions: VersionRuns  # versions of the weights that sampled the tokens
     finish_reason: FinishReason
     prompt_tokens: int
-    text: str = ""  # of the tokens; the engine's worker decodes it, see model_folder.add_text
-    # [m, L, K] of the first m tokens, input and output; see `routing_column`
+    text: str = ""  # decoded by the engine's worker, see model_folder.add_text
+    # [m, L, K] routed experts of the first m input and output tokens; see `routing_column`
     experts: Tensor | None = None
-    replica: int | None = None  # that answered; who hands the requests out fills it in
+    replica: int | None = None  # replica that answered; Dispatch fills it in
 
     @property
     def completion_tokens(self) -> int:
@@ -67,11 +67,11 @@ class GenerateResult:
 
 @dataclass(frozen=True)
 class LostRequest:
-    """A request that was taken and will never be answered; whoever made it may make it again.
+    """A request that an engine accepted and will never answer; the caller may retry it.
 
-    reason: what became of it, and where.
-    late: its limit passed.
-    gone: whoever was to answer it is lost, with all else that it had.
+    reason: what happened to the request, and where.
+    late: True if its time limit passed.
+    gone: True if the server that was to answer is lost, with all its requests.
     """
 
     rid: str
@@ -81,44 +81,44 @@ class LostRequest:
 
 
 class RequestLostError(UserError):
-    """A response did not come."""
+    """An engine did not answer a request."""
 
 
 class EngineLostError(UserError):
-    """An engine is lost: its server has ended, does not answer any more, or holds other weights
-    than it was given."""
+    """An engine is lost: its server has ended, no longer answers, or holds other weights than it
+    received."""
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """State of an engine, and how it wants its requests."""
+    """State of an engine, and limits on its requests."""
 
-    # None unless the state is HEALTHY or UNPROVED: in other states the weights are of no single
+    # None unless the state is HEALTHY or UNPROVED; in other states the weights belong to no single
     # version
     weight_version: int | None
     state: EngineState
-    vocab_size: int  # of the model's config, which may exceed the tokenizer's
+    vocab_size: int  # from the model's config; may exceed the tokenizer's
     context_length: int  # tokens, prompt and response together
-    stop_token_ids: tuple[int, ...]  # of the model's folder; the tokenizer's are not known here
-    # Requests that it is given at a time; None: all that wait, at once. An engine with None decodes
-    # together what it is given. The place in a batch moves the last bits, so what it is given must
-    # not depend on the clock.
+    stop_token_ids: tuple[int, ...]  # from the model's folder, without the tokenizer's
+    # Limit of concurrent requests. None: takes all waiting requests at once and decodes them as one
+    # batch. The place in a batch changes the last bits of a result, so the batch's composition must
+    # then not depend on timing.
     capacity: int | None = None
-    served: bool = False  # the calls of a ServedEngine are answered
+    served: bool = False  # True: the calls of a ServedEngine are available
 
 
 class WeightUpdateError(UserError):
-    """A weight update was not the complete set of the model's parameters; the engine is DIRTY."""
+    """A weight update did not contain exactly the model's parameters; the engine is DIRTY."""
 
 
 class Engine(ABC):
-    """Samples responses with the weights it was sent. Starts DIRTY; one caller at a time."""
+    """Samples responses with the weights that it received. Starts DIRTY. One caller at a time."""
 
     @abstractmethod
     def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> None:
-        """Takes requests, which are checked first: none is taken if one is wrong.
+        """Accepts requests. Checks them first, and accepts none if one is invalid.
 
-        A response depends on the weights, the request and `params`, not on what else is under way.
+        A response depends on the weights, the request and `params`, not on other requests.
 
         Raises:
             UserError: a prompt or a sampling field is out of range.
@@ -127,26 +127,25 @@ class Engine(ABC):
 
     @abstractmethod
     def collect(self, wait_s: float) -> Sequence[GenerateResult | LostRequest]:
-        """Takes what has been finished or lost since the last call, in any order; each request is
+        """Returns requests finished or lost since the last call, in any order; each request is
         answered or lost once.
 
         Args:
-            wait_s: after which it returns though nothing is finished; an engine in process does not
-                look at it.
+            wait_s: time after which an empty result is returned; an in-process engine ignores it.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Forgets all requests under way; none of them is answered any more."""
+        """Drops all requests in flight; none of them will be answered."""
 
     @abstractmethod
     def begin_weight_update(self, version: int, prove: bool = True) -> None:
-        """Opens a session. From here until it ends well, the engine generates nothing; what was
-        submitted before and is not answered yet goes on then, with the new weights.
+        """Opens an update session. The engine generates nothing until the session ends
+        successfully. Unanswered requests then continue with the new weights.
 
         Args:
-            prove: compare the values that will be held with those that come. Else names and counts
-                alone are compared, and the engine is UNPROVED afterwards.
+            prove: True: compare the values that the engine holds with those sent. False: compare
+                names and counts only; the engine is UNPROVED afterwards.
 
         Raises:
             EngineStateError: a session is open already, or the engine is DEAD.
@@ -154,14 +153,14 @@ class Engine(ABC):
 
     @abstractmethod
     def update_weights(self, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """One bucket of parameters under their Hugging Face names, whole (not sharded); may be
-        called many times.
+        """Receives one bucket of parameters under their Hugging Face names, not sharded. May be
+        called many times per session.
 
-        `lm_head.weight` is not part of a model with tied embeddings. The tensors are copied, and
-        cast to the dtype the engine computes in.
+        With tied embeddings, `lm_head.weight` is not sent. The tensors are copied and cast to the
+        engine's compute dtype.
 
         Raises:
-            WeightUpdateError: an unknown or repeated name, or a wrong shape; the session is over,
+            WeightUpdateError: an unknown or repeated name, or a wrong shape; the session is closed,
                 the engine DIRTY.
             EngineStateError: no session is open.
         """
@@ -171,32 +170,32 @@ class Engine(ABC):
         """Checks that every parameter came exactly once and publishes the version.
 
         Returns:
-            Checksum (weights/sync/stream.py) by name, of the weights now held, in the dtype they
-            were sent in; "" where nothing is proven.
+            Checksum (weights/sync/stream.py), by name, of the weights that the engine now holds, in
+            the dtype in which they were sent; "" if the update is not verified.
 
         Raises:
-            WeightUpdateError: parameters are missing; the session is over, the engine DIRTY.
+            WeightUpdateError: parameters are missing; the session is closed, the engine DIRTY.
             EngineStateError: no session is open.
         """
 
     @abstractmethod
     def model_info(self) -> ModelInfo:
-        """Says what the engine holds; answers in every state."""
+        """Returns the engine's state and limits; works in every state."""
 
-    def check(self) -> None:  # noqa: B027 - an engine in process is there as long as its worker
-        """Raises EngineLostError where the engine can do nothing more."""
+    def check(self) -> None:  # noqa: B027 - an in-process engine lives as long as its worker
+        """Raises EngineLostError if the engine can no longer work."""
 
     @abstractmethod
     def close(self) -> None:
-        """Frees the model; the engine is DEAD. Closing twice is allowed."""
+        """Frees the model; the engine is DEAD. Idempotent."""
 
     def generate(
         self, requests: Sequence[GenerateRequest], params: SamplingParams
     ) -> list[GenerateResult]:
-        """One result a request, in the order of the requests; waits for the last of them.
+        """Submits requests and waits for all results, returned in the order of the requests.
 
         Raises:
-            RequestLostError: one was lost.
+            RequestLostError: a request was lost.
         """
         self.submit(requests, params)
         found: dict[str, GenerateResult] = {}
@@ -210,12 +209,13 @@ class Engine(ABC):
 
 
 class ServedEngine(Engine):
-    """An engine in front of a server: it computes apart from the trainer, so its arithmetic is
-    compared with the trainer's step by step, and it can be put aside while the trainer computes."""
+    """An engine that is the client of a server. The server computes separately from the trainer, so
+    the log-probs of both are compared at every step, and its memory can be released while the
+    trainer computes."""
 
     @abstractmethod
     def prompt_log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs, at temperature 1, of all tokens but the first of every sequence.
+        """Returns the log-probs, at temperature 1, of all tokens but the first of every sequence.
 
         Raises:
             EngineStateError: the engine is not HEALTHY.
@@ -223,8 +223,8 @@ class ServedEngine(Engine):
 
     @abstractmethod
     def release_memory(self, parts: Collection[str] = MEMORY) -> None:
-        """Gives back memory of rollout/engines/state.py's MEMORY, as far as it can: without its
-        weights it is RELEASED, without its cache it computes nothing.
+        """Releases parts of rollout/engines/state.py's MEMORY. Without its weights the engine is
+        RELEASED; without its cache it computes nothing.
 
         Raises:
             EngineStateError: a weight update is open, or one of the parts is released already.
@@ -232,8 +232,8 @@ class ServedEngine(Engine):
 
     @abstractmethod
     def resume_memory(self, parts: Collection[str] = MEMORY) -> None:
-        """Takes memory again. What is in that of weights is undefined, so the engine is DIRTY with
-        them.
+        """Allocates released memory again. The contents of the weights' memory are then undefined,
+        so the engine is DIRTY.
 
         Raises:
             EngineStateError: one of the parts is not released, or the cache would come before the
@@ -241,8 +241,9 @@ class ServedEngine(Engine):
         """
 
     def sync_target(self) -> SyncTarget | None:
-        """Target to which the trainer's ranks send the weights of the open update themselves; then
-        none comes by `update_weights`, and `end_sent_update` ends it. None: they do not.
+        """Returns the target to which the trainer's ranks send the weights of the open update
+        directly. `update_weights` is then not called, and `end_sent_update` ends the session. None:
+        the weights come by `update_weights`.
 
         Raises:
             EngineStateError: no session is open.
@@ -250,30 +251,29 @@ class ServedEngine(Engine):
         return None
 
     def end_sent_update(self, sent: Sequence[Any]) -> None:
-        """Ends an update whose weights ranks sent to the target; see `end_weight_update`.
+        """Ends an update whose weights the ranks sent to the target; see `end_weight_update`.
 
         Args:
-            sent: what each of them tells.
+            sent: the report of each rank.
 
         Raises:
-            EngineStateError: the engine gave no target, or no session is open.
+            EngineStateError: the engine returned no target, or no session is open.
         """
         raise EngineStateError(
             "weights that nobody was given a target for cannot have been sent by ranks"
         )
 
     def drop_weight_update(self) -> None:
-        """Gives the open update up, whatever has come of it; the engine is DIRTY. Nothing where
-        none is open."""
+        """Aborts the open update, if there is one; the engine is DIRTY."""
         raise EngineStateError("an update that ranks did not send cannot be given up")
 
     @abstractmethod
     def memory_mb(self) -> float | None:
-        """Memory of the server now, 10^6 bytes; None where that is not known."""
+        """Returns the current memory of the server, 10^6 bytes; None if unknown."""
 
 
 def check_params(params: SamplingParams) -> None:
-    """Raises ConfigError where a sampling field is out of range."""
+    """Raises ConfigError if a sampling field is out of range."""
     if not params.temperature > 0:
         raise ConfigError(
             f"a temperature of {params.temperature} cannot divide the logits",
@@ -295,8 +295,8 @@ def check_params(params: SamplingParams) -> None:
 def check_requests(
     requests: Sequence[GenerateRequest], params: SamplingParams, info: ModelInfo
 ) -> None:
-    """Raises DataError naming the first request that the model cannot take: a wrong id kills a real
-    server, and a prompt that is too long is cut silently."""
+    """Raises DataError for the first request that the model cannot take. A server would crash on an
+    invalid token id, and silently cut a prompt that is too long."""
     if len({r.rid for r in requests}) != len(requests):
         raise DataError(
             "two requests of one call have the same rid",

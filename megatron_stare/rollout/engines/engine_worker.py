@@ -1,4 +1,4 @@
-"""A rollout engine as a worker: takes requests, gives what is finished, takes weights as the
+"""Runs a rollout engine in a worker: accepts requests, returns results, and receives weights as the
 trainer streams them."""
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from megatron_stare.weights.sync.target import SyncTarget
 
 
 class EngineWorker:
-    """Holds one engine: replica `number` of the run. Made in two steps, so that all replicas start
-    together.
+    """Holds one engine, replica `number` of the run. The constructor starts it and `bring_up` waits
+    for it, so that all replicas start in parallel.
 
     Args:
-        site: where it is.
+        site: nodes of the replica.
     """
 
     def __init__(self, config: Config, number: int, site: Site = HERE) -> None:
@@ -42,7 +42,7 @@ class EngineWorker:
         self._layouts: Sequence[BucketLayout] = ()
 
     def bring_up(self) -> ModelInfo:
-        """Waits until the engine can take weights. Raises UserError where it does not come up."""
+        """Waits until the engine can receive weights. Raises UserError if it does not come up."""
         self._brought_up = self._replica.engine()
         return self._brought_up.model_info()
 
@@ -68,8 +68,8 @@ class EngineWorker:
     def advance(
         self, requests: Sequence[GenerateRequest], params: SamplingParams, wait_s: float
     ) -> Sequence[GenerateResult | LostRequest]:
-        """Takes requests, then gives what is finished, with its text, or lost; see Engine.submit
-        and Engine.collect."""
+        """Submits requests, then returns finished ones, with their text, and lost ones; see
+        Engine.submit and Engine.collect."""
         if requests:
             self._engine.submit(requests, params)
         results = self._engine.collect(wait_s)
@@ -85,17 +85,17 @@ class EngineWorker:
         return self._served.prompt_log_probs(sequences)
 
     def expect_buckets(self, layouts: Sequence[BucketLayout]) -> None:
-        """Takes down what the buckets of every weight update from now on hold."""
+        """Sets the layout of the buckets of all later weight updates."""
         self._layouts = layouts
 
     def begin_weight_update(self, version: int, prove: bool = True) -> SyncTarget | None:
-        """Begins an update. Returns the target that ranks send the weights to; None where they come
-        by `update_weights`."""
+        """Begins an update. Returns the target to which ranks send the weights; None if the weights
+        come by `update_weights`."""
         self._engine.begin_weight_update(version, prove)
         return self._engine.sync_target() if isinstance(self._engine, ServedEngine) else None
 
     def update_weights(self, number: int, flat: Tensor) -> None:
-        """Takes the bucket of this number."""
+        """Receives the bucket of this number."""
         self._engine.update_weights(self._layouts[number].tensors(flat))
 
     def end_weight_update(self) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""An engine in this process: a transformers model on the CPU, by default in float32. The fast
-default for models of a few million parameters; larger ones belong on a real server.
+"""Implements an in-process engine: a transformers model on the CPU, by default in float32. Suitable
+for models of a few million parameters; use a server for larger ones.
 
-Reads the Hugging Face folder's config only; weights come from the weight sync. Requests come from
-and results go to the driver through engine.py.
+Reads only the config of the Hugging Face folder; the weight sync sends the weights. The driver
+sends requests and receives results through engine.py.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class LocalEngine(Engine):
 
     Args:
         model_path: Hugging Face folder; its weight files are not read.
-        max_batch: responses decoded together.
-        threads: CPU threads of torch, for the whole process; None leaves them alone.
-        dtype: it computes in.
+        max_batch: maximum number of responses decoded together.
+        threads: CPU threads of torch, for the whole process; None: unchanged.
+        dtype: compute dtype.
 
     Raises:
         DataError: the folder has no usable config.
@@ -70,19 +70,19 @@ class LocalEngine(Engine):
             )
         self._model.eval().requires_grad_(False)
         family = family_named(config.model_type, model_path)
-        # parameters by the names, and in the shapes, of a checkpoint
+        # parameters under a checkpoint's names and in its shapes
         self._parameters: dict[str, Tensor] = {}
-        # tied weights come once, as the embedding
+        # tied weights appear once, as the embedding
         for name, parameter in self._model.named_parameters():
             self._parameters |= family.checkpoint_views(name, parameter)
-        # biases of experts are no parameters, but checkpoints hold them
+        # experts' biases are not parameters, but checkpoints contain them
         self._parameters |= {
             name: buffer for name, buffer in self._model.named_buffers() if family.float32(name)
         }
         self._state = EngineState.DIRTY
         self._version: int | None = None
         self._ledger: WeightLedger | None = None
-        self._prove = True  # the open update
+        self._prove = True  # setting of the open update
         self._waiting: deque[tuple[GenerateRequest, SamplingParams]] = deque()
 
     def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> None:
@@ -92,17 +92,17 @@ class LocalEngine(Engine):
         self._waiting.extend((request, params) for request in requests)
 
     def collect(self, wait_s: float) -> list[GenerateResult]:
-        """The next `max_batch` of what was submitted, in the order it came; see Engine.
+        """Decodes the next requests, at most `max_batch`, in the order of submission; see Engine.
 
-        Raises NonFiniteError where the logits are not finite.
+        Raises NonFiniteError if the logits are not finite.
         """
         chunk = [self._waiting.popleft() for _ in range(min(self._max_batch, len(self._waiting)))]
         if not chunk:
             return []
         params = chunk[0][1]
-        while chunk[-1][1] != params:  # of another call: they are for another batch
+        while chunk[-1][1] != params:  # other sampling parameters need another batch
             self._waiting.appendleft(chunk.pop())
-        # equal prompts meet in a batch and are run once
+        # equal prompts become neighbours; a batch runs each distinct prompt once
         requests = sorted(
             (request for request, _ in chunk), key=lambda r: (len(r.input_ids), r.input_ids)
         )
@@ -175,7 +175,7 @@ class LocalEngine(Engine):
     def _check_finite(
         self, requests: Sequence[GenerateRequest], decoded: Sequence[Decoded]
     ) -> None:
-        """Raises NonFiniteError naming the first request of which a log-prob is not."""
+        """Raises NonFiniteError naming the first request with a log-prob that is not finite."""
         # one check for all responses
         if bool(torch.cat([each.log_probs for each in decoded]).isfinite().all()):
             return
@@ -203,10 +203,10 @@ class LocalEngine(Engine):
 
 
 class WeightLedger:
-    """Keeps the books of one weight update: checks that each parameter of `expected` (name to
-    shape) arrives once.
+    """Records one weight update, and checks that each parameter of `expected` (name to shape)
+    arrives once.
 
-    Real engines answer an update of an unknown name with success, so that all came is proven here.
+    Real engines report success for an update of an unknown name, so completeness is checked here.
     """
 
     def __init__(self, version: int, expected: Mapping[str, torch.Size]) -> None:
@@ -215,7 +215,7 @@ class WeightLedger:
         self._expected = expected
 
     def receive(self, name: str, tensor: Tensor) -> None:
-        """Books one parameter.
+        """Records one parameter.
 
         Raises:
             WeightUpdateError: unknown or repeated name, or wrong shape.
@@ -235,7 +235,7 @@ class WeightLedger:
         self.received[name] = tensor.dtype
 
     def require_complete(self) -> None:
-        """Raises WeightUpdateError where a parameter did not come."""
+        """Raises WeightUpdateError if a parameter is missing."""
         missing = [name for name in self._expected if name not in self.received]
         if missing:
             raise WeightUpdateError(

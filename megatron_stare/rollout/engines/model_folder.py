@@ -1,8 +1,5 @@
-"""Reads a model's folder for rollouts: transformers config, tokens that end a response, and
-tokenizer.
-
-Also turns sampled tokens into text. Nothing is looked up on the network.
-"""
+"""Reads a model's folder for rollouts (transformers config, stop tokens and tokenizer), and decodes
+sampled tokens to text. Never accesses the network."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ from megatron_stare.rollout.engines.engine import GenerateResult
 
 
 def read_model_config(model_path: str) -> Any:
-    """The folder's transformers config. Raises DataError where there is none: nothing is looked up
-    on the network."""
+    """Returns the folder's transformers config. Raises DataError if there is none."""
     if not (Path(model_path) / "config.json").is_file():
         raise DataError(
             "no config.json here",
@@ -36,11 +32,11 @@ def read_model_config(model_path: str) -> Any:
 
 
 def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
-    """Which tokens end a response: ascending union of the end-of-sequence ids of generation config,
-    tokenizer and model config, because they disagree in published models.
+    """Returns the tokens that end a response, ascending: the union of the end-of-sequence ids of
+    generation config, tokenizer and model config, because these disagree in published models.
 
     Raises:
-        DataError: none of them names one.
+        DataError: none of them names an id.
     """
     ids = {*model_stop_token_ids(model_path), *_as_ids(getattr(tokenizer, "eos_token_id", None))}
     if not ids:
@@ -53,11 +49,11 @@ def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 def model_stop_token_ids(model_path: str) -> tuple[int, ...]:
-    """Ascending union of what the folder's model and generation configs name; empty where they name
-    none.
+    """Returns the ascending union of the end-of-sequence ids of the folder's model and generation
+    configs; may be empty.
 
     Raises:
-        DataError: the folder holds no readable model config.
+        DataError: the folder has no readable model config.
     """
     ids = set(_as_ids(getattr(read_model_config(model_path), "eos_token_id", None)))
     if (Path(model_path) / "generation_config.json").is_file():
@@ -76,8 +72,8 @@ def _as_ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face folder. Raises DataError where there is none; nothing is
-    downloaded."""
+    """Returns the tokenizer of a Hugging Face folder. Raises DataError if there is none; downloads
+    nothing."""
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -85,8 +81,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, shape: ModelShape, path: str) -> None:
-    """Raises DataError where the tokenizer has ids that the model has no row for, and a lookup
-    would end the run."""
+    """Raises DataError if the tokenizer has ids beyond the model's embedding rows, on which a
+    lookup would crash the run."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if largest >= shape.vocab_size:
         raise DataError(
@@ -101,13 +97,13 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, shape: ModelShape, path
 
 
 def add_text(result: GenerateResult, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Fills in the result's text. For where the engine is, not for the driver."""
+    """Fills in the result's text. Runs in the engine's worker, not in the driver."""
     result.text = text_of(result.output_ids, result.finish_reason, tokenizer)
 
 
 def text_of(ids: Tensor, finish_reason: FinishReason, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of tokens [n]: without special tokens and without the stop token. Not every one of
-    those is special to its tokenizer, and verifiers read what comes before it."""
+    """Decodes tokens [n] without special tokens and without the stop token. Some tokenizers do not
+    treat their stop token as special, and verifiers must not see it."""
     body = ids[:-1] if finish_reason == "stop" else ids
     return tokenizer.decode(body.tolist(), skip_special_tokens=True)
 
@@ -115,10 +111,9 @@ def text_of(ids: Tensor, finish_reason: FinishReason, tokenizer: PreTrainedToken
 def sampled_text(
     trajectory: Trajectory, stop_token_ids: Collection[int], tokenizer: PreTrainedTokenizerBase
 ) -> str:
-    """The text of what the policy sampled, and of nothing else, whatever an environment put in
-    between: without special tokens and stop tokens, as `text_of`. What was said before and after
-    the environment's words stands on lines of its own, so that no answer is made of two halves that
-    never stood side by side."""
+    """Decodes only the tokens that the policy sampled, without the environment's tokens, special
+    tokens and stop tokens. Parts separated by tokens of the environment are on separate lines, so
+    that no answer is joined from two parts that were never adjacent."""
     parts: list[list[int]] = [[]]
     end = 0
     for version, length in trajectory.versions:
@@ -134,11 +129,12 @@ def sampled_text(
 
 
 def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The text of every token, special ones included; end to end they are the text of all. A
-    character that several tokens share stands at the last of them, and the others have ""."""
+    """Returns the text of every token, special tokens included; their concatenation is the text of
+    the sequence. If several tokens share a character, the last of them has it and the others have
+    ""."""
     texts, start, read = [], 0, 0
     for end in range(1, len(ids) + 1):
-        # decoded after the tokens before it, since spaces and bytes of a character depend on those
+        # decoded together with the tokens before it, on which spaces and split characters depend
         known, longer = tokenizer.decode(ids[start:read]), tokenizer.decode(ids[start:end])
         whole = end == len(ids) or (len(longer) > len(known) and not longer.endswith("\ufffd"))
         texts.append(longer[len(known) :] if whole else "")

@@ -1,4 +1,4 @@
-"""Makes a run's engines, one a replica, of the name in the configuration (`rollout.engine`)."""
+"""Makes a run's engines, one per replica, from the name in the configuration (`rollout.engine`)."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ WHERE = "rollout.engine"
 
 @dataclass(frozen=True)
 class ServedMemory:
-    """Memory of a server's rank on its GPU, bytes, and the setting that bounds its cache.
+    """Memory of a server's rank on its GPU in bytes, and the setting that limits its cache.
 
-    token: keys and values of a token.
-    setting: full name of what bounds the cache; a unit of it is `unit` bytes, of which `before` are
-    not the cache's.
-    digits: after the point, that a value of the setting has.
+    token: bytes of the keys and values of one token.
+    setting: full name of the setting that limits the cache.
+    unit: bytes per unit of the setting.
+    before: bytes covered by the setting that are not the cache's.
+    digits: decimal places of the setting.
     """
 
     weights: int
@@ -43,43 +44,47 @@ class ServedMemory:
     digits: int = 0
 
     def value_for(self, room: int) -> float | int:
-        """The setting with which the cache takes at most `room` bytes."""
+        """Returns the value of the setting at which the cache takes at most `room` bytes."""
         value = math.floor((room + self.before) / self.unit * 10**self.digits) / 10**self.digits
         return value if self.digits else int(value)
 
 
 class ReplicaPart(ABC):
-    """A replica's part on another of its nodes: a worker there, which the replica's own speaks
-    to."""
+    """A replica's part on another of its nodes. A worker there holds it, and the replica's own
+    worker calls that worker."""
 
     @abstractmethod
     def start(self, meeting: str) -> None:
-        """Starts it, after ending one that was started before. Args: meeting: host:port where all
-        parts meet."""
+        """Starts the part, after ending an earlier one.
+
+        Args:
+            meeting: host:port of the rendezvous of all parts.
+        """
 
     @abstractmethod
     def ended(self) -> str | None:
-        """Says how it ended, with its last words; None: it has not, or has not been started."""
+        """Describes how the part ended, with its last output; None if it runs or was never
+        started."""
 
     @abstractmethod
     def memory_mb(self) -> float:
-        """Memory of its processes, 10^6 bytes."""
+        """Returns the memory of its processes, 10^6 bytes."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Ends it. Stopping twice is allowed."""
+        """Ends the part. Idempotent."""
 
     def close(self) -> None:
-        """Ends it with its worker."""
+        """Ends the part together with its worker."""
         self.stop()
 
 
 @dataclass(frozen=True)
 class Site:
-    """Place of a replica.
+    """Nodes of a replica.
 
-    parts: its parts on its other nodes, in the order of these; None: it is on one node.
-    address: of its own node, where the run's other processes reach what it starts.
+    parts: its parts on its other nodes, in node order; None: the replica is on one node.
+    address: address of its own node, at which the run's other processes reach it.
     others: addresses of its other nodes.
     """
 
@@ -88,16 +93,16 @@ class Site:
     others: tuple[str, ...] = ()
 
 
-HERE = Site()  # on this machine, with all that speaks to it
+HERE = Site()  # on this machine, like all processes that talk to it
 
 
 @dataclass(frozen=True)
 class Route:
-    """The way of weights from ranks to replicas.
+    """Path of the weights from ranks to replicas.
 
-    listens: each replica listens on a port that ranks connect to.
-    host: address that it listens on; None: its node's own.
-    folder: through which they go; None: none.
+    listens: True if each replica listens on a port to which ranks connect.
+    host: address on which the replica listens; None: that of its node.
+    folder: folder through which the weights are passed; None: none.
     """
 
     listens: bool
@@ -106,17 +111,17 @@ class Route:
 
 
 class Replica(ABC):
-    """An engine on its way up. Making one starts what takes long, so that all of a run's replicas
-    start together.
+    """An engine that is coming up. The constructor starts what takes long, so that all replicas of
+    a run start in parallel.
 
     Args:
-        number: of the replica among those of the run.
-        site: where it is.
+        number: number of the replica in the run.
+        site: nodes of the replica.
 
-    Settings of its own are keyword-only parameters that a subclass adds to these.
+    A subclass adds its own settings as keyword-only parameters.
 
     Raises:
-        UserError: it cannot be started.
+        UserError: the replica cannot be started.
     """
 
     @abstractmethod
@@ -124,43 +129,43 @@ class Replica(ABC):
 
     @abstractmethod
     def engine(self) -> Engine:
-        """The engine, DIRTY. Waits until it can take weights. Raises UserError where it does not
-        come up."""
+        """Waits until the engine can receive weights and returns it, DIRTY. Raises UserError if it
+        does not come up."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends what was started. Closing twice is allowed, and after the engine that it became."""
+        """Ends what was started. Idempotent, also after the engine was closed."""
 
     @classmethod
     @abstractmethod
     def check(cls, config: Config, shape: ModelShape) -> None:
-        """Raises ConfigError for what can be known to be wrong before anything is started."""
+        """Raises ConfigError for errors that can be found before anything is started."""
 
-    @classmethod  # noqa: B027 - the ranks of most hand out buckets, which reach an engine anywhere
+    @classmethod  # noqa: B027 - most engines receive buckets, which reach any node
     def check_sync(cls, config: Config) -> None:
-        """Raises ConfigError where the weights of a trainer's ranks could not reach it."""
+        """Raises ConfigError if the weights of the trainer's ranks could not reach the replica."""
 
     @classmethod
     def memory(cls, config: Config, shape: ModelShape, capacity: int) -> ServedMemory | None:
-        """Forecasts what a server of it keeps on a GPU of `capacity` bytes; None where the run
-        starts none."""
+        """Predicts the memory that a server needs on a GPU of `capacity` bytes; None if the run
+        starts no server."""
         return None
 
     @classmethod
     def route(cls, config: Config) -> Route | None:
-        """Says by which way ranks send weights to replicas that a run starts; None: they hand
-        buckets to workers."""
+        """Returns the path by which ranks send weights to replicas that the run starts; None: ranks
+        pass buckets to workers."""
         return None
 
     @classmethod
     def count(cls, config: Config) -> int:
-        """Number of replicas of a run."""
+        """Returns the number of replicas of a run."""
         return config.rollout.engines
 
     @classmethod
     def release(cls, config: Config) -> tuple[str | None, Sequence[str]] | None:
-        """The release that servers would be started of, and those that do; None where a run starts
-        none."""
+        """Returns the release of the installed server software and the supported releases; None if
+        the run starts no server."""
         return None
 
     @classmethod
@@ -175,37 +180,36 @@ class Replica(ABC):
 
     @classmethod
     def without_install(cls, config: Config) -> Config | None:
-        """Reduces a configuration to what `check` can take where the software of its servers is not
-        on this machine;
-        None: it is, or no server is started here."""
+        """Returns the configuration reduced to what `check` can handle if the server software is
+        not installed on this machine; None if it is installed or the run starts no server here."""
         return None
 
     @classmethod
     def gpus(cls, config: Config) -> int:
-        """Number of GPUs of a cluster that a replica needs; 0: it takes none."""
+        """Returns the number of a cluster's GPUs that a replica needs; 0: none."""
         return 0
 
     @classmethod
     def nodes(cls, config: Config) -> int:
-        """Number of nodes they are on, in equal parts. Where there are several, a replica's Site
-        has parts, which `part` has made."""
+        """Returns the number of nodes over which a replica's GPUs are spread evenly. With several
+        nodes, the replica's Site has parts, made by `part`."""
         return 1
 
     @classmethod
     def part(cls, config: Config, number: int, node: int, address: str) -> ReplicaPart:
-        """Makes the part of replica `number` on its node `node`, from 1 on, whose address is given;
-        not started yet."""
+        """Makes, but does not start, the part of replica `number` on its node `node`, counted from
+        1, at the given address."""
         raise RuntimeError(f"{cls.__name__} is on one node, and was asked for a part on another")
 
 
 class InProcess(Replica):
-    """An engine that is an object of its worker's process: ours, or a user's own, a subclass of
-    Engine that is made with `model_path`, `max_batch`, `threads` and `dtype`, the trainer's, and
-    its settings, which are its other keyword-only parameters. It computes on the CPU: it is shown
-    no GPU."""
+    """An engine that is an object in its worker's process: LocalEngine or a user's subclass of
+    Engine. It is constructed with `model_path`, `max_batch`, `threads`, the trainer's `dtype`, and
+    its settings, which are its other keyword-only parameters. It computes on the CPU and sees no
+    GPU."""
 
     def __init__(self, config: Config, number: int, kind: type[Engine]) -> None:
-        made: Callable[..., Engine] = kind  # every subclass has a constructor of its own
+        made: Callable[..., Engine] = kind  # the constructors of subclasses differ
         self._made = partial(
             made,
             model_path=config.model.path,
@@ -219,7 +223,7 @@ class InProcess(Replica):
         return self._made()
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Does nothing, because nothing was started."""
 
     @classmethod
     def check(cls, config: Config, shape: ModelShape) -> None:
@@ -233,7 +237,7 @@ class InProcess(Replica):
 
 
 def resolve_engine(engine: Extension | str) -> type[Engine] | type[Replica]:
-    """Finds the class that a name or dotted path stands for.
+    """Returns the class that a name or dotted path refers to.
 
     Raises:
         ConfigError: there is no such class, or it is neither an Engine nor a Replica.
@@ -249,7 +253,7 @@ def resolve_engine(engine: Extension | str) -> type[Engine] | type[Replica]:
 
 
 def make_replica(config: Config, number: int, site: Site) -> Replica:
-    """Makes replica `number` of a run. Raises UserError where it cannot be started."""
+    """Makes replica `number` of a run. Raises UserError if it cannot be started."""
     kind = resolve_engine(config.rollout.engine)
     if issubclass(kind, Engine):
         return InProcess(config, number, kind)
@@ -263,8 +267,7 @@ def make_part(config: Config, number: int, node: int, address: str = LOOPBACK) -
 
 
 def check_engine(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError for an engine that does not exist, or could not run as it is
-    configured."""
+    """Raises ConfigError if the engine does not exist or could not run with this configuration."""
     _settings(config, resolve_engine(config.rollout.engine))
     _kind(config).check(config, shape)
 
@@ -280,17 +283,18 @@ def without_install(config: Config) -> Config | None:
 
 
 def replica_count(config: Config) -> int:
-    """Number of replicas of a run."""
+    """Returns the number of replicas of a run."""
     return _kind(config).count(config)
 
 
 def replica_gpus(config: Config) -> int:
-    """Number of GPUs each replica of a run needs where the cluster has any; 0: it takes none."""
+    """Returns the number of GPUs that each replica of a run needs if the cluster has any; 0:
+    none."""
     return _kind(config).gpus(config)
 
 
 def replica_nodes(config: Config) -> int:
-    """Number of nodes each replica of a run is on."""
+    """Returns the number of nodes of each replica of a run."""
     return _kind(config).nodes(config)
 
 
@@ -315,7 +319,8 @@ def server_python(config: Config) -> str | None:
 
 
 def _settings(config: Config, kind: type[Engine] | type[Replica]) -> dict[str, Any]:
-    """The engine's own; of one in process the other keywords are the run's."""
+    """Returns the settings of the engine itself. The run provides the other keywords of an
+    in-process engine."""
     return settings_of(
         config.rollout.engine, kind, WHERE, ("model_path", "max_batch", "threads", "dtype")
     )

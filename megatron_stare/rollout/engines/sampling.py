@@ -1,9 +1,9 @@
-"""Sampling whose noise is a function of (seed, step, prompt cursor, sample index, position) and of
-nothing else.
+"""Samples tokens with noise that is a function of (seed, step, prompt cursor, sample index,
+position) alone.
 
-So a response depends neither on what it was batched with, nor on the engine that drew it, nor on a
-restart. The keys come from the requests, the logits from decode.py, which takes tokens and
-log-probs back.
+A response therefore depends neither on the batch, nor on the engine that sampled it, nor on a
+restart. The keys come from the requests, the logits from decode.py, which receives tokens and
+log-probs.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
-# logits handled at once, so that the float64 copies of a large vocabulary stay near 100 MB
+# logits processed at once, so that float64 copies for a large vocabulary stay near 100 MB
 _BLOCK = 1 << 22
 
 
 def row_keys(
     seed: int, step: int | Sequence[int], cursors: Sequence[int], sample_indices: Sequence[int]
 ) -> NDArray[np.uint64]:
-    """[B] the part of the noise key that is the same at every position of a response.
+    """Returns [B], the part of the noise key that is the same at every position of a response.
 
     Args:
-        step: that a response was begun in; one for all or [B].
+        step: step in which a response began; one for all or [B].
     """
     key = _absorb(np.zeros(len(cursors), dtype=np.uint64), seed)
     key = _absorb(key, step)
@@ -37,11 +37,11 @@ def row_keys(
 
 
 def uniforms(keys: NDArray[np.uint64], position: int | Sequence[int] | NDArray[np.int64]) -> Tensor:
-    """[B] float64 in [0, 1), multiples of 2^-53.
+    """Returns [B] float64 in [0, 1), multiples of 2^-53.
 
     Args:
-        keys: [B] of row_keys.
-        position: of the token in its response, from 0; one for all or [B].
+        keys: [B], from row_keys.
+        position: position of the token in its response, from 0; one for all or [B].
     """
     return torch.from_numpy(
         (_absorb(keys, position) >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -51,10 +51,10 @@ def uniforms(keys: NDArray[np.uint64], position: int | Sequence[int] | NDArray[n
 def _absorb(
     state: NDArray[np.uint64], word: int | Sequence[int] | NDArray[np.int64]
 ) -> NDArray[np.uint64]:
-    """splitmix64 of the state and one more word ([B] or one for all).
+    """Applies splitmix64 to the state and one more word ([B] or one for all).
 
-    A bijection of the state for a given word, and of the word for a given state: keys that differ
-    in one component never collide.
+    The function is a bijection of the state for a given word, and of the word for a given state, so
+    keys that differ in one component never collide.
     """
     z = (state ^ np.asarray(word, dtype=np.int64).view(np.uint64)) + _GOLDEN
     z = (z ^ (z >> np.uint64(30))) * _MIX_1
@@ -65,19 +65,19 @@ def _absorb(
 def choose_tokens(
     logits: Tensor, temperature: float, noise: Tensor | None, top_p: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """One token a row, and how likely it was.
+    """Chooses one token per row.
 
     Args:
         logits: [B, V].
         temperature: divides the logits.
-        noise: [B] float64 in [0, 1), inverted through the cumulative distribution; None takes the
+        noise: [B] float64 in [0, 1), inverted through the cumulative distribution; None: takes the
             likeliest token.
-        top_p: only the likeliest tokens are drawn, as few as together have this probability; 1:
+        top_p: samples only the likeliest tokens, as few as sum to at least this probability; 1:
             all.
 
     Returns:
         [B] int64 tokens, and [B] float32 log-probs in nats of the temperature-scaled distribution.
-        A token of probability 0 is never drawn. Rows with NaN give a NaN log-prob.
+        A token of probability 0 is never drawn. Rows with NaN yield a NaN log-prob.
     """
     rows = max(1, _BLOCK // logits.shape[-1])
     if logits.shape[0] <= rows:
@@ -102,11 +102,10 @@ def _choose(
     else:
         cdf = _nucleus(torch.softmax(scaled, -1, dtype=torch.float64), top_p).cumsum(-1)
         total = cdf[:, -1:].contiguous()
-        # first index whose cdf exceeds the draw; a step of width 0 is never the first to exceed
-        # anything
+        # first index whose cdf exceeds the draw; a token of probability 0 never is that index
         tokens = torch.searchsorted(cdf, noise[:, None] * total, right=True)
-        # should u * total round up to total: the last index that has any probability, where the cdf
-        # reaches its end
+        # if u * total rounds up to total, take the last token with nonzero probability, at which
+        # the cdf reaches total
         tokens = torch.minimum(tokens, torch.searchsorted(cdf, total)).clamp_max(
             scaled.shape[-1] - 1
         )
@@ -114,12 +113,12 @@ def _choose(
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """[B, V] with 0 for all but the likeliest tokens, the fewest whose sum is at least top_p; of
-    equally likely ones the lower id comes first."""
+    """Returns [B, V] probabilities with 0 for all but the likeliest tokens, as few as sum to at
+    least top_p. Among equally likely tokens the lower id comes first."""
     if top_p >= 1:
         return probabilities
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-    # a token is in while those in front of it have not reached top_p
+    # a token is kept if the tokens before it sum to less than top_p
     before = ordered.cumsum(-1) - ordered
     return torch.zeros_like(probabilities).scatter(
         -1, order, torch.where(before < top_p, ordered, 0.0)

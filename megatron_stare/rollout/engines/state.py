@@ -1,12 +1,12 @@
-"""The states of an engine's weights, pure: which there are and which may follow which.
+"""Defines the states of an engine's weights and the legal transitions. Pure.
 
-Every engine keeps its own, in the process that it lives in, and refuses what it does not allow.
-There is no way from DIRTY, RELEASED or DEAD to HEALTHY or UNPROVED but through UPDATING, that is
-through a complete weight sync. Beside its state an engine has memory that may be released in parts.
+Every engine tracks its own state, in its own process, and rejects calls that the state does not
+allow. DIRTY, RELEASED and DEAD lead to HEALTHY or UNPROVED only through UPDATING, that is, through
+a complete weight sync. An engine also has memory that can be released in parts.
 
-A run's view of the same engine is FleetHealth (rollout/fleet/health.py). It reads an EngineState
-once, when a replica comes up, and from then on goes by what calls of the replica return: an engine
-that is lost cannot say so.
+FleetHealth (rollout/fleet/health.py) is the run's view of the same engine. It reads an EngineState
+once, when a replica comes up, and afterwards relies on the results of calls, because a lost engine
+cannot report that it is lost.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from enum import Enum
 
 
 class EngineState(Enum):
-    DIRTY = "dirty"  # the weights are not those of any version; refuses to generate
+    DIRTY = "dirty"  # the weights are of no single version; refuses to generate
     UPDATING = "updating"  # a weight-update session is open
     HEALTHY = "healthy"  # holds all weights of one published version
-    # has received all weights of one published version; their values have not been compared
+    # holds all weights of one published version, whose values were not verified
     UNPROVED = "unproved"
-    # has released the memory of its weights; takes neither requests nor weights
+    # has released the memory of its weights; accepts neither requests nor weights
     RELEASED = "released"
     DEAD = "dead"  # closed or lost; after a restart it is DIRTY
 
@@ -42,15 +42,15 @@ _NEXT: dict[EngineState, frozenset[EngineState]] = {
 
 
 class EngineStateError(RuntimeError):
-    """An engine was asked for something its state does not allow; a fault of the caller, not of the
-    user."""
+    """A caller asked an engine for something that its state does not allow. This is a bug, not a
+    user's error."""
 
 
 def advance(state: EngineState, to: EngineState) -> EngineState:
-    """`to`, where it may follow `state`.
+    """Returns `to` if it may follow `state`.
 
     Raises:
-        EngineStateError: it may not.
+        EngineStateError: the transition is not legal.
     """
     if to not in _NEXT[state]:
         legal = ", ".join(sorted(s.name for s in _NEXT[state]))
@@ -61,15 +61,16 @@ def advance(state: EngineState, to: EngineState) -> EngineState:
 
 
 def publishes(state: EngineState) -> bool:
-    """True where an engine in this state generates, with the weights of one version."""
+    """Returns True if an engine in this state generates, with the weights of one version."""
     return state in (EngineState.HEALTHY, EngineState.UNPROVED)
 
 
 def require(state: EngineState, needed: EngineState, action: str) -> None:
-    """Refuses `action` unless `state` is `needed`, or UNPROVED where HEALTHY is needed.
+    """Checks that `state` is `needed`; UNPROVED is accepted for HEALTHY.
 
     Raises:
-        EngineStateError: naming the state and how the engine gets out of it.
+        EngineStateError: the state differs; the message names the state and how the engine leaves
+            it.
     """
     if state is needed or (needed is EngineState.HEALTHY and publishes(state)):
         return
@@ -86,12 +87,12 @@ def require(state: EngineState, needed: EngineState, action: str) -> None:
     raise EngineStateError(f"cannot {action}: the engine is {state.name}, {way_out}")
 
 
-# in the order in which they come back, so that a weight sync finds the cache's room free
+# in resume order, so that during a weight sync the cache's memory is still free
 MEMORY = ("weights", "cache")
 
 
 def release(released: Collection[str], parts: Collection[str]) -> frozenset[str]:
-    """The parts of MEMORY that are released once `parts` are as well.
+    """Returns the released parts of MEMORY after also releasing `parts`.
 
     Raises:
         EngineStateError: one of them is released already.
@@ -104,7 +105,7 @@ def release(released: Collection[str], parts: Collection[str]) -> frozenset[str]
 
 
 def resume(released: Collection[str], parts: Collection[str]) -> frozenset[str]:
-    """The parts of MEMORY that are still released once `parts` are back.
+    """Returns the parts of MEMORY that remain released after resuming `parts`.
 
     Raises:
         EngineStateError: one of them was not released, or the cache would come before the weights.

@@ -1,2 +1,2 @@
-"""Many replicas of an engine: weights and requests to all, health, retries, lost ones brought
-back."""
+"""Many replicas of an engine: distributes weights and requests, tracks health, retries requests,
+and restarts lost replicas."""

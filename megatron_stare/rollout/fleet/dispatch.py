@@ -1,4 +1,5 @@
-"""Requests of trajectories on their way to the replicas and back, in one event loop."""
+"""Dispatches the requests of trajectories to the replicas and returns the answers, in one event
+loop."""
 
 from __future__ import annotations
 
@@ -25,30 +26,33 @@ from megatron_stare.rollout.fleet.fleet import LOST, Fleet
 from megatron_stare.rollout.fleet.retries import Retries
 from megatron_stare.run_dir.heartbeat import FOLDER_VARIABLE, REQUESTS, write_whole
 
-# a timer may fire a tick too early, and nothing else would wake a pool of one replica
+# added to every wake-up: a timer may fire a tick early, and nothing else wakes a pool of one
+# replica
 LATER_S = 1e-3
-WAIT_S = 0.1  # a replica that is at work is asked this often whether it takes more
-# least seconds between two pages of requests, also as a multiple of the last one's cost
+# a call of a busy server waits this long for results; then the server is offered new requests
+WAIT_S = 0.1
+# minimum time between two writes of the page: in seconds, and as a multiple of the last write's
+# duration
 PAGE_S, PAGE_SHARE = 1.0, 100.0
-OLDEST = 5  # requests of each engine that the page names
+OLDEST = 5  # number of each engine's oldest requests that the page lists
 
 
 class RolloutLateError(UserError):
-    """A rollout did not end within its limit."""
+    """A rollout did not finish within its time limit."""
 
 
 @dataclass
 class _Replica:
-    """The requests under way at one replica."""
+    """Requests in flight at one replica."""
 
     number: int
     capacity: int | None  # see ModelInfo
-    # assigned to the replica, not handed over yet
+    # assigned to the replica and not sent yet
     assigned: deque[tuple[GenerateRequest, SamplingParams]] = field(default_factory=deque)
-    under_way: int = 0  # assigned, or handed over and not answered
-    reserved: int = 0  # places of requests just answered, for those that continue them
-    work: asyncio.Event = field(default_factory=asyncio.Event)  # there is something under way
-    # held while the replica is asked for room; first come, first served
+    under_way: int = 0  # assigned, or sent and not answered
+    reserved: int = 0  # slots kept for the continuations of requests that were just answered
+    work: asyncio.Event = field(default_factory=asyncio.Event)  # set while requests are in flight
+    # held during a call of the replica; first come, first served
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def give(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> None:
@@ -58,7 +62,8 @@ class _Replica:
             self.work.set()
 
     def next_call(self) -> tuple[list[GenerateRequest], SamplingParams]:
-        """Takes what it is given next: what was assigned first, as far as that is sampled alike."""
+        """Removes and returns the requests of the next call: the first assigned requests that share
+        their sampling parameters."""
         params = self.assigned[0][1]
         requests = []
         while self.assigned and self.assigned[0][1] == params:
@@ -68,12 +73,12 @@ class _Replica:
 
 @dataclass(eq=False)
 class _Queue:
-    """The requests of one serving that no replica has been given.
+    """Requests of one Serving that are not assigned to a replica.
 
-    live: trajectories that are still being made.
+    live: number of trajectories that are not finished.
     again: requests that a replica lost.
-    continuing: those that continue what a replica had before, by that replica.
-    new: all others.
+    continuing: requests that continue a response, under the replica that sampled its earlier part.
+    new: all other requests.
     """
 
     params: SamplingParams
@@ -87,12 +92,12 @@ class _Queue:
 
 
 class RequestsPage:
-    """A page of what the driver has asked of engines, and how these stand: one small file in the
-    node's memory, which the black box reads.
+    """Status page of the requests in flight at each engine: one small file in the node's memory,
+    which the black box reads.
 
-    Written about once a second while requests are under way, and less often where that would cost
-    more than a hundredth of the event loop's time: `write` is due `wait_s` after something has
-    changed. Nobody watches, nothing is written.
+    The page is written about once a second while requests are in flight. It is written less often
+    if writing would cost more than a hundredth of the event loop's time. A write is due `wait_s`
+    after a change. Without a reader nothing is written.
     """
 
     def __init__(self) -> None:
@@ -101,8 +106,7 @@ class RequestsPage:
         self._next = 0.0
 
     def wait_s(self) -> float | None:
-        """Seconds until the page is to be written, where something has changed; None: nobody reads
-        it."""
+        """Returns the seconds until the next write is allowed; None if nobody reads the page."""
         return None if self._file is None else max(0.0, self._next - time.monotonic())
 
     def write(
@@ -111,9 +115,9 @@ class RequestsPage:
         """Replaces the page.
 
         Args:
-            states: of the engines, in order.
-            given: of each request under way: the engine, when it was given, seconds of
-                CLOCK_MONOTONIC, prompt, sample.
+            states: states of the engines, in order.
+            given: for each request in flight: its engine, when it was sent (CLOCK_MONOTONIC
+                seconds), its prompt and its sample.
         """
         begun = time.monotonic()
         if self._file is None:
@@ -136,72 +140,72 @@ class RequestsPage:
 
 
 class Dispatch:
-    """Hands requests to the replicas and answers back, for all who are served; lives in one event
-    loop. Who is served asks through a Serving, of which this knows the queue alone.
+    """Sends the requests of all open Servings to the replicas and returns the answers; lives in one
+    event loop. Trajectories send requests through a Serving; Dispatch holds only its queue.
 
-    A request that a replica lost is given to another (retries.py), before those of its queue that
-    none has had.
+    A request that a replica lost goes to another replica (retries.py), before the new requests of
+    its queue.
 
-    Where replicas have a capacity, each request goes at once to the one with the most room. One
-    that continues what a replica had before goes there again, in front of what is begun, because
-    that holds its keys and values. While that one is full it waits, as long as there is other work
-    for the rest: no replica is left with room for its sake. One that has lost a request since it
-    last answered is not waited for.
+    If replicas have a capacity, each request goes at once to the replica with the most room. A
+    request that continues a response returns to the replica that sampled the earlier part, before
+    new requests, because that replica holds its keys and values. While that replica is full, the
+    request waits. It goes elsewhere only if another replica has room left after all new requests
+    are placed, or if that replica has lost a request since its last answer.
 
-    Where replicas take all that waits, requests wait until every trajectory that is still being
-    made waits for tokens, and are shared out then: what stands in a batch depends on the
-    trajectories alone, not on the clock. An environment that waits for something else, a tool say,
-    keeps such replicas waiting.
+    If replicas have no capacity limit, requests wait until every unfinished trajectory waits for
+    tokens, and are then split evenly. The composition of a batch therefore depends on the
+    trajectories alone, not on timing. An environment that waits for something else, such as a tool,
+    keeps these replicas waiting.
 
     Args:
-        held: whether replicas may not be asked for tokens now; `hold` waits for those that are
-            being asked.
+        held: returns True while replicas must not be called for tokens; `hold` waits for the calls
+            in progress.
     """
 
     def __init__(self, fleet: Fleet, held: Callable[[], bool], retries: Retries) -> None:
         self._fleet, self._held, self._retries = fleet, held, retries
         self._wake_ups: set[asyncio.TimerHandle] = set()
-        self._going_on = asyncio.Event()  # set when what held the replicas ends
-        self._assigning = False  # will be done soon
+        self._going_on = asyncio.Event()  # set when the hold on the replicas ends
+        self._assigning = False  # True while a call of `_assign` is scheduled
         self._page = RequestsPage()
         self._putting: asyncio.TimerHandle | None = None
-        self._queues: list[_Queue] = []  # in the order in which they were opened
+        self._queues: list[_Queue] = []  # in opening order
         self._asked: dict[str, tuple[_Queue, GenerateRequest, asyncio.Future[GenerateResult]]] = {}
         self._replicas = [
             _Replica(number, info.capacity) for number, info in enumerate(fleet.infos)
         ]
         self._together = any(replica.capacity is None for replica in self._replicas)
         self.loop = asyncio.get_running_loop()
-        # pumps end by an error alone
+        # a pump ends only by an error or by `stop`
         self.pumps = [asyncio.create_task(self._pump(replica)) for replica in self._replicas]
         fleet.health.end_back_offs()
 
     @property
     def in_use(self) -> bool:
-        """True while anybody is served."""
+        """True while any Serving is open."""
         return bool(self._queues)
 
     @property
     def under_way(self) -> int:
-        """Requests at the replicas that are not answered."""
+        """Number of requests in flight at the replicas."""
         return sum(replica.under_way for replica in self._replicas)
 
     def open(self, params: SamplingParams, trajectories: int) -> _Queue:
-        """Opens a queue for a number of trajectories, each of which is said to have `left` at its
-        end."""
+        """Opens a queue for a number of trajectories. The caller calls `left` once for each
+        trajectory that finishes."""
         queue = _Queue(params, trajectories)
         self._queues.append(queue)
         return queue
 
     def close(self, queue: _Queue) -> None:
-        """Closes a queue in which nothing is asked for any more."""
+        """Closes a queue that will receive no more requests."""
         self._queues.remove(queue)
 
     async def ask(self, queue: _Queue, request: GenerateRequest) -> GenerateResult:
-        """Waits for the request's answer; unblocked by it. A replica's error is raised by its pump.
+        """Waits for the request's answer. An error of a replica is raised by its pump, not here.
 
         Raises:
-            RequestLostError: it was asked for as often as allowed, and lost each time.
+            RequestLostError: every allowed attempt at the request was lost.
         """
         answer: asyncio.Future[GenerateResult] = self.loop.create_future()
         self._asked[request.rid] = queue, request, answer
@@ -214,26 +218,26 @@ class Dispatch:
             return await answer
         except asyncio.CancelledError:
             for line in queue.lines():
-                # ValueError: a replica has the request already, and may still answer
+                # ValueError: the request is already at a replica, which may still answer it
                 with contextlib.suppress(ValueError):
                     line.remove(request)
             raise
 
     def left(self, queue: _Queue) -> None:
-        """Takes down that one of the queue's trajectories is finished and will ask for nothing
-        more."""
+        """Records that one of the queue's trajectories is finished and will send no more
+        requests."""
         queue.live -= 1
         self._assign_soon()
 
     def _assign_soon(self) -> None:
-        """Assigns once all who were woken with the caller have asked: they come before what is not
-        begun."""
+        """Schedules an assignment. It runs after the other tasks woken with the caller have sent
+        their requests, so that continued responses come before new ones."""
         if not self._assigning:
             self._assigning = True
             self.loop.call_soon(self._assign)
 
     def _assign(self) -> None:
-        """Gives replicas what they have room for."""
+        """Assigns waiting requests to the replicas that have room."""
         self._assigning = False
         for queue in self._queues:
             if self._together:
@@ -243,7 +247,8 @@ class Dispatch:
         self._put_down()
 
     def _share_out(self, queue: _Queue) -> None:
-        """Gives all that waits to the replicas in equal parts, once every trajectory waits."""
+        """Splits all waiting requests evenly over the replicas, once every unfinished trajectory
+        waits."""
         waiting = [*queue.again, *queue.new]
         if not waiting or len(waiting) < queue.live:
             return
@@ -255,11 +260,11 @@ class Dispatch:
             self._give(replica, shard, queue.params)
 
     def _place_all(self, queue: _Queue) -> None:
-        """Gives each request that waits to a replica that has room for it."""
+        """Assigns each waiting request to a replica that has room for it."""
         for number, line in queue.continuing.items():
             while line and self._place_at(number, line[0], queue.params):
                 line.popleft()
-        # one retry may have to wait for a replica while the next need not
+        # one retry may have to wait for its replica while the next one can be placed
         for _ in range(len(queue.again)):
             request = queue.again.popleft()
             if not self._place(request, queue.params):
@@ -270,12 +275,12 @@ class Dispatch:
                 line.popleft()
 
     def _put_down(self) -> None:
-        """Has the page of requests written soon, because something has changed."""
+        """Schedules a write of the requests page, because something has changed."""
         if self._putting is None and (wait_s := self._page.wait_s()) is not None:
             self._putting = self.loop.call_later(wait_s, self._put)
 
     def _put(self) -> None:
-        """Writes the page. Times of this loop are those of CLOCK_MONOTONIC."""
+        """Writes the page. The loop's clock is CLOCK_MONOTONIC."""
         self._putting = None
         given = {
             rid: (
@@ -290,7 +295,7 @@ class Dispatch:
         self._page.write([self._fleet.health.state(r.number).value for r in self._replicas], given)
 
     def _place(self, request: GenerateRequest, params: SamplingParams) -> bool:
-        """Gives a request to a replica with room, if there is one for it."""
+        """Assigns a request to the best replica with room. Returns False if there is none."""
         health = self._fleet.health
         best = self._retries.choose(
             request.rid, self._rooms(), health.avoided(self.loop.time()), health.suspected()
@@ -300,8 +305,8 @@ class Dispatch:
         return best is not None
 
     def _place_at(self, replica: int, request: GenerateRequest, params: SamplingParams) -> bool:
-        """Gives a request to this replica, if it has room and has lost nothing since it last
-        answered."""
+        """Assigns a request to this replica, if the replica has room and has lost no request since
+        its last answer."""
         if not self._trusted(replica) or (self._rooms()[replica] or 0) < 1:
             return False
         self._give(self._replicas[replica], [request], params)
@@ -312,7 +317,8 @@ class Dispatch:
         return self._fleet.health.trusted(replica, self.loop.time())
 
     def _rooms(self) -> list[int | None]:
-        """By replica, how many more requests it may be given now; None: it is not there."""
+        """Returns, by replica, how many more requests it can take now; None if the replica does not
+        serve."""
         now, health = self.loop.time(), self._fleet.health
         return [
             (
@@ -332,20 +338,19 @@ class Dispatch:
         replica.give(requests, params)
 
     async def hold(self) -> None:
-        """Waits until no replica is being asked; unblocked by what they have finished, or
-        WAIT_S."""
+        """Waits until no replica is being called. A call of a server lasts about WAIT_S at most."""
         for replica in self._replicas:
             async with replica.turn:
                 pass
 
     def go_on(self) -> None:
-        """Goes on after what held the replicas has ended. One that has come back meanwhile is given
-        requests."""
+        """Continues after the hold on the replicas has ended. Replicas that came back meanwhile
+        receive requests."""
         self._going_on.set()
         self._assign()
 
     async def stop(self) -> None:
-        """Ends the pumps. Waits until they are cancelled, and for no replica."""
+        """Cancels the pumps and waits for their cancellation, not for the replicas."""
         if self._putting is not None:
             self._putting.cancel()
         self._page.write([self._fleet.health.state(r.number).value for r in self._replicas], {})
@@ -356,13 +361,13 @@ class Dispatch:
         await asyncio.gather(*self.pumps, return_exceptions=True)
 
     async def _pump(self, replica: _Replica) -> None:
-        """Hands a replica what is assigned to it and takes what it has finished, until it is
-        cancelled.
+        """Sends a replica its assigned requests and distributes its results, until cancelled.
 
-        Waits for an assignment where nothing is under way, else for the replica; unblocked by what
-        it has finished, or after WAIT_S where it can say that nothing is, so that it is given more
-        meanwhile. Where replicas are held it waits for the end of that, and after each answer for
-        one turn of the loop, in which those who were answered ask for more.
+        With no request in flight, the pump waits for an assignment. Otherwise it waits for the
+        replica's results. A server returns after WAIT_S even without results, so that it can
+        receive new requests. While replicas are held, the pump waits for the hold to end. After
+        each call it yields one turn of the loop, in which trajectories with answers send their next
+        requests.
         """
         params = None
         while True:
@@ -397,15 +402,15 @@ class Dispatch:
             if not replica.under_way:
                 replica.work.clear()
             replica.reserved = len(results)
-            await asyncio.sleep(0)  # who was answered asks for more, if at once
+            # trajectories that received an answer may send their next request
+            await asyncio.sleep(0)
             replica.reserved = 0
             self._assign()
 
     async def _advanced(
         self, replica: int, new: Sequence[GenerateRequest], params: SamplingParams | None
     ) -> tuple[str, Sequence[GenerateResult | LostRequest]]:
-        """Asks a replica. Returns why it is lost, "" where it is there, and what it has
-        finished."""
+        """Calls a replica. Returns why the replica is lost ("" if it is not) and its results."""
         workers = self._fleet.workers
         try:
             return "", await workers.result(
@@ -415,7 +420,7 @@ class Dispatch:
             return error.what, []
 
     def _lost_all(self, replica: _Replica, why: str) -> None:
-        """Has all that a lost replica had made again."""
+        """Queues all requests of a lost replica for a retry."""
         for rid in self._retries.under_way(replica.number):
             self._make_again(replica, LostRequest(rid, why))
         replica.assigned.clear()
@@ -423,8 +428,8 @@ class Dispatch:
         replica.work.clear()
 
     def _lost(self, replica: _Replica, lost: LostRequest) -> bool:
-        """Has a request made again that a replica called lost. Returns whether the replica is lost
-        itself."""
+        """Queues a lost request for a retry. Returns whether the replica itself counts as lost
+        now."""
         _, given = self._retries.given().get(lost.rid, (None, 0.0))
         self._make_again(replica, lost)
         now = self.loop.time()
@@ -437,8 +442,8 @@ class Dispatch:
         return False
 
     def _make_again(self, replica: _Replica, lost: LostRequest) -> None:
-        """Puts a request that a replica has lost into its queue anew. Where it was made as often as
-        allowed, whoever waits for it is told."""
+        """Puts a lost request back into its queue. If no attempt is left, raises the error in the
+        task that waits for the answer."""
         queue, request, answer = self._asked[lost.rid]
         try:
             self._retries.lost(lost, replica.number)
@@ -455,12 +460,11 @@ class Dispatch:
 
 
 class Serving:
-    """The way to the replicas for trajectories that are made together, from their environments and
-    back.
+    """Connects a set of trajectories to the replicas.
 
     Args:
-        trajectories: that will be made; each says `leave` at its end.
-        limit_s: in which all of them must have been made; None: no limit.
+        trajectories: number of trajectories; each calls `leave` at its end.
+        limit_s: time limit for all of them together; None: no limit.
     """
 
     def __init__(
@@ -478,19 +482,19 @@ class Serving:
         return await self.dispatch.ask(self._queue, request)
 
     def leave(self) -> None:
-        """Says that a trajectory is finished and will ask for nothing more."""
+        """Records that a trajectory is finished and will send no more requests."""
         self.dispatch.left(self._queue)
 
     def close(self) -> None:
-        """Says that nothing is asked for any more."""
+        """Closes the queue; no more requests may follow."""
         self.dispatch.close(self._queue)
 
     async def finished(self, trajectories: Sequence[asyncio.Task[None]]) -> None:
-        """Waits until all trajectories are; unblocked by the first error of one of them or of a
-        replica, and raises it, or by the rollout's limit.
+        """Waits until all trajectories are finished. Raises the first error of a trajectory or a
+        replica.
 
         Raises:
-            RolloutLateError: the limit passed.
+            RolloutLateError: the time limit passed.
         """
         made = asyncio.ensure_future(asyncio.gather(*trajectories))
         ended: list[asyncio.Future[Any]] = [made, *self.dispatch.pumps]
@@ -515,13 +519,13 @@ class Serving:
         finally:
             for trajectory in trajectories:
                 trajectory.cancel()
-            # `made` too: asyncio reports the error of a future that nobody asked, with a traceback
+            # `made` too: asyncio prints a traceback for a future whose error nobody retrieves
             await asyncio.gather(made, *trajectories, return_exceptions=True)
 
 
 def split_evenly(requests: Sequence[GenerateRequest], engines: int) -> list[list[GenerateRequest]]:
-    """One contiguous shard an engine; their sizes differ by at most one, and are 0 where requests
-    are few."""
+    """Splits requests into one contiguous shard per engine. Shard sizes differ by at most one and
+    may be 0."""
     if engines < 1:
         raise ValueError(f"cannot split over {engines} engines")
     bounds = [len(requests) * i // engines for i in range(engines + 1)]

@@ -1,5 +1,5 @@
-"""All replicas of a run behind one object: the way to them for requests (dispatch.py), and the way
-in for new weights. The pool's workers hold an engine each."""
+"""Presents all replicas of a run as one object: dispatches requests to them (dispatch.py) and
+distributes new weights. Each of the pool's workers holds one engine."""
 
 from __future__ import annotations
 
@@ -75,25 +75,25 @@ METRICS = (
 
 ONCE_AND_AGAIN = RequestRule()
 RESTARTED = RestartRule()
-THERE = (*SYNCED, Health.RELEASED)  # a call is answered
+THERE = (*SYNCED, Health.RELEASED)  # states in which a replica answers calls
 
 
 class SyncError(UserError):
-    """The engines do not hold the weights that were sent."""
+    """An engine holds other weights than the trainer sent."""
 
 
 class EnginePool:
-    """The replicas, which hold the same weights between two updates.
+    """The replicas of a run. Between two weight updates they hold the same weights.
 
     Args:
-        workers: an engine each; brought up here, all at once.
-        prove_every: updates from one whose values are proven to the next; in between names and
-            counts are compared.
-        rule: what is done for a response that does not come.
-        restarts: and for a replica that is lost.
+        workers: one engine each; brought up here, all at once.
+        prove_every: interval, in updates, at which values are verified; the other updates compare
+            only names and counts.
+        rule: how often and how long a lost request is retried.
+        restarts: when a lost replica is restarted.
 
     Raises:
-        UserError: one does not come up.
+        UserError: a replica does not come up.
     """
 
     def __init__(
@@ -105,28 +105,29 @@ class EnginePool:
     ) -> None:
         self._fleet = Fleet(workers, restarts, rule.back_off_s)
         self._prove_every, self._rule = prove_every, rule
-        self._requests: Counter[str] = Counter()  # what became of them since the last weight update
-        self._reported: dict[str, float] = {}  # likewise, up to that
-        # updates since the last proof; None: the next update must be proven
+        # counts of retried requests since the last weight update
+        self._requests: Counter[str] = Counter()
+        self._reported: dict[str, float] = {}  # metrics at the last weight update
+        # updates since the last verified one; None: the next update must be verified
         self._unproved: int | None = None
         # losses, replicas and bucket layouts at the last `expect_buckets`
         self._told: tuple[int, set[int], tuple[BucketLayout, ...]] = (0, set(), ())
-        # number of losses at that time, and the targets by replica
+        # number of losses when the target was joined, and the targets by replica
         self._targets: tuple[int, dict[int, SyncTarget]] = (0, {})
-        self._target: SyncTarget | None = None  # all of those, joined
-        # True where engines are servers, which alone can release memory
+        self._target: SyncTarget | None = None  # the replicas' targets, joined
+        # True if engines are servers; only servers can release memory
         self.served = all(info.served for info in self._fleet.infos)
-        self._dispatch: Dispatch | None = None  # while anyone is served
-        self._held = False  # no replica is asked for tokens
+        self._dispatch: Dispatch | None = None  # not None while a Serving is open
+        self._held = False  # True: no replica may be called for tokens
 
     @contextlib.asynccontextmanager
     async def serving(self, params: SamplingParams, trajectories: int) -> AsyncIterator[Serving]:
-        """The way to the replicas for a number of trajectories that are made at the same time.
-        Several may be open, in one event loop; the one that was opened first is served first.
+        """Opens a Serving for a number of trajectories that are made at the same time. Several may
+        be open in one event loop; those opened earlier are served first.
 
-        What is under way at the end, of trajectories that were cancelled, is forgotten. Raises what
-        a replica raised, in whoever waits for it; what is under way at the others is then forgotten
-        as well.
+        Closing discards requests still in flight, which belong to cancelled trajectories.
+        `Serving.finished` raises the error of a replica, and the requests in flight at the other
+        replicas are discarded too.
         """
         if self._dispatch is None:
             self._dispatch = Dispatch(
@@ -138,7 +139,7 @@ class EnginePool:
             yield serving
         except BaseException:
             await self._leave(serving)
-            # the first error counts; a replica that is lost cannot be asked
+            # keep the first error; a lost replica cannot answer
             with contextlib.suppress(Exception):
                 self._fleet.call("abort")
             raise
@@ -147,7 +148,7 @@ class EnginePool:
             self._fleet.call("abort")
 
     async def _leave(self, serving: Serving) -> bool:
-        """Closes a serving. Returns whether nobody else is served."""
+        """Closes a Serving. Returns whether it was the last one."""
         serving.close()
         if serving.dispatch.in_use:
             return False
@@ -157,13 +158,13 @@ class EnginePool:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """While open, no replica is asked for tokens: whoever is served, in another thread's event
-        loop, waits. Requests that the replicas have stay with them.
+        """Context in which no replica is called for tokens. Servings in another thread's event loop
+        wait; replicas keep the requests that they have.
 
         Raises:
-            RuntimeError: called from that loop's own thread, which would wait for itself.
+            RuntimeError: called from that event loop's own thread, which would wait for itself.
         """
-        # set before the look at requests under way: whoever begins later sees it
+        # set before the check for calls in progress, so that every later call sees it
         self._held = True
         dispatch = self._dispatch
         try:
@@ -182,39 +183,39 @@ class EnginePool:
                     served.loop.call_soon_threadsafe(served.go_on)
 
     def infos(self) -> list[ModelInfo]:
-        """Asks every replica that is not lost what it holds now."""
+        """Returns the ModelInfo of every replica that is not lost."""
         with self._alone():
             return self._results("model_info")
 
     def prompt_log_probs(self, sequences: Sequence[Sequence[int]]) -> dict[int, list[list[float]]]:
-        """Log-probs, at temperature 1, of all tokens but the first of every sequence; by the number
-        of each replica that is not lost, then by sequence.
+        """Returns the log-probs, at temperature 1, of all tokens of each sequence but its first.
+        They are given by replica (all that are not lost), then by sequence.
 
         Raises:
-            UserError: the engines are not served.
+            UserError: the engines are not servers.
         """
         with self._alone():
             return self._fleet.call("prompt_log_probs", sequences, states=THERE)
 
     def release_memory(self, parts: Collection[str] = MEMORY) -> None:
-        """Every engine gives back the memory of its weights, of its cache or of both, and is of no
-        use until `resume_memory`, and where it was that of weights a whole weight update.
+        """Releases the memory of every engine's weights, cache or both. The engines are unusable
+        until `resume_memory` and, if weights were released, a complete weight update.
 
         Raises:
-            UserError: the engines are not served.
+            UserError: the engines are not servers.
         """
         for number in self._fleet.call("release_memory", parts, states=THERE):
             if "weights" in parts:
                 self._fleet.health.released(number)
 
     def resume_memory(self, parts: Collection[str] = MEMORY) -> None:
-        """Every engine takes that memory again; the weights' before the cache's."""
+        """Allocates released memory again on every engine, for the weights before the cache."""
         for number in self._fleet.call("resume_memory", parts, states=THERE):
             if "weights" in parts:
                 self._fleet.health.resumed(number)
 
     def memory_mb(self) -> float | None:
-        """Memory of the engines' own processes now, 10^6 bytes; None where that is not known."""
+        """Returns the current memory of the engines' own processes, 10^6 bytes; None if unknown."""
         held = self._results("memory_mb")
         return None if None in held else sum(held)
 
@@ -222,12 +223,12 @@ class EnginePool:
         return list(self._fleet.call(method, *args, states=THERE).values())
 
     def update_weights(self, version: int, weights: WeightStream) -> None:
-        """Sends the policy to every engine that is there; only one that took all of it publishes
-        the version. The first update, the one after a failure, and one that a replica takes part in
-        that was lost, are proven in any case.
+        """Sends the policy to every live engine. An engine publishes the version only if it
+        received all of the weights. These updates are always verified: the first one, the one after
+        a failure, and one that includes a restarted replica.
 
-        A replica that is lost meanwhile is left out; where what the others were sent is not whole
-        for it, they are sent all of it anew.
+        A replica that is lost during the update is left out. If the loss leaves the other replicas'
+        weights incomplete, they receive all weights again.
 
         Raises:
             SyncError: an engine holds other weights than were sent.
@@ -237,7 +238,7 @@ class EnginePool:
             self._update_weights(version, weights)
 
     def _update_weights(self, version: int, weights: WeightStream) -> None:
-        passed, self._unproved = self._unproved, None  # None stays where this fails
+        passed, self._unproved = self._unproved, None  # stays None if the update fails
         self._fleet.look()
         prove = passed is None or passed + 1 >= self._prove_every or self._fleet.health.needs_proof
         took: Collection[int] | None = None
@@ -253,7 +254,7 @@ class EnginePool:
             self._fleet.health.synced(number, version, prove)
         self._unproved = 0 if prove or passed is None else passed + 1
         counted = dict(self._requests)
-        self._requests.subtract(counted)  # others may be counted meanwhile
+        self._requests.subtract(counted)  # the counts may have grown meanwhile
         names = ("rollout/retried", "rollout/retried_late")
         if self.served:
             self._reported = {
@@ -261,9 +262,10 @@ class EnginePool:
             } | self._fleet.metrics()
 
     def _sent(self, version: int, weights: WeightStream, prove: bool) -> Collection[int] | None:
-        """The replicas that took all weights; None: one was lost on the way, and the others lack
-        what it stopped."""
-        # The next target is most likely the same: ranks gather while servers are asked to pause.
+        """Returns the replicas that received all weights; None if a loss left the others
+        incomplete."""
+        # The target is most likely the same as before, so ranks can gather weights while the
+        # servers pause.
         if self._target is not None:
             weights.prepare(self._target, prove)
         targets = self._fleet.call("begin_weight_update", version, prove)
@@ -272,7 +274,7 @@ class EnginePool:
         try:
             took = self._let_send(targets, weights, prove)
         except Exception:
-            # the first error counts; a rank that is lost cannot be asked
+            # keep the first error; a lost rank cannot answer
             with contextlib.suppress(Exception):
                 weights.forget()
             raise
@@ -283,7 +285,7 @@ class EnginePool:
     def _hand_over(
         self, weights: WeightStream, prove: bool, to: Collection[int]
     ) -> Collection[int]:
-        """Bucket by bucket to engines that take them in their own process."""
+        """Sends the weights bucket by bucket to engines that receive them in their own process."""
         fleet = self._fleet
         if self._told != (told := (fleet.losses, set(to), weights.layouts)):
             self._told, to = told, fleet.call("expect_buckets", weights.layouts, among=to)
@@ -298,8 +300,8 @@ class EnginePool:
     def _let_send(
         self, targets: dict[int, SyncTarget], weights: WeightStream, prove: bool
     ) -> Collection[int] | None:
-        """The ranks that hold the weights send them to the engines themselves. None: see
-        `_sent`."""
+        """Lets the ranks that hold the weights send them to the engines directly. Returns the same
+        as `_sent`."""
         fleet = self._fleet
         if self._target is None or self._targets != (fleet.losses, targets):
             self._targets = fleet.losses, targets
@@ -318,23 +320,22 @@ class EnginePool:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics: whether the values of the newest weights were proven to have arrived, where not
-        all are; and, of servers, the requests that were made again between the two newest weight
-        updates, and how the replicas stand."""
+        """Returns `sync/proven` if not every update is verified. For servers, adds the requests
+        retried between the two newest weight updates and the states of the replicas."""
         proven = {"sync/proven": float(self._unproved == 0)} if self._prove_every > 1 else {}
         return proven | self._reported
 
     def news(self) -> list[str]:
-        """Takes what became of replicas since this was asked last, a line each."""
+        """Removes and returns the news of the replicas since the last call, one line each."""
         return self._fleet.take_news()
 
     def close(self) -> None:
-        """Ends the workers, those on their way up too. Closing twice is allowed."""
+        """Ends all workers, including those that are restarting. Idempotent."""
         self._fleet.close()
 
 
 def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
-    """True where this is called from within the loop."""
+    """Returns whether the caller runs inside the loop."""
     try:
         return asyncio.get_running_loop() is loop
     except RuntimeError:
@@ -342,8 +343,8 @@ def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 def check_arrived(engine: int, sent: Mapping[str, str], held: Mapping[str, str]) -> None:
-    """Compares the checksums of what was sent with those of what an engine holds. Raises
-    SyncError."""
+    """Compares the checksums of the sent weights with those of the weights that an engine holds.
+    Raises SyncError if they differ."""
     differing = [name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name)]
     if differing:
         named = ", ".join(sorted(differing)[:3]) + (", ..." if len(differing) > 3 else "")

@@ -1,9 +1,9 @@
-"""The replicas' workers as long as they last: called together, left out once they are lost, and
-brought back beside the run. What a replica's state allows is health.py's matter; here is what is
-done about it.
+"""Manages the replicas' workers for the length of a run: calls them together, excludes lost
+replicas, and restarts those in the background. health.py decides what a replica's state allows;
+this module acts on it.
 
-A replica is brought back on a thread of its own: its worker is ended and made anew where it was,
-and comes up. The next weight update that finds it up takes it in.
+Each restart has its own thread, which ends the replica's worker, makes a new one in the same place,
+and brings that up. The first weight update after that includes the replica again.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from megatron_stare.rollout.engines.state import publishes
 from megatron_stare.rollout.fleet.health import SERVING, SYNCED, FleetHealth, Health, RestartRule
 
 LOST = (EngineLostError, WorkerLostError)
-PATIENCE_S = 1.0  # until a server of somebody else is asked again, at least
-LEAVE_S = 10.0  # that a worker on its way up is given to end
+PATIENCE_S = 1.0  # shortest pause between two attempts to reach a server that the run did not start
+LEAVE_S = 10.0  # time limit for ending workers that are still coming up
 
 
 class Fleet:
     """The replicas of a run.
 
-    Whoever hands requests to a replica, while nobody else has it, tells `health` what it lost and
-    answered.
+    The code that sends requests to a replica reports losses and answers to `health`. Nothing else
+    calls the replica at that time.
 
     Args:
-        workers: an engine each; brought up here, all at once.
+        workers: one engine each; brought up here, all at once.
         back_off_s: see FleetHealth.
 
     Raises:
-        UserError: one does not come up.
+        UserError: a replica does not come up.
     """
 
     def __init__(self, workers: Workers, rule: RestartRule, back_off_s: float) -> None:
@@ -49,20 +49,21 @@ class Fleet:
             self.health.came_up(number)
             if publishes(info.state):
                 self.health.synced(number, info.weight_version, proved=True)
-        self.losses = 0  # of all replicas together; what was agreed with them holds until it rises
+        # of all replicas together; targets and bucket layouts stay valid until this count rises
+        self.losses = 0
         self._patient, self._back_off_s = rule.most is None, rule.back_off_s
-        self._coming: dict[int, Future[ModelInfo]] = {}  # on their way up again
+        self._coming: dict[int, Future[ModelInfo]] = {}  # replicas that are restarting
         self._closed, self._lock = threading.Event(), threading.Lock()
-        # transitions taken, by the state they led to
+        # transitions since the last `metrics`, by the state they led to
         self._counts: Counter[str] = Counter()
-        self.news: list[str] = []  # for who watches the run; taken by `take_news`
+        self.news: list[str] = []  # lines for the run's output, which `take_news` removes
 
     def serves(self, replica: int) -> bool:
-        """True where it may be asked for tokens."""
+        """Returns whether the replica may receive requests."""
         return self.health.state(replica) in SERVING
 
     def require_serving(self) -> None:
-        """Raises NoEngineError where no replica may be asked for tokens."""
+        """Raises NoEngineError if no replica may receive requests."""
         self.health.require(SERVING)
 
     def call(
@@ -73,15 +74,16 @@ class Fleet:
         states: Collection[Health] = SYNCED,
         beside: Sequence[Handle] = (),
     ) -> dict[int, Any]:
-        """A call of every replica in one of the states, or of those `among` them; their results.
-        Waits for all of them. One that is lost meanwhile is left out.
+        """Calls every replica in one of the states, or only those in `among`, and waits for all of
+        them. Returns the results by replica. A replica that is lost meanwhile is left out.
 
         Args:
-            beside: calls of other workers that these need, whose errors are seen at once.
+            beside: calls of other workers that these calls depend on; their errors are raised at
+                once.
 
         Raises:
-            NoEngineError: none has a result.
-            UserError: another error, the first of one that is not lost.
+            NoEngineError: no replica returned a result.
+            UserError: another error, from the first replica that failed without being lost.
         """
         asked = [
             number for number in self.health.require(states) if among is None or number in among
@@ -93,7 +95,7 @@ class Fleet:
             with self._seen(number, errors):
                 handles[number] = self.workers.start_on(number, method, *args)
         if beside:
-            with contextlib.suppress(*LOST):  # whose error it is, is found next
+            with contextlib.suppress(*LOST):  # the waits below attribute the error to a replica
                 self.workers.wait([*handles.values(), *beside])
             self.workers.wait(beside)
         for number, handle in handles.items():
@@ -107,8 +109,8 @@ class Fleet:
 
     @contextlib.contextmanager
     def _seen(self, replica: int, errors: list[Exception]) -> Iterator[None]:
-        """Takes in what a call of a replica raises: it is lost, or the error is one more of
-        these."""
+        """Handles errors of a call of a replica: marks the replica lost, or appends the error to
+        `errors`."""
         try:
             yield
         except LOST as error:
@@ -117,23 +119,26 @@ class Fleet:
             errors.append(error)
 
     def find_lost(self, among: Collection[int]) -> bool:
-        """Asks replicas whether they are there; whether one of them is not any more."""
+        """Asks replicas whether they are alive. Returns whether one of them turned out to be
+        lost."""
         before = self.losses
-        with contextlib.suppress(UserError):  # what else is wrong with them is not asked
+        with contextlib.suppress(UserError):  # only losses matter here
             self.call("check", among=among)
         return self.losses > before
 
     def lose(self, replica: int, why: str) -> None:
-        """Gives a replica up, with all that it had. Begins it again where that is allowed now."""
+        """Marks a replica as lost, together with its requests. Restarts it if a restart is due
+        now."""
         with self._lock:
             if self.health.state(replica) in (Health.DEAD, Health.STARTING):
-                return  # known already
+                return  # already recorded
             self.losses += 1
             self.health.lost(replica, why, time.monotonic())
             self._begin_due()
 
     def look(self) -> None:
-        """Takes in those that have come up since, and begins again those that may be."""
+        """Admits replicas that have come up since the last call, and restarts those that are
+        due."""
         with self._lock:
             for replica in [replica for replica, coming in self._coming.items() if coming.done()]:
                 coming = self._coming.pop(replica)
@@ -160,8 +165,8 @@ class Fleet:
             ).start()
 
     def _bring_back(self, replica: int, future: Future[ModelInfo]) -> None:
-        """Ends what is left of a replica and brings it up anew. Waits for its server; ended by
-        `close`."""
+        """Ends what is left of a replica, then brings up a new one. Waits for the replica's server;
+        `close` ends the wait."""
         pause_s = max(self._back_off_s, PATIENCE_S)
         try:
             self.workers.replace(replica)
@@ -177,14 +182,13 @@ class Fleet:
             future.set_exception(error)
 
     def take_news(self) -> list[str]:
-        """Takes what there is to tell of the replicas since this was asked last, a line each."""
+        """Removes and returns the news of the replicas since the last call, one line each."""
         self._take()
         told, self.news = self.news, []
         return told
 
     def metrics(self) -> dict[str, float]:
-        """Counts the replicas that take requests, and those that came into each state since this
-        was asked last."""
+        """Counts the serving replicas, and the transitions into each state since the last call."""
         self._take()
         counts, self._counts = self._counts, Counter()
         into = {f"engine/{state.value}": float(counts[state.value]) for state in Health}
@@ -198,7 +202,7 @@ class Fleet:
                 self.news.append(str(transition))
 
     def close(self) -> None:
-        """Ends all workers, those on their way up too. Closing twice is allowed."""
+        """Ends all workers, including those that are restarting. Idempotent."""
         self._closed.set()
         self.workers.close()
         wait(self._coming.values(), timeout=LEAVE_S)

@@ -1,8 +1,8 @@
-"""The standing of a run's replicas: which states there are, which may follow which, how many
-requests each may be given, and when one that was lost is begun again. Pure: it is told what
-happens, and when. fleet.py and dispatch.py act on it.
+"""Tracks the state of each replica: the states and their legal transitions, how many requests a
+replica may receive, and when a lost replica is restarted. Pure: callers report events and times;
+fleet.py and dispatch.py act on the state.
 
-All that a run knows of a replica is here. What an engine knows of its own weights is
+This module holds everything the run knows of a replica. The engine's own view of its weights is
 engines/state.py, which lives with the engine, often in another process.
 """
 
@@ -17,17 +17,17 @@ from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
 
 RESTART_DOUBLINGS = 5  # the longest back-off of a restart is 2^5 times the first
-REQUEST_DOUBLINGS = 8  # and that of a request 2^8 times
+REQUEST_DOUBLINGS = 8  # the longest back-off of a request is 2^8 times the first
 
 
 class Health(Enum):
-    STARTING = "starting"  # on its way up, for the first time or again
-    # alive, without all the proven weights of a version: takes weights, and no requests
+    STARTING = "starting"  # coming up, for the first time or after a loss
+    # alive, but without a complete, verified set of weights: takes weights, not requests
     DIRTY = "dirty"
     HEALTHY = "healthy"  # takes requests
     SUSPECT = "suspect"  # has lost a request since it last answered; see FleetHealth.room
-    RELEASED = "released"  # has given the memory of its weights back
-    DEAD = "dead"  # lost; whatever it had under way is
+    RELEASED = "released"  # has released the memory of its weights
+    DEAD = "dead"  # lost, together with its requests in flight
 
 
 _NEXT: dict[Health, frozenset[Health]] = {
@@ -39,25 +39,27 @@ _NEXT: dict[Health, frozenset[Health]] = {
     Health.DEAD: frozenset({Health.STARTING}),
 }
 SERVING = (Health.HEALTHY, Health.SUSPECT)
-SYNCED = (Health.DIRTY, *SERVING)  # take part in a weight update
+SYNCED = (Health.DIRTY, *SERVING)  # states that take part in a weight update
 
 
 class NoEngineError(UserError):
-    """Every replica of a run is lost."""
+    """All replicas of a run are lost."""
 
 
 class HealthError(RuntimeError):
-    """A replica was said to do what its state does not allow; a fault of the caller, not of the
-    user."""
+    """A caller reported an event that the replica's state does not allow. This is a bug, not a
+    user's error."""
 
 
 @dataclass(frozen=True)
 class RestartRule:
-    """Says when a replica is begun again; see the section `faults.engines`.
+    """Limits on the restarts of a replica; see the section `faults.engines`.
 
-    most: times in any `window_s` seconds; None: any number, of servers that somebody else restarts.
-    back_off_s: before the second time, doubled by each one more in the window.
-    losses: requests lost in a row that make a replica lost, where there is another.
+    most: restarts allowed within any `window_s` seconds; None: unlimited, for servers that the run
+        did not start.
+    back_off_s: wait before the second restart, doubled for each further one within the window.
+    losses: consecutive lost requests after which the replica counts as lost, if another replica
+        serves.
     """
 
     most: int | None = 3
@@ -67,21 +69,22 @@ class RestartRule:
 
     @classmethod
     def of(cls, config: Config) -> RestartRule:
-        """Reads it of a run's configuration. Servers that share the trainer's device are not begun
-        again: one sizes its cache by what it finds free, and the trainer may be there."""
+        """Reads the rule from a run's configuration. Servers that share the trainer's device are
+        not restarted: a server sizes its cache by the free memory it finds, and the trainer may
+        occupy the device at that time."""
         asked = config.faults.engines
         most = None if config.sglang.urls else 0 if config.sglang.colocated else asked.most
         return cls(most, asked.window_s, asked.back_off_s, asked.losses)
 
 
-# for pools whose restarted replicas would get no weights
+# for pools in which a restarted replica would never receive weights
 NO_RESTARTS = RestartRule(most=0)
 
 
 @dataclass(frozen=True)
 class Transition:
-    """A replica has come from one state to another. `why`: to be told to who watches; "": it goes
-    without saying."""
+    """Change of a replica's state. `why` is the reason shown to the user; "" if none needs to be
+    shown."""
 
     replica: int
     before: Health
@@ -96,70 +99,71 @@ class Transition:
 
 @dataclass
 class _Standing:
-    """The standing of one replica. Times are seconds of any clock that only goes forward."""
+    """State and history of one replica. Times are seconds of any monotonic clock."""
 
     state: Health = Health.STARTING
-    begun: list[float] = field(default_factory=list)  # when it was begun again, within the window
-    again_at: float = 0.0  # not begun again before
-    lost: str = ""  # why it was, until it serves again
-    proof: bool = True  # it must prove the next weights that it takes
-    in_a_row: int = 0  # requests that it lost one after the other
-    lost_last: float = 0.0  # when it lost the newest of them
-    closed_until: float = 0.0  # it is given no request before
-    avoided_until: float = 0.0  # before, it is given what no other replica could take
+    begun: list[float] = field(default_factory=list)  # times of its restarts within the window
+    again_at: float = 0.0  # earliest time of the next restart
+    lost: str = ""  # reason of its loss, until it serves again
+    proof: bool = True  # its next weights must be verified
+    in_a_row: int = 0  # consecutive lost requests
+    lost_last: float = 0.0  # time of the newest loss
+    closed_until: float = 0.0  # receives no request before this time
+    # until then it receives only requests that no other replica can take
+    avoided_until: float = 0.0
 
     def believe(self) -> None:
-        """Holds what it lost no longer against it."""
+        """Clears the record of lost requests."""
         self.in_a_row, self.closed_until, self.avoided_until = 0, 0.0, 0.0
 
 
 class FleetHealth:
-    """The states of a run's replicas, which all begin as STARTING.
+    """States of a run's replicas, which all start as STARTING.
 
-    There is one way from DEAD to HEALTHY: begun again, up, and all weights of a version proven.
+    A DEAD replica becomes HEALTHY only through a restart and a complete, verified weight update.
 
-    A replica that has lost a request is given nothing for a while, then one at a time until it has
-    answered, before others that have more room. While there is another, it is left alone for as
-    long as it took to lose the request, so that one that hangs does not hold up what it is given
-    for the limit of a request again and again. The while ends with the rollout.
+    A replica that lost a request backs off: it receives nothing for a while. Then it receives one
+    request at a time until it answers, ahead of replicas with more room. If other replicas have
+    room, it is avoided for as long as it took to lose the request, so that a hanging replica does
+    not delay request after request by the full request timeout. Back-offs end with the rollout.
 
     Args:
-        back_off_s: for which a replica that lost a request is given no other; doubled by each it
-            loses in a row.
+        back_off_s: time after a lost request in which the replica receives no other; doubled for
+            each consecutive loss.
 
     Raises (its methods):
-        HealthError: a replica's state does not allow it.
+        HealthError: a replica's state does not allow the event.
     """
 
     def __init__(self, replicas: int, rule: RestartRule, back_off_s: float) -> None:
         self._rule, self._back_off_s = rule, back_off_s
         self._standings = [_Standing() for _ in range(replicas)]
-        self.transitions: deque[Transition] = deque()  # for who takes them
+        self.transitions: deque[Transition] = deque()  # consumed by callers
 
     def state(self, replica: int) -> Health:
         return self._standings[replica].state
 
     def among(self, states: Collection[Health]) -> list[int]:
-        """The replicas that are in one of the states."""
+        """Returns the replicas in one of the states."""
         return [
             number for number, standing in enumerate(self._standings) if standing.state in states
         ]
 
     @property
     def needs_proof(self) -> bool:
-        """True where a replica that takes weights next must prove them."""
+        """True if a replica that takes part in the next weight update must verify its weights."""
         return any(self._standings[number].proof for number in self.among(SYNCED))
 
     def came_up(self, replica: int) -> None:
-        """Takes down that it is there, with whatever weights it started from."""
+        """Records that the replica is up, with whatever weights it started from."""
         standing = self._standings[replica]
         told = "it is up, and waits for a weight update" if standing.lost else ""
         self._move(replica, Health.DIRTY, told, Health.STARTING)
         standing.proof = True
 
     def synced(self, replica: int, version: int | None, proved: bool) -> None:
-        """Takes down that it took all weights of a version. One that came up, or was left with a
-        mixture, must have proved them."""
+        """Records that the replica received all weights of a version. These must be verified if the
+        replica just came up or held a mixture of versions."""
         standing = self._standings[replica]
         if standing.proof and not proved:
             raise HealthError(f"engine {replica} cannot serve weights that it has not proved")
@@ -169,18 +173,19 @@ class FleetHealth:
         standing.lost, standing.proof = "", False
 
     def mixed(self, replica: int, why: str) -> None:
-        """Takes down that a weight update of it failed: it may hold weights of two versions."""
+        """Records that a weight update of the replica failed, so that it may hold weights of two
+        versions."""
         self._standings[replica].proof = True
         if self.state(replica) in SERVING:
             self._move(replica, Health.DIRTY, why)
 
     def lost_request(self, replica: int, why: str, given: float, now: float) -> bool:
-        """Takes down that it lost a request. Returns whether it has lost so many one after the
-        other that it is lost itself.
+        """Records that the replica lost a request. Returns whether it has now lost so many
+        consecutive requests that it counts as lost itself.
 
         Args:
-            given: when it was given the request. One given before it lost another was lost together
-                with that, and counts with it as one.
+            given: when the request was sent. A request sent before the previous loss counts with
+                that loss as one.
         """
         standing = self._standings[replica]
         if standing.state is Health.HEALTHY:
@@ -193,17 +198,17 @@ class FleetHealth:
         return standing.in_a_row >= self._rule.losses and len(self.among(SERVING)) > 1
 
     def answered(self, replica: int) -> None:
-        """Takes down that it answered a request."""
+        """Records that the replica answered a request."""
         self._standings[replica].believe()
         if self.state(replica) is Health.SUSPECT:
             self._move(replica, Health.HEALTHY, "it answers again")
 
     def room(self, replica: int, capacity: int, under_way: int, now: float) -> int:
-        """Number of requests it may be given now.
+        """Returns the number of requests that the replica can take now.
 
         Args:
-            capacity: that it takes at a time where nothing speaks against it.
-            under_way: that it has.
+            capacity: the replica's limit of concurrent requests in normal operation.
+            under_way: requests that the replica has.
         """
         standing = self._standings[replica]
         if now < standing.closed_until:
@@ -211,16 +216,16 @@ class FleetHealth:
         return (1 if standing.in_a_row else capacity) - under_way
 
     def end_back_offs(self) -> None:
-        """Lets every replica be asked again: a rollout begins."""
+        """Ends all back-offs at the start of a rollout."""
         for standing in self._standings:
             standing.closed_until = standing.avoided_until = 0.0
 
     def open_again(self, replica: int) -> float:
-        """Time from which it may be given a request again; past, where it may be now."""
+        """Returns the end of the replica's back-off; a time in the past if it has none."""
         return self._standings[replica].closed_until
 
     def avoided(self, now: float) -> set[int]:
-        """The replicas that are given nothing that another could take."""
+        """Returns the replicas that receive only requests that no other replica can take."""
         return {
             number
             for number, standing in enumerate(self._standings)
@@ -228,36 +233,38 @@ class FleetHealth:
         }
 
     def suspected(self) -> set[int]:
-        """Returns the replicas that are given one request at a time until they answer."""
+        """Returns the replicas that receive one request at a time until they answer."""
         return {number for number, standing in enumerate(self._standings) if standing.in_a_row}
 
     def trusted(self, replica: int, now: float) -> bool:
-        """True where it serves and has lost nothing since it last answered; it may have no room for
-        all that."""
+        """Returns whether the replica serves and has lost no request since its last answer. It may
+        still be full."""
         standing = self._standings[replica]
         return standing.state in SERVING and now >= standing.avoided_until and not standing.in_a_row
 
     def released(self, replica: int) -> None:
-        """Takes down that it gave the memory of its weights back."""
+        """Records that the replica released the memory of its weights."""
         self._move(replica, Health.RELEASED)
 
     def resumed(self, replica: int) -> None:
-        """Takes down that it has that memory again, and in it nobody knows what."""
+        """Records that the replica has the memory of its weights back; the contents are
+        undefined."""
         self._move(replica, Health.DIRTY, "", Health.RELEASED)
 
     def lost(self, replica: int, why: str, now: float) -> None:
-        """Takes down that it is gone, does not answer any more, or did not come up."""
+        """Records that the replica is gone, no longer answers, or did not come up."""
         standing = self._standings[replica]
         self._move(replica, Health.DEAD, why)
         standing.lost, standing.lost_last = why, 0.0
-        standing.believe()  # it is made anew before it is given anything
+        # it is restarted before it receives requests, so earlier losses do not count
+        standing.believe()
         times = len(self._counting(standing, now))
         standing.again_at = now + (
             self._rule.back_off_s * 2.0 ** min(times - 1, RESTART_DOUBLINGS) if times else 0.0
         )
 
     def due(self, now: float) -> list[int]:
-        """The lost replicas that may be begun again now."""
+        """Returns the lost replicas that may be restarted now."""
         most = self._rule.most
         return [
             number
@@ -268,13 +275,13 @@ class FleetHealth:
         ]
 
     def begun_again(self, replica: int, now: float) -> None:
-        """Takes down that a lost replica is on its way up again."""
+        """Records that a lost replica is restarting."""
         standing = self._standings[replica]
         self._move(replica, Health.STARTING, "it is begun again")
         standing.begun = [*self._counting(standing, now), now]
 
     def require(self, states: Collection[Health]) -> list[int]:
-        """The replicas that are in one of the states. Raises NoEngineError where there is none."""
+        """Returns the replicas in one of the states. Raises NoEngineError if there is none."""
         if found := self.among(states):
             return found
         told = "; ".join(
@@ -292,7 +299,7 @@ class FleetHealth:
         return [when for when in standing.begun if now - when < self._rule.window_s]
 
     def _move(self, replica: int, to: Health, why: str = "", only: Health | None = None) -> None:
-        """`only`: from this state alone."""
+        """Changes the replica's state. `only`: the sole state from which this change is allowed."""
         standing = self._standings[replica]
         if to not in _NEXT[standing.state] or only not in (None, standing.state):
             raise HealthError(f"engine {replica} cannot go from {standing.state.name} to {to.name}")

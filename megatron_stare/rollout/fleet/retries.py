@@ -1,9 +1,8 @@
-"""The choice of the replica that is asked for a response, and the retries of requests that one has
-lost. Pure.
+"""Chooses the replica for a request, and retries requests that a replica has lost. Pure.
 
-A lost request is asked of another replica, where there is one. Its tokens come from one attempt
-alone, because an engine that has called a request lost never answers it. How a replica stands that
-lost some is health.py's matter.
+A lost request goes to another replica if there is one. Its tokens come from a single attempt,
+because an engine never answers a request that it reported as lost. health.py tracks the state of
+replicas that lost requests.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from megatron_stare.rollout.engines.engine import LostRequest, RequestLostError
 
 @dataclass(frozen=True)
 class RequestRule:
-    """Bounds on what is done for a response; see the section `faults.requests`.
+    """Limits on the retries of a request; see the section `faults.requests`.
 
-    attempts: times it is asked for.
-    back_off_s: for which a replica that lost a request is given no other; see FleetHealth.
-    rollout_s: in which all that are made together must have ended; None: no limit.
+    attempts: maximum number of attempts per request.
+    back_off_s: time in which a replica that lost a request receives no other; see FleetHealth.
+    rollout_s: time limit for all trajectories of a rollout together; None: no limit.
     """
 
     attempts: int = 3
@@ -32,22 +31,22 @@ class RequestRule:
 
     @classmethod
     def of(cls, config: Config) -> RequestRule:
-        """Reads it of a run's configuration."""
+        """Reads the rule from a run's configuration."""
         asked = config.faults.requests
         return cls(asked.attempts, asked.back_off_s, asked.rollout_s)
 
 
 class Retries:
-    """The requests that are under way at some replicas, and those that some have lost.
+    """Tracks requests in flight, by replica, and lost requests.
 
     Args:
-        metrics: what is counted is added to it.
+        metrics: counter that receives the counts of retried requests.
     """
 
     def __init__(self, rule: RequestRule, metrics: Counter[str] | None = None) -> None:
         self._rule = rule
-        self._given: dict[str, tuple[int, float]] = {}  # to which replica, and when
-        # losses of requests that are not answered yet, by request
+        self._given: dict[str, tuple[int, float]] = {}  # replica and time of sending, by request
+        # replica and loss for each failed attempt of unanswered requests
         self._lost: dict[str, list[tuple[int, LostRequest]]] = {}
         self.metrics: Counter[str] = Counter() if metrics is None else metrics
 
@@ -58,14 +57,14 @@ class Retries:
         avoided: Collection[int],
         suspected: Collection[int] = (),
     ) -> int | None:
-        """Chooses among the replicas that should be asked: a suspected one with room before any
-        other, or it might never be asked again, else that with the most room; None: none of them
-        has any.
+        """Returns the replica that should receive the request, or None if no suitable replica has
+        room. A suspected replica with room comes first, because otherwise it might never receive a
+        request again. After those comes the replica with the most room.
 
         Args:
-            rooms: of each replica; None: it is not there.
-            avoided: replicas that are given nothing that another could take.
-            suspected: replicas that take one request at a time until they answer.
+            rooms: room of each replica; None: the replica does not serve.
+            avoided: replicas that receive only requests that no other replica can take.
+            suspected: replicas that receive one request at a time until they answer.
         """
         lost_by = {replica for replica, _ in self._lost.get(rid, ())}
         there = {n: room for n, room in enumerate(rooms) if room is not None}
@@ -77,23 +76,22 @@ class Retries:
         return best if best is not None and there[best] > 0 else None
 
     def under_way(self, replica: int) -> list[str]:
-        """The requests that it was given and has neither answered nor lost."""
+        """Returns the requests in flight at the replica."""
         return [rid for rid, (given_to, _) in self._given.items() if given_to == replica]
 
     def given(self) -> Mapping[str, tuple[int, float]]:
-        """The requests under way: to which replica each was given, and when."""
+        """Returns the requests in flight, with the replica and the time of sending."""
         return self._given
 
     def give(self, rid: str, replica: int, now: float) -> None:
-        """Takes down that the request goes to the replica."""
+        """Records that the request was sent to the replica."""
         self._given[rid] = (replica, now)
 
     def take(self, rid: str, replica: int) -> float:
-        """Takes down that the replica has answered the request, or lost it. Returns when it was
-        given.
+        """Records that the replica answered or lost the request. Returns the time of sending.
 
         Raises:
-            DataError: it does not have the request.
+            DataError: the replica does not have the request.
         """
         given_to, when = self._given.pop(rid, (None, 0.0))
         if given_to != replica:
@@ -104,18 +102,17 @@ class Retries:
         return when
 
     def answered(self, rid: str, replica: int) -> None:
-        """Takes down that the replica has answered a request that it was given. Raises DataError
-        where it was not."""
+        """Records that the replica answered the request. Raises DataError if the replica does not
+        have it."""
         self.take(rid, replica)
         self._lost.pop(rid, None)
 
     def lost(self, lost: LostRequest, replica: int) -> None:
-        """Takes down that the replica has lost a request that it was given, which is to be given to
-        one anew.
+        """Records that the replica lost the request, which must then be sent again.
 
         Raises:
-            RequestLostError: it was asked for as often as allowed.
-            DataError: the replica was not given it.
+            RequestLostError: no attempt is left.
+            DataError: the replica does not have the request.
         """
         self.take(lost.rid, replica)
         before = self._lost.setdefault(lost.rid, [])
@@ -134,7 +131,7 @@ class Retries:
         self.metrics["rollout/retried_late"] += lost.late
 
     def forget(self, lost: LostRequest) -> None:
-        """Drops a lost request that nobody waits for any more: it is not made again."""
+        """Drops a lost request that nobody waits for any more, so that it is not retried."""
         del self._lost[lost.rid]
         self.metrics["rollout/retried"] -= 1
         self.metrics["rollout/retried_late"] -= lost.late

@@ -1,2 +1,2 @@
-"""Rollout sources: from prompts to batches, in step with training or ahead of it, whole or
-partial."""
+"""Rollout sources: from prompts to batches, in step with training or ahead of it, with whole or
+partial rollouts."""

@@ -1,7 +1,7 @@
-"""How old the tokens of a batch are, and which of them are too old to be trained on. Pure.
+"""Computes the ages of a batch's tokens, and masks or rejects tokens that are too old. Pure.
 
-A token's age is the number of versions between the weights that sampled it and those that its step
-trains: step s trains the weights of version s - 1.
+A token's age is the number of versions between the weights that sampled it and the weights that its
+step trains. Step s trains the weights of version s - 1.
 """
 
 from __future__ import annotations
@@ -28,23 +28,22 @@ METRICS = (
 
 @dataclass(frozen=True)
 class Ages:
-    """Limits for tokens that older weights sampled.
+    """Limits on tokens that older weights sampled.
 
     Attributes:
-        oldest: age that a token may have; None: as old as its response took.
-        masked_from: age from which a token carries no loss; None: every token does.
+        oldest: maximum age of a token; None: unlimited.
+        masked_from: age from which a token carries no loss; None: no token is masked for its age.
     """
 
     oldest: int | None = None
     masked_from: int | None = None
 
     def settle(self, trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
-        """Takes the loss from tokens that are too old for it, and says how old those of the batch
-        are.
+        """Removes tokens that are too old from the loss mask, and returns metrics of the batch's
+        ages.
 
         Raises:
-            WeightVersionError: a token was sampled by newer weights than the trainer's, or ones
-                that are too old.
+            WeightVersionError: a token was sampled by weights newer than the trainer's, or too old.
         """
         ages = ages_of(trajectories, step - 1)
         check_ages(ages, self.oldest, step)
@@ -64,7 +63,7 @@ class Ages:
 
 
 def ages_of(trajectories: Sequence[Trajectory], newest: int) -> dict[int, int]:
-    """Sampled tokens by how many versions older than `newest` the weights were."""
+    """Counts sampled tokens by age relative to the version `newest`."""
     found: dict[int, int] = {}
     for trajectory in trajectories:
         for version, tokens in trajectory.versions:
@@ -74,7 +73,7 @@ def ages_of(trajectories: Sequence[Trajectory], newest: int) -> dict[int, int]:
 
 
 def check_ages(ages: Mapping[int, int], bound: int | None, step: int) -> None:
-    """Raises WeightVersionError where a token is older than the bound, or newer than the trainer's
+    """Raises WeightVersionError if a token is older than the bound, or newer than the trainer's
     weights."""
     wrong = {
         age: tokens
@@ -96,9 +95,9 @@ def check_ages(ages: Mapping[int, int], bound: int | None, step: int) -> None:
 
 
 def mask_from(trajectory: Trajectory, age: int, newest: int) -> int:
-    """Takes the loss from the tokens whose weights are at least `age` versions older than `newest`;
-    how many sampled tokens are that old. They stay where they are: what comes after was sampled
-    behind them."""
+    """Removes tokens whose weights are at least `age` versions older than `newest` from the loss
+    mask. Returns the number of these tokens. They stay in the trajectory, because later tokens
+    depend on them."""
     if not trajectory.versions:
         return 0
     versions, lengths = (

@@ -1,10 +1,9 @@
-"""Batches that engines sample ahead of training, from weights that may be some versions old.
+"""Samples batches ahead of training, from weights that may be some versions old.
 
-A step's prompts are drawn, and its sampling begins, once the oldest weights are out that may sample
-it: step s trains with the weights of version s - 1, and with a bound of k it begins when version s
-- 1 - k is published. All that is sampled for it comes later, so no token is older than k by
-construction, and at k = 0 nothing is sampled ahead. Batches are made of prompts in the stream's
-order, so long responses delay their own step and none after it.
+Step s trains the weights of version s - 1. With a staleness bound of k, the source draws the step's
+prompts and begins sampling once version s - 1 - k is published. Everything sampled for the step
+comes later, so no token is older than k by construction, and at k = 0 nothing is sampled ahead.
+Batches consist of prompts in stream order, so long responses delay their own step and no later one.
 """
 
 from __future__ import annotations
@@ -61,18 +60,18 @@ PromptState = dict[str, int]  # see data.prompt_source.PromptSource
 
 
 class AsynchronousSource(RolloutSource):
-    """Samples on a thread of its own, whose event loop drives engines, environments and verifiers.
+    """Samples on a separate thread, whose event loop drives engines, environments and verifiers.
 
-    `next` waits for that step's last verdict alone; `publish` for the call that each replica is
-    answering, and then for the weights to arrive. Responses under way stay where they are meanwhile
-    and go on with the new weights; a token's version says which sampled it.
+    `next` waits only for the step's last verdict. `publish` waits for the current call of each
+    replica, then for the weights to arrive. Responses in flight stay at their replicas and continue
+    with the new weights; each token's version names the weights that sampled it.
 
     Args:
-        groups: takes prompts, and says which of their trajectories a step trains on.
-        sampling: for a step's number, how its trajectories are sampled.
-        prompts: the state of the stream that `groups` takes them from.
-        staleness: the oldest that a token may be when it is trained on, in versions.
-        last_step: nothing is sampled for steps after it.
+        groups: takes prompts and selects the trajectories that a step trains on.
+        sampling: returns the sampling parameters of a step, by its number.
+        prompts: returns the state of the stream from which `groups` takes prompts.
+        staleness: maximum age of a token when it is trained on, in versions.
+        last_step: last step for which batches are sampled.
         masked_from: see Ages.
     """
 
@@ -97,20 +96,20 @@ class AsynchronousSource(RolloutSource):
         self._staleness, self._last, self._progress = staleness, last_step, progress
         self.version = -1  # of the newest weights
         self.metrics: Mapping[str, float] = {}  # of the last batch
-        # steps begun and not taken by `next`
+        # steps that have begun and that `next` has not returned
         self._ahead: dict[int, asyncio.Task[Collected]] = {}
         # the stream's state before the first prompt of a step
         self._before: dict[int, PromptState] = {}
         self._counts: dict[int, tuple[int, int]] = {}  # by step, trajectories made and wanted
-        # step that `next` waits for, and its progress
+        # step that `next` waits for, and the queue of its progress reports
         self._watched: tuple[int, SimpleQueue[tuple[int, int] | None]] | None = None
-        self._held = False  # no step is begun
+        self._held = False  # True: no new step may begin
         self._loop = asyncio.new_event_loop()
-        # notified of a new version, a hold, or steps ahead; belongs to the loop
+        # notified when the version, the hold or the steps ahead change; belongs to the loop
         self._changed = asyncio.Condition()
         self._making: asyncio.Task[None] | None = None
-        # A new thread has torch's default number of threads, which sums in another order than the
-        # caller's.
+        # A new thread starts with torch's default thread count, which would change the order of
+        # sums. So it receives the caller's count.
         self._thread = threading.Thread(
             target=self._serve, args=(torch.get_num_threads(),), name="rollouts"
         )
@@ -120,10 +119,9 @@ class AsynchronousSource(RolloutSource):
         """See RolloutSource.
 
         Raises:
-            WeightVersionError: a token was sampled by newer weights than the trainer's, or ones
-                that are too old.
-            ValueError: greedily, or from a part of the vocabulary; the loss takes the policy for
-                what was sampled from.
+            WeightVersionError: a token was sampled by weights newer than the trainer's, or too old.
+            ValueError: sampling is greedy or truncated; the loss assumes sampling from the full
+                policy.
         """
         collected = self._wait_showing(step)
         self.metrics = {
@@ -138,22 +136,23 @@ class AsynchronousSource(RolloutSource):
         self._wait(partial(self._published, version))
 
     def state(self) -> PromptState:
-        """The stream's before the first prompt that no batch was made of yet; what is under way is
-        sampled anew by whoever begins from it."""
+        """Returns the stream's state before the first prompt that is in no batch yet. A run that
+        resumes from it samples everything in flight again."""
         return self._wait(self._first_unused)
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """While open, the engines are the caller's: what was begun has been made, and nothing is
-        begun."""
+        """Context in which the engines belong to the caller: steps that had begun are finished, and
+        no new one begins."""
         try:
-            self._wait(self._hold)  # raises the error of what was begun, and then holds nothing
+            # if a step that had begun fails, this raises its error and the hold ends
+            self._wait(self._hold)
             yield
         finally:
             self._wait(self._go_on)
 
     def close(self) -> None:
-        """Gives up what is under way. Closing twice is allowed."""
+        """Cancels work in flight. Idempotent."""
         if not self._thread.is_alive():
             return
         self._wait(self._cancel)
@@ -161,8 +160,7 @@ class AsynchronousSource(RolloutSource):
         self._thread.join()
 
     def _serve(self, threads: int) -> None:
-        """The thread: waits for whatever the loop's tasks wait for; unblocked for good by
-        `close`."""
+        """Runs the event loop on the source's thread until `close`."""
         torch.set_num_threads(threads)
         asyncio.set_event_loop(self._loop)
         try:
@@ -171,14 +169,13 @@ class AsynchronousSource(RolloutSource):
             self._loop.close()
 
     def _wait(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Returns the result of the coroutine that is made, from the loop's thread, which goes on
-        with it where a signal ends the wait."""
+        """Runs a coroutine on the loop's thread and returns its result. If a signal ends the wait,
+        the coroutine continues."""
         return wait_for(asyncio.run_coroutine_threadsafe(make(), self._loop))
 
     def _wait_showing(self, step: int) -> Collected:
-        """A step's trajectories. Waits for news of the step, and tells progress in the caller's
-        thread; unblocked by each trajectory that is finished, and at last by `_taken`, whatever it
-        ends with."""
+        """Waits for a step's trajectories, and reports progress in the caller's thread for each
+        finished trajectory."""
         news: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
         self._watched = step, news
         try:
@@ -199,8 +196,8 @@ class AsynchronousSource(RolloutSource):
     async def _make_ahead(self, first: int) -> None:
         """Begins one step after the other.
 
-        Waits for the weights that a step may begin with, and for the prompts of the one before to
-        be settled; unblocked by `publish`, by `settled`, or by the end of that step.
+        Before each step, waits for the weights that the step may start with. Before the next one,
+        waits until the prompts are settled or the step has ended.
         """
         try:
             for step in range(first, self._last + 1):
@@ -219,8 +216,8 @@ class AsynchronousSource(RolloutSource):
         return not self._held and self.version >= step - 1 - self._staleness
 
     async def _collect(self, step: int, settled: asyncio.Event) -> Collected:
-        """Makes a step's batch. Waits as Groups.collect does; whatever it ends with lets the next
-        step begin."""
+        """Makes a step's batch. Waits as Groups.collect does. The next step may begin afterwards,
+        even if this one failed."""
 
         def progress(done: int, wanted: int) -> None:
             self._counts[step] = done, wanted
@@ -234,8 +231,8 @@ class AsynchronousSource(RolloutSource):
             settled.set()
 
     async def _taken(self, step: int) -> Collected:
-        """Waits for the step to begin, and for its last verdict; unblocked by them, or by what
-        ended either."""
+        """Waits for the step to begin and for its last verdict. Raises the error that ended
+        either."""
         making = self._making
         if making is None or step > self._last:
             raise ValueError(
@@ -265,8 +262,8 @@ class AsynchronousSource(RolloutSource):
         return self._before[min(self._before)] if self._before else dict(self._prompts())
 
     async def _hold(self) -> None:
-        """Lets no step begin. Waits for the last verdicts of those that have; unblocked by them, or
-        by the first error."""
+        """Stops new steps from beginning. Waits for the last verdicts of the steps that have begun,
+        or raises their first error."""
         async with self._changed:
             self._held = True
         await asyncio.gather(*self._ahead.values())
@@ -277,8 +274,8 @@ class AsynchronousSource(RolloutSource):
             self._changed.notify_all()
 
     async def _cancel(self) -> None:
-        """Ends every task of the loop. Waits until they are cancelled: for the call that a replica
-        is answering."""
+        """Cancels every task of the loop. Waits for the cancellations, which may take as long as
+        the current call of each replica."""
         tasks: Sequence[asyncio.Task[Any]] = [
             *self._ahead.values(),
             *([self._making] if self._making else []),
@@ -286,7 +283,7 @@ class AsynchronousSource(RolloutSource):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # whoever waited for them and was interrupted left its own call behind
+        # an interrupted caller may have left its own coroutine behind
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         for task in rest:
             task.cancel()

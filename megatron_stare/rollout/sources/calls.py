@@ -1,10 +1,10 @@
-"""Journal of the calls that environments make to the world outside: the intent before a call, its
-answer after it.
+"""Records the tool calls of environments in a journal: the request before each call, the answer
+after it.
 
-A response that is cut, or made again by a run that is resumed, has its environment run again. What
-its tools answered before is read here, so that no call acts twice and no tool can answer otherwise.
-Calls of a response lie in the file of the step it was begun in, each line on disk before what
-follows it is done.
+If a response is cut, or made again by a resumed run, its environment runs again. It then reads its
+tools' earlier answers from this journal, so that no call acts twice and no answer changes. The
+calls of a response are in the file of the step in which the response began. Each line is on disk
+before the run proceeds.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 from megatron_stare.errors import DataError, UserError
 from megatron_stare.weights.files.staging import sync_entry
 
-CALLS = "calls"  # the journal's folder, in a run's directory
+CALLS = "calls"  # folder of the journal in the run directory
 
 
 class ResponseKey(NamedTuple):
-    """Which response: that of a sample of a prompt, begun in a step, which keys its sampling
-    noise."""
+    """Identifies a response by its prompt, its sample, and the step in which it began. The step
+    also keys its sampling noise."""
 
     step: int
     cursor: int
@@ -35,9 +35,9 @@ class ResponseKey(NamedTuple):
 
 @dataclass
 class Call:
-    """A call, and what became of it.
+    """A tool call and its outcome.
 
-    outcome: {"answer": JSON} or {"error": text}; None: it was begun, and nobody knows.
+    outcome: {"answer": JSON} or {"error": text}; None: begun, outcome unknown.
     """
 
     id: str
@@ -45,10 +45,11 @@ class Call:
 
 
 class CallJournal:
-    """Calls of the responses that are being made.
+    """Journal of tool calls of responses that are being made.
 
     Args:
-        folder: of the journal's files, which outlive the process; None: it is kept in memory alone.
+        folder: folder of the journal's files, which outlive the process; None: the journal is kept
+            in memory only.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -57,19 +58,19 @@ class CallJournal:
         self._writing = threading.Lock()
 
     def find(self, response: ResponseKey, number: int, asked: str) -> Call | None:
-        """The call of this number and request, where it was begun. Raises DataError where its file
-        is damaged."""
+        """Returns the call with this number and request, or None if it was never begun. Raises
+        DataError if its file is damaged."""
         return self._of(response.step).get(response, {}).get((number, asked))
 
     async def begin(self, response: ResponseKey, number: int, asked: str, call: str) -> Call:
-        """Notes a call that is about to be made. Waits until that is on disk.
+        """Records a call that is about to be made. Waits until the record is on disk.
 
         Args:
             asked: name of the tool and request, as JSON.
-            call: its id.
+            call: id of the call.
 
         Raises:
-            UserError: it cannot be written; then the call must not be made.
+            UserError: the record cannot be written; the call must then not be made.
         """
         begun = Call(call)
         where = {"cursor": response.cursor, "sample": response.sample, "call": number}
@@ -78,19 +79,19 @@ class CallJournal:
         return begun
 
     async def end(self, response: ResponseKey, call: Call, outcome: Mapping[str, Any]) -> None:
-        """Notes what became of it. Waits until that is on disk. Raises UserError where it cannot be
-        written."""
+        """Records the outcome of a call. Waits until the record is on disk. Raises UserError if it
+        cannot be written."""
         await self._append(response.step, {"id": call.id, **outcome})
         call.outcome = outcome
 
     async def take_back(self, response: ResponseKey, call: Call) -> None:
-        """Nobody knows what became of a call after all. Waits until that is on disk."""
+        """Marks the outcome of a call as unknown again. Waits until the record is on disk."""
         await self._append(response.step, {"id": call.id, "taken_back": True})
         call.outcome = None
 
     def forget(self, response: ResponseKey) -> None:
-        """Lets go of the calls of a response that is whole; the files keep them, for a run that
-        goes back."""
+        """Drops the calls of a finished response from memory. The files keep them for a run that
+        resumes from an earlier step."""
         self._of(response.step).pop(response, None)
 
     def _of(self, step: int) -> dict[ResponseKey, dict[tuple[int, str], Call]]:
@@ -129,7 +130,7 @@ def _file(folder: Path, step: int) -> Path:
 
 
 def _read(file: Path, step: int) -> dict[ResponseKey, dict[tuple[int, str], Call]]:
-    """The calls of a file; what was being written when a process was killed is cut off."""
+    """Reads the calls of a file. Removes a last line that a killed process left incomplete."""
     found: dict[ResponseKey, dict[tuple[int, str], Call]] = {}
     if not file.exists():
         return found

@@ -1,4 +1,4 @@
-"""Which prompt groups a step trains on: those that come, or those that teach something (dynamic
+"""Selects the prompt groups that a step trains on: the next ones, or only informative ones (dynamic
 sampling).
 
 Shape legend: a group is all of a prompt's trajectories.
@@ -65,7 +65,7 @@ Group = list[Trajectory]
 
 
 class Groups(ABC):
-    """Makes a step's trajectories of a stream of prompts."""
+    """Makes a step's trajectories from a stream of prompts."""
 
     @abstractmethod
     async def collect(
@@ -75,25 +75,26 @@ class Groups(ABC):
         progress: Progress,
         settled: Callable[[], None],
     ) -> Collected:
-        """Trajectories of as many whole groups as a step takes, verified, in canonical order.
+        """Returns as many complete groups of verified trajectories as a step takes, in canonical
+        order.
 
         Waits for their verdicts; see Rollouts.made.
 
         Args:
-            settled: called once no more prompts will be taken, nor given back, where that is known
+            settled: called once no more prompts will be taken or given back, if that is known
                 before the end.
         """
 
     def kept(self) -> Callable[[], bytes]:
-        """Snapshot, between two steps, of the prompts taken and not trained on, for a checkpoint;
-        most keep none.
+        """Takes a snapshot, between two steps, of the prompts that were taken and not trained on,
+        for a checkpoint. Most classes keep none.
 
-        The bytes are made when the result is called, which may be in the middle of the next step.
+        Returns a function that makes the bytes. It may be called during the next step.
         """
         return lambda: b""
 
     def restore(self, kept: bytes) -> None:
-        """Goes on with what `kept` gave. Raises DataError where that cannot be."""
+        """Restores the output of `kept`. Raises DataError if that is impossible."""
         if kept:
             raise DataError(
                 "the checkpoint keeps responses that were under way, and this run cuts none"
@@ -101,11 +102,11 @@ class Groups(ABC):
 
 
 class EveryGroup(Groups):
-    """The groups of the next prompts, whatever their rewards.
+    """Selects the groups of the next prompts, whatever their rewards.
 
     Args:
-        groups: prompt groups a step.
-        samples: trajectories a prompt.
+        groups: prompt groups per step.
+        samples: trajectories per prompt.
     """
 
     def __init__(self, prompts: PromptStream, groups: int, samples: int) -> None:
@@ -131,23 +132,22 @@ class ReturnablePrompts(PromptStream, Protocol):
 
 
 class InformativeGroups(Groups):
-    """The first groups, in the order of their prompts, whose rewards differ: dynamic sampling
-    (DAPO, arXiv 2503.14476, section 3.2).
+    """Selects the first groups, in prompt order, whose rewards differ: dynamic sampling (DAPO,
+    arXiv 2503.14476, section 3.2).
 
-    A group whose verified rewards are all equal has no advantage and is dropped, by the verifier's
-    rewards and not the shaped ones. Prompts are sampled in rounds. Which groups are taken does not
-    depend on the clock, nor on how long responses are: it is settled when the first groups in
-    canonical order, all of them whole, hold enough that are informative. What is still being
-    sampled then is given up, and prompts behind the last group taken go back to the stream, for the
-    next step.
+    A group whose verified rewards are all equal has no advantage and is dropped. This uses the
+    verifier's rewards, not the shaped ones. Prompts are sampled in rounds. The selection depends
+    neither on timing nor on the length of responses. It is settled once the first groups in
+    canonical order are complete and include enough informative ones. Sampling of other groups is
+    then cancelled, and prompts after the last group used return to the stream for the next step.
 
-    Where the rounds did not give enough, the step is filled up with dropped groups, the first ones
-    first: they push nothing, but their tokens count where a loss is divided by tokens.
+    If the rounds yield too few groups, the step is filled up with dropped groups, oldest first.
+    These contribute no gradient, but their tokens count if the loss is divided by tokens.
 
     Args:
-        groups: prompt groups a step.
-        samples: trajectories a prompt.
-        per_round: prompt groups that are sampled together; times `most_rounds` at least `groups`.
+        groups: prompt groups per step.
+        samples: trajectories per prompt.
+        per_round: prompt groups sampled together; times `most_rounds` at least `groups`.
     """
 
     def __init__(
@@ -170,8 +170,8 @@ class InformativeGroups(Groups):
         progress: Progress,
         settled: Callable[[], None],
     ) -> Collected:
-        """See Groups. What is given up goes back to the stream, so prompts are settled at the end
-        alone."""
+        """See Groups. Cancelled prompts return to the stream, so prompts are settled only at the
+        end."""
         taken: list[Group] = []
         dropped: list[Group] = []
         sampled, rounds, surplus = 0, 0, 0
@@ -203,21 +203,21 @@ class InformativeGroups(Groups):
 
 
 class _Settled:
-    """Decides when the whole groups of a round settle which of its groups are used.
+    """Detects when the complete groups of a round already determine which of its groups are used.
 
     Args:
-        prompts: of the round, in canonical order.
-        wanted: informative groups.
+        prompts: the round's prompts, in canonical order.
+        wanted: number of informative groups needed.
     """
 
     def __init__(self, prompts: Sequence[Prompt], wanted: int) -> None:
         self._cursors = [prompt.cursor for prompt in prompts]
         self._wanted = wanted
         self._whole: dict[int, Group] = {}
-        self._used = 0  # groups from the first on that are whole, up to the last that is needed
+        self._used = 0  # length of the complete prefix of groups, up to the last group needed
 
     def enough(self, group: Sequence[Trajectory]) -> bool:
-        """Takes a whole group; whether the round is settled with it."""
+        """Adds a complete group. Returns whether the round is now settled."""
         self._whole[group[0].prompt.cursor] = sorted(group, key=lambda t: t.sample_index)
         while (
             self._wanted
@@ -229,15 +229,16 @@ class _Settled:
         return self._wanted == 0
 
     def groups(self) -> list[Group]:
-        """The groups that are used: those up to the last that is needed, or all."""
+        """Returns the used groups: those up to the last one needed, or all."""
         return [self._whole[cursor] for cursor in self._cursors[: self._used]]
 
 
 def informative(group: Sequence[Trajectory]) -> bool:
-    """Returns True if the verified rewards of a prompt differ, so that it has advantages."""
+    """Returns True if the verified rewards of a prompt differ, so that its advantages are not all
+    0."""
     return len({trajectory.reward for trajectory in group if trajectory.judged}) > 1
 
 
 def tokens_of(trajectories: Sequence[Trajectory]) -> int:
-    """Tokens of the responses."""
+    """Number of tokens of the responses."""
     return sum(len(trajectory) for trajectory in trajectories)

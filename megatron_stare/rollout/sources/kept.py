@@ -1,8 +1,8 @@
-"""Prompt groups under way as bytes, for a checkpoint, and back: bit for bit.
+"""Serializes unfinished prompt groups for a checkpoint, and restores them bit for bit.
 
-Columns lie end to end as tensors of a safetensors file. What they are cut into, with everything
-that is no column, is JSON, which is a tensor of bytes there: texts may be longer than such a file's
-header.
+Columns are concatenated and stored as tensors of a safetensors file. Their lengths and all other
+fields are JSON, stored as a tensor of bytes, because texts may exceed the size limit of a
+safetensors header.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from megatron_stare.records.trajectory import Trajectory
 from megatron_stare.rollout.sources.under_way import Answer, UnderWay
 
 COLUMNS = {"tokens": torch.int32, "log_probs": torch.float32, "loss_mask": torch.bool}
-# fields of a trajectory that are a number or a text; `numbers` and `pieces` are made for training
-# only
+# fields of a trajectory stored as JSON; `numbers` and `pieces` are made for training only
 PLAIN = [
     each.name
     for each in fields(Trajectory)
@@ -32,7 +31,7 @@ PLAIN = [
 
 
 class _Writer:
-    """Lays columns end to end."""
+    """Concatenates columns."""
 
     def __init__(self) -> None:
         self._parts: dict[str, list[Tensor]] = {
@@ -41,7 +40,7 @@ class _Writer:
         self._experts: dict[str, Tensor] = {}
 
     def add(self, experts: Tensor | None, **columns: Tensor) -> dict[str, Any]:
-        """Takes the columns of a response or an answer; what says where they are."""
+        """Appends the columns of a response or an answer. Returns the entry that locates them."""
         for name, column in columns.items():
             self._parts[name].append(column)
         where: dict[str, Any] = {"length": len(columns["tokens"])}
@@ -49,7 +48,7 @@ class _Writer:
             where["experts"] = f"experts.{len(self._experts)}"
             self._experts[where["experts"]] = experts.clone(
                 memory_format=torch.contiguous_format
-            )  # views of one tensor are refused
+            )  # safetensors refuses views that share a tensor
         return where
 
     def tensors(self) -> dict[str, Tensor]:
@@ -57,14 +56,14 @@ class _Writer:
 
 
 class _Reader:
-    """Gives the columns in the order in which they were taken."""
+    """Returns columns in the order in which they were written."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._tensors = tensors
         self._read = dict.fromkeys(COLUMNS, 0)
 
     def next(self, where: dict[str, Any], *names: str) -> Iterator[Any]:
-        """The columns of these names, and then the experts."""
+        """Yields the columns of these names, then the experts."""
         for name in names:
             start, end = self._read[name], self._read[name] + where["length"]
             if end > len(self._tensors[name]):
@@ -75,7 +74,7 @@ class _Reader:
 
 
 def to_bytes(groups: list[list[UnderWay]]) -> bytes:
-    """The groups as they are; b"" where there are none."""
+    """Serializes the groups; b"" if there are none."""
     if not groups:
         return b""
     columns = _Writer()
@@ -91,10 +90,10 @@ def to_bytes(groups: list[list[UnderWay]]) -> bytes:
 
 
 def from_bytes(data: bytes) -> list[list[UnderWay]]:
-    """The groups that `to_bytes` was given.
+    """Restores the groups that `to_bytes` serialized.
 
     Raises:
-        DataError: they cannot be read.
+        DataError: the data cannot be read.
     """
     if not data:
         return []
@@ -114,8 +113,8 @@ def from_bytes(data: bytes) -> list[list[UnderWay]]:
 
 
 def without(data: bytes, cursors: Collection[int]) -> bytes:
-    """Removes the groups of these cursors' prompts from what `to_bytes` gave. Raises DataError as
-    `from_bytes` does."""
+    """Removes the groups of the prompts with these cursors from the output of `to_bytes`. Raises
+    DataError as `from_bytes` does."""
     if not data or not cursors:
         return data
     return to_bytes([group for group in from_bytes(data) if group[0].prompt.cursor not in cursors])
@@ -153,7 +152,7 @@ def _response(response: UnderWay, columns: _Writer) -> dict[str, Any]:
 
 def _read_response(prompt: Prompt, tree: dict[str, Any], columns: _Reader) -> UnderWay:
     response = UnderWay(prompt, tree["sample_index"], tree["step"], context=tree["context"])
-    # an older checkpoint has none
+    # older checkpoints have no `calls`
     response.calls = [(asked, call) for asked, call in tree.get("calls", [])]
     for each in tree["answers"]:
         tokens, log_probs, experts = columns.next(each, "tokens", "log_probs")
@@ -162,7 +161,7 @@ def _read_response(prompt: Prompt, tree: dict[str, Any], columns: _Reader) -> Un
         response.answers.append(Answer(tokens, log_probs, versions, reason, text, experts, stop))
     if (done := tree["trajectory"]) is not None:
         tokens, log_probs, loss_mask, experts = columns.next(done, *COLUMNS)
-        # a former checkpoint has no such field: all of the text was judged
+        # older checkpoints lack this field, because the verifier then read the whole text
         done.setdefault("sampled_text", None)
         plain = {name: done[name] for name in PLAIN} | {
             "versions": tuple((v, n) for v, n in done["versions"])

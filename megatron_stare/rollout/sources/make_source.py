@@ -1,5 +1,5 @@
-"""Which source of rollout batches, of which prompt groups, a configuration asks for, and what it
-must go with."""
+"""Makes the rollout source and the group selection that a configuration asks for, and checks them
+against other settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_stare.rollout.sources.synchronous_source import SynchronousSource
 
 
 def make_groups(config: Config, prompts: ReturnablePrompts) -> Groups:
-    """Which prompt groups a step trains on, as the configuration has it."""
+    """Makes the object that selects a step's prompt groups."""
     batch, partial = config.batch, config.partial
     if partial.tokens is not None:
         under_way = partial.groups_under_way(batch.prompts, batch.generate_prompts)
@@ -48,7 +48,8 @@ def make_source(
     progress: Progress,
     idle: Callable[[], None],
 ) -> SynchronousSource | AsynchronousSource:
-    """See the two sources; `idle` is for the synchronous one, whose engines are."""
+    """Makes the rollout source; see SynchronousSource and AsynchronousSource. `idle` is used by the
+    synchronous source only, because only its engines become idle."""
     rollout = config.rollout
     masked_from = rollout.stale_from if rollout.stale_tokens == "mask" else None
     if rollout.staleness is None:
@@ -67,7 +68,8 @@ def make_source(
 
 
 def check_staleness(config: Config, method: Method) -> None:
-    """Raises ConfigError where a run cannot train on what older weights sampled."""
+    """Raises ConfigError if the run would train on tokens of older weights and other settings do
+    not allow that."""
     rollout, cut = config.rollout, config.partial.tokens is not None
     if cut:
         check_partial(config)
@@ -106,7 +108,7 @@ def check_staleness(config: Config, method: Method) -> None:
 
 
 def check_partial(config: Config) -> None:
-    """Raises ConfigError where responses cannot be cut as the section `partial` asks."""
+    """Raises ConfigError if responses cannot be cut as the section `partial` asks."""
     partial, batch, longest = config.partial, config.batch, config.rollout.max_new_tokens
     assert partial.tokens is not None
     if config.rollout.staleness is not None:

@@ -1,11 +1,12 @@
-"""Partial rollouts: long responses are cut at the end of a step and continued in a later one.
+"""Implements partial rollouts: long responses are cut at the end of a step and continued in a later
+one.
 
-More prompt groups are under way than a step takes. All responses of theirs that are not finished
-grow together, by so many tokens a round, until enough groups are whole; the others are kept as they
-are, with the weight version of every token, and grow on in the next step before new prompts are
-begun. Rounds are cut by tokens and not by the clock (as in Kimi k1.5, arXiv 2501.12599, section
-2.6.2), so which groups a step takes hangs on seeds and weights alone; the groups beyond a step's
-are those of APRIL (arXiv 2509.18521).
+More prompt groups are in progress than a step takes. In each round, all their unfinished responses
+grow by the same number of tokens, until enough groups are complete. The other responses are kept
+with the weight version of every token, and continue in the next step before new prompts begin.
+Rounds are cut by tokens, not by time (as in Kimi k1.5, arXiv 2501.12599, section 2.6.2), so the
+selection of groups depends on seeds and weights alone. Sampling more groups than the step takes
+follows APRIL (arXiv 2509.18521).
 
 Shape legend: a group is all of a prompt's responses.
 """
@@ -50,24 +51,24 @@ METRICS = (
 
 
 class PartialGroups(Groups):
-    """The first groups, in the order of their prompts, that are whole.
+    """Selects the first complete groups, in prompt order.
 
-    Between two steps every prompt that was taken from the stream and not trained on is kept here,
-    so each is used once. A group that is whole waits only for older ones, and a response grows in
-    every step: no token is older than ceil(max_new_tokens / tokens) - 1 + (under_way - 1) // groups
-    versions.
+    Between steps, this object keeps every prompt taken from the stream and not trained on, so that
+    each is used once. A complete group waits only for older groups, and each unfinished response
+    grows in every step. Therefore no token is older than ceil(max_new_tokens / tokens) - 1 +
+    (under_way - 1) // groups versions.
 
-    With dynamic sampling (see InformativeGroups) a group without two different rewards is dropped
-    once it is whole, and others are begun in its place after the round. Where so many refills did
-    not give enough, the step is filled up with the groups it dropped, the first ones first.
+    With dynamic sampling (see InformativeGroups), a complete group without two different rewards is
+    dropped, and a new group replaces it after the round. If the allowed refills yield too few
+    groups, the step is filled up with dropped groups, oldest first.
 
     Args:
-        groups: prompt groups a step.
-        samples: responses a prompt.
-        under_way: prompt groups at a time, at least `groups`.
-        tokens: that responses grow by in a round.
-        refills: of a step, the one it begins with included; None: groups are taken whatever their
-            rewards.
+        groups: prompt groups per step.
+        samples: responses per prompt.
+        under_way: prompt groups in progress at a time, at least `groups`.
+        tokens: tokens by which responses grow in a round.
+        refills: most refills per step, including the one at its start; None: no dynamic sampling,
+            groups are taken whatever their rewards.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class PartialGroups(Groups):
             raise ValueError(f"a step takes {groups} groups, and {under_way} are under way")
         self._prompts, self._groups, self._samples = prompts, groups, samples
         self._most, self._tokens, self._refills = under_way, tokens, refills
-        self._under_way: list[list[UnderWay]] = []  # in the order of their prompts
+        self._under_way: list[list[UnderWay]] = []  # in prompt order
 
     async def collect(
         self,
@@ -92,9 +93,8 @@ class PartialGroups(Groups):
         progress: Progress,
         settled: Callable[[], None],
     ) -> Collected:
-        """See Groups. Waits for round after round, each for its last token and last verdict;
-        unblocked by them, or by the first error. What was kept is then of no use, and the run
-        ends."""
+        """See Groups. Runs rounds, each until its last token and last verdict. After an error the
+        kept responses are unusable, and the run ends."""
         dropped: list[Group] = []
         rounds, refills = 0, 1
         self._refill(params.step)
@@ -132,7 +132,7 @@ class PartialGroups(Groups):
         self._under_way = from_bytes(kept)
 
     def _refill(self, step: int) -> bool:
-        """Begins as many groups as there is room for; whether there is any."""
+        """Begins new groups up to the limit. Returns whether there was room for any."""
         room = self._most - len(self._under_way)
         self._under_way += [
             [UnderWay(prompt, index, step) for index in range(self._samples)]
@@ -149,7 +149,7 @@ class PartialGroups(Groups):
         ]
 
     def _drop(self) -> list[Group]:
-        """Lets go of whole groups that teach nothing."""
+        """Removes and returns complete groups whose rewards are all equal."""
         found = [
             group
             for each in self._under_way
@@ -174,7 +174,7 @@ class PartialGroups(Groups):
 
 
 def whole_group(responses: list[UnderWay]) -> Group:
-    """Its trajectories, in order; none where one is not finished."""
+    """Returns a group's trajectories in order; [] if one is unfinished."""
     found = [response.trajectory for response in responses if response.trajectory is not None]
     return found if len(found) == len(responses) else []
 
@@ -182,8 +182,8 @@ def whole_group(responses: list[UnderWay]) -> Group:
 def _dropping(
     taken: list[Group], dropped: list[Group], step: list[Group], refills: int
 ) -> dict[str, float]:
-    """The metrics of dynamic sampling; see InformativeGroups."""
-    left = taken + dropped  # nothing else has left those under way
+    """Computes the metrics of dynamic sampling; see InformativeGroups."""
+    left = taken + dropped  # these are all groups that left `_under_way` in this step
     trained = sum(map(tokens_of, step))
     rewards = [t.reward for group in left for t in group if t.reward is not None]
     return {

@@ -1,4 +1,5 @@
-"""The interface of a rollout source, which gives training its batches and takes its new weights."""
+"""Defines the interface of a rollout source, which supplies batches to training and receives its
+new weights."""
 
 from __future__ import annotations
 
@@ -26,10 +27,10 @@ from megatron_stare.rollout.sources.turns import Turns, covered
 from megatron_stare.rollout.sources.under_way import ResponseCut, ResponseGivenUp, UnderWay
 from megatron_stare.weights.sync.target import WeightStream
 
-Progress = Callable[[int, int], None]  # is told trajectories finished and wanted
+Progress = Callable[[int, int], None]  # called with the numbers of trajectories finished and wanted
 Enough = Callable[
     [Sequence[Trajectory]], bool
-]  # is told a prompt's trajectories, all verified; True: no more is needed
+]  # called with all trajectories of a prompt, verified; True: no more prompts are needed
 
 
 class Verdict(Protocol):
@@ -46,7 +47,7 @@ class Verdict(Protocol):
 
 
 class Judge(Protocol):
-    """Verifies answers as they come; see rewards.verdicts.Verdicts."""
+    """Verifies answers as they arrive; see rewards.verdicts.Verdicts."""
 
     @property
     def judges_groups(self) -> bool: ...
@@ -67,11 +68,12 @@ class PromptStream(Protocol):
 
 
 class _Judging:
-    """Verdicts on the responses of a rollout. Where the verifier judges groups, a response waits
-    until those to its prompt have all come, and whoever comes last has them judged.
+    """Obtains verdicts on the responses of a rollout. If the verifier judges groups, a response
+    waits until all responses to its prompt are there. The last response to arrive then starts the
+    verification of the group.
 
     Args:
-        wanted: by the prompt's cursor, the responses that will come.
+        wanted: number of responses to expect, by prompt cursor.
     """
 
     def __init__(self, judge: Judge, wanted: Mapping[int, int]) -> None:
@@ -80,7 +82,7 @@ class _Judging:
         self._given_up: set[int] = set()
 
     async def of(self, trajectory: Trajectory) -> Verdict | None:
-        """Waits for the response's verdict; None: its group has been given up."""
+        """Waits for the response's verdict; None if its group has been given up."""
         prompt = trajectory.prompt
         if not self._judge.judges_groups:
             return await self._judge.of(trajectory.said, prompt.answer, prompt.columns)
@@ -92,13 +94,13 @@ class _Judging:
         return await verdict
 
     async def without(self, prompt: Prompt) -> None:
-        """Takes down that one response fewer comes to be judged. Waits for the others' verdicts
-        where they were waiting for it alone."""
+        """Records that a prompt has one response fewer to judge. If the rest of the group waited
+        only for that response, judges the group."""
         self._wanted[prompt.cursor] -= 1
         await self._judge_whole(prompt)
 
     def give_up(self, cursor: int) -> None:
-        """Lets go of the responses to a prompt that will never all be there."""
+        """Releases the waiting responses of a group that will never be complete."""
         self._given_up.add(cursor)
         for _, verdict in self._here.pop(cursor, ()):
             if not verdict.done():
@@ -108,12 +110,12 @@ class _Judging:
         here = self._here.get(prompt.cursor, ())
         if not here or len(here) < self._wanted[prompt.cursor]:
             return
-        # in the order of their samples, whichever was finished first
+        # in sample order, not in the order of completion
         group = sorted(self._here.pop(prompt.cursor), key=lambda each: each[0].sample_index)
         said = [trajectory.said for trajectory, _ in group]
         try:
             found = await self._judge.of_group(said, prompt.answer, prompt.columns)
-        except Exception as error:  # each of them raises it
+        except Exception as error:  # every waiting response raises the error
             for _, verdict in group:
                 if not verdict.done():
                     verdict.set_exception(error)
@@ -124,42 +126,43 @@ class _Judging:
 
 
 class RolloutSource(ABC):
-    """Rollout batches, one a training step, from weights that training publishes.
+    """Supplies one rollout batch per training step, sampled from weights that training publishes.
 
-    What the synchronous source gives for nothing, an asynchronous one must keep:
-    - every prompt of the stream is used exactly once, in the order of its cursor, also over a save
-      and a resume;
-    - a token's weight version is that of the weights that sampled it, and none is older than the
-      bound that was asked for; at a bound of 0 every batch is the synchronous source's, bit for
-      bit;
-    - `publish` never leaves a replica with a mixture of weights that goes on sampling;
-    - trajectories in flight, and those that wait for their step, are of prompts that `state` counts
-      as not used, or are kept beside it (see group_sampling.Groups.kept).
+    The synchronous source meets these requirements by design; an asynchronous source must preserve
+    them:
+    - every prompt of the stream is used exactly once, in cursor order, also across save and resume;
+    - the weight version of a token is that of the weights that sampled it, and no token is older
+      than the configured bound; with a bound of 0 every batch equals the synchronous source's bit
+      for bit;
+    - `publish` never leaves a replica sampling from a mixture of weight versions;
+    - trajectories in flight or waiting for their step belong to prompts that `state` counts as
+      unused, or are stored beside it (see group_sampling.Groups.kept).
     """
 
     @abstractmethod
     def next(self, step: int) -> RolloutBatch:
-        """The batch that this step trains on, verified. Waits until it is whole."""
+        """Returns this step's batch, verified. Waits until it is complete."""
 
     @abstractmethod
     def publish(self, weights: WeightStream, version: int) -> None:
-        """Hands over new weights; when it returns, `next` samples from none older than the source
-        allows."""
+        """Publishes new weights. Afterwards `next` returns no tokens from weights older than the
+        source allows."""
 
     @abstractmethod
     def state(self) -> dict[str, int]:
-        """State of the stream of prompts before the first prompt that is in no batch yet.
+        """Returns the state of the prompt stream just before the first prompt that is not in a
+        batch yet.
 
-        A source that begins from this state uses each prompt once.
+        A source that resumes from this state uses each prompt once.
         """
 
     def quiet(self) -> contextlib.AbstractContextManager[None]:
-        """While open, the engines are the caller's. Waits until they have nothing of this source to
-        do."""
+        """Context in which the engines belong to the caller. Waits until the engines have no work
+        from this source."""
         return contextlib.nullcontext()
 
-    def close(self) -> None:  # noqa: B027 - most sources have nothing to give up
-        """Gives up what is under way. Closing twice is allowed."""
+    def close(self) -> None:  # noqa: B027 - most sources have no work in flight
+        """Cancels work in flight. Idempotent."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,7 @@ class Rollouts:
     """Makes trajectories with engines, environment and verifier.
 
     verify: opens the verifier for a number of answers; see rewards/verdicts.py.
-    calls: of the environment's tools; by default they are known to this process alone.
+    calls: journal of tool calls; by default in the memory of this process only.
     """
 
     pool: EnginePool
@@ -184,7 +187,7 @@ class Rollouts:
         wanted: Sequence[tuple[Prompt, int]] | None = None,
         verified: Callable[[Trajectory], None] = lambda _: None,
     ) -> list[Trajectory]:
-        """See `made`; in an event loop of its own."""
+        """Runs `made` in its own event loop."""
         return run_whole(
             lambda: self.made(prompts, samples, params, progress, wanted=wanted, verified=verified)
         )
@@ -199,16 +202,17 @@ class Rollouts:
         wanted: Sequence[tuple[Prompt, int]] | None = None,
         verified: Callable[[Trajectory], None] = lambda _: None,
     ) -> list[Trajectory]:
-        """`samples` trajectories a prompt, in canonical order, verified as they come.
+        """Makes `samples` trajectories per prompt and returns them in canonical order. Each is
+        verified as soon as it is finished.
 
-        Waits for the last verdict; unblocked by it, or by the first error of an engine, an
-        environment or the verifier.
+        Waits for the last verdict, or raises the first error of an engine, an environment or the
+        verifier.
 
         Args:
-            enough: once it says so, what is still being sampled is given up, and missing from what
-                is returned.
-            wanted: prompt and sample number of every trajectory that is made; None: all of them.
-            verified: is told each trajectory as it gets its verdict.
+            enough: once it returns True, unfinished trajectories are cancelled and missing from the
+                result.
+            wanted: prompt and sample number of every trajectory to make; None: all.
+            verified: called with each trajectory after its verdict.
 
         Raises:
             DataError: an engine or an environment broke its contract.
@@ -228,26 +232,26 @@ class Rollouts:
         tokens: int | None = None,
         verified: Callable[[Trajectory], None] = lambda _: None,
     ) -> None:
-        """Makes responses that are under way, or have not been begun, to their end and their
-        verdict, or until each has grown by so many tokens.
+        """Starts or continues responses until each is finished and judged, or has grown by `tokens`
+        tokens.
 
-        Waits for the last verdict, and the last token of those that are cut; unblocked as `made`
-        is.
+        Waits for the last verdict and the last token of responses that are cut, or raises the first
+        error.
 
         Args:
-            responses: of whole groups, where `enough` is given.
+            responses: complete groups, if `enough` is given.
             enough: as in `made`.
-            tokens: that are sampled of a response; what is not finished then is cut. None: to its
-                end.
-            verified: is told each trajectory as it gets its verdict.
+            tokens: tokens to sample per response; a response that is then unfinished is cut. None:
+                sample to the end.
+            verified: called with each trajectory after its verdict.
 
         Raises:
             DataError: an engine or an environment broke its contract.
-            WeightVersionError: responses are cut, and a token is not of the weights that
+            WeightVersionError: with `tokens`, a token was not sampled by the weights that step
                 `params.step` trains.
         """
         wanted = Counter(response.prompt.cursor for response in responses)
-        # trajectories that are verified, by prompt
+        # verified trajectories, by prompt
         groups: dict[int, list[Trajectory]] = {cursor: [] for cursor in wanted}
         sampling: dict[int, asyncio.Task[None]] = {}
         made, given_up = 0, False
@@ -255,8 +259,8 @@ class Rollouts:
         async def judged(
             response: UnderWay, turns: Turns, trajectory: Trajectory, judging: _Judging
         ) -> bool:
-            """Checks what an environment made, and has it verified. Waits for the verifier. False:
-            its group was given up."""
+            """Checks and verifies an environment's trajectory. Waits for the verifier. Returns
+            False if the response's group was given up."""
             turns.check_repeated()
             trajectory.prompt, trajectory.sample_index = response.prompt, response.sample_index
             check_trajectory(trajectory, params.max_new_tokens)
@@ -270,9 +274,8 @@ class Rollouts:
             return True
 
         async def one(number: int, serving: Serving, judging: _Judging) -> None:
-            """One trajectory, from its prompt to its verdict. Waits for its environment, which
-            waits for tokens, and then for the verifier; unblocked by them, by a cut, or by
-            cancellation once there is enough."""
+            """Makes one trajectory, from its prompt to its verdict. Ends early if the response is
+            cut, or if it is cancelled because enough trajectories are finished."""
             nonlocal made, given_up
             response = responses[number]
             prompt = response.prompt
@@ -322,9 +325,9 @@ class Rollouts:
     def _set_sampled_text(
         self, trajectory: Trajectory, response: UnderWay, params: SamplingParams
     ) -> None:
-        """Sets what a verifier reads: it is made of the tokens, so that no word of an environment
-        is in it whatever the environment calls the response's text. That of a single turn is there
-        already."""
+        """Sets the text that the verifier reads. It is decoded from the sampled tokens, so that it
+        never contains text of the environment. For a single-turn response the text that the engine
+        decoded is used."""
         answers = response.answers
         if len(answers) == 1 and torch.equal(answers[0].tokens, trajectory.tokens):
             said = answers[0].text
@@ -335,15 +338,14 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class Collected:
-    """A step's trajectories, in canonical order, and what there is to say of how they were
-    chosen."""
+    """A step's trajectories in canonical order, and metrics of their selection."""
 
     trajectories: list[Trajectory]
     metrics: Mapping[str, float]
 
 
 class GroupSampling(Protocol):
-    """Chooses the prompt groups a step trains on; see rollout/sources/group_sampling.py."""
+    """Selects the prompt groups that a step trains on; see rollout/sources/group_sampling.py."""
 
     async def collect(
         self,
@@ -355,15 +357,15 @@ class GroupSampling(Protocol):
 
 
 def training_params(params: SamplingParams) -> SamplingParams:
-    """`params`. Raises ValueError where they do not sample from the whole distribution."""
+    """Returns `params`. Raises ValueError if they do not sample from the full distribution."""
     if params.greedy or params.top_p != 1:
         raise ValueError(f"training samples from the whole distribution, not with {params}")
     return params
 
 
 def check_trajectory(trajectory: Trajectory, max_new_tokens: int) -> None:
-    """Raises DataError where an environment breaks its contract: columns of different lengths, a
-    token that carries loss though nothing sampled it, or a response longer than the run allows."""
+    """Raises DataError if an environment broke its contract: columns differ in length, a token that
+    no weights sampled carries loss, or the response is longer than the run allows."""
     where = f"{WHERE}, prompt {trajectory.prompt.id}"
     n = len(trajectory)
     if (

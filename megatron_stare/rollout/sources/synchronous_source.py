@@ -1,4 +1,4 @@
-"""Batches that are sampled when they are asked for, from the newest weights."""
+"""Samples a batch when training asks for it, from the newest weights."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from megatron_stare.weights.sync.target import WeightStream
 
 
 class SynchronousSource(RolloutSource):
-    """Samples a step's batch when it is asked for, from the weights that were published last.
+    """Samples a step's batch on request, from the last published weights.
 
     Args:
-        groups: takes prompts, and says which of their trajectories a step trains on.
-        sampling: for a step's number, how its trajectories are sampled.
-        prompts: the state of the stream that `groups` takes them from.
-        idle: called when a batch is made and the engines have nothing to do until the next
-            `publish`.
-        ages: of a run that trains on tokens of older weights too; None: every token is of the
-            newest.
+        groups: takes prompts and selects the trajectories that a step trains on.
+        sampling: returns the sampling parameters of a step, by its number.
+        prompts: returns the state of the stream from which `groups` takes prompts.
+        idle: called when a batch is made and the engines are idle until the next `publish`.
+        ages: limits for a run that also trains on tokens of older weights; None: every token must
+            be of the newest weights.
     """
 
     def __init__(
@@ -51,13 +50,12 @@ class SynchronousSource(RolloutSource):
         self.metrics: Mapping[str, float] = {}  # of the last batch
 
     def next(self, step: int) -> RolloutBatch:
-        """See RolloutSource. Waits for the step's last verdict; unblocked by it, or by the first
-        error.
+        """See RolloutSource. Waits for the step's last verdict, or raises the first error.
 
         Raises:
-            WeightVersionError: a token was sampled by other weights than it may be.
-            ValueError: greedily, or from a part of the vocabulary; the loss takes the policy for
-                what was sampled from.
+            WeightVersionError: a token was sampled by weights that are not allowed.
+            ValueError: sampling is greedy or truncated; the loss assumes sampling from the full
+                policy.
         """
         params = training_params(self._sampling(step))
         collected = run_whole(

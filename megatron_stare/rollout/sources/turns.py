@@ -1,8 +1,8 @@
-"""Serves one response's environment: the policy's tokens turn by turn, and the answers of its
+"""Serves the environment of one response: generates the policy's tokens turn by turn, and calls
 tools.
 
-Requests go to the engines through Serving; what comes back is kept in UnderWay, and what tools
-answer in the journal of calls, so that an environment that is run again is answered as before.
+Requests go to the engines through Serving. UnderWay keeps the engines' answers and the journal of
+calls keeps those of tools, so that an environment that runs again receives the same answers.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from megatron_stare.rollout.fleet.dispatch import Serving
 from megatron_stare.rollout.sources.calls import Call, CallJournal
 from megatron_stare.rollout.sources.under_way import Answer, ResponseGivenUp, UnderWay
 
-TOKENS_A_CHARACTER = 4  # at most: a character has up to four bytes, and a token may be one of them
+# maximum: a character has up to four bytes, and a token may be a single byte
+TOKENS_A_CHARACTER = 4
 
 
 class Turns:
-    """See environments.environment.Generate.
+    """Implements environments.environment.Generate.
 
     Args:
-        tokens: that are sampled of the response until it is cut; None: it is not.
+        tokens: tokens to sample before the response is cut; None: never cut.
         tokenizer: a transformers tokenizer.
-        journal: of the calls of tools.
+        journal: journal of tool calls.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Turns:
     def _add(
         self, answer: Answer, result: GenerateResult, asked: int, limit: int, stops: tuple[str, ...]
     ) -> None:
-        """Appends what an engine said next, and ends the answer where it ends."""
+        """Appends an engine's tokens to the answer, and finishes the answer if it is complete."""
         first, reason = not len(answer), result.finish_reason
         answer.add(result)
         paused = reason == "stop" and int(result.output_ids[-1]) not in self._params.stop_token_ids
@@ -126,21 +127,21 @@ class Turns:
             if answer.stop is None and len(answer) < limit:
                 return
             reason = "length" if answer.stop is None else "stop"
-        # one that ends by its length before it was told to has no room left in the engine's context
+        # a result shorter than requested that ended by length has filled the engine's context
         elif reason == "length" and result.output_ids.numel() == asked and len(answer) < limit:
             return
         answer.finish_reason = reason
-        # without the stop token, which is not part of the text
+        # text without the stop token
         ends = "length" if paused else reason
         answer.text = (
             result.text if first and not paused else text_of(answer.tokens, ends, self._tokenizer)
         )
 
     async def call(self, tool: Tool, request: Any, *, idempotent: bool = False) -> Any:
-        """See Generate. Waits for the journal and the tool.
+        """Implements Generate.call. Waits for the journal and the tool.
 
         Raises:
-            ResponseGivenUp: nobody knows what became of the call when it was made before.
+            ResponseGivenUp: an earlier run made the call, and its outcome is unknown.
         """
         response, name = self._response, str(getattr(tool, "__name__", type(tool).__name__))
         where = f"{WHERE}, prompt {response.prompt.id}, tool {name}"
@@ -154,7 +155,7 @@ class Turns:
             return self._said(call, where)
         if (before or call is not None) and not idempotent:
             raise ResponseGivenUp
-        if call is None:  # never made, or the journal is another one than that of the checkpoint
+        if call is None:  # never made, or the journal does not belong to the checkpoint
             call = await self._journal.begin(key, number, asked, made)
         try:
             outcome = {"answer": await tool(request, call.id)}
@@ -165,7 +166,8 @@ class Turns:
         return self._said(call, where)
 
     def _said(self, call: Call, where: str) -> Any:
-        """The answer of a call, anew each time. Raises CallFailedError where that was an error."""
+        """Returns a call's answer, as a new object each time. Raises CallFailedError if the answer
+        was an error."""
         assert call.outcome is not None
         if "error" in call.outcome:
             self._failed.append(call)
@@ -177,14 +179,15 @@ class Turns:
         return json.loads(json.dumps(call.outcome["answer"]))
 
     async def take_back_failures(self) -> None:
-        """The environment has ended by an error, and may have by those of its tools: a run that is
-        resumed must not be answered with them for ever."""
+        """Marks the outcomes of failed tool calls as unknown, after the environment ended by an
+        error, perhaps one of theirs. Otherwise a resumed run would receive the same errors
+        forever."""
         for call in self._failed:
             if call.outcome is not None:
                 await self._journal.take_back(self._response.key, call)
 
     def check_repeated(self) -> None:
-        """Raises DataError where the environment was run again, and asked for less than before."""
+        """Raises DataError if the environment ran again and made fewer calls than before."""
         if next(self._turns) < len(self._response.answers) or next(self._calls) < len(
             self._response.calls
         ):
@@ -203,8 +206,7 @@ def _json(value: Any, what: str, where: str) -> str:
 
 
 def _checked(stops: tuple[str, ...], tokenizer: Any, prompt: str) -> tuple[str, ...]:
-    """Raises DataError where text of a turn cannot be looked through for one of the stop
-    strings."""
+    """Raises DataError if a stop string cannot be found reliably in the text of a turn."""
     for stop in stops:
         special = next((token for token in tokenizer.all_special_tokens if token in stop), None)
         if not stop or not stop[-1].isascii():
@@ -222,8 +224,8 @@ def _checked(stops: tuple[str, ...], tokenizer: Any, prompt: str) -> tuple[str, 
 
 
 def completed(tokens: Tensor, stops: tuple[str, ...], tokenizer: Any) -> str | None:
-    """The stop string that the last of the tokens [n] completes, none before it having done so;
-    None: it completes none."""
+    """Returns the stop string that the last of the tokens [n] completes, or None. The earlier
+    tokens must not already contain one."""
     longest = TOKENS_A_CHARACTER * (max(map(len, stops)) + 1)
     text = text_of(tokens[-longest:], "length", tokenizer)
     return next((stop for stop in stops if stop in text), None)
@@ -231,9 +233,9 @@ def completed(tokens: Tensor, stops: tuple[str, ...], tokenizer: Any) -> str | N
 
 @functools.lru_cache(maxsize=64)
 def may_complete(stops: tuple[str, ...], tokenizer: Any) -> tuple[int, ...]:
-    """Ascending ids of the tokens in which one of the stop strings may end: those that begin with
-    its end or have it in them, and, where a token begins within a character, those that have its
-    last one."""
+    """Returns the ascending ids of the tokens in which one of the stop strings may end. Such a
+    token begins with the end of a stop string or contains the whole string. A token that begins in
+    the middle of a character counts if it contains the string's last character."""
 
     def may(text: str, stop: str) -> bool:
         if stop[-1] not in text:
@@ -251,8 +253,8 @@ def may_complete(stops: tuple[str, ...], tokenizer: Any) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4)
 def _texts(tokenizer: Any) -> list[tuple[int, str]]:
-    """Id and text of every token that has one, as it reads behind another: alone some lose the
-    space before them."""
+    """Returns id and text of every token with a nonempty text. Each is decoded after another token,
+    because some tokens decoded alone lose their leading space."""
     before = tokenizer("0", add_special_tokens=False).input_ids[-1:]
     length = len(tokenizer.decode(before))
     ids = sorted(set(tokenizer.get_vocab().values()))
@@ -261,11 +263,11 @@ def _texts(tokenizer: Any) -> list[tuple[int, str]]:
 
 
 def check_result(result: GenerateResult, stop_token_ids: Collection[int]) -> None:
-    """Raises DataError where an engine breaks its contract: columns of different lengths, or a
-    finish reason that its tokens contradict.
+    """Raises DataError if an engine broke its contract: columns differ in length, or the finish
+    reason contradicts the tokens.
 
     Args:
-        stop_token_ids: those that end a response, and those that the request named.
+        stop_token_ids: tokens that end a response, and tokens at which the request asked to stop.
     """
     where = f"request {result.rid}"
     ids, log_probs = result.output_ids.numel(), result.output_log_probs.numel()
@@ -298,13 +300,13 @@ def check_result(result: GenerateResult, stop_token_ids: Collection[int]) -> Non
 
 
 def covered(versions: VersionRuns) -> int:
-    """Tokens that the runs cover."""
+    """Number of tokens that the runs cover."""
     return sum(tokens for _, tokens in versions)
 
 
 def check_versions(responses: Sequence[Trajectory | GenerateResult], expected_version: int) -> None:
-    """Raises WeightVersionError unless every sampled token was sampled by the weights of
-    `expected_version`."""
+    """Raises WeightVersionError unless the weights of `expected_version` sampled every sampled
+    token."""
     found: Counter[int] = Counter()
     for response in responses:
         for version, tokens in response.versions:

@@ -1,9 +1,9 @@
-"""A response on its way from its prompt to its verdict, and what is kept of it where it is cut.
+"""Represents a response from its prompt to its verdict, and the part of it that is kept when it is
+cut.
 
-An environment is a coroutine, which no checkpoint can hold. What is kept is what the policy
-answered it: a response that is continued runs its environment from the beginning, gives it the same
-answers again, and goes on where they end. What its tools answered it is kept too, in a journal
-(calls.py).
+An environment is a coroutine, which no checkpoint can store. Instead the policy's answers are
+stored. To continue a response, its environment runs again from the beginning, receives the same
+answers, and goes on after the last one. Answers of tools are stored too, in a journal (calls.py).
 
 Shape legend: n tokens of one answer so far.
 """
@@ -27,13 +27,13 @@ from megatron_stare.rollout.sources.calls import ResponseKey
 
 
 class ResponseCut(BaseException):
-    """Ends an environment whose response has grown by as much as it may for now. Like a
-    cancellation it is no Exception, so that no environment takes it for a failure of its own."""
+    """Ends an environment whose response has reached its token limit for now. Like a cancellation
+    it is not an Exception, so that no environment handles it as an error of its own."""
 
 
 class ResponseGivenUp(BaseException):
-    """Ends an environment whose response cannot be gone on with: nobody knows what became of a call
-    of its own."""
+    """Ends an environment whose response cannot be continued, because the outcome of one of its
+    tool calls is unknown."""
 
 
 _NO_TOKENS, _NO_LOG_PROBS = torch.zeros(0, dtype=torch.int32), torch.zeros(0)
@@ -41,24 +41,23 @@ _NO_TOKENS, _NO_LOG_PROBS = torch.zeros(0, dtype=torch.int32), torch.zeros(0)
 
 @dataclass
 class Answer:
-    """Answer of the policy to one call of an environment's `generate`, as it grows."""
+    """The policy's answer to one call of an environment's `generate`, as it grows."""
 
     tokens: Tensor = _NO_TOKENS  # [n] int32
     log_probs: Tensor = _NO_LOG_PROBS  # [n] float32, nats
     versions: VersionRuns = ()
-    finish_reason: FinishReason | None = None  # None: it goes on
-    text: str = ""  # once it is whole
-    # routed experts of the newest part, whose context was everything before it; see
-    # `routing_column`
+    finish_reason: FinishReason | None = None  # None: unfinished
+    text: str = ""  # empty until the answer is finished
+    # routed experts of the newest part and all its context; see `routing_column`
     experts: Tensor | None = None
-    stop: str | None = None  # once it is whole, the stop string that it ends with
+    stop: str | None = None  # stop string that ends the finished answer
 
     def __len__(self) -> int:
-        # numel() here and elsewhere: len() of a tensor takes ten times as long
+        # here and elsewhere numel(), because len() of a tensor takes ten times as long
         return self.tokens.numel()
 
     def add(self, part: GenerateResult) -> None:
-        """Appends what an engine sampled next."""
+        """Appends the tokens that an engine sampled next."""
         whole = not len(self)
         self.tokens = part.output_ids if whole else torch.cat([self.tokens, part.output_ids])
         self.log_probs = (
@@ -68,7 +67,7 @@ class Answer:
         self.experts = part.experts
 
     def turn(self) -> Turn:
-        """The whole answer, as environments see it."""
+        """Returns the finished answer as environments see it."""
         assert self.finish_reason is not None
         return Turn(
             self.tokens,
@@ -83,16 +82,15 @@ class Answer:
 
 @dataclass
 class UnderWay:
-    """A response that is being made, or waits to be continued or to be trained on.
+    """A response that is being made, or waits to be continued or trained on.
 
     Attributes:
-        step: that it was begun in, which keys its sampling noise to its end.
-        answers: of the policy, by call of the environment's `generate`; the last may be cut.
-        calls: of the environment's tools, in their order: checksum of what is asked, and the call's
-            id.
-        context: checksum of what stood before the last answer, where that is cut.
-        replica: that gave the last tokens, in this process.
-        trajectory: of a response that is finished and verified.
+        step: step in which it began; keys its sampling noise until its end.
+        answers: the policy's answers, by call of the environment's `generate`; the last may be cut.
+        calls: tool calls of the environment, in order: checksum of the request, and the call's id.
+        context: checksum of the context of the last answer, if that is cut.
+        replica: replica that sampled the last tokens; known only in this process.
+        trajectory: the finished, verified response.
     """
 
     prompt: Prompt
@@ -106,14 +104,15 @@ class UnderWay:
 
     @property
     def key(self) -> ResponseKey:
-        """Which response it is, wherever it is made."""
+        """Identifies the response across processes."""
         return ResponseKey(self.step, self.prompt.cursor, self.sample_index)
 
     def called(self, number: int, asked: str) -> str | None:
-        """The id of the environment's call of this number, where it was begun before.
+        """Returns the id of the tool call with this number if an earlier run of the environment
+        began it, else None.
 
         Raises:
-            DataError: something else was asked then.
+            DataError: the earlier call had another request.
         """
         if number >= len(self.calls):
             return None
@@ -123,27 +122,27 @@ class UnderWay:
         return call
 
     def begin_call(self, number: int, asked: str, call: str) -> None:
-        """Keeps that the environment's call of this number is made."""
+        """Stores the tool call with this number, unless it is stored already."""
         if number >= len(self.calls):
             self.calls.append((text_checksum(asked), call))
 
     def copy(self) -> UnderWay:
-        """One that does not grow with this; their tokens are the same memory."""
+        """Returns a copy that does not grow with the original; the token tensors are shared."""
         return replace(
             self, answers=[replace(answer) for answer in self.answers], calls=[*self.calls]
         )
 
     @property
     def tokens(self) -> int:
-        """Tokens of the response so far, without those that its environment said since the last
-        answer."""
+        """Number of tokens of the response so far, without tokens that its environment added after
+        the last answer."""
         return sum(map(len, self.answers)) if self.trajectory is None else len(self.trajectory)
 
     def answer(self, call: int, context: Sequence[int]) -> Answer:
-        """The answer to this call of `generate`: what is kept of it, or an empty one.
+        """Returns the stored answer to this call of `generate`, or an empty one.
 
         Raises:
-            DataError: it was cut behind another context.
+            DataError: the stored answer was cut after another context.
         """
         if call < len(self.answers):
             if call == len(self.answers) - 1 and self.context not in ("", checksum(context)):
@@ -153,16 +152,17 @@ class UnderWay:
         return self.answers[call]
 
     def cut(self, context: Sequence[int]) -> ResponseCut:
-        """Keeps what there is; to be raised."""
+        """Stores the context's checksum. Returns the exception to raise."""
         self.context = checksum(context)
         return ResponseCut()
 
     def finish(self, trajectory: Trajectory) -> None:
-        """The response is whole; what its environment was answered is in it."""
+        """Stores the finished trajectory. Drops the answers and calls, because the trajectory
+        contains their tokens."""
         self.trajectory, self.answers, self.calls, self.context = trajectory, [], [], ""
 
     def give_up(self) -> Trajectory:
-        """The response ends here, as one without a token and without a reward."""
+        """Finishes the response as a trajectory without tokens and without a reward."""
         nothing = Trajectory(
             prompt=self.prompt,
             sample_index=self.sample_index,
@@ -177,7 +177,8 @@ class UnderWay:
         return nothing
 
     def not_repeated(self) -> DataError:
-        """Error for an environment that does otherwise when it is given the same answers again."""
+        """Returns the error for an environment that behaves differently when it receives the same
+        answers again."""
         return DataError(
             "the environment did not say again what it had said before its response was cut",
             where=f"{WHERE}, prompt {self.prompt.id}",
@@ -189,7 +190,7 @@ class UnderWay:
 
 
 def joined(first: VersionRuns, then: VersionRuns) -> VersionRuns:
-    """The runs of both, one behind the other, as few as possible."""
+    """Concatenates two lists of version runs and merges adjacent runs of equal version."""
     if first and then and first[-1][0] == then[0][0]:
         return (*first[:-1], (then[0][0], first[-1][1] + then[0][1]), *then[1:])
     return (*first, *then)

@@ -1,2 +1,1 @@
-"""Rollouts from real SGLang servers over HTTP: launching them, talking to them, and bringing them
-new weights."""
+"""Rollouts from SGLang servers over HTTP: starts servers, sends requests, and updates weights."""

@@ -1,8 +1,8 @@
-"""Weights broadcast into a process group with the servers: the sender is rank 0, the ranks of the
+"""Broadcasts weights in a process group with the servers. The sender is rank 0. The ranks of the
 first server follow, then those of the second, on whatever machines they are.
 
-Each sender has a group of its own. It is made by hand over a TCP store and not registered with
-torch.distributed: the sender is a rank of the trainer, whose default group is another one.
+Each sender makes its own group over a TCP store, without registering it with torch.distributed,
+because the sender is a rank of the trainer and already has another default group.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
 from megatron_stare.rollout.engines.sglang.sync import Bucket, WeightSync, meeting_device
 
 LOOPBACK = "127.0.0.1"
-JOIN_S = 120.0  # that all ranks are given to meet: one may have been lost since it was asked
+JOIN_S = 120.0  # time limit for all ranks to join; a server may be lost after it was asked to join
 
 
 class BroadcastSync(WeightSync):
-    """One broadcast a bucket, to all servers at once; the group is made at the first update and
-    kept, until a broadcast fails.
+    """Broadcasts each bucket once, to all servers. The group is made at the first update and kept
+    until a broadcast fails.
 
     Args:
-        places: of the servers, whose ranks may be on several machines; None: each is on the one
-            that answers.
+        places: places of the servers, whose ranks may be on several machines; None: each server is
+            only on the machine that answers.
     """
 
     def __init__(
@@ -46,10 +46,11 @@ class BroadcastSync(WeightSync):
     ) -> None:
         super().__init__(clients)
         self._timeout_s = timeout_s
-        self._met = [client.url for client in self._clients]  # where ranks of the group are
+        # URLs of the machines with ranks of the group
+        self._met = [client.url for client in self._clients]
         self._met += [f"http://{address}" for place in places or () for address in place.others]
         self._store: TCPStore | None = None
-        self._group: Any = None  # a process group of its backend's own class
+        self._group: Any = None  # a process group; its class depends on the backend
         self._name = ""
         self._where = torch.device("cpu")
 
@@ -58,18 +59,18 @@ class BroadcastSync(WeightSync):
             await self._join(layouts)
 
     async def _join(self, layouts: Sequence[ServerLayout]) -> None:
-        """Makes the group: every server joins while this process does, in a thread, as both wait
-        for each other."""
+        """Makes the group. This process joins in a thread while the servers join, because both
+        sides wait for each other."""
         self._where = meeting_device(layouts)
         offsets, timeout = rank_offsets(layouts), timedelta(seconds=min(self._timeout_s, JOIN_S))
         world = offsets.pop()
         address = address_facing(self._met)
         # rank 0 holds the store; the servers' rendezvous waits for it
         self._store = bound_store(address, world, timeout)
-        # A random name: a server that was not told to leave a former run's group refuses a second
-        # one of the same name.
+        # A random name, because a server that never left an earlier run's group refuses another one
+        # with the same name.
         self._name = name = f"megatron_stare_{secrets.token_hex(4)}"
-        # the servers' group looks for its keys below these names
+        # the servers' group prefixes its keys with these names
         store = PrefixStore(
             f"{self._where.type}/", PrefixStore(f"{name}/", PrefixStore(name, self._store))
         )
@@ -92,7 +93,7 @@ class BroadcastSync(WeightSync):
     def _made(self, store: Store, world: int, timeout: timedelta) -> Any:
         if self._where.type == "cpu":
             return ProcessGroupGloo(store, 0, world, timeout)
-        from torch.distributed import ProcessGroupNCCL  # not in builds without CUDA
+        from torch.distributed import ProcessGroupNCCL  # absent in builds without CUDA
 
         torch.cuda.set_device(self._where)
         options = ProcessGroupNCCL.Options()
@@ -130,14 +131,14 @@ class BroadcastSync(WeightSync):
         try:
             group.broadcast([flat], options).wait(limit)
         except RuntimeError as error:
-            # closes the connections, on which servers would wait forever
+            # closes the connections; otherwise servers would wait on them forever
             del group
             self._group = None
             raise SGLangError(
                 f"a broadcast of weights failed: {error}", where=self._clients[0].url
             ) from None
         if flat.is_cuda:
-            # NCCL's wait is the stream's; the caller may use the memory again
+            # NCCL's wait blocks only the stream, and the caller may reuse the memory after this
             torch.cuda.synchronize(self._where)
 
     async def close(self) -> None:
@@ -150,24 +151,24 @@ class BroadcastSync(WeightSync):
                     asyncio.wait_for(c.post("/destroy_weights_update_group", body), ABORT_S)
                     for c in self._clients
                 ),
-                # a server that is gone has left the group; one that hangs has ABORT_S
+                # a lost server has left the group; a hanging one has ABORT_S
                 return_exceptions=True,
             )
         self._store = None
 
 
 def rank_offsets(layouts: Sequence[ServerLayout]) -> list[int]:
-    """The group's rank of each server's first rank, to which a server adds its own ranks' numbers;
-    last, the size of the group."""
+    """Returns each server's first rank in the group, to which the server adds its own rank numbers.
+    The last entry is the size of the group."""
     return list(accumulate((layout.tensor for layout in layouts), initial=1))
 
 
 def address_facing(urls: Sequence[str]) -> str:
-    """This machine's address on the interface by which it reaches the servers: loopback's where all
-    are here.
+    """Returns this machine's address on the interface through which it reaches the servers; the
+    loopback address if all servers are on this machine.
 
     Raises:
-        SGLangError: there is no way to one of them.
+        SGLangError: one of the servers is unreachable.
     """
     facing = LOOPBACK
     for url in urls:
@@ -181,14 +182,15 @@ def address_facing(urls: Sequence[str]) -> str:
                     f"there is no way from this machine to the server: {error}", where=url
                 ) from error
             found = probe.getsockname()[0]
-        # who is reached over loopback reaches this machine's other addresses, too
+        # a server on loopback also reaches this machine's other addresses
         if not found.startswith("127."):
             facing = found
     return facing
 
 
 def bound_store(address: str, world: int, timeout: timedelta) -> TCPStore:
-    """A store that listens on one address; torch's own choice is all of the machine's."""
+    """Makes a store that listens on one address; by default torch listens on all addresses of the
+    machine."""
     listening = socket.create_server((address, 0))
     port = listening.getsockname()[1]
     # the store owns the socket from here on
@@ -204,8 +206,8 @@ def bound_store(address: str, world: int, timeout: timedelta) -> TCPStore:
 
 
 def flat_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The tensors' bytes end to end: as they lie, where they lie so, which saves a pass over a
-    bucket; else copied."""
+    """Concatenates the tensors' bytes. Returns a view if they are already adjacent, which saves a
+    copy of the bucket."""
     pieces = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     start = pieces[0]
     end = start.data_ptr()

@@ -1,7 +1,6 @@
-"""One SGLang server, as an asynchronous client. Bodies come from protocol.py; answers go back as
-they are.
+"""Asynchronous client of one SGLang server. protocol.py makes the bodies and parses the answers.
 
-Nothing is unpickled that comes from a server: answers are JSON.
+Answers are JSON; nothing from a server is unpickled.
 """
 
 from __future__ import annotations
@@ -19,58 +18,55 @@ from megatron_stare.rollout.engines.sglang.transport import HttpTransport, Trans
 from megatron_stare.rollout.engines.state import MEMORY
 
 T = TypeVar("T")
-# SGLang's third mode, in_place, counts tokens of the old weights to the new version if its
+# SGLang's third mode, in_place, can attribute tokens of the old weights to the new version if its
 # scheduler overlaps batches.
 PauseMode = Literal["abort", "retract"]
-# of what a server can release; graphs that it captured are of use with a cache alone
+# memory that a server can release; captured CUDA graphs need the cache
 TAGS = {"weights": ("weights",), "cache": ("kv_cache", "cuda_graph")}
 
 
-# statuses that say nothing about the request itself: time-out, too many requests, and all from 500
-# on
+# statuses of temporary failures, besides all from 500: timeout, too early, too many requests
 _PASSING = frozenset({408, 425, 429})
-# Calls that must not be repeated if the first may have been heard: the second answer would differ,
-# or never come.
+# Calls that must not be retried if the server may have received the first: the second answer would
+# differ, or never come.
 _ONCE = frozenset(
     {"/init_weights_update_group", "/update_weights_from_distributed", "/end_weight_update"}
 )
 _ONCE |= {"/release_memory_occupation", "/resume_memory_occupation"}
-REPEATED = 2  # times that all else is asked again at once, where a connection broke
-ABORT_S = 10.0  # that a server is given to end what nobody waits for any more
+REPEATED = 2  # immediate retries of all other calls after a broken connection
+ABORT_S = 10.0  # time limit for aborting requests that nobody waits for any more
 
 
 class UnansweredError(SGLangError):
-    """A call brought no answer to what was asked; the same call may bring one later, or elsewhere.
+    """A call was not answered; a retry, here or at another server, may succeed.
 
-    late: its limit passed.
+    late: True if its time limit passed.
     """
 
     late = False
 
 
 class ServerLostError(UnansweredError):
-    """A server does not answer any more."""
+    """A server no longer answers."""
 
 
 class NotJsonError(SGLangError):
-    """An answer is no JSON."""
+    """An answer is not JSON."""
 
 
 class SGLangClient:
-    """HTTP to one server.
+    """HTTP client of one server.
 
-    Every method waits for one answer and is unblocked by it, by the connection's end, or by
-    `timeout_s`.
+    Every method waits for one answer. The wait ends when the connection does, or after `timeout_s`.
 
     Args:
-        url: of the server, without a path.
-        api_key: sent as a bearer token; None: the server asks for none.
+        url: URL of the server, without a path.
+        api_key: sent as a bearer token; None: the server needs none.
         timeout_s: limit of one call, seconds.
-        transport: takes the requests instead of the network.
-        response_s: limit of one response; null: that of any call. A response that takes longer is
-            lost.
-        router: URL that responses are asked of instead of the server; it answers as one of the
-            servers behind it does.
+        transport: handles the requests instead of the network.
+        response_s: limit of one response; None: `timeout_s`. A response that takes longer is lost.
+        router: URL to which requests for responses go instead of to the server; any server behind
+            it may answer.
     """
 
     def __init__(
@@ -90,14 +86,14 @@ class SGLangClient:
         self._timeout_s = timeout_s
         self._response_s = timeout_s if response_s is None else response_s
         self._transport: Transport = HttpTransport(self.url) if transport is None else transport
-        self.asked = self.url if router is None else router.rstrip("/")  # for responses
+        self.asked = self.url if router is None else router.rstrip("/")  # URL for responses
         self._router = None if router is None else HttpTransport(self.asked)
 
     async def get(self, path: str) -> dict[str, Any]:
         return self._json(path, await self._call("GET", path, None))
 
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer. Raises SGLangError with the server's own words where it refuses, or says
+        """Returns the answer. Raises SGLangError with the server's message if it refuses or answers
         `success: false`."""
         return self._successful(path, await self._call("POST", path, body))
 
@@ -168,17 +164,18 @@ class SGLangClient:
         return answer
 
     async def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """One response. Cancelled, it leaves the request running: abort it."""
+        """Generates one response. Cancelling the call leaves the request running on the server:
+        abort it."""
         return await self.post("/generate", body)
 
     async def generate_as(self, body: Mapping[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
-        """Generates a long response and returns what `read` makes of it; `read` must keep nothing
-        of the response.
+        """Generates a long response and returns `read(answer)`; `read` must keep no reference to
+        the answer.
 
-        Asks the router where there is one.
+        Uses the router if there is one.
 
         Raises:
-            UnansweredError: the response is lost; asking again, here or elsewhere, may bring it.
+            UnansweredError: the response is lost; a retry, here or at another server, may succeed.
         """
         transport, path = self._router or self._transport, "/generate"
         got = await self._within(
@@ -188,36 +185,37 @@ class SGLangClient:
         with collector_at_rest():
             try:
                 answer = self._successful(path, content)
-            except NotJsonError as error:  # cut off on its way
+            except NotJsonError as error:  # truncated in transit
                 raise UnansweredError(error.what, where=self.asked) from error
             return read(answer)
 
     async def model_info(self) -> dict[str, Any]:
-        """Answers while generation is paused too, which /health does not."""
+        """Returns the server's /model_info, which also works while generation is paused; /health
+        does not."""
         return await self.get("/model_info")
 
     async def asks_for_key(self) -> bool:
-        """Returns True if a request without the key is refused.
+        """Returns True if the server refuses a request without the key.
 
-        SGLang guards all endpoints of a server alike, except its health.
+        SGLang protects all endpoints of a server alike, except /health.
         """
         headers = {name: value for name, value in self._headers.items() if name != "Authorization"}
         status, _ = await self._request("GET", "/model_info", headers, None)
         return status == 401
 
     async def server_info(self) -> dict[str, Any]:
-        """Version, arguments and limits."""
+        """Returns the server's version, arguments and limits."""
         return await self.get("/server_info")
 
     async def abort(self, rid: str | None = None) -> None:
-        """Ends one request, or all: each returns what it has so far."""
+        """Aborts one request, or all; each returns its tokens so far."""
         await self._call(
             "POST", "/abort_request", {"rid": rid} if rid is not None else {"abort_all": True}
         )
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stops sampling. `abort` ends what is under way; `retract` goes on with it later, its
-        cache computed anew."""
+        """Stops sampling. `abort` ends requests in flight; `retract` continues them later, with
+        their cache recomputed."""
         await self.post("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
@@ -227,26 +225,26 @@ class SGLangClient:
         """Drops the prefix cache.
 
         Args:
-            idle_s: that the server may take until nothing is under way any more, what waits
-                included: a request that was ended is answered a moment before its batch has left.
+            idle_s: time the server may take until no request is running or queued. An aborted
+                request is answered shortly before its batch ends.
 
         Raises:
-            SGLangError: requests are under way.
+            SGLangError: requests are still in flight.
         """
         await self._call(
             "POST", f"/flush_cache?timeout={idle_s:g}" if idle_s else "/flush_cache", {}
         )
 
     async def release_memory(self, parts: Collection[str]) -> None:
-        """Lets go of weights or cache, where the server was started with --enable-memory-saver
-        (CUDA only); any other, a CPU server among them, accepts the call and keeps everything. The
-        cache's call drops the prefix cache, and a server dies of either while a request is under
-        way."""
+        """Releases weights or cache, if the server was started with --enable-memory-saver (CUDA
+        only). Any other server, such as a CPU server, accepts the call and keeps everything.
+        Releasing the cache drops the prefix cache. Either call crashes the server if a request is
+        in flight."""
         await self._call("POST", "/release_memory_occupation", {"tags": _tags(parts)})
 
     async def resume_memory(self, parts: Collection[str]) -> None:
-        """Takes the memory again, whose contents are undefined. The server dies of it where it was
-        not released."""
+        """Allocates the memory again; the contents are undefined. Crashes a server that had not
+        released the memory."""
         await self._call("POST", "/resume_memory_occupation", {"tags": _tags(parts)})
 
     async def begin_weight_update(self) -> None:
@@ -256,15 +254,15 @@ class SGLangClient:
         await self.post("/end_weight_update", {})
 
     async def publish_version(self, version: str) -> None:
-        """From the next token on, tokens carry this version."""
+        """Sets the version that the server reports for all later tokens."""
         await self.post(
             "/update_weight_version", {"new_version": version, "abort_all_requests": False}
         )
 
     async def checksums(self) -> list[dict[str, str]]:
-        """By tensor-parallel rank, of all nodes: SGLang's own checksum of every parameter the rank
-        holds, by SGLang's name. Every group of ranks that has requests of its own answers for all
-        ranks: they must say the same."""
+        """Returns, for each tensor-parallel rank of all nodes, SGLang's checksums of its
+        parameters, by SGLang's names. With attention data parallelism, every group of ranks answers
+        for all ranks; the answers must agree."""
         answer = await self.post("/weights_checker", {"action": "checksum"})
         ranks: dict[int, dict[str, str]] = {}
         for each in answer["ranks"]:
@@ -287,14 +285,14 @@ class SGLangClient:
 
 
 def _tags(parts: Collection[str]) -> list[str]:
-    """SGLang's names of parts of MEMORY."""
+    """Returns SGLang's names for parts of MEMORY."""
     return [tag for part in MEMORY if part in parts for tag in TAGS[part]]
 
 
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """No garbage is looked for. An answer holds a list a token and no cycle; while they are made,
-    the collector would go over them, and every few answers over all that the process holds, to find
+    """Context without garbage collection. An answer holds a list per token and no cycles. The
+    collector would traverse these lists, and every few answers all objects of the process, to find
     nothing."""
     enabled = gc.isenabled()
     gc.disable()
@@ -306,7 +304,7 @@ def collector_at_rest() -> Iterator[None]:
 
 
 async def everywhere(*calls: Any) -> list[Any]:
-    """Waits for all of the calls, then raises the first error: no call is left under way."""
+    """Waits for all calls, then raises the first error, so that no call is left running."""
     done = await asyncio.gather(*calls, return_exceptions=True)
     for result in done:
         if isinstance(result, BaseException):

@@ -1,7 +1,6 @@
-"""SGLang's plug-ins for CPUs without kernel packages. Loaded by the server through the entry-point
-groups `sglang.srt.platforms` and `sglang.srt.plugins`, in the environment SGLang is installed in;
-the trainer never imports this.
-"""
+"""SGLang plug-ins for CPUs without kernel packages. The server loads them in SGLang's environment,
+through the entry-point groups `sglang.srt.platforms` and `sglang.srt.plugins`. The trainer never
+imports this module."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ from torch import Tensor
 from megatron_stare.weights.sync.device_rooms import open_shared
 
 _MASK = 0xFFFFFFFF
-ATTENTION = "torch_native"  # the one attention backend that needs no kernels
+ATTENTION = "torch_native"  # the only attention backend without a kernel package
 
 
 def activate() -> str | None:
-    """The platform class's name on a machine without CUDA; None where SGLang's own platforms
-    serve."""
+    """Returns the platform class's name on a machine without CUDA; None if SGLang's own platforms
+    apply."""
     if torch.cuda.is_available():
         return None
     from sglang.srt.arg_groups.choices import (
@@ -30,8 +29,8 @@ def activate() -> str | None:
         add_radix_supported_deterministic_attention_backend_choices,
     )
 
-    # SGLang honours sampling seeds only with deterministic inference, and knows no CPU backend for
-    # that. With any backend noise is keyed on the request; this one does not promise the same
+    # SGLang honours sampling seeds only with deterministic inference, for which it has no CPU
+    # backend. Every backend keys the noise on the request; this one does not guarantee the same
     # rounding in every batch.
     add_deterministic_attention_backend_choices([ATTENTION])
     add_radix_supported_deterministic_attention_backend_choices([ATTENTION])
@@ -39,12 +38,12 @@ def activate() -> str | None:
 
 
 def register_hooks() -> None:
-    """Replaces, through SGLang's own registry, what a server that this project starts cannot use as
-    it is.
+    """Replaces, through SGLang's own registry, functions that a CPU server of this project cannot
+    use unchanged.
 
-    Seeds: what deterministic inference needs is written for GPUs alone, or lies in a kernel
-    package. And a server that is killed leaves a file in /dev/shm; here that file lies in the
-    server's own folder, which goes with it.
+    Seeds need replacements because SGLang's deterministic inference requires a GPU or a kernel
+    package. The load file is moved because a killed server would leave it in /dev/shm. It is now in
+    the server's own folder, which is removed with the server.
     """
     if torch.cuda.is_available():
         return
@@ -57,14 +56,14 @@ def register_hooks() -> None:
         ("sglang.srt.managers.load_snapshot.shm_path_for", _path_of_loads),
         # for the table of routed experts
         ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _not_pinned),
-        # between groups with requests of their own
+        # for communication between groups with separate requests
         ("sglang.srt.layers.dp_attention.memcpy", copied_rows),
         (
             "sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather_into_tensor",
             _gathered,
         ),
         ("sglang.srt.distributed.parallel_state.GroupCoordinator.reduce_scatter_tensor", _reduced),
-        ("torch.cuda.synchronize", _nothing_under_way),  # 0.5.22's checksums wait for a GPU
+        ("torch.cuda.synchronize", _nothing_under_way),  # 0.5.22's checksums synchronize with a GPU
     ):
         HookRegistry.register(target, own, HookType.REPLACE)
     groups_meet = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.prepare_mlp_sync_batch"
@@ -72,8 +71,8 @@ def register_hooks() -> None:
 
 
 def _let_open_shared() -> None:
-    """Lets what servers unpickle open a bucket of weights in this machine's shared memory, as a
-    GPU's ranks open handles."""
+    """Allows the servers' unpickler to open a bucket of weights in this machine's shared memory, as
+    ranks on GPUs open handles."""
     from sglang.srt.utils.common import SafeUnpickler
 
     allowed = getattr(SafeUnpickler, "ALLOWED_GLOBALS", None)
@@ -82,26 +81,26 @@ def _let_open_shared() -> None:
 
 
 def _plain_kernels() -> None:
-    """Stands in for the switch to batch-invariant kernels: torch's own stay."""
+    """Replaces the switch to batch-invariant kernels; torch's kernels stay."""
 
 
 def _not_pinned(buffer: object, granularity: object = None) -> None:
-    """Leaves host memory as it is: there is no GPU that would copy from it."""
+    """Does not pin host memory, because no GPU copies from it."""
 
 
 def _gathered(ranks: Any, output: Tensor, of: Tensor) -> None:
-    """Gathers as SGLang does where its CPU engine is; elsewhere SGLang asks for a CUDA operator."""
+    """Gathers as SGLang's CPU engine does; without that engine SGLang calls a CUDA operator."""
     ranks._all_gather_into_tensor(output, of)
 
 
 def _reduced(ranks: Any, output: Tensor, of: Tensor) -> None:
-    """See _gathered."""
+    """Reduces and scatters; see _gathered."""
     ranks._reduce_scatter_tensor(output, of)
 
 
 def _padded_on_a_cpu(original: Callable[..., None], batch: object, runner: Any) -> None:
-    """Pads the tokens of groups with requests of their own, by SGLang's own way for CPUs: it knows
-    of one where its CPU engine is, whose attention backends say what lengths are padded with."""
+    """Pads the tokens of groups with separate requests on SGLang's CPU path. SGLang takes that path
+    only with its CPU engine, whose attention backends define the fill value for lengths."""
     sys.modules["sglang.srt.model_executor.forward_batch_info"]._is_cpu = True  # type: ignore[attr-defined]
     runner.attn_backend.get_cpu_graph_seq_len_fill_value = lambda: 1
     original(batch, runner)
@@ -113,10 +112,10 @@ def copied_rows(
     """Copies rows between a group's tokens and those of all groups, as SGLang's Triton kernel does.
 
     Args:
-        to, of: [n, ...], of as many columns.
+        to, of: [n, ...], with equal numbers of columns.
         dim: 0.
-        offset: of the first row, in `of` or else in `to`.
-        rows: how many; those that one of the two lacks are left out.
+        offset: first row, in `of` if `offset_in_source`, else in `to`.
+        rows: number of rows; limited by the lengths of `to` and `of`.
     """
     first, count = int(offset), min(int(rows), len(to), len(of))
     if offset_in_source:
@@ -126,30 +125,30 @@ def copied_rows(
 
 
 def _nothing_under_way(device: object = None) -> None:
-    """Waits for nothing: there is no GPU."""
+    """Returns at once, because there is no GPU to wait for."""
 
 
 def _path_of_loads(instance: str) -> str:
-    """The file in which a server's processes tell each other their load."""
+    """Returns the file in which a server's processes report their load to each other."""
     return os.path.join(tempfile.gettempdir(), f"loads-{instance}")
 
 
 def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
-    """MurmurHash3 (32 bits, seed 0) of the 16 bytes of seed, position and column, as SGLang's
-    kernel computes it.
+    """Computes MurmurHash3 (32 bits, seed 0) of the 16 bytes of seed, position and column, like
+    SGLang's kernel.
 
-    Keys seeded sampling noise. In plain torch, because SGLang's own need Triton or a kernel
+    Keys seeded sampling noise. Uses plain torch, because SGLang's versions need Triton or a kernel
     package.
 
     Args:
-        seed: [n] 64 bits a row.
-        positions: [n] 32 bits a row.
-        col_indices: [m] 32 bits a column.
+        seed: [n] 64 bits per row.
+        positions: [n] 32 bits per row.
+        col_indices: [m] 32 bits per column.
 
     Returns:
         [n, m] uint32.
     """
-    # int64 wraps around, and the low 32 bits of a product do not see the bits that are lost
+    # int64 wraps around, which does not affect the low 32 bits of a product
     rows = seed.to(torch.int64)
     mixed = torch.zeros_like(rows)
     for block in (rows & _MASK, (rows >> 32) & _MASK, positions.to(torch.int64) & _MASK):

@@ -1,5 +1,5 @@
-"""The platform that cpu_platform.py names. Imports sglang, so it is importable in the server's
-environment only."""
+"""Defines the platform that cpu_platform.py names. Imports sglang, so it works only in the server's
+environment."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CpuPlatform(SRTPlatform):
         return "cpu"
 
     def set_device(self, device: torch.device) -> None:
-        """There is one."""
+        """Does nothing, because there is only one device."""
 
     def get_device_name(self, device_id: int = 0) -> str:
         return "cpu"

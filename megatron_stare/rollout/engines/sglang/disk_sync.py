@@ -1,4 +1,4 @@
-"""Buckets of weights through a folder that all servers can read."""
+"""Transfers buckets of weights through a folder that all servers can read."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PREFIX = "megatron-stare-weights-"
 
 
 class DiskSync(WeightSync):
-    """A Hugging Face folder that the servers load. Every sender fills files of its own, one a
-    bucket; a file has its name once it is whole.
+    """Writes a Hugging Face folder that the servers load. Every sender writes its own files, one
+    per bucket. A file receives its final name once it is complete.
 
     Args:
-        companions: folder whose config the servers find beside the weights.
-        folder: where files are written, the same for all senders of an update; None: one in the
-            system's folder for temporary files.
-        sender: in the names of this sender's files.
+        companions: folder whose config is copied beside the weights.
+        folder: folder of the weights, the same for all senders of an update; None: one in the
+            system's temporary folder.
+        sender: number in the names of this sender's files.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class DiskSync(WeightSync):
         self._files: list[Path] = []
 
     async def open(self) -> None:
-        """Loading from a folder needs no session."""
+        """Does nothing, because loading from a folder needs no session."""
 
     async def meet(self, layouts: Sequence[ServerLayout]) -> None:
         self._files = []
@@ -71,7 +71,7 @@ class DiskSync(WeightSync):
             stream.write(header)
             stream.write(flat.numpy().data)
             stream.flush()
-            os.fsync(stream.fileno())  # other nodes see what the file system has
+            os.fsync(stream.fileno())  # other nodes see only data that reached the file system
 
     def left(self) -> str | None:
         return str(self._folder)
@@ -81,8 +81,8 @@ class DiskSync(WeightSync):
         await everywhere(
             *(client.post("/update_weights_from_disk", body) for client in self._clients)
         )
-        # The first rank alone answers. Another rank that finds the files gone while it reads them
-        # ends its server. All ranks open a session together, so this waits for them.
+        # Only the first rank answers. If the files vanish while another rank reads them, its server
+        # crashes. All ranks open a session together, so this waits for all of them.
         await open_sessions(self._clients)
         await super().load(folder)
 
@@ -90,7 +90,7 @@ class DiskSync(WeightSync):
         files, self._files = self._files, []
         for file in files:
             file.unlink(missing_ok=True)
-        if not any(self._folder.glob("*.safetensors*")):  # the last of the senders
+        if not any(self._folder.glob("*.safetensors*")):  # the last sender removes the folder
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def close(self) -> None:
@@ -98,7 +98,7 @@ class DiskSync(WeightSync):
 
 
 class _whole:
-    """A name that a file gets when the block ends well; until then it has another."""
+    """Context that writes a file under a temporary name and renames it if the block succeeds."""
 
     def __init__(self, file: Path, ending: str) -> None:
         self._file, self.path = file, file.with_name(file.name + ending)
@@ -126,6 +126,9 @@ def _unwritten(where: Path, error: OSError) -> UserError:
 
 
 def drawn_folder(parent: str | None) -> Path:
-    """A folder of no other run's; it does not exist yet. Args: parent: None: the system's for
-    temporary files."""
+    """Returns the path of a new, unique folder, which does not exist yet.
+
+    Args:
+        parent: parent of the folder; None: the system's temporary folder.
+    """
     return Path(parent or tempfile.gettempdir()).resolve() / f"{PREFIX}{secrets.token_hex(4)}"

@@ -1,10 +1,10 @@
-"""The checksums that an SGLang server's ranks must report once they hold the weights that were
-sent. Pure.
+"""Computes the checksums that an SGLang server's ranks must report if they hold the sent weights.
+Pure.
 
-SGLang stacks some Hugging Face tensors into one parameter, cuts each over its ranks, and a rank
-reports a hash of what it holds of every parameter. So the parts of the tensors that were sent are
-hashed in the order in which SGLang stacks them, and the lists compared rank by rank: names as well
-as values, because a server answers an unknown name with success.
+SGLang stacks some Hugging Face tensors into one parameter and shards each parameter over its ranks.
+Each rank reports a hash of its shard of every parameter. So this module hashes the shards of the
+sent tensors in SGLang's stacking order. The results are compared rank by rank, including names,
+because a server reports success for an unknown name.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from megatron_stare.models.shape import ModelShape
 from megatron_stare.rollout.engines.sglang.served_hash import Digest, TiledDigest, digest_on
 from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
 
-Checksums = Mapping[str, str]  # of one rank, by SGLang's name
+Checksums = Mapping[str, str]  # of one rank, by SGLang's parameter name
 
 
 @dataclass
 class Stack:
-    """One parameter of a rank while its parts come in. Of experts' matrices on a GPU several
-    senders can have a part each: there the hash is a sum over positions."""
+    """Hash of one parameter of a rank while its parts arrive. Several senders may each have some of
+    a layer's experts. On a GPU this works, because the hash is a sum over positions."""
 
     count: int | None
     digest: Digest
     hashed: int = 0
-    # parts that came before their turn
+    # parts that arrived out of order
     early: dict[int, Sequence[Tensor]] = field(default_factory=dict)
-    placed: set[int] = field(default_factory=set)  # of experts' matrices on a GPU, those that came
+    # indices of experts' matrices that arrived, on a GPU
+    placed: set[int] = field(default_factory=set)
 
     def take(self, index: int, parts: Sequence[Tensor]) -> None:
         nbytes = sum(part.nbytes for part in parts)
@@ -42,7 +43,7 @@ class Stack:
             and isinstance(self.digest, TiledDigest)
             and all(part.nbytes % 4 == 0 for part in parts)
         ):
-            start = index * nbytes  # experts are of one size
+            start = index * nbytes  # all experts have the same size
             for part in parts:
                 self.digest.update_at(start, part)
                 start += part.nbytes
@@ -53,7 +54,7 @@ class Stack:
             for part in self.early.pop(self.hashed):
                 self.digest.update(part)
             self.hashed += 1
-        if index in self.early:  # its bucket's memory is used again
+        if index in self.early:  # the bucket's memory will be reused
             self.early[index] = [part.clone() for part in parts]
 
     @property
@@ -63,7 +64,7 @@ class Stack:
         return not self.early and self.count in (None, self.hashed)
 
     def joined(self, other: Stack) -> Stack:
-        """Joins the parts of experts' matrices that either stack took on a GPU."""
+        """Merges two stacks of experts' matrices on a GPU."""
         assert isinstance(self.digest, TiledDigest) and isinstance(other.digest, TiledDigest)
         return Stack(
             self.count, self.digest.joined(other.digest), placed=self.placed | other.placed
@@ -71,11 +72,11 @@ class Stack:
 
 
 class Fingerprint:
-    """Hashes a weight update as it goes by, for servers of one layout.
+    """Hashes a weight update incrementally, for servers of one layout.
 
     Args:
-        shape: of the model, whose family says what is stacked and cut.
-        dtype: that the server computes in, and casts weights to.
+        shape: shape of the model, whose family defines stacking and sharding.
+        dtype: compute dtype of the server, to which it casts weights.
     """
 
     def __init__(self, shape: ModelShape, dtype: torch.dtype, layout: ServerLayout) -> None:
@@ -83,30 +84,32 @@ class Fingerprint:
         self._shape = shape
         self._dtype = dtype
         self._layout = layout
-        self._ranks: list[dict[str, Stack]] = [{} for _ in range(layout.tensor)]  # by SGLang's name
+        # per rank, by SGLang's name
+        self._ranks: list[dict[str, Stack]] = [{} for _ in range(layout.tensor)]
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """One tensor by its Hugging Face name, hashed where it lies. It may change afterwards."""
+        """Adds one tensor under its Hugging Face name, and hashes it on its device. The tensor may
+        change afterwards."""
         place = self._family.served(name, self._shape)
         held = tensor.detach().to(place.dtype or self._dtype)
         for rank, stacks in enumerate(self._ranks):
             if not (parts := self._layout.parts(name, held, self._shape, rank)):
                 continue
             index = place.index
-            if place.count is None:  # experts are counted from the first that the rank holds
+            if place.count is None:  # experts are numbered from the rank's first one
                 index -= self._layout.first_expert(self._shape, rank) * place.an_expert
             stacks.setdefault(place.name, Stack(place.count, digest_on(self._layout.device))).take(
                 index, parts
             )
 
     def checksums(self) -> list[dict[str, str]]:
-        """Checksums that each rank must report, by SGLang's names, of complete stacks alone. Asked
-        once, at the end."""
+        """Returns the checksums that each rank must report, by SGLang's names, for complete stacks
+        only. Call once, at the end."""
         return checksums_of(self._ranks)
 
     def hashes(self) -> list[dict[str, str | Stack]]:
-        """Gives `checksums` of one sender among several; experts' matrices on GPUs stay stacks, to
-        be joined."""
+        """Returns this sender's part of `checksums`. Experts' matrices on GPUs remain stacks, to be
+        merged with those of other senders."""
         return [
             {
                 n: s if s.placed else s.digest.hexdigest()
@@ -118,7 +121,7 @@ class Fingerprint:
 
 
 def checksums_of(ranks: Sequence[Mapping[str, str | Stack]]) -> list[dict[str, str]]:
-    """By rank and name, of what is complete."""
+    """Returns the checksums of complete stacks, by rank and name."""
     return [
         {
             n: s if isinstance(s, str) else s.digest.hexdigest()
@@ -134,8 +137,8 @@ def _lacks(stack: str | Stack) -> bool:
 
 
 def differences(sent: Sequence[Checksums], held: Sequence[Checksums]) -> Sequence[str]:
-    """Lists what is wrong with the weights that a server's ranks hold, a line each; empty: they
-    hold the ones sent."""
+    """Lists the differences between the weights that a server's ranks hold and those sent, one line
+    each; empty if there are none."""
     if len(sent) != len(held):
         return [f"{len(held)} ranks report what they hold, of {len(sent)}"]
     return [

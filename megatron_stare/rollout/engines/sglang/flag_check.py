@@ -1,7 +1,7 @@
-"""Checks that SGLang's own parser takes a run's further arguments, and that these leave alone what
-the run sets.
+"""Checks that SGLang's own parser accepts a run's additional arguments, and that these do not
+change arguments that the run sets.
 
-`refused_flag` asks a process of SGLang's environment, which runs this module:
+`refused_flag` starts a process in SGLang's environment, which runs this module:
 
     python -m megatron_stare.rollout.engines.sglang.flag_check '{"own": [...], "flags": [...]}'
 """
@@ -21,8 +21,8 @@ from typing import NoReturn
 from megatron_stare.rollout.engines.sglang.serve import NOT_KEPT
 
 TIMEOUT_S = 300
-# Flags that may not be set, beside the run's own: a key is drawn for the run, and weights are
-# compared for one model, cut by tensor ranks, in the dtype it is served in.
+# Forbidden flags, besides the run's own. The run generates its key, and weights are compared for
+# one model, sharded over tensor-parallel ranks, in its serving dtype.
 _NOT_TO_BE_SET = {
     *("api_key", "admin_api_key", "quantization"),
     *("ep_size", "pp_size", "dp_size", "attn_dp_size", "attn_cp_size", "moe_dense_tp_size"),
@@ -32,12 +32,12 @@ _NOT_TO_BE_SET = {
 
 @lru_cache(8)
 def refused_flag(python: str, own: Sequence[str], flags: Sequence[str]) -> str | None:
-    """Says what is wrong with the flags; None: nothing. Takes some ten seconds: a Python process
-    imports SGLang.
+    """Returns what is wrong with the flags, or None. Takes about ten seconds, because a Python
+    process imports SGLang.
 
     Args:
-        python: of SGLang's environment.
-        own: the arguments that a run sets itself.
+        python: Python of SGLang's environment.
+        own: arguments that the run sets itself.
     """
     order = json.dumps({"own": own, "flags": flags})
     command = [python, "-m", __name__, order]

@@ -1,5 +1,5 @@
-"""Place of a process, as far as it decides what may be handed to it: its machine, and the GPUs it
-sees."""
+"""Describes the machine and the visible GPUs of a process, which determine the memory handles that
+it can open."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Place:
-    """A machine, and UUIDs of GPUs that are seen there; empty where they are not known.
+    """A machine and the UUIDs of the GPUs visible to a process on it; empty if unknown.
 
-    others: addresses of the other machines that a server's ranks are on.
+    others: addresses of the other machines on which a server has ranks.
     """
 
     host: str = ""
@@ -37,8 +37,8 @@ class Place:
 
 @cache
 def this_host() -> str:
-    """Names this machine, or this container of it: another has another name, boot, network or
-    shared memory."""
+    """Identifies this machine or container. Others differ in host name, boot id, network namespace
+    or shared memory."""
     told = [socket.gethostname(), _BOOT.read_text().strip() if _BOOT.is_file() else ""]
     if _NETWORK.exists():
         told.append(os.readlink(_NETWORK))
@@ -48,12 +48,12 @@ def this_host() -> str:
 
 
 def uuid_of(device: int) -> str:
-    """UUID of a GPU as SGLang reads it, to find the GPU of a handle."""
+    """Returns a GPU's UUID in the form in which SGLang reads it to find the GPU of a handle."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def here(device: torch.device) -> Place:
-    """This machine with one of its GPUs."""
+    """Returns this machine with one of its GPUs."""
     return Place(
         this_host(),
         (uuid_of(torch.cuda.current_device() if device.index is None else device.index),),
@@ -61,14 +61,15 @@ def here(device: torch.device) -> Place:
 
 
 def seen_here() -> Place:
-    """This machine with every GPU that this process sees, as servers that it starts do."""
+    """Returns this machine with every GPU visible to this process, and so to servers that it
+    starts."""
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     return Place(this_host(), tuple(uuid_of(number) for number in gpus))
 
 
 def require_reach(server: Place, sender: Place, url: str) -> None:
-    """Raises ConfigError unless the server's ranks can open handles of memory on the sender's GPU:
-    SGLang looks for it among those it sees, and dies where it is not there."""
+    """Raises ConfigError unless the server's ranks can open memory handles of the sender's GPU.
+    SGLang searches for that GPU among the visible ones, and crashes if it is missing."""
     fix = "sglang.sync=distributed reaches servers on any machine and GPU"
     if server.others:
         raise ConfigError(
@@ -99,16 +100,17 @@ def require_reach(server: Place, sender: Place, url: str) -> None:
 def carriers(
     servers: Sequence[tuple[str, Place, ServerLayout]], ranks: Sequence[Place]
 ) -> list[tuple[int, ...]]:
-    """Finds, of each server, the trainer's ranks whose memory its own ranks can open, in the order
-    of these: on a GPU the rank on the same; on CPUs those of the same machine by turns.
+    """Finds, for each server, the trainer's ranks whose memory the server's ranks can open, one per
+    server rank. On a GPU this is the rank on the same GPU. On CPUs the ranks on the same machine
+    take turns.
 
     Args:
-        servers: URL, place and layout of each; on GPUs its place has them in the order of its
-            ranks.
-        ranks: places of all of the trainer's.
+        servers: URL, place and layout of each; on GPUs the place lists them in the order of the
+            server's ranks.
+        ranks: places of all ranks of the trainer.
 
     Raises:
-        ConfigError: a server's rank shares its device with none of the trainer's.
+        ConfigError: a server's rank shares its device with no rank of the trainer.
     """
     found, taken = [], Counter[str]()
     for url, place, layout in servers:

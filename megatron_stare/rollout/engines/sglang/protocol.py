@@ -1,8 +1,7 @@
-"""Requests to SGLang servers and the reading of their answers, as observed of supported versions.
-Pure: no I/O.
+"""Builds requests to SGLang servers and parses their answers, according to the observed behaviour
+of supported versions. Pure: no I/O.
 
-Requests come from the engine, bodies go to the client; the server's answers come back through
-`result_of`.
+The engine passes requests; the client sends their bodies. `result_of` parses the server's answers.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from megatron_stare.records.trajectory import VersionRuns, routing_column
 from megatron_stare.rollout.engines.engine import GenerateRequest, GenerateResult
 from megatron_stare.rollout.engines.sampling import row_keys
 
-# the weight-update session these releases share does not exist before 0.5.21
+# releases before 0.5.21 lack the weight-update session
 SUPPORTED_VERSIONS = ("0.5.21", "0.5.22", "0.5.23")
-# places in an entry of output_token_logprobs: nats, token id, text or null
+# an entry of output_token_logprobs is (nats, token id, text or null)
 _LOG_PROB, _ID = itemgetter(0), itemgetter(1)
-NO_VERSION = "none"  # what servers are started with: weights of no training step
+NO_VERSION = "none"  # version at the start of a server: weights of no training step
 
 
 class SGLangError(UserError):
-    """A server refused a request, or answered what the protocol does not allow."""
+    """A server refused a request or violated the protocol."""
 
 
 def check_version(version: str, where: str) -> None:
-    """Raises SGLangError for a release whose protocol is not known to be the one spoken here."""
+    """Raises SGLangError for a release whose protocol is not known to match this module."""
     if version not in SUPPORTED_VERSIONS:
         raise SGLangError(
             f"the server runs SGLang {version}; supported are {', '.join(SUPPORTED_VERSIONS)}",
@@ -45,12 +44,12 @@ def check_version(version: str, where: str) -> None:
 
 
 def check_flags(info: Mapping[str, Any], flags: Mapping[str, str], where: str) -> None:
-    """Raises ConfigError for a server that was started without something the run asks of it.
+    """Raises ConfigError if a server was started without a flag that the run needs.
 
     Args:
-        info: its /server_info.
-        flags: by argument of the server, the setting that needs it. A CPU server's memory saver is
-            let pass: it has none, and keeps its memory.
+        info: the server's /server_info.
+        flags: for each flag, the setting that needs it. A CPU server passes without a memory saver,
+            which it does not have; it keeps its memory.
     """
     for flag, setting in flags.items():
         if not info.get(flag) and not (flag == "enable_memory_saver" and info["device"] == "cpu"):
@@ -62,11 +61,11 @@ def check_flags(info: Mapping[str, Any], flags: Mapping[str, str], where: str) -
 
 
 def check_precision(arguments: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError for a server that computes in 8 bits: how far its log-probs may lie from
-    the trainer's is not known, so nothing would tell rounding from wrong weights.
+    """Raises ConfigError for a server that computes in 8 bits. The expected log-prob difference
+    from the trainer is unknown there, so rounding could not be told from wrong weights.
 
     Args:
-        arguments: of the server, by name with dashes or underscores.
+        arguments: the server's arguments, by name with dashes or underscores.
     """
     for name in ("quantization", "kv_cache_dtype"):
         value = str(arguments.get(name) or arguments.get(name.replace("_", "-")) or "")
@@ -80,7 +79,7 @@ def check_precision(arguments: Mapping[str, Any], where: str) -> None:
 
 
 def sampling_seed(params: SamplingParams, request: GenerateRequest) -> int:
-    """31 bits that depend on (seed, step, prompt cursor, sample index) and on nothing else."""
+    """Returns 31 bits that depend on (seed, step, prompt cursor, sample index) alone."""
     step = params.step if request.noise_step is None else request.noise_step
     (key,) = row_keys(params.seed, step, [request.prompt_cursor], [request.sample_index])
     return int(key >> np.uint64(33))
@@ -92,14 +91,15 @@ def sampling_fields(
     max_new_tokens: int | None = None,
     stop_token_ids: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Every field that shapes a response, so that no default of a server's release or model folder
-    has a say.
+    """Returns every field that affects a response, so that no default of a server's release or
+    model folder applies.
 
-    Only evaluation cuts the support, and by top-p alone (never top-k, min-p, penalties, bias or
-    grammar): log-probs would then be those of another distribution than the trainer's.
+    Only evaluation truncates the distribution, and only by top-p (never top-k, min-p, penalties,
+    bias or grammar). In training, truncation would change the log-probs to those of another
+    distribution than the trainer's.
 
     Args:
-        stop_token_ids: beside those of `params`.
+        stop_token_ids: added to those of `params`.
     """
     return {
         "temperature": params.temperature,
@@ -130,7 +130,7 @@ def sampling_fields(
 
 
 def generate_body(request: GenerateRequest, params: SamplingParams, rid: str) -> dict[str, Any]:
-    """The body of POST /generate for one response. `rid` must be unique on the server."""
+    """Returns the body of POST /generate for one response. `rid` must be unique on the server."""
     body = {
         "rid": rid,
         "input_ids": list(request.input_ids),
@@ -148,8 +148,8 @@ def generate_body(request: GenerateRequest, params: SamplingParams, rid: str) ->
 
 
 def prompt_body(tokens: Sequence[int], rid: str) -> dict[str, Any]:
-    """A body of POST /generate whose answer has the log-probs of `tokens`, at temperature 1, of all
-    but the first."""
+    """Returns a body of POST /generate whose answer contains the log-probs, at temperature 1, of
+    all `tokens` but the first."""
     fields = SamplingParams(
         temperature=1.0, max_new_tokens=1, seed=0, step=0, stop_token_ids=(), greedy=True
     )
@@ -167,10 +167,11 @@ def prompt_body(tokens: Sequence[int], rid: str) -> dict[str, Any]:
 def read_prompt_log_probs(
     answer: Mapping[str, Any], tokens: Sequence[int], where: str
 ) -> list[float]:
-    """The log-probs, nats, of every token of a `prompt_body` but the first."""
+    """Reads the log-probs, in nats, of every token but the first from the answer to
+    `prompt_body`."""
     entries = answer["meta_info"].get("input_token_logprobs") or []
     found = [entry for entry in entries if entry[0] is not None]  # the first token has none
-    # the server computes the log-prob of the last id of the vocabulary rightly, but calls it 0
+    # for the vocabulary's last id the server returns the right log-prob, but the id 0
     named = [entry[1] for entry in found]
     if len(named) != len(tokens) - 1 or any(
         n not in (t, 0) for n, t in zip(named, tokens[1:], strict=True)
@@ -189,15 +190,15 @@ def result_of(
     where: str,
     routed: ModelShape | None = None,
 ) -> GenerateResult:
-    """The response in an answer of POST /generate.
+    """Parses an answer of POST /generate.
 
     Args:
-        stop_token_ids: that end every response; those of `request` are looked at beside them.
-        routed: of the model, where the experts of its tokens were asked for.
+        stop_token_ids: tokens that end every response; those of `request` are added.
+        routed: shape of the model, if routed experts were requested.
 
     Raises:
-        SGLangError: lists of different lengths, a log-prob that is missing, a token without a
-            weight version, or without its experts where they were asked for.
+        SGLangError: lists differ in length, a log-prob is missing, or a token lacks its weight
+            version or its requested experts.
     """
     meta = answer["meta_info"]
     ids = _column(answer["output_ids"], np.int32)
@@ -230,8 +231,8 @@ def result_of(
 
 
 def _experts(meta: Mapping[str, Any], shape: ModelShape, tokens: int, where: str) -> Tensor:
-    """The experts of the first `tokens` tokens, all but the last, which the server's model was
-    never fed."""
+    """Reads the routed experts of the first `tokens` tokens. The last token has none, because it
+    was never fed to the server's model."""
     if not isinstance(encoded := meta.get("routed_experts"), str):
         raise SGLangError(
             "the server named no experts",
@@ -253,16 +254,16 @@ def _experts(meta: Mapping[str, Any], shape: ModelShape, tokens: int, where: str
 def _column(
     values: Sequence[Any], dtype: type[np.generic], of: Callable[[Any], Any] | None = None
 ) -> Tensor:
-    """[n], of the values or of a part of each; by way of numpy, which reads Python numbers an order
-    of magnitude faster than torch."""
+    """Returns [n] from the values or from a part of each. Uses numpy, which reads Python numbers
+    ten times faster than torch."""
     return torch.from_numpy(
         np.fromiter(values if of is None else map(of, values), dtype, len(values))
     )
 
 
 def version_runs(meta: Mapping[str, Any], tokens: int, where: str) -> VersionRuns:
-    """The versions of the weights that sampled `tokens` tokens, from the spans of an answer's
-    meta_info."""
+    """Reads, from the spans in an answer's meta_info, the versions of the weights that sampled
+    `tokens` tokens."""
     runs: list[tuple[int, int]] = []
     end = 0
     for span in meta.get("weight_versions") or []:
@@ -286,15 +287,15 @@ def _finish_reason(
 ) -> FinishReason:
     kind = reported["type"]
     if kind == "length" and len(ids) and int(ids[-1]) in stop_token_ids:
-        return "stop"  # its last token is a stop token, and the server looks at the length first
+        return "stop"  # the last token is a stop token, but the server checks the length first
     if kind not in ("stop", "length", "abort"):
         raise SGLangError(f"the server reports an unknown finish reason {dict(reported)}")
     return kind
 
 
 def check_stop(answer: dict[str, Any], token: int, where: str) -> None:
-    """Raises SGLangError unless the answer is `token` alone, named as what stopped it, with a
-    log-prob."""
+    """Raises SGLangError unless the answer consists of `token` with a log-prob, and names `token`
+    as the reason for the stop."""
     meta, ids = answer["meta_info"], list(answer["output_ids"])
     reason = meta["finish_reason"]
     sampled = [entry[1] for entry in meta.get("output_token_logprobs") or []]

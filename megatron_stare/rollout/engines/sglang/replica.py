@@ -1,5 +1,5 @@
-"""Makes an SGLang engine of a run's configuration: a server started or attached to, its client, and
-the weight sync."""
+"""Makes an SGLang engine from a run's configuration: a server that is started or attached to, its
+client, and the weight sync."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from megatron_stare.rollout.engines.sglang.sync import DTYPES
 from megatron_stare.rollout.engines.sglang.target import ServersTarget, make_sync
 from megatron_stare.weights.files.check import expected
 
-ENVIRONMENT = CHECKOUT / ".venv-sglang" if CHECKOUT else None  # of scripts/setup_sglang.sh
+ENVIRONMENT = CHECKOUT / ".venv-sglang" if CHECKOUT else None  # made by scripts/setup_sglang.sh
 PYTHON_VARIABLE = "MEGATRON_STARE_SGLANG_PYTHON"
-ASSUMED_FRACTION = 0.9  # of a GPU, where the share is left to SGLang
-CPU_CACHE_TOKENS = 20_000  # where none are set: a CPU server has no share of memory to fill
+ASSUMED_FRACTION = 0.9  # assumed share of a GPU if SGLang chooses it
+CPU_CACHE_TOKENS = 20_000  # default, because a CPU server has no memory share to fill
 
 
 class SGLangReplica(Replica):
-    """One of a run's servers on its way up, or attached to; see Replica."""
+    """One of a run's servers, coming up or attached to; see Replica."""
 
     def __init__(self, config: Config, number: int, site: Site = HERE) -> None:
         self._config = config
@@ -74,8 +74,8 @@ class SGLangReplica(Replica):
         )
 
     def engine(self) -> SGLangEngine:
-        """See Replica. Waits until the server answers; nothing is left behind where it does not, or
-        cannot be used."""
+        """See Replica. Waits until the server answers. If the server does not answer or cannot be
+        used, nothing is left running."""
         config, loop = self._config, asyncio.new_event_loop()
         with contextlib.ExitStack() as stack:
             stack.callback(loop.close)
@@ -109,7 +109,7 @@ class SGLangReplica(Replica):
                 config.faults.engines.probe_s,
                 sum(config.expected_lengths),
             )
-            stack.pop_all()  # the engine's from here on
+            stack.pop_all()  # from here on the engine owns these
             return engine
 
     def close(self) -> None:
@@ -126,14 +126,14 @@ class SGLangReplica(Replica):
 
     @classmethod
     def memory(cls, config: Config, shape: ModelShape, capacity: int) -> ServedMemory | None:
-        """See Replica. None where servers are attached to, or compute on the CPU."""
+        """See Replica. None if servers are attached to or run on the CPU."""
         if config.sglang.urls or config.sglang.device == "cpu":
             return None
         return server_memory(config, shape, capacity)
 
     @classmethod
     def route(cls, config: Config) -> Route | None:
-        """See Replica. None where servers are attached to."""
+        """See Replica. None if servers are attached to."""
         asked = config.sglang
         if asked.urls:
             return None
@@ -168,19 +168,19 @@ class SGLangReplica(Replica):
 
     @classmethod
     def without_install(cls, config: Config) -> Config | None:
-        """See Replica. Its flags are left out: servers' own Python says whether it takes them."""
+        """See Replica. Drops the user's flags, because only the servers' Python can check them."""
         try:
             if config.sglang.urls or Path(sglang_python(config)).exists():
                 return None
-        except ConfigError:  # of a wheel, which knows of no checkout
+        except ConfigError:  # a wheel has no checkout
             pass
         sglang = config.sglang.model_copy(update={"python": sys.executable, "flags": []})
         return config.model_copy(update={"sglang": sglang})
 
     @classmethod
     def gpus(cls, config: Config) -> int:
-        """None where servers are attached to, which have theirs, or compute on the CPU; there
-        simulated ones (runtime.gpu_resource) place them as those would be placed."""
+        """See Replica. 0 if servers are attached to or run on the CPU. With simulated GPUs
+        (runtime.gpu_resource), CPU servers are placed like GPU servers."""
         simulated = (
             config.runtime.gpu_resource != RuntimeConfig.model_fields["gpu_resource"].default
         )
@@ -197,7 +197,7 @@ class SGLangReplica(Replica):
 
 
 def check_servers(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError for what can be known to be wrong before a server is started."""
+    """Raises ConfigError for errors that can be found before a server is started."""
     if config.sglang.urls:
         check_lengths(config, shape)
         check_attached(config)
@@ -215,7 +215,7 @@ def check_servers(config: Config, shape: ModelShape) -> None:
 
 
 def server_flags(config: Config) -> dict[str, str]:
-    """Flags without which a server cannot do what is asked of it, and the settings that ask."""
+    """Returns the server flags that the run needs, with the settings that need them."""
     wanted = {
         "enable_deterministic_inference": ("sglang.seeds", config.sglang.seeds),
         "enable_memory_saver": ("sglang.colocated", config.sglang.colocated),
@@ -225,10 +225,11 @@ def server_flags(config: Config) -> dict[str, str]:
 
 
 def sglang_python(config: Config) -> str:
-    """The Python of SGLang's environment: as set, of the environment variable, or of the checkout.
+    """Returns the Python of SGLang's environment: from the setting, the environment variable, or
+    the checkout.
 
     Raises:
-        ConfigError: none of them says it; a wheel knows of no checkout.
+        ConfigError: none of them names it; a wheel has no checkout.
     """
     if python := config.sglang.python or os.environ.get(PYTHON_VARIABLE):
         return python
@@ -247,8 +248,8 @@ def sglang_python(config: Config) -> str:
 def server_options(
     config: Config, number: int = 0, node: int = 0, address: str = LOOPBACK
 ) -> ServerOptions:
-    """Options with which server `number` of this run is started, on its node `node`, whose address
-    is given."""
+    """Returns the options of server `number` of this run on its node `node`, which has the given
+    address."""
     asked, device = config.sglang, server_device(config)
     processes = config.rollout.engines * asked.nodes
     return ServerOptions(
@@ -281,14 +282,14 @@ def server_options(
 
 
 def served_dtype(config: Config) -> str:
-    """Type that servers compute in, and cast weights to."""
+    """Returns the dtype in which servers compute, and to which they cast weights."""
     return config.sglang.dtype or config.model.dtype
 
 
 def server_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMemory:
-    """Forecasts a rank on a GPU of so many bytes: its part of the weights, and the cache that it
-    may have, which is what the share of the GPU leaves, or the tokens asked for where these are
-    fewer."""
+    """Predicts the memory of one rank on a GPU of `capacity` bytes: its shard of the weights, and
+    its cache. The cache takes the rest of the server's share of the GPU, or the configured number
+    of tokens if these need less."""
     asked, size = config.sglang, DTYPES[config.sglang.dtype or config.model.dtype].itemsize
     layout = ServerLayout(
         "cuda", asked.tensor_parallel, asked.expert_parallel, asked.attention_data_parallel
@@ -297,9 +298,9 @@ def server_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMem
     for name, sizes in expected(shape).items():
         by_cut[layout.cut_over(name, shape)] += math.prod(sizes) * size
     weights = sum(whole // ranks for ranks, whole in by_cut.items())
-    # fewer heads than ranks lie on several ranks each
+    # with fewer heads than ranks, several ranks share a head
     heads = max(-(-shape.kv_heads // layout.group), 1)
-    # every rank keeps a latent whole
+    # every rank holds the full latent
     token = shape.layers * (shape.cached if shape.latent else 2 * heads * shape.head_dim) * size
     room = max(int((asked.memory_fraction or ASSUMED_FRACTION) * capacity) - weights, 0)
     if asked.cache_tokens is not None and asked.cache_tokens * token <= room:

@@ -1,11 +1,13 @@
-"""Runs SGLang's launcher in a server's process, and ends it with the process that started it.
+"""Runs SGLang's launcher in a server's process, and ends it together with the process that started
+it.
 
-Called in the environment SGLang is installed in:
+Started in SGLang's environment:
 
     python -m megatron_stare.rollout.engines.sglang.serve <arguments of sglang.launch_server>
 
-The API key comes in the environment, where other users do not see it. Standard input is held open
-by the starter and never written to: its end, whatever ended the starter, is the order to go.
+The API key is passed in the environment, where other users do not see it. The starting process
+holds standard input open and never writes to it. When standard input closes, for whatever reason,
+the server exits.
 """
 
 from __future__ import annotations
@@ -21,20 +23,19 @@ from pathlib import Path
 from typing import NoReturn
 
 API_KEY_VARIABLE = "MEGATRON_STARE_SGLANG_KEY"
-# Variables of the trainer's process that servers must not inherit: paths of its environment, and a
-# choice of CPU kernels that servers do not have.
+# Variables of the trainer's process that servers must not inherit: paths of its Python environment,
+# and a choice of CPU kernels that servers lack.
 NOT_KEPT = ("PYTHONPATH", "VIRTUAL_ENV", "SGLANG_USE_CPU_ENGINE")
 SHARED_MEMORY = Path("/dev/shm")
-SCRATCH_VARIABLE = "TMPDIR"  # a folder of the server's own, removed with it
+SCRATCH_VARIABLE = "TMPDIR"  # the server's own folder, removed with it
 
 
 def _let_torchvision_import() -> None:
-    """Defines the operators that `import torchvision` asks for, where its own library does not
-    load.
+    """Defines the operators that `import torchvision` needs, if its own library does not load.
 
-    A CPU wheel's library may want CUDA's. Where it loads, it defines the same operators itself, in
-    a static initialiser that ends the process if they are there already; so its import is tried
-    first.
+    The library of a CPU wheel may require CUDA's. If the library loads, it defines the same
+    operators in a static initialiser, which would crash the process if they already existed.
+    Therefore this tries the import first.
     """
     import torch
 
@@ -42,16 +43,16 @@ def _let_torchvision_import() -> None:
         import torchvision  # noqa: F401
     except (ImportError, OSError, RuntimeError):
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]  # so that the next import begins anew
+            del sys.modules[name]  # so that the next import starts afresh
         library = torch.library.Library("torchvision", "DEF")
         for name in ("nms", "qnms"):
             if not hasattr(torch.ops.torchvision, name):
                 library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _KEPT.append(library)  # an operator goes with the library that defined it
+        _KEPT.append(library)  # an operator is removed with the library that defined it
 
 
 _KEPT: list[object] = []
-# here and not in main(): SGLang's spawned processes import this module again
+# at import and not in main(), because SGLang's spawned processes import this module again
 _let_torchvision_import()
 
 
@@ -67,7 +68,7 @@ def main() -> None:
     load_plugins()
     try:
         run_server(prepare_server_args([*sys.argv[1:], *(["--api-key", key] if key else [])]))
-    except SystemExit as end:  # how uvicorn ends where the port is taken
+    except SystemExit as end:  # uvicorn exits this way if the port is taken
         _leave(end.code if isinstance(end.code, int) else 1)
     except BaseException:
         traceback.print_exc()
@@ -76,10 +77,10 @@ def main() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends this process, and with it its group (see `_guard`); the interpreter would wait for
+    """Ends this process and so its group (see `_guard`). A normal interpreter exit would wait for
     SGLang's ranks, which wait for requests."""
-    # Removed now: once the ranks are gone nobody knows whose memory it was, and they may go before
-    # the guard looks.
+    # Remove it now: after the ranks are gone its owner is unknown, and they may end before the
+    # guard runs.
     remove_shared_memory(os.getpgid(0))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -87,18 +88,19 @@ def _leave(code: int) -> NoReturn:
 
 
 def _guard(scratch: str) -> None:
-    """Has this process's whole group ended once its starter is gone, by a process outside of it:
-    where this one is killed as well, as Ray does to what an actor started, some of SGLang's would
-    stay. The group ends with this one, too; its log then stays for the starter to read, who goes
-    later."""
+    """Forks a process outside this process group that kills the group once its starter is gone.
+    Without it, some of SGLang's processes would survive if this process were killed too, as Ray
+    kills what an actor started. The guard also kills the group when this process ends. In that case
+    the log remains until the starter closes standard input."""
     group = os.getpgid(0)
-    lives, ends = os.pipe()  # this end closes with this process: what it starts does not inherit it
+    # `ends` closes when this process ends, because its children do not inherit it
+    lives, ends = os.pipe()
     if os.fork():
         os.close(lives)
         return
     os.setsid()
     os.close(ends)
-    # Nothing is ever written to either pipe: a readable one has ended.
+    # Nothing is ever written to either pipe, so a readable pipe has been closed.
     select.select([0, lives], [], [])
     remove_shared_memory(group)
     with contextlib.suppress(ProcessLookupError):
@@ -109,8 +111,9 @@ def _guard(scratch: str) -> None:
 
 
 def remove_shared_memory(group: int) -> None:
-    """Removes what the ranks of a server, a process group that is still there, share in memory:
-    killed, they leave it behind. SGLang's names for it are sgl_shm_<kind>_<process>_<random>."""
+    """Removes shared memory that killed ranks of a server leave behind. The ranks' process group
+    must still exist, because it identifies their files. SGLang's file names are
+    sgl_shm_<kind>_<process>_<random>."""
     for file in SHARED_MEMORY.glob("sgl_shm_*_*_*"):
         with contextlib.suppress(OSError, ValueError):
             if os.getpgid(int(file.name.split("_")[-2])) == group:

@@ -1,10 +1,10 @@
-"""The hashes that SGLang servers report of their parameters, one for each kind of device, fed part
-by part.
+"""Computes the parameter hashes that SGLang servers report, incrementally. There is one kind for
+CPUs and one for GPUs.
 
-`/weights_checker` hashes a tensor where it lies: on a CPU by SHA-256, on a GPU by a kernel of
-integer arithmetic (`sglang.kernels.ops.memory.gpu_tensor_hash` of the supported releases). The
-kernel's value is written here as a formula of torch's integer operations, so that any device
-computes it.
+`/weights_checker` hashes a tensor on its device: on a CPU by SHA-256, on a GPU by a kernel of
+integer arithmetic (`sglang.kernels.ops.memory.gpu_tensor_hash` of the supported releases). This
+module expresses the kernel's formula in torch integer operations, so that any device can compute
+it.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-_TILE = 8192  # words that are summed to one partial value
-_BLOCK = 32  # tiles computed together on a CPU: a megabyte, which stays in a core's cache
-# Elements of a block on a device, where each of about 40 kernels costs a launch: 64 MB, and six
-# times that in passing.
+_TILE = 8192  # words in one partial sum
+_BLOCK = 32  # tiles per block on a CPU: one megabyte, which fits a core's cache
+# Tiles per block on a GPU, where a block costs about 40 kernel launches: 64 MB, plus six times that
+# for temporaries.
 _DEVICE_BLOCK = 2048
 _SEEDS = (0x243F6A88, ((0x243F6A88 * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF)
-# for each half of the value: factor, and bits to rotate by
+# for each half of the value: factor and rotation in bits
 _POSITIONS = ((0x27D4EB2D, 15), (0x165667B1, 13))
 _MASK32, _MASK64 = 2**32 - 1, 2**64 - 1
 
 
 class Digest(Protocol):
-    """A hash of the bytes of tensors laid end to end."""
+    """Hash of the concatenated bytes of tensors."""
 
     def update(self, part: Tensor) -> None:
-        """Adds the part's elements in order; any dtype, shape and stride. It may change
+        """Adds the part's elements in order; any dtype, shape and stride. The part may change
         afterwards."""
 
     def hexdigest(self) -> str:
-        """16 hexadecimal digits. Nothing may be added afterwards."""
+        """Returns 16 hexadecimal digits. Nothing may be added afterwards."""
 
 
 def digest_on(device: str) -> Digest:
-    """The hash that a server computes whose /server_info names this device; torch calls AMD's GPUs
-    cuda, too."""
+    """Returns the hash for a server whose /server_info reports this device; torch calls AMD GPUs
+    cuda too."""
     return TiledDigest() if device == "cuda" else Sha256Digest()
 
 
 class Sha256Digest:
-    """The first 64 bits of SHA-256, computed on the host."""
+    """First 64 bits of SHA-256, computed on the host."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -58,21 +58,22 @@ class Sha256Digest:
 
 
 class TiledDigest:
-    """Hash that SGLang's kernel computes on a GPU, computed where the parts lie.
+    """Hash of SGLang's GPU kernel, computed on the device of the parts.
 
-    Nothing waits for the device before `hexdigest`.
+    Does not synchronize with the device before `hexdigest`.
 
     The bytes, padded with zeros, are n words of 32 bits. Word w at position i becomes fmix(w ^ (i A
-    + s) ^ rotl(i, r)) with fmix the last step of MurmurHash3 (Appleby, 2011), for two sets of
-    constants (A, s, r). Each is summed over a tile of 8192 words mod 2^32, and a tile's value is
-    fmix(sum ^ 4n) of the first, then of the second. The hash is splitmix64's last step (Steele, Lea
-    and Flood, 2014) of the sum of the tiles' values mod 2^64; of no bytes, 0.
+    + s) ^ rotl(i, r)), where fmix is the last step of MurmurHash3 (Appleby, 2011), for two sets of
+    constants (A, s, r). For each set, words are summed over a tile of 8192 words mod 2^32. The
+    value of a tile is fmix(sum ^ 4n) of the first set, then of the second. The hash is the last
+    step of splitmix64 (Steele, Lea and Flood, 2014) applied to the sum of the tiles' values mod
+    2^64. The hash of no bytes is 0.
     """
 
     def __init__(self) -> None:
-        self._words = 0  # up to the last one that was added
+        self._words = 0  # number of words up to the last one added
         self._rest: Tensor | None = None  # bytes that do not fill a word yet
-        # first tile, and the sums [tiles, 2] to be added from there on
+        # first tile, and sums [tiles, 2] to add from that tile on
         self._sums: list[tuple[int, Tensor]] = []
 
     def update(self, part: Tensor) -> None:
@@ -87,8 +88,8 @@ class TiledDigest:
         self._add(words.view(torch.int32), self._words)
 
     def update_at(self, start: int, part: Tensor) -> None:
-        """Adds a part that begins `start` bytes in; parts may come in any order, and others be
-        added by another digest (`joined`). Start and size are multiples of four bytes."""
+        """Adds a part at byte offset `start`. Parts may come in any order, and other digests may
+        hold the other parts (`joined`). `start` and the part's size are multiples of four bytes."""
         held = _bytes(part)
         if start % 4 or held.numel() % 4:
             raise ValueError(f"{held.numel()} bytes from byte {start} on are no whole words")
@@ -97,14 +98,15 @@ class TiledDigest:
         self._add(held.view(torch.int32), start // 4)
 
     def joined(self, other: TiledDigest) -> TiledDigest:
-        """Digest of all parts that either was given by `update_at`."""
+        """Returns the digest of all parts added to either by `update_at`."""
         both = TiledDigest()
         both._words = max(self._words, other._words)
         both._sums = self._sums + other._sums
         return both
 
     def __getstate__(self) -> dict[str, Any]:
-        """A sum a tile, on the host: a digest travels to where it is joined with others."""
+        """Returns one sum per tile, on the host, because a digest is pickled to be joined with
+        others."""
         first, sums = self._tiles()
         return {
             "_words": self._words,
@@ -113,7 +115,7 @@ class TiledDigest:
         }
 
     def _tiles(self) -> tuple[int, Tensor]:
-        """The first tile that was added to, and [tiles, 2] sums from there on."""
+        """Returns the first tile with data, and [tiles, 2] sums from that tile on."""
         if not self._sums:
             return 0, torch.zeros(0, 2, dtype=torch.int64)
         first = min(at for at, _ in self._sums)
@@ -124,8 +126,8 @@ class TiledDigest:
         return first, totals
 
     def _add(self, words: Tensor, position: int) -> None:
-        """Sums words tile by tile: those that fill up the open tile, whole ones, and what is
-        left."""
+        """Sums words tile by tile: first those that fill the open tile, then full tiles, then the
+        rest."""
         while words.numel():
             filled = position % _TILE
             if filled or words.numel() < _TILE:
@@ -148,7 +150,7 @@ class TiledDigest:
             )
         if not self._words:
             return f"{0:016x}"
-        _, totals = self._tiles()  # of all: the first is always added to
+        _, totals = self._tiles()  # from tile 0 on, because the first tile always has data
         halves = _fmix(totals.to(torch.int32) ^ _wrapped(4 * self._words)).to(torch.int64) & _MASK32
         return f"{_splitmix64(int(((halves[:, 0] << 32) + halves[:, 1]).sum())):016x}"
 
@@ -158,9 +160,9 @@ def _bytes(part: Tensor) -> Tensor:
 
 
 def _summed(words: Tensor, first: int) -> Tensor:
-    """[tiles, 2] int64 sums of the mixed words [tiles, words] int32, whose positions count from
-    `first`."""
-    # int32 wraps around in sums and products, as the kernel's unsigned words do
+    """Returns [tiles, 2] int64 sums of the mixed words [tiles, words] int32, whose positions start
+    at `first`."""
+    # int32 sums and products wrap around like the kernel's unsigned words
     at = (
         torch.arange(words.numel(), dtype=torch.int32, device=words.device)
         .add_(_wrapped(first))
@@ -175,7 +177,7 @@ def _summed(words: Tensor, first: int) -> Tensor:
 
 
 def _fmix(words: Tensor) -> Tensor:
-    """MurmurHash3's last step of every 32-bit word, in place."""
+    """Applies the last step of MurmurHash3 to every 32-bit word, in place."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         words ^= _shifted(words, shift)
         words *= _wrapped(factor)
@@ -184,12 +186,12 @@ def _fmix(words: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, by: int) -> Tensor:
-    """To the right, zeros coming in: int32's own shift brings the sign's copies."""
+    """Shifts right and fills with zeros; int32's own shift fills with the sign bit."""
     return (words >> by).bitwise_and_((1 << (32 - by)) - 1)
 
 
 def _wrapped(value: int) -> int:
-    """The 32 low bits as a signed number."""
+    """Returns the 32 low bits as a signed number."""
     return (value + 2**31 & _MASK32) - 2**31
 
 

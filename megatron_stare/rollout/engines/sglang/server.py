@@ -1,8 +1,8 @@
 """Starts SGLang servers on this machine, waits until they answer, and ends them with everything
 they left behind.
 
-Each is a process group of its own. It runs serve.py in SGLang's environment, asks for a key drawn
-for the run wherever it listens, and writes its output to a log whose end is quoted when it dies.
+Each server is its own process group. It runs serve.py in SGLang's environment, requires a random
+key on every address, and writes its output to a log, whose end is quoted if the server dies.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from megatron_stare.rollout.engines.sglang.serve import (
 from megatron_stare.rollout.engines.sglang.server_options import PORTS, ServerOptions
 
 PROBE_EVERY_S = 0.5
-PROBE_S = 10.0  # until a question is given up, and it is looked whether the server is still there
-LEAVE_S = 5.0  # from the order to go until the process group is killed
+PROBE_S = 10.0  # time limit of one probe, after which the process is checked
+LEAVE_S = 5.0  # time from the request to exit until the process group is killed
 LOG_TAIL_BYTES = 3000
 TAKEN = "address already in use"
-RANKS = "sglang"  # how the names of the ranks' processes begin
+RANKS = "sglang"  # prefix of the names of the ranks' processes
 
 
 class ServerProcess:
-    """A server started here, or what of one is on this node. Ends with `close`, or with this
-    process, however that ends.
+    """A server started here, or its part on this node. Ends with `close`, or with this process,
+    however that ends.
 
     Args:
-        meeting: host:port where the ranks of a server of several nodes meet.
+        meeting: rendezvous host:port of a multi-node server's ranks.
     """
 
     def __init__(self, options: ServerOptions, meeting: str | None = None) -> None:
@@ -58,7 +58,7 @@ class ServerProcess:
         )
         require_own_address(options.host, "sglang.host")
         port = free_port(options.host, own)
-        # SGLang's ranks meet at the address that the server listens on
+        # SGLang's ranks use the server's listening address for their rendezvous
         ranks_port = (
             None if ranks_own is None or meeting is not None else free_port(options.host, ranks_own)
         )
@@ -95,16 +95,16 @@ class ServerProcess:
         """Polls /model_info until the server answers.
 
         Args:
-            run: runs the coroutine of the client that is made to its end (in the engine's loop).
+            run: runs the coroutine that the given function makes, in the engine's loop.
 
         Raises:
-            SGLangError: it ended, or did not answer within the time limit.
+            SGLangError: the server ended, or did not answer within the time limit.
         """
         deadline = time.monotonic() + self._options.start_timeout_s
         while True:
             self.require_alive()
             with contextlib.suppress(ServerLostError, TimeoutError):
-                # a short limit: another program that has taken the port may never answer
+                # a short limit, because another program on this port may never answer
                 run(lambda: asyncio.wait_for(client.model_info(), PROBE_S))
                 return
             if time.monotonic() > deadline:
@@ -116,7 +116,8 @@ class ServerProcess:
             pause(PROBE_EVERY_S)
 
     def memory_mb(self) -> float:
-        """Pss of the server's processes, 10^6 bytes; processes that end meanwhile count as 0."""
+        """Returns the Pss of the server's processes, 10^6 bytes; processes that end meanwhile count
+        as 0."""
         total = 0
         with contextlib.suppress(psutil.Error):
             root = psutil.Process(self._process.pid)
@@ -126,22 +127,22 @@ class ServerProcess:
         return total / 1e6
 
     def require_alive(self) -> None:
-        """Raises SGLangError with the end of its log where the server has ended."""
+        """Raises SGLangError with the end of its log if the server has ended."""
         if (ended := self.ended()) is not None:
             raise SGLangError(f"the server {ended}", where=self.url)
 
     def ended(self) -> str | None:
-        """How it ended, with the end of its log; None: it has not."""
+        """Describes how the server ended, with the end of its log; None if it runs."""
         code = self._process.poll()
         if code is None:
             return None
-        # SGLang goes on for a while without its port, so that this is not among the last words
+        # SGLang runs for a while without its port, so the message may be far from the log's end
         why = f" ({TAKEN}: another process took its port)" if TAKEN in self._said().lower() else ""
         return f"ended with {code}{why}; its last words:\n{self.last_words()}"
 
     def lost_rank(self) -> str | None:
-        """Tells of a killed rank whose end SGLang's launcher has not noticed, with the server's
-        last words, or None."""
+        """Reports a killed rank whose end SGLang's launcher has not noticed, with the end of the
+        log; None if there is none."""
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self._process.pid).children():
                 if child.status() == psutil.STATUS_ZOMBIE and child.name().startswith(RANKS):
@@ -152,7 +153,7 @@ class ServerProcess:
         return None
 
     def last_words(self) -> str:
-        """The end of the server's log, which names its key, without it."""
+        """Returns the end of the server's log, with the server's key removed."""
         return self._said().replace(self.api_key, "<key>")[-LOG_TAIL_BYTES:]
 
     def _said(self) -> str:
@@ -161,18 +162,18 @@ class ServerProcess:
         return ""
 
     def kill(self) -> None:
-        """Ends the server's process group at once, and keeps its log."""
+        """Kills the server's process group at once, and keeps its log."""
         remove_shared_memory(self.process_group)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process_group, signal.SIGKILL)
 
     def close(self) -> None:
-        """Ends the server's process group and removes what it wrote. Closing twice is allowed."""
+        """Ends the server's process group and removes its files. Idempotent."""
         if self._process.stdin is not None and not self._process.stdin.closed:
-            self._process.stdin.close()  # the order to go, see serve.py
+            self._process.stdin.close()  # the request to exit, see serve.py
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(LEAVE_S)
-            self.kill()  # ranks that outlived their launcher
+            self.kill()  # kills ranks that outlived their launcher
             self._process.wait()
             leave_tail(f"server {self.url}", self._said().replace(self.api_key, "<key>"))
         shutil.rmtree(self._scratch, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Checks of a run's servers that can be made before one is started."""
+"""Checks the configuration of a run's servers before any is started."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from megatron_stare.rollout.engines.sglang.server_layout import CPU_WIDTHS, Serv
 from megatron_stare.rollout.engines.sglang.server_options import CPU_ATTENTION, ServerOptions
 from megatron_stare.rollout.engines.sglang.transport import on_loopback
 
-API_KEY_VARIABLE = "SGLANG_API_KEY"  # of servers that are attached to
-# how servers are started; sglang.dtype is what others compute in too
+API_KEY_VARIABLE = "SGLANG_API_KEY"  # key of servers that the run attaches to
+# settings for starting servers; not sglang.dtype, which also applies to attached servers
 LAUNCH_SETTINGS = (
     *(
         "host",
@@ -45,17 +45,17 @@ LAUNCH_SETTINGS = (
 
 
 def server_device(config: Config) -> str:
-    """Type of device that servers started here compute on: cpu or cuda."""
+    """Returns the device type of servers started here: cpu or cuda."""
     if config.sglang.device != "auto":
         return config.sglang.device
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check_lengths(config: Config, shape: ModelShape, *bounds: int | None) -> None:
-    """Raises ConfigError where prompt and response do not fit a server's context.
+    """Raises ConfigError if prompt and response do not fit a server's context.
 
     Args:
-        bounds: of the context, beside the model's; None: no bound.
+        bounds: further limits of the context, besides the model's; None: no limit.
     """
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     held = min(bound for bound in (shape.max_positions, *bounds) if bound is not None)
@@ -82,7 +82,7 @@ def check_lengths(config: Config, shape: ModelShape, *bounds: int | None) -> Non
 
 
 def check_attached(config: Config) -> None:
-    """Raises ConfigError where servers that are attached to cannot be synced as configured."""
+    """Raises ConfigError if servers that the run attaches to cannot be synced as configured."""
     elsewhere = [url for url in config.sglang.urls if not on_loopback(url)]
     if elsewhere and not os.environ.get(API_KEY_VARIABLE):
         raise ConfigError(
@@ -109,8 +109,8 @@ def check_attached(config: Config) -> None:
 
 
 def check_started(config: Config, shape: ModelShape, options: ServerOptions) -> None:
-    """Raises ConfigError for servers that could not start, or not hold this model as it is
-    compared."""
+    """Raises ConfigError for servers that could not start, or would store this model in a form that
+    cannot be compared."""
     _check_cuts(config, shape, options)
     _check_host(config.sglang)
     _check_nodes(config, options)
@@ -135,7 +135,7 @@ def check_started(config: Config, shape: ModelShape, options: ServerOptions) -> 
 
 
 def _by_name(flags: Sequence[str]) -> dict[str, str]:
-    """Values of arguments that are given as --name=value, or as --name and value."""
+    """Returns the values of arguments given as --name=value, or as --name and value."""
     found: dict[str, str] = {}
     name = ""
     for flag in flags:
@@ -166,14 +166,14 @@ def _check_cuts(config: Config, shape: ModelShape, options: ServerOptions) -> No
             where="moe.routing_replay",
             fix="set it to false, or use tensor and expert parallelism alone",
         )
-    attending = tensor // data  # ranks, to the same requests
+    attending = tensor // data  # ranks per group that attends to the same requests
     if shape.heads % attending:
         raise ConfigError(
             f"{shape.heads} attention heads cannot be cut over {attending} ranks of a server",
             where="sglang.tensor_parallel",
             fix="use a divisor",
         )
-    # a group of ranks holds experts whole, between them
+    # the ranks of an expert-parallel group together hold whole experts
     for width in (shape.feed_forward * expert, *shape.whole_widths):
         if width % tensor:
             raise ConfigError(
@@ -201,7 +201,7 @@ def _check_cuts(config: Config, shape: ModelShape, options: ServerOptions) -> No
 
 
 def _check_host(asked: SGLangConfig) -> None:
-    """Raises ConfigError for an address that servers could not listen on wherever they are."""
+    """Raises ConfigError for a listening address that some of the servers' nodes do not have."""
     if asked.host is None:
         return
     own = (
@@ -225,8 +225,8 @@ def _check_host(asked: SGLangConfig) -> None:
 
 
 def _check_nodes(config: Config, options: ServerOptions) -> None:
-    """Raises ConfigError for servers of several nodes whose ranks cannot be dealt to them, or not
-    be sent weights."""
+    """Raises ConfigError for multi-node servers whose ranks do not divide evenly over the nodes, or
+    cannot receive weights."""
     asked = config.sglang
     if options.tensor % options.nodes:
         raise ConfigError(
@@ -246,8 +246,8 @@ def _check_nodes(config: Config, options: ServerOptions) -> None:
 
 
 def check_sync(config: Config) -> None:
-    """Raises ConfigError for a way of weights from a trainer's ranks that does not lead to servers
-    on GPUs."""
+    """Raises ConfigError for a sync method that cannot move weights from the trainer's ranks to
+    servers on GPUs."""
     asked = config.sglang
     if asked.urls or server_device(config) == "cpu":
         return
@@ -270,7 +270,7 @@ def check_sync(config: Config) -> None:
 def _beyond_a_cpu(
     config: Config, shape: ModelShape, options: ServerOptions
 ) -> Iterator[tuple[str, str, str]]:
-    """The settings that a CPU server cannot have: each with what is wrong and what to do."""
+    """Yields the settings that a CPU server does not support: setting, problem and fix."""
     set_here, leave = config.sglang, "leave it out, or sglang.device=cuda"
     if options.attention_backend not in (None, CPU_ATTENTION):
         message = (

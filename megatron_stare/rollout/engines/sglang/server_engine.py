@@ -1,7 +1,7 @@
-"""A real SGLang server behind the engine interface: one engine for one server.
+"""Implements the engine interface on one SGLang server.
 
-Requests come from the pool through an engine worker; weights come as buckets of the trainer's
-stream. The server is started here, or attached to by URL.
+The pool sends requests through an engine worker; the trainer's stream provides buckets of weights.
+The server is started here or attached to by URL.
 """
 
 from __future__ import annotations
@@ -72,26 +72,26 @@ from megatron_stare.rollout.engines.state import (
 )
 
 T = TypeVar("T")
-# A server ends a response this many tokens short of its context, and says nothing but "length".
+# A server ends a response this many tokens before its context is full, with the reason "length".
 NEVER_FILLED = 2
 PROBE_S = 20.0
-IDLE_S = 30.0  # from when requests are ended until none is under way
-# weight of an expected length, in requests; most requests whose lengths are remembered
+IDLE_S = 30.0  # time from aborting requests until none is in flight
+# weight of the expected length, in observed requests; maximum number of remembered lengths
 EXPECTED, REMEMBERED = 64, 1024
-FORCING = 1e4  # a bias under which no other token is sampled
+FORCING = 1e4  # logit bias under which no other token is sampled
 
 
 class CacheRoom:
-    """Room for requests at a server: as many as its cache holds of the mean length, and `most` at
-    most. One that waits enters where another leaves.
+    """Limits the requests at a server to `most`, and to the number of average-length requests that
+    the server's cache can hold. A waiting request enters when another leaves.
 
-    A request that a server has no cache for waits in the server's queue, and its limit
-    (faults.requests.request_s) would pass meanwhile.
+    Without this limit, a request without cache space would wait in the server's queue, while its
+    time limit (faults.requests.request_s) runs.
 
     Args:
-        cache_tokens: that the server holds.
-        expected: tokens of a request, prompt and response; it counts as EXPECTED requests of those
-            that came.
+        cache_tokens: capacity of the server's cache.
+        expected: expected tokens of a request, prompt and response; weighted as EXPECTED observed
+            requests.
     """
 
     def __init__(self, cache_tokens: int, most: int, expected: float) -> None:
@@ -101,11 +101,11 @@ class CacheRoom:
 
     @property
     def size(self) -> int:
-        """Requests that may be at the server, at least one."""
+        """Limit of requests at the server, at least 1."""
         return max(min(self._most, int(self._cache_tokens * len(self._lengths) / self._sum)), 1)
 
     def came(self, tokens: int) -> None:
-        """Takes down the length of a request that was answered."""
+        """Records the length of an answered request."""
         if len(self._lengths) == REMEMBERED:
             self._sum -= self._lengths.popleft()
         self._lengths.append(tokens)
@@ -120,7 +120,7 @@ class CacheRoom:
         except asyncio.CancelledError:
             if turn.cancelled():
                 self._let_in()
-            else:  # it had its place already
+            else:  # it had already entered
                 self._leave()
             raise
 
@@ -132,39 +132,39 @@ class CacheRoom:
         self._let_in()
 
     def _let_in(self) -> None:
-        """Gives those that wait their places, first come, first served; lengths that came may have
-        made several."""
+        """Admits waiting requests, first come, first served. Several may enter at once, because new
+        lengths change the limit."""
         while self._waiting and (self._waiting[0].done() or self._inside < self.size):
-            if not (turn := self._waiting.popleft()).done():  # else it gave up
+            if not (turn := self._waiting.popleft()).done():  # otherwise it was cancelled
                 turn.set_result(None)
                 self._inside += 1
 
 
 class SGLangEngine(ServedEngine):
-    """One server.
+    """Engine of one server.
 
     Args:
-        client: of the server, which answers already.
-        sync: brings weights to it.
-        model_path: Hugging Face folder the server was started from; its config is read.
-        dtype: that the server computes in.
-        max_running: requests it is given at a time, where its cache holds so many; the rest wait
-            here.
-        loop: that runs the client; this engine closes it.
-        process: of a server that ends with this engine; None: it is someone else's.
-        flags: what the server must have been started with, and the settings that ask for it; see
-            check_flags.
-        target: by which the trainer's ranks send weights, still without its server; None: weights
-            come through this engine alone.
-        place: where the server runs, as far as it is known.
-        probe_s: in which the server must say that it is there.
-        request_tokens: prompt and response of a request, as long as none have come.
+        client: client of the server, which already answers.
+        sync: sends weights to it.
+        model_path: Hugging Face folder from which the server was started; its config is read.
+        dtype: compute dtype of the server.
+        max_running: limit of concurrent requests; the server's cache may lower it. Other requests
+            wait here.
+        loop: event loop of the client; the engine closes it.
+        process: process of a server that ends with this engine; None: the run did not start the
+            server.
+        flags: required flags of the server, and the settings that need them; see check_flags.
+        target: target to which the trainer's ranks send weights, without its server yet; None:
+            weights come only through this engine.
+        place: where the server runs, as far as known.
+        probe_s: time limit for an answer to a health check.
+        request_tokens: expected length of prompt and response, used until lengths are observed.
 
     Raises:
-        SGLangError: the server runs an unsupported release, or does not return stop tokens as it
-            must.
-        ConfigError: the server was not started with one of the flags, or is open to whoever can
-            reach it.
+        SGLangError: the server runs an unsupported release, or does not return stop tokens as
+            required.
+        ConfigError: the server was started without one of the flags, or accepts requests from other
+            machines without a key.
     """
 
     def __init__(
@@ -191,14 +191,15 @@ class SGLangEngine(ServedEngine):
         self._dtype, self._loop = DTYPES[dtype], loop
         self._max_running = max_running
         self._state, self._version = EngineState.DIRTY, -1
-        self._released: frozenset[str] = frozenset()  # of MEMORY
-        self._update: WeightUpdate | None = None  # the open one, or the last
-        # tensors that the last proof compared
+        self._released: frozenset[str] = frozenset()  # released parts of MEMORY
+        self._update: WeightUpdate | None = None  # the open update, or the last one
+        # shapes of the tensors in the last verified update
         self._proven: dict[str, torch.Size] = {}
         self._calls = 0
-        # servers behind one router see requests of all engines, and take no two of one name
+        # servers behind one router receive requests of all engines, so request ids need a unique
+        # prefix
         self._name = secrets.token_hex(4)
-        # tasks of the requests under way, and the id of each
+        # tasks of the requests in flight, with the request ids
         self._under_way: dict[asyncio.Task[GenerateResult | LostRequest], str] = {}
         self._watch = Watch(client, process, self._held, probe_s)
         info = self._at_first(client.server_info)
@@ -228,8 +229,8 @@ class SGLangEngine(ServedEngine):
         self._at_first(lambda: probe_stop(client, self._stop_token_ids))
 
     def _at_first(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of the coroutine that is made; a server that was started here is looked at
-        where it fails."""
+        """Runs a coroutine during construction. If it fails and the server was started here, checks
+        the server's process."""
         try:
             return self._waited(make)
         except SGLangError:
@@ -238,8 +239,7 @@ class SGLangEngine(ServedEngine):
             raise
 
     def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of the coroutine that is made. Raises ServerGoneError where the server is lost
-        meanwhile."""
+        """Runs a coroutine. Raises ServerGoneError if the server is lost meanwhile."""
         return self._waited(partial(self._watched, make))
 
     async def _watched(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -258,24 +258,24 @@ class SGLangEngine(ServedEngine):
             await asyncio.gather(call, return_exceptions=True)
 
     def _held(self) -> int | None:
-        """The version that the server must be holding now."""
+        """Returns the version that the server must hold now."""
         return self._version if publishes(self._state) else None
 
     def check(self) -> None:
-        """See Engine. Waits for the server's word."""
+        """See Engine. Waits for the server's answer."""
         self._waited(self._watch.require)
 
     def _waited(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Runs it, on a thread of its own where the caller's runs a loop already, as that of the
-        inline runner does."""
+        """Runs a coroutine on the engine's loop. Uses another thread if the caller's thread already
+        runs a loop, as under the inline runner."""
         if not _in_event_loop():
             return run_on(self._loop, make)
-        # left only when the thread has ended, so that the loop never runs twice at once
+        # this block waits for the thread to end, so that the loop never runs twice at once
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(run_on, self._loop, make).result()
 
     def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> None:
-        """See Engine. Sampling noise is keyed on the request only where the server honours seeds
+        """See Engine. Sampling noise is keyed on the request only if the server honours seeds
         (docs/sglang.md)."""
         self._require_ready("generate")
         check_params(params)
@@ -290,8 +290,8 @@ class SGLangEngine(ServedEngine):
     async def _answer(
         self, request: GenerateRequest, params: SamplingParams, rid: str
     ) -> GenerateResult | LostRequest:
-        """Waits until the server has room, then for the response, whose limit counts from here
-        on."""
+        """Waits until the server has room, then for the response. The response's time limit starts
+        after the first wait."""
         routed = self._shape if params.return_experts else None
         async with self._room:
             try:
@@ -306,13 +306,13 @@ class SGLangEngine(ServedEngine):
                     await self._watch.require()
                 except ServerGoneError as gone:
                     return LostRequest(request.rid, str(gone), error.late or gone.late, gone=True)
-                # the server may still be at work on it
+                # the server may still be generating the response
                 with contextlib.suppress(SGLangError, asyncio.TimeoutError):
                     await asyncio.wait_for(self._client.abort(rid), ABORT_S)
                 return LostRequest(request.rid, str(error), error.late)
             else:
                 self._room.came(result.prompt_tokens + result.completion_tokens)
-        # Requests that are aborted here are forgotten, so the server aborted this one.
+        # Requests aborted here never get this far, so the server aborted this one.
         if result.finish_reason == "abort":
             return LostRequest(
                 request.rid, f"{self._client.asked}: the server gave the response up"
@@ -320,14 +320,14 @@ class SGLangEngine(ServedEngine):
         return result
 
     def collect(self, wait_s: float) -> list[GenerateResult | LostRequest]:
-        """See Engine. Requests go out, and answers come in, only while this waits."""
+        """See Engine. Requests are sent and answers received only while this waits."""
         if not self._under_way:
             return []
         return self._waited(lambda: self._first(wait_s))
 
     async def _first(self, wait_s: float) -> list[GenerateResult | LostRequest]:
-        """Unblocked by the first answer or error, the server's loss, or after `wait_s`. An error
-        ends the other requests; of a server that is lost they are all lost."""
+        """Waits for the first answer, at most `wait_s`. An error cancels the other requests. If the
+        server is lost, all requests are lost."""
         try:
             done = await self._watch.first_of(list(self._under_way), wait_s)
         except ServerGoneError as gone:
@@ -339,7 +339,7 @@ class SGLangEngine(ServedEngine):
         try:
             return [task.result() for task in done]
         except BaseException:
-            # retrieve the errors: asyncio logs those that nobody asked for
+            # retrieve the errors, because asyncio logs unretrieved ones
             await asyncio.gather(*done, return_exceptions=True)
             await self._forget()
             raise
@@ -349,13 +349,13 @@ class SGLangEngine(ServedEngine):
             self._waited(self._forget)
 
     async def _forget(self) -> None:
-        """Ends what is under way, here and on the server, if it still answers."""
+        """Cancels all requests in flight, here and on the server, if it still answers."""
         # a server that hangs must not delay the caller
         told = asyncio.wait_for(self._client.abort(), ABORT_S)
         await asyncio.gather(self._cancel(), told, return_exceptions=True)
 
     async def _cancel(self) -> None:
-        """Ends what is under way here."""
+        """Cancels all requests in flight, only here."""
         tasks, self._under_way = self._under_way, {}
         for task in tasks:
             task.cancel()
@@ -379,7 +379,7 @@ class SGLangEngine(ServedEngine):
             raise EngineStateError(f"cannot {action}: the cache is released; resume its memory")
 
     def begin_weight_update(self, version: int, prove: bool = True) -> None:
-        # the server may have restarted since, and have left the trainer's group
+        # the server may have restarted, which removes it from the trainer's process group
         if self._held() is not None:
             self.check()
         self._state = advance(self._state, EngineState.UPDATING)
@@ -437,7 +437,7 @@ class SGLangEngine(ServedEngine):
         return self._update
 
     def _guarded(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Runs a part of a weight update. Where it fails the engine is DIRTY, and its server stays
+        """Runs a part of a weight update. On failure the engine becomes DIRTY, and its server stays
         paused."""
         try:
             return self._run(make)
@@ -454,8 +454,8 @@ class SGLangEngine(ServedEngine):
         self._run(lambda: self._release(parts))
 
     async def _release(self, parts: Collection[str]) -> None:
-        """A server with a request under way would die of it, so it is paused first and asked
-        whether it is idle."""
+        """Releases memory. First pauses the server and waits until it is idle, because it would
+        crash with a request in flight."""
         await self._client.pause("abort")
         await self._client.flush(IDLE_S)
         await self._client.release_memory(parts)
@@ -466,11 +466,11 @@ class SGLangEngine(ServedEngine):
         self._released = left
         if "weights" in parts:
             self._state = advance(self._state, EngineState.DIRTY)
-        if not left and publishes(self._state):  # else the end of a weight update does so
+        if not left and publishes(self._state):  # otherwise the end of a weight update resumes it
             self._run(self._client.resume)
 
     def memory_mb(self) -> float | None:
-        """Pss of a server started here, 10^6 bytes; None for another's."""
+        """Returns the Pss of a server started here, 10^6 bytes; None for other servers."""
         return self.process.memory_mb() if self.process is not None else None
 
     def model_info(self) -> ModelInfo:
@@ -497,10 +497,10 @@ class SGLangEngine(ServedEngine):
             self._loop.close()
 
     async def _leave(self) -> None:
-        """Ends what is under way on the server, and the connections to it."""
+        """Cancels requests in flight on the server, and closes the connections."""
         await self._watch.close()
         if self._watch.gone:
-            await self._cancel()  # there is nobody to tell
+            await self._cancel()  # the server is gone, so there is nothing to abort
         else:
             await self._forget()
             with contextlib.suppress(asyncio.TimeoutError):
@@ -517,15 +517,15 @@ def _in_event_loop() -> bool:
 
 
 async def probe_stop(client: SGLangClient, stop_token_ids: Sequence[int]) -> None:
-    """Proves that a server treats stop tokens as training needs them: forces each of them once, by
-    a bias on its logit, which needs no weights in particular. Waits for one short response each.
+    """Verifies that a server treats stop tokens as training needs. Forces each of them once, by a
+    bias on its logit, which works with any weights, and waits for one short response each.
 
-    A response must end with the token that stopped it, with its log-prob: it is sampled, so it is
-    trained on.
+    A response must end with its stop token and that token's log-prob, because the token is sampled
+    and therefore trained on.
 
     Raises:
-        SGLangError: a token does not stop, is not named as what stopped, or comes without its id or
-            log-prob.
+        SGLangError: a token does not end the response, is not named as the reason for the stop, or
+            comes without its id or log-prob.
     """
     for token in stop_token_ids:
         request = GenerateRequest(f"probe-{token}", (token,), prompt_cursor=0, sample_index=0)

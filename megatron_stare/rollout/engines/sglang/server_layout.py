@@ -1,7 +1,7 @@
-"""How the ranks of one SGLang server cut the model: which part of a Hugging Face tensor each of
-them holds. Pure.
+"""Describes how one SGLang server shards the model over its ranks: which part of a Hugging Face
+tensor each rank holds. Pure.
 
-As the layers of the supported releases are written: `layers/linear.py`,
+Follows the layers of the supported releases: `layers/linear.py`,
 `layers/vocab_parallel_embedding.py` and `layers/moe`.
 """
 
@@ -21,32 +21,32 @@ from megatron_stare.models.shape import ModelShape
 from megatron_stare.rollout.engines.sglang.protocol import SGLangError
 
 _HEAD = "output_layer.weight"  # Megatron's name; a tied model's head is its embedding
-VOCAB_MULTIPLE = 64  # SGLang pads embedding and head with rows of zeros up to a multiple
-CPU_WIDTHS = 32  # columns of a rank's feed-forward layers, on CPUs: SGLang pads them to a multiple
+VOCAB_MULTIPLE = 64  # SGLang pads embedding and head with zero rows to a multiple of this
+CPU_WIDTHS = 32  # on CPUs, SGLang pads a rank's feed-forward columns to a multiple of this
 
 
 @dataclass(frozen=True)
 class ServerLayout:
-    """Layout of one server: the device it computes on, and its tensor-parallel ranks, over which it
-    also cuts experts.
+    """Sharding of one server: its device, and its tensor-parallel ranks, over which experts are
+    sharded too.
 
-    Groups of ranks may attend to requests of their own (SGLang's attention DP): attention and the
-    embedding are then cut over the ranks of a group, alike in each.
+    With SGLang's attention DP, groups of ranks attend to separate requests. Attention and the
+    embedding are then sharded over the ranks of a group, in the same way in each group.
     """
 
     device: str = "cpu"
     tensor: int = 1
-    expert: int = 1  # groups of ranks that hold whole experts, a divisor of `tensor`
-    data: int = 1  # groups with requests of their own, likewise
-    head_by_group: bool = False  # the head is cut as the embedding is
+    expert: int = 1  # groups of ranks, each with its own whole experts; a divisor of `tensor`
+    data: int = 1  # groups of ranks with separate requests; a divisor of `tensor`
+    head_by_group: bool = False  # the head is sharded like the embedding
 
     @classmethod
     def of(cls, info: Mapping[str, Any], where: str) -> ServerLayout:
-        """Reads a layout from a server's /server_info. Raises SGLangError for ways of cutting that
-        are unknown here."""
+        """Reads a layout from a server's /server_info. Raises SGLangError for unsupported kinds of
+        parallelism."""
         data, copies = int(info.get("attn_dp_size") or 1), int(info.get("dp_size") or 1)
         if data == 1 and info.get("enable_dp_attention"):
-            data, copies = copies, 1  # 0.5.21 has one number for both
+            data, copies = copies, 1  # 0.5.21 reports one number for both
         for ranks, what in (
             (int(info.get("pp_size") or 1), "pipeline stages"),
             (int(info.get("attn_cp_size") or 1), "context-parallel ranks of attention"),
@@ -69,8 +69,8 @@ class ServerLayout:
         )
 
     def require_family(self, shape: ModelShape, where: str) -> None:
-        """Raises ConfigError for a model that SGLang does not serve so, without saying it: tokens
-        would be wrong."""
+        """Raises ConfigError for a model for which SGLang would ignore attention DP without an
+        error and sample wrong tokens."""
         if self.data > 1 and not family_of(shape).served_by_groups:
             can = ", ".join(
                 name for name, family in sorted(FAMILIES.items()) if family.served_by_groups
@@ -84,18 +84,18 @@ class ServerLayout:
 
     @property
     def group(self) -> int:
-        """Ranks that attend to the same requests."""
+        """Number of ranks that attend to the same requests."""
         return self.tensor // self.data
 
     def parts(self, name: str, tensor: Tensor, shape: ModelShape, rank: int) -> Sequence[Tensor]:
-        """Parts of a Hugging Face tensor that a rank holds, to be laid end to end; views where
-        possible.
+        """Returns the parts of a Hugging Face tensor that a rank holds, to be concatenated; views
+        if possible.
 
         Empty for an expert that another rank owns.
 
         Args:
-            name: of the tensor; one that the family does not know counts as replicated.
-            tensor: whole, its padding left out.
+            name: name of the tensor; names unknown to the family count as replicated.
+            tensor: full tensor without padding.
         """
         rule = _rule(name, shape)
         ranks = self.tensor
@@ -121,12 +121,13 @@ class ServerLayout:
         return [tensor]
 
     def cut_over(self, name: str, shape: ModelShape) -> int:
-        """How many ranks a tensor is cut over, counting those that are not cut as the others."""
+        """Returns the number of ranks over which a tensor is sharded. Replicated tensors count like
+        sharded ones."""
         rule = _rule(name, shape)
         return self.group if rule is not None and self._by_group(rule) else self.tensor
 
     def first_expert(self, shape: ModelShape, rank: int) -> int:
-        """The first of the experts that a rank holds; 0 without experts."""
+        """Returns the first expert that a rank holds; 0 without experts."""
         return rank // self._ranks_an_expert * (shape.experts // self.expert)
 
     @property
@@ -134,20 +135,20 @@ class ServerLayout:
         return self.tensor // self.expert
 
     def _by_group(self, rule: Rule) -> bool:
-        """Returns True if a tensor is cut over the ranks of a group, not over all."""
+        """Returns True if a tensor is sharded over the ranks of a group, not over all ranks."""
         if rule.megatron == _HEAD:
             return self.head_by_group
         return rule.layout == "vocab" or "self_attention" in rule.megatron
 
     @staticmethod
     def _rows(part: Tensor, kind: str, shape: ModelShape, rank: int, ranks: int) -> Tensor:
-        if kind == "kv" and shape.kv_heads < ranks:  # several ranks hold the same head
+        if kind == "kv" and shape.kv_heads < ranks:  # several ranks share a head
             rank, ranks = rank // (ranks // shape.kv_heads), shape.kv_heads
         return _share(part, 0, rank, ranks)
 
 
 def _vocab_rows(rows: int, ranks: int) -> int:
-    """Rows of the vocabulary that each rank holds."""
+    """Returns the number of vocabulary rows on each rank."""
     multiple = VOCAB_MULTIPLE
     if -(-rows // multiple) * multiple % ranks:
         multiple *= ranks
@@ -168,8 +169,9 @@ def _expert(name: str) -> int:
 
 
 def _split(rule: Rule, name: str, tensor: Tensor, shape: ModelShape) -> list[tuple[str, Tensor]]:
-    """A tensor's parts that are cut by themselves: a fused one's, or itself; keys and values apart
-    from the others."""
+    """Splits a tensor into parts that are sharded separately: the parts of a fused tensor, or the
+    tensor itself. Each part comes with its kind, because keys and values are sharded
+    differently."""
     kinds = ("q", "kv", "kv") if rule.layout == "qkv" else ("rows",) * len(rule.sources)
     if len(rule.hf) == len(kinds):
         return [(kinds[rule.hf.index(numbered(name)[1])], tensor)]

@@ -1,5 +1,5 @@
-"""How the servers of a run are started: SGLang's arguments and the environment of their
-processes."""
+"""Defines the options with which a run starts its servers: SGLang's arguments and the environment
+of the processes."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from megatron_stare.process.network import LOOPBACK
 from megatron_stare.rollout.engines.sglang.protocol import NO_VERSION
 from megatron_stare.rollout.engines.sglang.serve import NOT_KEPT
 
-CPU_ATTENTION = "torch_native"  # the one attention backend that needs no kernels
+CPU_ATTENTION = "torch_native"  # the only attention backend without a kernel package
 # Below the ephemeral port range, so that no other connection takes the port in the minutes while a
 # server starts.
 PORTS = range(20_000, 32_000)
-KEPT_BYTES = 2**30  # of memory that a CPU server has freed
+KEPT_BYTES = 2**30  # freed memory that a CPU server may keep for reuse
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How a server is started. What is None is left to SGLang.
+    """Options of a server. If an option is None, SGLang decides.
 
-    seeds: honour sampling seeds; see docs/sglang.md for what that promises.
+    seeds: honour sampling seeds; see docs/sglang.md for the guarantees.
     """
 
-    python: str  # of the environment SGLang is installed in
+    python: str  # Python of SGLang's environment
     model_path: str
     device: str  # cpu or cuda
     dtype: str
-    threads: int  # of the CPU, a rank
-    max_running: int  # responses decoded together
-    cache_tokens: int | None  # tokens the key/value cache holds
+    threads: int  # CPU threads per rank
+    max_running: int  # maximum number of responses decoded together
+    cache_tokens: int | None  # capacity of the key/value cache
     seeds: bool
     start_timeout_s: float
-    host: str = LOOPBACK  # that the server listens on
-    address: str = LOOPBACK  # at which it is reached
+    host: str = LOOPBACK  # address on which the server listens
+    address: str = LOOPBACK  # address at which clients reach it
     tensor: int = 1
     expert: int = 1
-    data: int = 1  # groups of ranks that attend to requests of their own
-    nodes: int = 1  # that the ranks lie on
-    node: int = 0  # of them, the one that is started
+    data: int = 1  # groups of ranks with separate requests in attention
+    nodes: int = 1  # number of nodes of the ranks
+    node: int = 0  # index of the node whose process is started
     memory_fraction: float | None = None
     context_length: int | None = None
     attention_backend: str | None = None
     graph_batch_sizes: tuple[int, ...] = ()
-    memory_saver: bool = False  # the server can give its memory back
-    names_experts: bool = False  # it can say which experts a token went to
+    memory_saver: bool = False  # the server can release its memory
+    names_experts: bool = False  # the server can return the experts of each token
     flags: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    # ports for its HTTP and for its ranks' rendezvous; two at least. None: see PORTS
+    # ports for HTTP and for the rendezvous of ranks, at least two; None: see PORTS
     ports: Sequence[int] | None = None
 
     @property
@@ -61,11 +61,11 @@ class ServerOptions:
     def arguments(
         self, port: int, ranks_port: int | None = None, meeting: str | None = None
     ) -> list[str]:
-        """Arguments for sglang.launch_server.
+        """Returns the arguments for sglang.launch_server.
 
         Args:
-            ranks_port: where the server's ranks meet on its one node; None: SGLang's choice.
-            meeting: host:port on the first of its nodes where they meet instead.
+            ranks_port: rendezvous port of a single-node server's ranks; None: SGLang's choice.
+            meeting: rendezvous host:port of a multi-node server, on its first node.
         """
         meet = () if ranks_port is None else ("--nccl-port", str(ranks_port))
         if meeting is not None:
@@ -73,7 +73,7 @@ class ServerOptions:
         return [*self.own_arguments(port), *meet, *self.flags]
 
     def own_arguments(self, port: int) -> tuple[str, ...]:
-        """Arguments that are set here, without the user's flags."""
+        """Returns the arguments that this project sets, without the user's flags."""
         on_cpu = self.device == "cpu"
         given: dict[str, object] = {
             "model-path": str(Path(self.model_path).resolve()),
@@ -93,8 +93,8 @@ class ServerOptions:
             "max-total-tokens": self.cache_tokens,
             "max-running-requests": self.max_running,
             "weight-version": NO_VERSION,
-            "log-level-http": "warning",  # not a line a request
-            # weights come from the weight sync alone, so that a missing one cannot go unseen
+            "log-level-http": "warning",  # no log line per request
+            # only the weight sync provides weights, so that a missing one is noticed
             "load-format": "dummy",
         }
         words = [
@@ -105,14 +105,15 @@ class ServerOptions:
         ]
         if self.graph_batch_sizes:
             words += ["--cuda-graph-bs-decode", *map(str, self.graph_batch_sizes)]
-        # shared experts keep names of their own; on a GPU they would be stacked behind the others
+        # keeps separate names for shared experts, which a GPU server would otherwise stack after
+        # the others
         words += [
             "--skip-tokenizer-init",
             "--skip-server-warmup",
             "--disable-shared-experts-fusion",
         ]
         switches = {
-            "--sleep-on-idle": on_cpu,  # else an idle server spins on a core
+            "--sleep-on-idle": on_cpu,  # otherwise an idle server keeps a core busy
             "--enable-dp-attention": self.data > 1,  # the spelling that all supported releases take
             "--enable-deterministic-inference": self.seeds,
             "--enable-memory-saver": self.memory_saver and not on_cpu,
@@ -121,24 +122,25 @@ class ServerOptions:
         return (*words, *(flag for flag, on in switches.items() if on))
 
     def process_environment(self) -> dict[str, str]:
-        """The starter's, but for what is its own; a run's settings have the last word."""
+        """Returns the starting process's environment without its private variables, plus the
+        server's; a run's settings take precedence."""
         kept = {name: value for name, value in os.environ.items() if name not in NOT_KEPT}
         kept |= {
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": str(self.threads),
             "MKL_NUM_THREADS": str(self.threads),
             "TOKENIZERS_PARALLELISM": "false",
-            # a bucket of weights is new memory: in pages of 4 KB that costs half its time
+            # with pages of 4 KB, allocating a bucket takes half of its transfer time
             "THP_MEM_ALLOC_ENABLE": "1",
         }
         if self.device == "cpu":
-            # A bucket's memory is kept for the next one: freeing it means to map and clear it
+            # Keep a bucket's memory for the next one, which would otherwise be mapped and cleared
             # again.
             kept |= dict.fromkeys(
                 ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(KEPT_BYTES)
             )
         if self.device == "cpu" and self.tensor > 1:
-            # without it SGLang wants a NUMA node a rank; ranks may share a core
+            # otherwise SGLang requires one NUMA node per rank; ranks may share a core
             cores, first = sorted(os.sched_getaffinity(0)), self.node * self.node_ranks
             ranks = range(first, first + self.node_ranks)
             kept["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(

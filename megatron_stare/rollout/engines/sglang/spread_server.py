@@ -1,8 +1,8 @@
-"""A server whose ranks lie on several nodes: one process a node, of which the first answers for
-all.
+"""Runs a server whose ranks are on several nodes: one process per node, of which the first answers
+all requests.
 
-The first node's worker holds the server and watches the others' parts: ranks that wait for one that
-is gone wait on GPUs for ever, and nothing in the answers says which node it was.
+The first node's worker holds the server and monitors the parts on other nodes. If a part dies, the
+other ranks would wait on their GPUs forever, and no answer would name the failed node.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from megatron_stare.rollout.engines.sglang.server import ServerProcess
 from megatron_stare.rollout.engines.sglang.server_options import PORTS, ServerOptions
 
 WATCH_EVERY_S = 2.0
-ANSWER_S = 30.0  # that a part's worker is given to answer
-SILENT = 3  # times that it may not, in a row
+ANSWER_S = 30.0  # time limit for an answer of a part's worker
+SILENT = 3  # consecutive failures to answer after which the part counts as lost
 
 
 class SpreadServer(ServerProcess):
-    """The first node's process, and the parts of the others. Ends as a whole, whichever part ends.
+    """The first node's process, and the parts on other nodes. If any part ends, all of it ends.
 
     Args:
-        options: of the first node's.
+        options: options of the first node's process.
 
     Raises:
-        UserError: a part cannot be started; nothing is left behind.
+        UserError: a part cannot be started; nothing is left running.
     """
 
     def __init__(self, options: ServerOptions, site: Site) -> None:
@@ -36,7 +36,8 @@ class SpreadServer(ServerProcess):
         own = PORTS if options.ports is None else options.ports[1::2]
         meeting = f"{site.address}:{free_port(site.address, own)}"
         super().__init__(options, meeting)
-        self._parts, self._site, self._fallen = site.parts, site, ""  # how it ended
+        # `_fallen` describes how it ended
+        self._parts, self._site, self._fallen = site.parts, site, ""
         self._closing = threading.Event()
         try:
             site.parts.call("start", meeting)
@@ -46,14 +47,15 @@ class SpreadServer(ServerProcess):
         threading.Thread(target=self._watch, daemon=True).start()
 
     def ended(self) -> str | None:
-        """See ServerProcess; of every node on which it had ended when that was seen first."""
-        with contextlib.suppress(UserError):  # of a worker that does not answer: the watch decides
+        """See ServerProcess. Covers every node on which the server had ended when the first end was
+        noticed."""
+        with contextlib.suppress(UserError):  # a worker does not answer: `_watch` decides
             self._look()
         return self._fallen or None
 
     def _watch(self) -> None:
-        """Ends the first node's process with any of the others', so that nobody waits for an
-        answer."""
+        """Kills the first node's process if a part on another node ends, so that nobody waits for
+        an answer."""
         silent = 0
         while not (self._closing.wait(WATCH_EVERY_S) or self._fallen):
             try:
@@ -65,7 +67,7 @@ class SpreadServer(ServerProcess):
                     self._fall(
                         f"lost the worker of its part on {' or '.join(self._site.others)}: {error}"
                     )
-        # a reaped process's number may be another process's by now
+        # after reaping, another process may have this process's number
         if self._fallen and self._process.returncode is None:
             self.kill()
 
@@ -82,27 +84,28 @@ class SpreadServer(ServerProcess):
             self._fall("\nand ".join(nodes))
 
     def _fall(self, how: str) -> None:
-        """The first that is seen is the reason: what else ends, ends of it."""
+        """Records how the server ended. Only the first report counts, because later ends are its
+        consequences."""
         if not self._closing.is_set():
             self._fallen = self._fallen or how
 
     def memory_mb(self) -> float:
-        """See ServerProcess; of all nodes."""
+        """See ServerProcess; sum over all nodes."""
         return super().memory_mb() + sum(self._parts.call("memory_mb"))
 
     def close(self) -> None:
         self._closing.set()
         super().close()
-        # fails where workers are gone, whose processes ended with them
+        # fails if workers are gone; their processes ended with them
         with contextlib.suppress(Exception):
             self._parts.wait(self._parts.start("stop"), timeout_s=ANSWER_S)
 
 
 class ServerPart(ReplicaPart):
-    """The process of one of the other nodes; nobody is answered by it.
+    """The server's process on one of the other nodes; it answers no requests.
 
     Args:
-        options: of its process.
+        options: options of the process.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -114,8 +117,8 @@ class ServerPart(ReplicaPart):
         self._process = ServerProcess(self._options, meeting)
 
     def ended(self) -> str | None:
-        """See ReplicaPart. SGLang's launcher does not look after ranks that are killed on any node
-        but the first."""
+        """See ReplicaPart. Except on the first node, SGLang's launcher does not notice killed
+        ranks."""
         if self._process is None:
             return None
         return self._process.ended() or self._process.lost_rank()

@@ -1,16 +1,16 @@
-"""The ways of weights into SGLang servers, bucket by bucket: one interface, for tensor_sync.py,
-disk_sync.py and broadcast.py.
+"""Defines how weights reach SGLang servers, bucket by bucket: the common interface of
+tensor_sync.py, disk_sync.py and broadcast.py.
 
-It has two ends, which may be two processes: senders have the tensors, and each server has one who
-watches over it.
+An update has two sides, often in different processes. Senders hold the tensors. Each server has an
+engine that manages it.
 
     servers `open` -> every sender in turn: `meet`, `send` bucket by bucket, `left` -> servers
     `load`
 
-A sender goes through a Sending, one an update, whose Sent is told the servers' end.
+A sender uses one Sending per update. The Sent of that Sending is passed to the servers' side.
 
-None of them publishes a version; the engine does, after it has compared what the servers hold. A
-failure anywhere is an SGLangError, and leaves servers with a mixture of old and new weights.
+No method publishes a version. The engine does so, after comparing the weights that the servers
+hold. Any failure is an SGLangError and leaves servers with a mixture of old and new weights.
 """
 
 from __future__ import annotations
@@ -31,60 +31,74 @@ from megatron_stare.rollout.engines.sglang.fingerprint import Fingerprint, Stack
 from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# whole tensors of one dtype by Hugging Face name, views of one flat tensor
+# full tensors of one dtype with their Hugging Face names, views of one flat tensor
 Bucket = Sequence[tuple[str, Tensor]]
 
 
 class WeightSync(ABC):
-    """One update after the other; `open` and `meet` also clean up after one that failed.
+    """Transfers weights, one update at a time. `open` and `meet` also clean up after a failed
+    update.
 
     Args:
-        clients: of the servers that this end speaks to: a sender's are all of them.
+        clients: clients of this side's servers; a sender has those of all servers.
     """
 
     def __init__(self, clients: Sequence[SGLangClient]) -> None:
         self._clients = list(clients)
 
     async def open(self) -> None:
-        """The servers' end: they may be sent weights when this returns."""
+        """Servers' side: prepares the servers to receive weights."""
         await open_sessions(self._clients)
 
     @abstractmethod
     async def meet(self, layouts: Sequence[ServerLayout]) -> None:
-        """A sender's end: it may send when this returns. Args: layouts: of the servers, in the
-        order of the clients."""
+        """Sender's side: prepares for sending.
+
+        Args:
+            layouts: layouts of the servers, in the order of the clients.
+        """
 
     @abstractmethod
     async def send(self, bucket: Bucket, handles: Sequence[str] = ()) -> None:
-        """Returns when every server has taken the bucket, whose memory may be used again.
+        """Sends a bucket. Returns when every server has received it, so that its memory may be
+        reused.
 
         Args:
-            handles: of the bucket's memory, for each rank of the one server, which opens them in
-                its place.
+            handles: handles of the bucket's memory, one for each rank of the only server, which
+                opens them instead of receiving bytes.
         """
 
     def left(self) -> str | None:
-        """Path of what was sent, for the servers to fetch; None: they have it."""
+        """Returns the path from which the servers fetch the weights; None if they already have
+        them."""
         return None
 
     async def load(self, folder: str | None) -> None:
-        """The servers' end: they compute with what was sent when this returns. Args: folder: that
-        senders named."""
+        """Servers' side: makes the servers compute with the sent weights.
+
+        Args:
+            folder: path that the senders returned.
+        """
         await everywhere(*(client.end_weight_update() for client in self._clients))
 
-    def forget(self) -> None:  # noqa: B027 - most leave nothing
-        """Removes what was left for the servers."""
+    def forget(self) -> None:  # noqa: B027 - most methods leave nothing
+        """Removes files left for the servers."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Lets go of what the method holds between updates."""
+        """Releases what is held between updates."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """An account of what senders sent: shapes by name; by layout of a server the hashes of what
-    each of its ranks holds of it, where values are to be proven; the folder it lies in, if it lies
-    in one; and the URL of the one server that it was sent to, None: all were sent it."""
+    """Record of what senders sent.
+
+    sizes: shapes by name.
+    hashed: if values are verified, hashes of what each rank of a server must hold, by layout of the
+        server.
+    folder: folder with the weights, if they were written to one.
+    to: URL of the only server that received these weights; None: all servers received them.
+    """
 
     sizes: Mapping[str, torch.Size] = field(default_factory=dict)
     hashed: Mapping[ServerLayout, Sequence[Mapping[str, str | Stack]]] = field(default_factory=dict)
@@ -93,11 +107,11 @@ class Sent:
 
     @classmethod
     def arrived(cls, senders: Sequence[Sent], url: str) -> Sent:
-        """Joins what was sent to the server at this URL.
+        """Merges the records of what was sent to the server at this URL.
 
         Raises:
-            WeightUpdateError: another server was sent other values, so copies of the model differ
-                in the trainer.
+            WeightUpdateError: another server received other values, so the trainer's copies of the
+                model differ.
         """
         mine = cls.by_all([one for one in senders if one.to in (None, url)])
         for other in senders:
@@ -125,8 +139,8 @@ class Sent:
 
     @classmethod
     def by_all(cls, senders: Sequence[Sent]) -> Sent:
-        """Joins those of several senders. Raises WeightUpdateError for a tensor that two of them
-        sent."""
+        """Merges the records of several senders. Raises WeightUpdateError if two of them sent the
+        same tensor."""
         sizes: dict[str, torch.Size] = {}
         hashed: dict[ServerLayout, list[dict[str, str | Stack]]] = {}
         for one in senders:
@@ -149,13 +163,13 @@ class Sent:
 
 
 class Sending:
-    """A sender's end of one update: sends some of the model's tensors, and hashes them meanwhile
-    where they lie.
+    """One sender's side of one update: sends some of the model's tensors, and meanwhile hashes them
+    on their device.
 
     Args:
-        layouts: of the servers, in the order of the sync's clients.
-        dtype: that the servers compute in.
-        prove: hash what is sent.
+        layouts: layouts of the servers, in the order of the sync's clients.
+        dtype: compute dtype of the servers.
+        prove: True: hash the weights.
     """
 
     def __init__(
@@ -181,7 +195,7 @@ class Sending:
         """Sends a bucket.
 
         Args:
-            hashed: its hash, where that was begun before.
+            hashed: the future of its hash, if hashing has begun already.
             handles: see WeightSync.send.
 
         Raises:
@@ -191,20 +205,20 @@ class Sending:
             if name in self._sizes:
                 raise _twice(name)
             self._sizes[name] = tensor.shape
-        # in a thread while the servers take the bucket
+        # in a thread while the servers receive the bucket
         hashing = (
             asyncio.to_thread(self.hash, bucket) if hashed is None else asyncio.wrap_future(hashed)
         )
         await everywhere(self._sync.send(bucket, handles), hashing)
 
     def hash(self, bucket: Bucket) -> None:
-        """Hashes a bucket where values are to be proven. Every bucket once, one after the other."""
+        """Hashes a bucket if values are verified. Call once per bucket, sequentially."""
         for name, tensor in bucket:
             for fingerprint in self._fingerprints.values():
                 fingerprint.add(name, tensor)
 
     def sent(self) -> Sent:
-        """Accounts for all buckets."""
+        """Returns the record of all buckets."""
         hashed = {
             layout: fingerprint.hashes() for layout, fingerprint in self._fingerprints.items()
         }
@@ -212,20 +226,20 @@ class Sending:
 
 
 def meeting_device(layouts: Sequence[ServerLayout]) -> torch.device:
-    """The device on which buckets are handed over: this process's GPU where it has one and all
-    servers run on GPUs, else here."""
+    """Returns the device from which buckets are transferred: this process's GPU if it has one and
+    all servers run on GPUs, else the CPU."""
     on_gpus = torch.cuda.is_available() and all(layout.device == "cuda" for layout in layouts)
     return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 
 
 async def open_sessions(clients: Sequence[SGLangClient]) -> None:
-    """Opens a weight-update session on every server; one that a failed update left open is ended
-    first."""
+    """Opens a weight-update session on every server. First closes a session that a failed update
+    left open."""
 
     async def open_one(client: SGLangClient) -> None:
         try:
             await client.begin_weight_update()
-        except Exception:  # whatever it was: if it lasts, the second attempt says so
+        except Exception:  # a lasting error recurs in the second attempt
             await client.end_weight_update()
             await client.begin_weight_update()
 

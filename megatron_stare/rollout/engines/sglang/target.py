@@ -1,7 +1,6 @@
-"""The way from the trainer's ranks to a run's SGLang servers: described where the servers are
-known, used in the ranks that send. Bytes go from a rank to the servers; the driver hands on this
-description, and what is to be compared.
-"""
+"""Describes the path from the trainer's ranks to a run's SGLang servers. The description is made
+where the servers are known and used by the ranks that send. Weights go directly from a rank to the
+servers; the driver passes on only this description and the checksums."""
 
 from __future__ import annotations
 
@@ -37,27 +36,27 @@ from megatron_stare.weights.sync.target import Sender, SyncTarget
 
 @dataclass(frozen=True)
 class TargetServer:
-    """How one server is reached, and what it holds."""
+    """Address of one server, and the form of its weights."""
 
     url: str
     api_key: str | None = field(repr=False)
     layout: ServerLayout
     place: Place
     shape: ModelShape
-    dtype: torch.dtype  # that the server computes in
+    dtype: torch.dtype  # compute dtype of the server
 
 
 @dataclass(frozen=True)
 class ServersTarget(SyncTarget):
     """Some or all of a run's servers; see SyncTarget.
 
-    method: a name of `sglang.sync`.
-    timeout_s: of a call of a server.
-    model_path: folder whose config servers find beside weights on a disk.
-    sync_folder: of `disk`, where a folder is made; None: the system's for temporary files.
+    method: a value of `sglang.sync`.
+    timeout_s: limit of a call of a server.
+    model_path: folder whose config is copied beside weights on disk.
+    sync_folder: parent of the folder of `disk`; None: the system's temporary folder.
     colocated: the servers are on the devices of the trainer's ranks.
-    servers: in the order of the replicas.
-    folder: where all senders of `disk` write; None: until targets are joined.
+    servers: in replica order.
+    folder: folder to which all senders of `disk` write; None before targets are joined.
     """
 
     method: str
@@ -70,15 +69,15 @@ class ServersTarget(SyncTarget):
 
     @property
     def one_sender_at_a_time(self) -> bool:
-        """A server takes one update after the other, and receives and loads in one thread. Two
-        senders at once would wait for each other where two servers took their broadcasts in
-        different order."""
+        """True unless weights go by disk or shared devices. A server handles one update at a time,
+        and receives and loads in one thread. Two senders at once would deadlock if two servers
+        received their broadcasts in different orders."""
         return self.method != "disk" and not self.shares_devices
 
     @property
     def shares_devices(self) -> bool:
-        """See SyncTarget. A CPU server that is attached to, or on several nodes, is sent the bytes
-        themselves."""
+        """See SyncTarget. False for CPU servers that the run attaches to or that span several
+        nodes; these receive the bytes themselves."""
         here = all(
             s.layout.device == "cuda" or (s.place.host and not s.place.others) for s in self.servers
         )
@@ -90,8 +89,9 @@ class ServersTarget(SyncTarget):
 
     @property
     def owners_send(self) -> bool:
-        """Servers keep a layer's experts in one parameter. Of its hash on a GPU several senders can
-        compute a part each; SHA-256, that of CPU servers, needs all of its bytes in one place."""
+        """True if each rank sends the experts that it holds. Servers keep a layer's experts in one
+        parameter. On a GPU several senders can each hash a part of it. SHA-256, the hash of CPU
+        servers, needs all its bytes in one place."""
         return not self.shares_devices and all(
             server.layout.device == "cuda" for server in self.servers
         )
@@ -111,7 +111,7 @@ class ServersTarget(SyncTarget):
         return replace(self, servers=(self.servers[engine],)).sender(rank)
 
     def joined(self, targets: Sequence[ServersTarget]) -> ServersTarget:
-        """See SyncTarget. Draws the folder that all senders of `disk` write to."""
+        """See SyncTarget. Chooses the folder to which all senders of `disk` write."""
         servers = tuple(server for target in targets for server in target.servers)
         return replace(self, servers=servers, folder=drawn_folder(self.sync_folder))
 
@@ -120,8 +120,8 @@ class ServersTarget(SyncTarget):
 
 
 class ServersSender(Sender):
-    """A trainer rank's end of the target; see Sender. Its calls to the servers run on a thread of
-    its own, so that the rank gathers the next bucket while this one is taken."""
+    """A trainer rank's side of the target; see Sender. Its calls to the servers run on a separate
+    thread, so that the rank can gather the next bucket meanwhile."""
 
     def __init__(self, target: ServersTarget, rank: int) -> None:
         self._target = target
@@ -139,7 +139,8 @@ class ServersSender(Sender):
             places=[server.place for server in target.servers],
         )
         self._sending: Sending | None = None
-        self._first: tuple[Bucket, Future[None]] | None = None  # and its hash
+        # first bucket and the future of its hash
+        self._first: tuple[Bucket, Future[None]] | None = None
         self._under_way: Future[None] | None = None
 
     def expect(self, prove: bool, first: Bucket | None) -> None:
@@ -211,11 +212,12 @@ def make_sync(
     sender: int = 0,
     places: Sequence[Place] | None = None,
 ) -> WeightSync:
-    """Makes one end of a method that `sglang.sync` names.
+    """Makes one side of a method that `sglang.sync` names.
 
     Args:
         folder, sender: see DiskSync.
-        places: of the servers, in the order of the clients; see TensorSync and BroadcastSync.
+        places: places of the servers, in the order of the clients; see TensorSync and
+            BroadcastSync.
     """
     made: dict[str, Callable[[], WeightSync]] = {
         "tensor": lambda: TensorSync(clients, places),

@@ -1,4 +1,4 @@
-"""Buckets of weights in the body of a request."""
+"""Transfers buckets of weights in the body of a request."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from megatron_stare.weights.sync.device_rooms import open_shared, shared_name
 
 
 class TensorSync(WeightSync):
-    """Pickled tensors in the body of a request: of tensors on a GPU that the servers share, handles
-    of CUDA's inter-process memory; else their bytes, for correctness: base64 and JSON move about
-    0.05 GB/s on a core.
+    """Sends pickled tensors in the body of a request. Tensors on a GPU that the servers share are
+    sent as CUDA IPC handles. Other tensors are sent as bytes, which is meant for tests of
+    correctness: base64 and JSON move about 0.05 GB/s on a core.
 
     Args:
-        places: of the servers, in the order of the clients; None: not known, and then no handle is
+        places: places of the servers, in the order of the clients; None: unknown, so no handle is
             sent.
     """
 
@@ -64,9 +64,9 @@ class TensorSync(WeightSync):
         )
 
     def _packed(self, bucket: Bucket) -> list[str]:
-        """Handles for each rank of all servers, which unpickles its own; one process alone may open
-        a handle."""
-        # the memory is held until all servers have copied it
+        """Returns a handle for each rank of all servers. Each rank unpickles its own, because only
+        one process may open a handle."""
+        # kept alive until all servers have copied the memory
         lying = [(name, tensor.detach().to(self._where)) for name, tensor in bucket]
         ranks = sum(layout.tensor for layout in self._layouts)
         return (
@@ -76,13 +76,13 @@ class TensorSync(WeightSync):
         )
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing, because nothing is held."""
 
 
 def packed(bucket: Bucket) -> str:
-    """A bucket as the servers unpickle it, in base64: a list of (name, tensor); those on a GPU and
-    those in shared memory (DeviceRooms) as handles, valid while the tensors live, other CPU tensors
-    with bytes of their own."""
+    """Pickles a bucket for the servers, in base64: a list of (name, tensor). Tensors on a GPU or in
+    shared memory (DeviceRooms) become handles, which are valid while the tensors live. Other CPU
+    tensors include their bytes."""
     buffer = io.BytesIO()
     pickler: Any
     first = bucket[0][1]
@@ -94,15 +94,15 @@ def packed(bucket: Bucket) -> str:
         tensors = [(name, tensor.detach()) for name, tensor in bucket]
     else:
         pickler = _BytesPickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-        # clones: pickling a view would carry its whole bucket
+        # clone, because pickling a view would include its whole bucket
         tensors = [(name, tensor.detach().clone()) for name, tensor in bucket]
     pickler.dump(tensors)
     return base64.b64encode(buffer.getbuffer()).decode("ascii")
 
 
-class _BytesPickler(pickle._Pickler):  # the one that is in C looks names up by itself
-    """Names torch's own reader of a storage's bytes. megatron-core 0.19 puts one of its own into
-    its place, which servers do not have, and refuse."""
+class _BytesPickler(pickle._Pickler):  # the C version does its own name lookup
+    """Pickles a storage's bytes with a reference to torch's own reader. megatron-core 0.19 replaces
+    that reader with one that servers do not have and refuse."""
 
     dispatch: ClassVar[dict[type, Any]] = dict(pickle._Pickler.dispatch)
 
@@ -116,8 +116,8 @@ class _BytesPickler(pickle._Pickler):  # the one that is in C looks names up by 
 
 
 class _HandlePickler(ForkingPickler):
-    """Shares CUDA tensors by handle. Devices are named by their UUID, as SGLang reads them: numbers
-    differ between processes that see different GPUs."""
+    """Shares CUDA tensors by handle. Identifies devices by UUID, as SGLang does, because device
+    numbers differ between processes that see different GPUs."""
 
     def reducer_override(self, thing: Any) -> Any:
         if not (isinstance(thing, Tensor) and thing.is_cuda):
@@ -128,14 +128,14 @@ class _HandlePickler(ForkingPickler):
 
 
 class _SharedPickler(ForkingPickler):
-    """Shares the memory of CPU tensors by the name of its file, which only servers of this
-    project's open."""
+    """Shares the memory of CPU tensors by the name of its file, which only servers of this project
+    can open."""
 
     def reducer_override(self, thing: Any) -> Any:
         if isinstance(thing, torch.UntypedStorage) and (name := shared_name(thing)) is not None:
             return open_shared, (name, thing.nbytes())
         if isinstance(thing, Tensor):
-            # not by torch's own way, which would move the memory elsewhere
+            # avoids torch's own reduction, which would move the memory
             part = thing.storage_offset(), thing.size(), thing.stride(), False
             return reductions.rebuild_tensor, (
                 Tensor,
@@ -149,4 +149,4 @@ class _SharedPickler(ForkingPickler):
         return NotImplemented
 
 
-_DEVICE = 6  # among the arguments of torch's rebuild_cuda_tensor
+_DEVICE = 6  # index of the device in the arguments of torch's rebuild_cuda_tensor

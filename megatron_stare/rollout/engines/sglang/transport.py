@@ -1,4 +1,4 @@
-"""HTTP to one SGLang server, by aiohttp."""
+"""HTTP transport to one SGLang server, using aiohttp."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-# Idle connections are not used for longer than this, seconds: a server closes them after five, and
-# a request that meets the closing is lost.
+# Lifetime of idle connections, seconds. A server closes them after five, and a request sent at that
+# moment is lost.
 KEPT_S = 2.0
 
 
@@ -17,27 +17,27 @@ LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 
 
 def on_loopback(url: str) -> bool:
-    """Returns True if only this machine's programs can reach a URL."""
+    """Returns True if a URL can be reached only from this machine."""
     return urlsplit(url).hostname in LOOPBACK_NAMES
 
 
 class TransportError(OSError):
-    """The connection broke, or what came over it is not HTTP."""
+    """The connection broke, or the answer is not HTTP."""
 
 
 class Transport(Protocol):
-    """Takes requests to one server."""
+    """Sends requests to one server."""
 
     async def request(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None
     ) -> tuple[int, bytes]:
-        """Status and content of the answer. Raises OSError where there is none."""
+        """Returns status and content of the answer. Raises OSError if there is none."""
 
     async def close(self) -> None: ...
 
 
 class HttpTransport:
-    """HTTP client with as many connections as requests are under way, kept for the next ones.
+    """HTTP client with one connection per request in flight; idle connections are reused.
 
     Belongs to the event loop that first uses it.
 
@@ -52,12 +52,12 @@ class HttpTransport:
     async def request(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None
     ) -> tuple[int, bytes]:
-        """See Transport. Cancelled, it closes its connection: the answer must not be taken for
-        another's."""
+        """See Transport. Cancelling closes the connection, so that a late answer is not read as the
+        answer to another request."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),  # the caller's
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),  # callers set limits
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
         try:

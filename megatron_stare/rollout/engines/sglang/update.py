@@ -1,8 +1,8 @@
-"""One weight update of servers: pause, take what is sent, compare names and checksums, publish the
-version, resume.
+"""Runs one weight update of servers: pause, receive weights, compare names and checksums, publish
+the version, resume.
 
-Weights are changed in place, so there is no way back: whoever sees an error must count every server
-as holding a mixture, and leave them paused until another update has gone through to its end.
+Weights are changed in place, so an update cannot be undone. After an error, the caller must assume
+that every server holds a mixture, and leave the servers paused until another update succeeds.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ from megatron_stare.weights.sync.stream import tensor_checksum
 
 
 class WeightUpdate:
-    """An update of servers to one version; each method waits for every server, and for nothing
-    else.
+    """Update of servers to one version. Each method waits for every server, and for nothing else.
 
-    Ranks send between `begin` and `end_sent`, or this process does, by `send`, where it has the
-    whole model's tensors.
+    Between `begin` and `end_sent`, ranks send the weights. Alternatively this process calls `send`,
+    if it has all tensors of the model.
 
     Args:
-        shape: of the model.
-        dtype: that the servers compute in.
-        mode: what becomes of responses under way. `abort` ends them; `retract` goes on with them,
-            their cache computed anew with the new weights.
-        proven: the sizes, by name, of the tensors that the servers were proven to consist of. What
-            is sent is then held against it, and nothing is hashed; None: every server proves what
-            it holds.
+        shape: shape of the model.
+        dtype: compute dtype of the servers.
+        mode: how responses in flight are handled. `abort` ends them; `retract` continues them, with
+            their cache recomputed with the new weights.
+        proven: sizes, by name, of all tensors of the servers, from a verified update. The sent
+            sizes are compared with these, and nothing is hashed. None: every server verifies its
+            weights.
     """
 
     def __init__(
@@ -50,19 +49,19 @@ class WeightUpdate:
         self._clients, self._sync, self._proven = list(clients), sync, proven
         self.version, self._mode = version, mode
         self._shape, self._dtype = shape, dtype
-        self.layouts: list[ServerLayout] = []  # of each server
-        self.sizes: Mapping[str, torch.Size] = {}  # of what was sent
-        self._sending: Sending | None = None  # from here
-        self._checksums: dict[str, str] = {}  # of what was sent from here
+        self.layouts: list[ServerLayout] = []  # one per server
+        self.sizes: Mapping[str, torch.Size] = {}  # sizes of the sent tensors
+        self._sending: Sending | None = None  # the Sending of this process
+        self._checksums: dict[str, str] = {}  # of the tensors that this process sent
 
     @property
     def proves(self) -> bool:
-        """True where values are compared."""
+        """True if values are compared."""
         return self._proven is None
 
     async def begin(self) -> None:
-        """The servers may be sent weights when this returns."""
-        # what they are is asked meanwhile: a server that was started anew may be cut otherwise
+        """Pauses the servers and opens their sessions, after which they can receive weights."""
+        # layouts are requested meanwhile, because a restarted server may have another one
         _, *infos = await everywhere(
             self._opened(), *(client.server_info() for client in self._clients)
         )
@@ -75,8 +74,7 @@ class WeightUpdate:
         await self._sync.open()
 
     async def send(self, bucket: Bucket) -> None:
-        """Sends a bucket from this process. Raises WeightUpdateError for a name that was sent
-        before."""
+        """Sends a bucket from this process. Raises WeightUpdateError if a name was sent before."""
         if self._sending is None:
             self._sending = Sending(self._sync, self._shape, self._dtype, self.layouts, self.proves)
             await self._sending.begin()
@@ -84,11 +82,11 @@ class WeightUpdate:
         self._checksums |= {name: tensor_checksum(t) if self.proves else "" for name, t in bucket}
 
     async def end(self) -> dict[str, str]:
-        """Ends an update whose weights were sent from here; see `end_sent`.
+        """Ends an update whose weights this process sent; see `end_sent`.
 
         Returns:
-            Checksums (weights/sync/stream.py) of the tensors by name, once every server is proven
-            to hold them; "" where nothing is proven.
+            Checksums (weights/sync/stream.py) of the tensors by name, after every server was
+            verified to hold them; "" if nothing is verified.
         """
         sent = self._sending.sent() if self._sending is not None else Sent()
         try:
@@ -98,7 +96,8 @@ class WeightUpdate:
         return self._checksums
 
     async def end_sent(self, sent: Sent) -> None:
-        """Returns once every server holds what was sent, and samples with it.
+        """Completes the update: afterwards every server holds the sent weights and samples with
+        them.
 
         Raises:
             WeightUpdateError: a server lacks a tensor, or has other values.
@@ -107,7 +106,7 @@ class WeightUpdate:
         await self._sync.load(sent.folder)
         if self._proven is not None and (wrong := _other_sizes(sent.sizes, self._proven)):
             raise _not_held(wrong, ", ".join(client.url for client in self._clients))
-        # the old weights' cache goes while the new ones are hashed
+        # flush the old weights' cache while the new ones are hashed
         proof = [self._prove(sent)] if self._proven is None else []
         await everywhere(*proof, *(client.flush() for client in self._clients))
         await everywhere(*(client.publish_version(str(self.version)) for client in self._clients))

@@ -1,6 +1,6 @@
-"""Watches a server: tells whether it is still there, with the weights that it was given.
+"""Checks that a server is alive and holds the weights that it received.
 
-Asks where a call to the server failed, and again and again while a call is waited for.
+Asks the server after a failed call, and periodically while a call is waiting.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from megatron_stare.rollout.engines.sglang.client import SGLangClient
 from megatron_stare.rollout.engines.sglang.protocol import SGLangError
 from megatron_stare.rollout.engines.sglang.server import ServerProcess
 
-# An event loop that stood still while an answer came takes it for late; twice in a row it does not.
+# A blocked event loop can mistake a punctual answer for a late one, but not twice in a row.
 ATTEMPTS, PAUSE_S = 2, 0.2
 
 
 class ServerGoneError(EngineLostError, SGLangError):
     """A server is lost.
 
-    late: it is there, and does not answer.
+    late: True if it exists but does not answer.
     """
 
     late = False
 
 
 class Watch:
-    """Watch over one server; lives in its client's event loop.
+    """Health check of one server; lives in its client's event loop.
 
     Args:
-        process: of a server that was started here; None: it is someone else's.
-        held: the version of the weights that it must hold now; None: any.
-        limit_s: in which it must say that it is there.
+        process: process of a server started here; None: the run did not start the server.
+        held: returns the weight version that the server must hold now; None: any.
+        limit_s: time limit for an answer of the server.
     """
 
     def __init__(
@@ -45,12 +45,13 @@ class Watch:
         limit_s: float,
     ) -> None:
         self._client, self._process, self._held, self._limit_s = client, process, held, limit_s
-        self.gone = False  # it was found to be
-        self._looking: asyncio.Task[None] | None = None  # shared by all who ask at the same time
+        self.gone = False  # True once the server was found to be lost
+        self._looking: asyncio.Task[None] | None = None  # shared by concurrent callers
         self._watching: asyncio.Task[None] | None = None
 
     async def require(self) -> None:
-        """Waits for the server's word, `limit_s` twice at most. Raises ServerGoneError."""
+        """Checks the server, waiting at most about twice `limit_s`. Raises ServerGoneError if it is
+        lost."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look())
         await asyncio.shield(self._looking)
@@ -58,11 +59,11 @@ class Watch:
     async def first_of(
         self, tasks: Collection[asyncio.Task[Any]], limit_s: float | None = None
     ) -> set[Any]:
-        """Waits until one of the tasks is done or the limit has passed, and returns those that are
-        done.
+        """Waits until one of the tasks is done or the limit has passed, and returns the finished
+        tasks.
 
-        Raises ServerGoneError where the server is lost before; the server is asked every `limit_s`
-        of the watch.
+        Meanwhile checks the server every `limit_s` seconds of the watch. Raises ServerGoneError if
+        it is lost first.
         """
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
@@ -74,7 +75,7 @@ class Watch:
         return done - {self._watching}
 
     async def _watch(self) -> None:
-        """Ends by an error alone."""
+        """Checks the server periodically; ends only by an error."""
         while True:
             await asyncio.sleep(self._limit_s)
             await self.require()
@@ -117,8 +118,7 @@ class Watch:
         raise last
 
     def require_process(self) -> None:
-        """Raises ServerGoneError, with the end of its log, where a server that was started here has
-        ended."""
+        """Raises ServerGoneError with the end of the log if a server started here has ended."""
         try:
             if self._process is not None:
                 self._process.require_alive()
@@ -126,7 +126,7 @@ class Watch:
             raise ServerGoneError(error.what, where=error.where) from error
 
     async def close(self) -> None:
-        """Ends what still asks."""
+        """Cancels checks in progress."""
         tasks = [task for task in (self._looking, self._watching) if task is not None]
         for task in tasks:
             task.cancel()
