@@ -1,11 +1,12 @@
-"""Writes a stand-in for NVIDIA's driver libraries, so that CUDA wheels load on a machine without one.
+"""Writes a stand-in for NVIDIA's driver libraries, so that CUDA wheels load where there is none.
 
     python tools/stub_cuda.py /path/to/environment /tmp/stubs
     LD_LIBRARY_PATH=/tmp/stubs /path/to/environment/bin/python -c 'import sgl_kernel'
 
-The driver, libcuda.so.1, comes with a GPU and no wheel has it. The stand-in exports the functions that
-the shared libraries of the environment ask for, and each returns CUDA_ERROR_NO_DEVICE: wheels load,
-and find no device. It shows that modules import, and nothing about what they compute. Needs gcc and nm.
+The driver, libcuda.so.1, comes with a GPU and no wheel has it. The stand-in exports the functions
+that the shared libraries of the environment ask for, and each returns CUDA_ERROR_NO_DEVICE: wheels
+load, and find no device. It shows that modules import, and nothing about what they compute. Needs
+gcc and nm.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def main() -> None:
         functions = {
             each for each in symbols if re.fullmatch(pattern, each) and not OTHERS.match(each)
         }
-        write(args.folder, name, functions | ({"cuInit"} if name == "libcuda.so.1" else {"nvmlInit"}))
+        always = "cuInit" if name == "libcuda.so.1" else "nvmlInit_v2"
+        write(args.folder, name, functions | {always})
         print(f"{args.folder / name}: {len(functions)} functions")
 
 
