@@ -185,9 +185,9 @@ def read_config(
 def train_and_tell(
     config: Config,
     resume: bool,
-    from_step: int | None,
-    dump_step: int | None,
-    limit: TimeLimit,
+    from_step: int | None = None,
+    dump_step: int | None = None,
+    limit: TimeLimit | None = None,
 ) -> Path:
     """Trains, prints the run's figures and files, and returns its directory. Raises as `train`."""
     from megatron_stare.observability.metrics.figures import closing
