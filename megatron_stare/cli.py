@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_stare import __version__
+from megatron_stare.commands import init_folder, views
 from megatron_stare.commands import recipes as recipes_command
-from megatron_stare.commands import views
 from megatron_stare.commands.bisect import bisect_command
 from megatron_stare.commands.evaluate import command as eval_command
 from megatron_stare.commands.train import command as train_command
@@ -75,6 +75,18 @@ def parser() -> argparse.ArgumentParser:
     )
     train_command.add_arguments(train)
     train.set_defaults(run=train_command.run_command)
+
+    init = commands.add_parser(
+        "init",
+        help="write a folder that trains at once: configuration, data, reward, README",
+        description=(
+            "Writes a folder that trains at once on the tiny model, on sums or on a file of yours,"
+            " whose columns it finds. See docs/howto/own_data.md."
+        ),
+        epilog="example: megatron-stare init mine --data problems.parquet --model models/Qwen3-8B",
+    )
+    init_folder.add_arguments(init)
+    init.set_defaults(run=init_folder.run_command)
 
     recipes = commands.add_parser(
         "recipes",
