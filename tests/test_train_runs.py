@@ -165,7 +165,8 @@ def test_a_cluster_that_is_not_there_is_said_to_be_that(tmp_path: Path, host: st
             model(), f"run.dir={tmp_path / 'run'}", f"runtime.ray_address={address}", cwd=tmp_path
         )
     assert done.returncode == 2
-    error, fix = done.stderr.splitlines()  # and none of gRPC's
+    loading, error, fix = done.stderr.splitlines()  # and none of gRPC's
+    assert loading == "loading PyTorch and Megatron ..."
     assert error.startswith(
         f"error: runtime.ray_address: no Ray cluster can be reached at {address}: "
     )

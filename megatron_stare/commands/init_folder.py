@@ -27,8 +27,11 @@ _FIRST = 60  # characters of a problem that are shown
 # The reward of docs/howto/own_data.md.
 REWARD = '''"""Full reward for the right sum, a part of it for any number after the last '='."""
 
-KNOWN_ANSWERS = [("12+34=46;46+56=102", "102", 1.0), ("12+34=46;46+56=103", "102", 0.1), \
-("12+34", "102", 0.0)]
+KNOWN_ANSWERS = [
+    ("12+34=46;46+56=102", "102", 1.0),
+    ("12+34=46;46+56=103", "102", 0.1),
+    ("12+34", "102", 0.0),
+]
 
 
 def verify(response: str, answer: str, *, number: float = 0.1) -> float:
