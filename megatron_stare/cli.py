@@ -240,8 +240,9 @@ def parser() -> argparse.ArgumentParser:
 def _purpose(name: str) -> str:
     """The first sentence of a tool's own words."""
     with tool(name).open(encoding="utf-8") as file:
-        line = file.readline()
-    return line.strip().removeprefix("r").strip('"').rstrip(":.")
+        text = file.read(1_000).partition('"""')[2].partition('"""')[0].partition("\n\n")[0]
+    sentence = " ".join(text.split()).partition(". ")[0]
+    return sentence.rstrip(":.")
 
 
 def _format(args: argparse.Namespace) -> None:

@@ -42,7 +42,7 @@ def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.wide
 def test_the_run_is_that_of_the_command_line() -> None:
-    """Of a file and of a dict, in an event loop and out of it, and resumed in the same process."""
+    """Tries a file and a dict, in an event loop and out of it, and a resume in the same process."""
     for name in ("typed", "called"):
         Path(name).mkdir()
     done = train(cwd=Path("typed"), **SETTINGS)
