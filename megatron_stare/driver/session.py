@@ -4,6 +4,7 @@ reverse."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ from megatron_stare.errors import RollBack
 from megatron_stare.hangs.driver_side import BlackBox
 from megatron_stare.observability.metrics.monitor import Monitor
 from megatron_stare.observability.sink import RunOutline
+from megatron_stare.planning.own_plan import ModelFlops
 from megatron_stare.planning.placement import Awaited
 from megatron_stare.planning.preflight import notices
 from megatron_stare.process.interruption import (
@@ -46,6 +48,7 @@ from megatron_stare.process.interruption import (
     raise_if_received,
 )
 from megatron_stare.process.memory import freeze, frozen_heap
+from megatron_stare.process.output import kept_output
 from megatron_stare.process.signs_of_life import counted, unsaid
 from megatron_stare.process.time_limit import TimeLimit
 from megatron_stare.registry import Extension
@@ -145,6 +148,7 @@ class Session:
         """Starts verifiers, ranks and engines."""
         workers = counted(self.config.reward.workers, "reward worker")
         self.monitor.note(f"starting {workers} ...")
+        stack.enter_context(kept_output(self.dir.path / "logs"))
         self.verifiers = self._pools(stack, self._inputs.verifiers())
         with self.monitor.phase("start"):
             run = self._inputs.run
@@ -157,6 +161,7 @@ class Session:
             self.monitor.phase, self.ranks, self.engines if self.config.sglang.colocated else None
         )
         self.phase = memory.phase
+        self.monitor.derived.append(ModelFlops(self._inputs.run).metrics)
         self._add(memory, Measured(self._held.metrics), Measured(lambda: self._held.plan.metrics))
         return runner
 
@@ -253,7 +258,15 @@ class Session:
             texts,
             self.guards,
             events,
+            self._profiled,
         )
+
+    def _profiled(self, step: int) -> AbstractContextManager[None]:
+        asked = self.config.observability
+        if step not in asked.profile_steps:
+            return nullcontext()
+        folder = self.dir.path / "profile"
+        return self.ranks.profiled(asked.profile_ranks, folder, step, self.monitor.note)
 
     def _add_held_out(self, own: tuple[EnginePool, Evaluator] | None) -> None:
         self.held_out = HeldOut(
