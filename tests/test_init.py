@@ -303,7 +303,7 @@ def test_the_commands_of_the_readme_are_commands(monkeypatch: pytest.MonkeyPatch
 
 
 def test_names_are_quoted_for_yaml() -> None:
-    data = written(Path("a: b #.jsonl"), [{"prompt": "1+1?", "yes": "2"}])
+    data = written(Path("a: b # 😀.jsonl"), [{"prompt": "1+1?", "yes": "2"}])
     main(["init", "no", "--data", str(data), "--answer-key", "yes"])
     config = load_config("no/config.yaml")
     assert (config.run.name, config.data.answer_key) == ("no", "yes")

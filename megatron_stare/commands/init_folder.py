@@ -207,21 +207,21 @@ def _write(folder: Path, model: _Model | None, data: str | None, columns: Column
     else:
         section = [
             "  # eval_path: FILE         # held-out problems in these columns, and eval.prompts",
-            f"  prompt_key: {json.dumps(columns.prompt)}",
-            f"  answer_key: {json.dumps(columns.answer)}",
+            f"  prompt_key: {_quoted(columns.prompt)}",
+            f"  answer_key: {_quoted(columns.answer)}",
             *section,
         ]
     if chat or model is not None:
         section.append(f"  chat_template: {str(chat).lower():<11}# true for a model that chats")
     config = _CONFIG.format(
-        name=json.dumps(folder.resolve().name),
+        name=_quoted(folder.resolve().name),
         steps=60 if sums else 100,
-        model=json.dumps(model.path if model else "model"),
+        model=_quoted(model.path if model else "model"),
         prompts=32 if sums else 8,
         prompt_tokens=16 if sums else 64 if tiny else 1024,
         new_tokens=32 if tiny else 2048,
         truncate="" if sums else f"\n  truncate_prompt: {'left' if tiny else 'drop'}",
-        path="train.jsonl" if data is None else json.dumps(_absolute(data)),
+        path="train.jsonl" if data is None else _quoted(_absolute(data)),
         data="".join(f"{line}\n" for line in section),
         verifier=_verifier(columns, tiny),
         target="0.12" if tiny else "0.3",
@@ -245,6 +245,11 @@ def _write(folder: Path, model: _Model | None, data: str | None, columns: Column
             files="".join(f"{line}\n" for line in files),
         )
     )
+
+
+def _quoted(text: str) -> str:
+    """The text for YAML, whose quotes are JSON's but for characters beyond 16 bits."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _absolute(data: str) -> str:
