@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typing
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if typing.TYPE_CHECKING:
     from megatron_stare.commands.train.from_python import run as run
