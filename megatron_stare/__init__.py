@@ -1,3 +1,25 @@
 """STARE and its relatives on Megatron: stable reinforcement learning of reasoning models."""
 
+from __future__ import annotations
+
+import typing
+
 __version__ = "0.2.0"
+
+if typing.TYPE_CHECKING:
+    from megatron_stare.commands.train.from_python import run as run
+    from megatron_stare.errors import UserError as UserError
+
+_LAZY = {
+    "UserError": "megatron_stare.errors",
+    "run": "megatron_stare.commands.train.from_python",
+}
+
+
+def __getattr__(name: str) -> typing.Any:
+    """Imports what a program uses when it uses it, so that importing the package stays fast."""
+    import importlib
+
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)

@@ -5,30 +5,25 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
-import shutil
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_stare import __version__
+from megatron_stare.commands import init_folder, views
 from megatron_stare.commands import recipes as recipes_command
-from megatron_stare.commands import views
 from megatron_stare.commands.bisect import bisect_command
 from megatron_stare.commands.evaluate import command as eval_command
+from megatron_stare.commands.train import command as train_command
+from megatron_stare.commands.train.command import PROGRAM
 from megatron_stare.config.formats import FORMAT, RENAMED, SERVICES, names_now
-from megatron_stare.config.load import dump_yaml, former_names, load_config
+from megatron_stare.config.load import former_names, load_config
 from megatron_stare.config.schema import Config
-from megatron_stare.driver.supervision import attach, supervise
-from megatron_stare.errors import UnusableCheckpointError, UserError
+from megatron_stare.errors import UserError
 from megatron_stare.planning.command import add_arguments, run_command
-from megatron_stare.process.interruption import Interruption, on_driver_thread, poll, what_now
 from megatron_stare.process.shipped import TOOLS, tool
-from megatron_stare.process.time_limit import TimeLimit, seconds_of
-
-PROGRAM = "megatron-stare"
+from megatron_stare.process.signs_of_life import say, say_loading
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,49 +73,20 @@ def parser() -> argparse.ArgumentParser:
         ),
         epilog="example: megatron-stare train configs/quickstart.yaml run.seed=2 algorithm=grpo",
     )
-    train.add_argument("config", help="YAML file")
-    train.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="dotted settings that replace the file's"
-    )
-    train.add_argument(
-        "--dry-run",
-        action="store_true",
-        help=(
-            "check everything that can be known without workers, print the resolved config and stop"
+    train_command.add_arguments(train)
+    train.set_defaults(run=train_command.run_command)
+
+    init = commands.add_parser(
+        "init",
+        help="write a folder that trains at once: configuration, data, reward, README",
+        description=(
+            "Writes a folder that trains at once on the tiny model, on sums or on a file of yours,"
+            " whose columns it finds. See docs/howto/own_data.md."
         ),
+        epilog="example: megatron-stare init mine --data problems.parquet --model models/Qwen3-8B",
     )
-    train.add_argument(
-        "--resume", action="store_true", help="continue the newest checkpoint of the run"
-    )
-    train.add_argument(
-        "--supervise",
-        action="store_true",
-        help=(
-            "start the run in a process of its own, and again where that is killed; see"
-            " docs/recovery.md"
-        ),
-    )
-    train.add_argument(
-        "--from-step",
-        type=int,
-        metavar="N",
-        help="continue the checkpoint of step N instead; later ones are set aside",
-    )
-    train.add_argument(
-        "--stop-after",
-        metavar="TIME",
-        help=(
-            "save and end with exit code 75 before this time, such as 3h50m, 90m or 5400 (seconds),"
-            " is over"
-        ),
-    )
-    train.add_argument(
-        "--dump-step",
-        type=int,
-        metavar="N",
-        help="write step N's batch, weights, loss and gradients to the run directory",
-    )
-    train.set_defaults(run=_train)
+    init_folder.add_arguments(init)
+    init.set_defaults(run=init_folder.run_command)
 
     recipes = commands.add_parser(
         "recipes",
@@ -274,111 +240,9 @@ def parser() -> argparse.ArgumentParser:
 def _purpose(name: str) -> str:
     """The first sentence of a tool's own words."""
     with tool(name).open(encoding="utf-8") as file:
-        line = file.readline()
-    return line.strip().removeprefix("r").strip('"').rstrip(":.")
-
-
-def _train(args: argparse.Namespace) -> int:
-    begun = time.monotonic()
-    args.resume = args.resume or args.from_step is not None
-    if args.supervise and not args.dry_run:
-        return _supervise(args)
-    return on_driver_thread(
-        lambda interruption: _train_to_code(args, begun, interruption),
-        lambda interruption: what_now(interruption, *_typed(args, interruption)),
-    )
-
-
-def _train_to_code(args: argparse.Namespace, begun: float, interruption: Interruption) -> int:
-    args.supervise = attach()
-    try:
-        _train_or_check(args, begun)
-    except KeyboardInterrupt:
-        print(what_now(interruption, *_typed(args, interruption)), file=sys.stderr)
-        return interruption.exit_code
-    except UnusableCheckpointError as error:
-        run = f"run.dir={error.run_dir}"
-        command, options = _typed(args, interruption, run)
-        again = [*command, run, *options, "--from-step", str(error.older)]
-        print(f"error: {error}\n  {shlex.join(again)}", file=sys.stderr)
-        return 2
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        if interruption.standing is not None and interruption.standing.checkpoint is not None:
-            print(
-                what_now(interruption, *_typed(args, interruption), ended="ended"), file=sys.stderr
-            )
-        return 2
-    return 0
-
-
-def _supervise(args: argparse.Namespace) -> int:
-    given = {"--from-step": args.from_step, "--dump-step": args.dump_step}
-    options = [f"{option}={value}" for option, value in given.items() if value is not None]
-    options += ["--resume"] if args.resume else []
-    limit_s = None if args.stop_after is None else seconds_of(args.stop_after)
-    return supervise([args.config, *args.overrides, *options], limit_s)
-
-
-def _typed(
-    args: argparse.Namespace, interruption: Interruption, run_dir: str | None = None
-) -> tuple[list[str], list[str]]:
-    """The command line of a run, up to its overrides and from there, for `what_now`.
-
-    Args:
-        run_dir: that is given instead of the run's own.
-    """
-    program = PROGRAM
-    if Path(sys.argv[0]).name == program and shutil.which(program) is None:
-        program = sys.argv[0]  # .venv/bin/megatron-stare
-    given = {"--dump-step": args.dump_step, "--stop-after": args.stop_after}
-    overrides = args.overrides
-    options = [str(x) for pair in given.items() if pair[1] is not None for x in pair]
-    options += ["--supervise"] if args.supervise else []
-    if interruption.standing is None and run_dir is None:
-        options += [] if args.from_step is None else ["--from-step", str(args.from_step)]
-        options += [
-            flag
-            for flag, given in (("--resume", args.resume), ("--dry-run", args.dry_run))
-            if given
-        ]
-    else:
-        # what_now adds the run directory
-        overrides = [each for each in overrides if not each.startswith("run.dir=")]
-    return [program, "train", args.config, *overrides], options
-
-
-def _train_or_check(args: argparse.Namespace, begun: float) -> None:
-    limit = TimeLimit(None if args.stop_after is None else seconds_of(args.stop_after), begun)
-    config = load_config(args.config, args.overrides)
-    poll()
-    if Path(args.config).is_file():
-        for line in former_names(args.config):
-            print(line, file=sys.stderr)
-    # tokenizers' threads do not survive the forks of worker processes
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are local folders
-    if args.dry_run:
-        from megatron_stare.driver.opening import rehearse, remarks
-
-        resolved, said = rehearse(
-            config, resume=args.resume, from_step=args.from_step, dump_step=args.dump_step
-        )
-        print(
-            dump_yaml(resolved),
-            *(f"# {line}\n" for line in [*remarks(resolved), *said]),
-            sep="",
-            end="",
-        )
-        return
-    from megatron_stare.observability.metrics.figures import closing
-    from megatron_stare.train import train  # imports torch and transformers: seconds
-
-    poll()
-    run_dir = train(
-        config, resume=args.resume, from_step=args.from_step, dump_step=args.dump_step, limit=limit
-    )
-    print(closing(run_dir))
+        text = file.read(1_000).partition('"""')[2].partition('"""')[0].partition("\n\n")[0]
+    sentence = " ".join(text.split()).partition(". ")[0]
+    return sentence.rstrip(":.")
 
 
 def _format(args: argparse.Namespace) -> None:
@@ -435,6 +299,9 @@ def _at_least_one(text: str) -> int:
 
 
 def _convert(args: argparse.Namespace) -> None:
+    if not args.source.exists():
+        raise UserError("there is no such folder", where=str(args.source), fix="correct the path")
+    say_loading()
     import torch
 
     from megatron_stare.weights.files.convert import Options, convert
@@ -446,8 +313,10 @@ def _convert(args: argparse.Namespace) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    config = load_config(args.config, args.overrides) if args.config else None
-    # imported here because it imports torch, which takes seconds
+    config = None
+    if args.config:
+        config = load_config(args.config, args.overrides, before_method=say_loading)
+    say_loading()
     from megatron_stare.commands.doctor.examine import as_json, as_text, examine, faults
 
     found = examine(config, bandwidth=args.bandwidth)
@@ -456,6 +325,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _tool(args: argparse.Namespace) -> None:
+    say(f"starting {args.tool} ...")
     os.execv(sys.executable, [sys.executable, str(tool(args.tool)), *args.arguments])
 
 

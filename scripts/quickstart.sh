@@ -65,6 +65,7 @@ local | sglang) ;;
 esac
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
+THERE="$PWD"
 cd "$ROOT"
 if [ "$engine" = sglang ]; then
     source scripts/setup_sglang.sh
@@ -100,8 +101,45 @@ half() {
     train "$name" "run.name=$name" "run.dir=$both/$name" $continued
 }
 
+# The folder of the run that was just made: what was asked for, or the newest.
+run_folder() {
+    local word file newest=
+    for word in ${arguments[@]+"${arguments[@]}"}; do
+        case "$word" in
+        run.dir=*) newest="${word#run.dir=}" ;;
+        esac
+    done
+    [ -z "$newest" ] || { echo "$newest"; return; }
+    for file in runs/*/config.yaml; do
+        [ -e "$file" ] || continue
+        [ -n "$newest" ] && [ "$file" -ot "$newest/config.yaml" ] || newest="${file%/config.yaml}"
+    done
+    echo "$newest"
+}
+
+# A path as the folder that the script was called from has it.
+seen_from_there() {
+    case "$1" in
+    /*) echo "${1#"$THERE/"}" ;;
+    *) [ "$THERE" = "$ROOT" ] && echo "$1" || echo "$ROOT/$1" ;;
+    esac
+}
+
+next_steps() { # folder of a run, its report
+    cat <<TEXT
+
+activate:  source $(seen_from_there "$(dirname "$PYTHON")/activate")
+report:    $(seen_from_there "$2")
+next:      megatron-stare init my-run --data problems.jsonl    # your data, your reward
+           megatron-stare recipes                              # published runs
+           megatron-stare status $(seen_from_there "$1")
+TEXT
+}
+
 if [ -z "$compare" ]; then
     train "$algorithm" $resume
+    folder="$(run_folder)"
+    report="$folder/report.html"
 else
     both="runs/compare-$(date +%Y%m%d-%H%M%S)"
     if [ -n "$resume" ]; then
@@ -112,4 +150,7 @@ else
     half "$compare"
     [ -n "$dry_run" ] ||
         "$PYTHON" -m megatron_stare.cli report "$both/stare" "$both/$compare" --out "$both/report.html"
+    folder="$both/stare"
+    report="$both/report.html"
 fi
+[ -n "$dry_run" ] || next_steps "$folder" "$report"

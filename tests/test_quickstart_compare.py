@@ -148,7 +148,42 @@ def test_a_dry_run_checks_both_and_stops(project: Path) -> None:
     for name in ("configs", "assets"):
         (project / name).symlink_to(ROOT / name)
     done, _ = quickstart(project, "--compare", "grpo", "--dry-run", PYTHONPATH=str(ROOT))
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, "loading PyTorch and Megatron ...\n" * 2)
     assert done.stdout.count("\nalgorithm:\n  name: ") == 2
     assert "name: grpo" in done.stdout.split("\nalgorithm:\n")[2]
     assert not (project / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("run.dir=runs/mine",), ("--compare", "grpo")], ids=["one", "named", "two"]
+)
+def test_its_last_lines_say_what_is_next(project: Path, arguments: tuple[str, ...]) -> None:
+    """With paths that hold where it was called from."""
+    recorder = (project / "python").read_text()
+    (project / "python").write_text(
+        recorder.replace("for word", "folder=runs/new name=x\nfor word", 1)
+    )
+    for old in ("runs/older", "runs/zzz"):
+        (project / old).mkdir(parents=True)
+        (project / old / "config.yaml").touch()
+        os.utime(project / old / "config.yaml", (1, 1))
+    done, _ = quickstart(project, *arguments)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split("#")[0].split() for line in done.stdout.splitlines()[-5:]]
+    (folder,) = {Path(words[-1]) for words in lines if words[:2] == ["megatron-stare", "status"]}
+    report = folder.parent if "--compare" in arguments else folder
+    assert lines[:2] == [
+        ["activate:", "source", str(project / "activate")],
+        ["report:", str(report / "report.html")],
+    ]
+    assert [words[-5:][:3] for words in lines[2:3]] == [["megatron-stare", "init", "my-run"]]
+    assert lines[3] == ["megatron-stare", "recipes"]
+    expected = {(): "new", ("run.dir=runs/mine",): "mine"}
+    assert folder.name == expected.get(arguments, "stare") and (folder / "config.yaml").exists()
+
+
+def test_a_dry_run_or_a_run_that_failed_says_nothing_of_what_is_next(project: Path) -> None:
+    done, _ = quickstart(project, "--dry-run")
+    assert (done.returncode, done.stdout) == (0, "")
+    done, _ = quickstart(project, "run.dir=runs/mine", "run.name=x", FAILS="x")
+    assert done.returncode == 1 and "next:" not in done.stdout

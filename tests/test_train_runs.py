@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 from support.interrupts import uninterruptible
 from support.ranks_sink import FILE
-from support.runs import command, environment, metrics, model, train
+from support.runs import ROOT, command, environment, metrics, model, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_stare.rollout.agreement.limits import BOUNDS
@@ -33,6 +33,14 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path) -> None:
     done = train(model(), f"run.dir={run_dir}", "run.rollouts_every=1", watched, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "step 2/2" in done.stdout
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line.endswith(" ...")] == [
+        "starting 1 reward worker ...",
+        "starting Ray ...",
+        "starting 2 trainer ranks and 1 rollout engine: each imports PyTorch ...",
+        f"building the trainer of {ROOT / 'assets/tiny-adder'} ...",
+        "starting the engine local ...",
+    ]
     names = {p.name for p in run_dir.iterdir()}
     assert {
         "config.yaml",
@@ -168,7 +176,8 @@ def test_a_cluster_that_is_not_there_is_said_to_be_that(tmp_path: Path, host: st
             model(), f"run.dir={tmp_path / 'run'}", f"runtime.ray_address={address}", cwd=tmp_path
         )
     assert done.returncode == 2
-    error, fix = done.stderr.splitlines()  # and none of gRPC's
+    loading, error, fix = done.stderr.splitlines()  # and none of gRPC's
+    assert loading == "loading PyTorch and Megatron ..."
     assert error.startswith(
         f"error: runtime.ray_address: no Ray cluster can be reached at {address}: "
     )

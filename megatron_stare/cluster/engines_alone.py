@@ -11,6 +11,7 @@ import torch
 
 from megatron_stare.config.schema import Config
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.process.signs_of_life import unsaid
 from megatron_stare.process.workers import Handle
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.weights.files.check import check_folder
@@ -36,8 +37,11 @@ class EnginesAlone(Protocol):
     def close(self) -> None: ...
 
 
-def make_engines(config: Config) -> EnginesAlone:
+def make_engines(config: Config, tell: Callable[[str], None] = unsaid) -> EnginesAlone:
     """Started where runtime.runner says; Ray is imported only there.
+
+    Args:
+        tell: told, in a line, what takes seconds to start, before it does.
 
     Raises:
         UserError: one does not come up, or cannot be placed.
@@ -45,10 +49,10 @@ def make_engines(config: Config) -> EnginesAlone:
     if config.runtime.runner == "inline":
         from megatron_stare.cluster.inline import InlineEngines
 
-        return InlineEngines(config)
+        return InlineEngines(config, tell)
     from megatron_stare.cluster.ray_runner import RayEngines
 
-    return RayEngines(config)
+    return RayEngines(config, tell)
 
 
 class FolderWeights(WeightStream):

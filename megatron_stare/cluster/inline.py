@@ -19,6 +19,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.process.interruption import poll, temporary_folder
 from megatron_stare.process.network import LOOPBACK
+from megatron_stare.process.signs_of_life import counted, unsaid
 from megatron_stare.process.workers import Handle, WorkerLostError, Workers
 from megatron_stare.rollout.engines.engine_worker import EngineWorker
 from megatron_stare.rollout.engines.replicas import (
@@ -100,11 +101,19 @@ def inline_engines(config: Config, sites: Sequence[Site] = ()) -> InlineWorkers:
     return InlineWorkers([make(number) for number in range(replica_count(config))], make)
 
 
-class InlineRunner:
-    """One rank, all engines, no other process. Preflight has refused a layout of more ranks."""
+def _engines(config: Config) -> str:
+    return f"{counted(replica_count(config), 'rollout engine')} ({config.rollout.engine.name})"
 
-    def __init__(self, run: ResolvedRun) -> None:
-        config = run.config
+
+class InlineRunner:
+    """One rank, all engines, no other process. Preflight has refused a layout of more ranks.
+
+    Args:
+        tell: told, in a line, what takes seconds to start, before it does.
+    """
+
+    def __init__(self, run: ResolvedRun, tell: Callable[[str], None] = unsaid) -> None:
+        config, self._tell = run.config, tell
         # before the rank's first CUDA call, which reads them
         os.environ.update(shared_environment(config) | environment(config.performance))
         self._rendezvous = contextlib.ExitStack()
@@ -122,6 +131,7 @@ class InlineRunner:
         return []
 
     def _trainers(self, run: ResolvedRun) -> TrainerGroup:
+        self._tell(f"building the trainer of {run.config.model.path} ...")
         workers = InlineWorkers([Trainer(run, 0, f"file://{self._meeting}")])
         self._started.append(workers)
         return TrainerGroup(workers, plan_rules(run))
@@ -131,6 +141,7 @@ class InlineRunner:
         return self._engines(config)
 
     def _engines(self, config: Config) -> EnginePool:
+        self._tell(f"starting {_engines(config)} ...")
         workers = inline_engines(
             config, [self._site(config, number) for number in range(replica_count(config))]
         )
@@ -160,8 +171,9 @@ class InlineRunner:
 class InlineEngines:
     """Engines in the driver's process, without a trainer; see InlineRunner."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, tell: Callable[[str], None] = unsaid) -> None:
         os.environ.update(shared_environment(config))
+        tell(f"starting {_engines(config)} ...")
         self._workers = inline_engines(config)
         try:
             self.engines = EnginePool(

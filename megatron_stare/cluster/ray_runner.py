@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from megatron_stare.cluster.colocation import in_order
@@ -44,6 +45,7 @@ from megatron_stare.planning.placement import (
     plan,
 )
 from megatron_stare.process.interruption import pause, uninterrupted
+from megatron_stare.process.signs_of_life import counted, unsaid
 from megatron_stare.process.workers import Handle, WorkerLostError, Workers
 from megatron_stare.rollout.engines.engine_worker import EngineWorker
 from megatron_stare.rollout.engines.replicas import (
@@ -158,22 +160,37 @@ def preview(config: Config) -> list[str]:
     return ["placement: anywhere, the cluster has no GPUs"] if found is None else table(found)
 
 
+def _starts_ray(config: Config) -> str:
+    address = config.runtime.ray_address
+    return f"joining the Ray cluster at {address} ..." if address else "starting Ray ..."
+
+
 class RayRunner:
     """Starts or joins Ray, then places ranks and engines.
 
     Args:
         awaited: see reserve.
+        tell: told, in a line, what takes seconds to start, before it does.
     """
 
-    def __init__(self, run: ResolvedRun, awaited: Awaited | None = None) -> None:
-        config = run.config
+    def __init__(
+        self,
+        run: ResolvedRun,
+        awaited: Awaited | None = None,
+        tell: Callable[[str], None] = unsaid,
+    ) -> None:
+        config, self._tell = run.config, tell
         self._started: list[Workers | EnginePool] = []
         self._reserved: Reservation | None = None
         self._table: list[str] = []
         self._ranks: RayWorkers | None = None
         try:
+            tell(_starts_ray(config))
             start_ray(config)
             self._reserved = reserve(config, awaited)
+            ranks = counted(config.parallel.world_size, "trainer rank")
+            engines = counted(replica_count(config), "rollout engine")
+            tell(f"starting {ranks} and {engines}: each imports PyTorch ...")
             self._ranks, self._replicas, self._others = self._placed(config)
             self._require_routes(config)
             self.trainers, self.engines = in_order(
@@ -291,6 +308,7 @@ class RayRunner:
         ports = port_share(config, 0, replica_count(config) * replica_nodes(config))
         # of the first; the others are asked as well, because each needs the interface
         address, *_ = ranks.wait(ranks.everywhere("address", config.runtime.interface, ports))
+        self._tell(f"building the trainer of {config.model.path} ...")
         ranks.build(Trainer, [(run, rank, f"tcp://{address}") for rank in range(len(ranks))])
         return ranks
 
@@ -304,6 +322,7 @@ class RayRunner:
     def _engines(self, config: Config) -> Workers:
         """A worker for each replica, which speaks to those of its other nodes."""
         replicas, others, beside = self._replicas, self._others, replica_nodes(config) - 1
+        self._tell(f"starting the engine {config.rollout.engine.name} ...")
         if not beside:
             replicas.build(hosted_engine, [(config, number) for number in range(len(replicas))])
             return replicas
@@ -341,15 +360,18 @@ class RayEngines:
 
     Args:
         config: whose servers, if they take GPUs, have them to themselves.
+        tell: as of RayRunner.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, tell: Callable[[str], None] = unsaid) -> None:
         self._started: RayWorkers | None = None
         self._reserved: Reservation | None = None
         self._table: list[str] = []
         runtime, replicas = config.runtime, replica_count(config)
         try:
+            tell(_starts_ray(config))
             start_ray(config)
+            tell(f"starting {counted(replicas, 'rollout engine')}: each imports PyTorch ...")
             demand = Demand(ranks=0, replicas=replicas, replica_gpus=replica_gpus(config))
             spots: list[dict[str, Any]] = [{}] * replicas
             self._reserved = reserve(config, demand=demand) if demand.gpus else None

@@ -7,7 +7,7 @@ import argparse
 import json
 from typing import Any
 
-from megatron_stare.config.load import load_config
+from megatron_stare.config.load import load_config, load_section
 from megatron_stare.config.recipes import (
     FOLDER,
     Recipe,
@@ -18,6 +18,7 @@ from megatron_stare.config.recipes import (
     sources,
     value_of,
 )
+from megatron_stare.process.signs_of_life import say_loading
 
 _BESIDE = (  # of every recipe, whatever was published of them
     "model.path",
@@ -53,11 +54,9 @@ def run_recipes(args: argparse.Namespace) -> None:
 
 
 def _row(recipe: Recipe) -> dict[str, Any]:
-    config = load_config(f"{FOLDER}/{recipe.name}")
-    gpus = config.parallel.world_size
     return {
         "name": recipe.name,
-        "gpus": gpus,
+        "gpus": load_section(f"{FOLDER}/{recipe.name}", "parallel").world_size,
         "reproduces": recipe.reproduces,
         "published": recipe.result,
     }
@@ -81,7 +80,7 @@ def _listed(rows: list[dict[str, Any]]) -> list[str]:
 
 def _held(recipe: Recipe) -> dict[str, Any]:
     """The recipe with every published setting, as JSON."""
-    config = load_config(f"{FOLDER}/{recipe.name}")
+    config = load_config(f"{FOLDER}/{recipe.name}", before_method=say_loading)
     tree = config.model_dump(mode="json")
     rows = [
         {

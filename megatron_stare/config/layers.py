@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.process.shipped import SHIPPED, find_config, resolve_paths
 
 DEFAULTS = "defaults"
+GIVEN = "the dict"  # name of sections that no file has, in errors
+_IN_TEXT = object()
 # settings that name something and hold its own settings beside the name; a name alone is short for
 # {name: ...}
 NAMED = ("algorithm", "data.source", "rollout.engine", "rollout.environment", "reward.verifier")
@@ -52,9 +54,18 @@ class Layer:
 
 @dataclass(frozen=True)
 class Override:
-    """One `key.sub=value` of the command line; `source` is its text."""
+    """One `key.sub=value` of the command line; `source` is its text.
+
+    value: given by a program, and then not read from the text.
+    """
 
     source: str
+    value: Any = _IN_TEXT
+
+    @classmethod
+    def of(cls, key: str, value: Any) -> Override:
+        """The override that sets a dotted key to a value."""
+        return cls(f"{key}={value}", value)
 
     def sets(self, setting: Sequence[str]) -> bool:
         """Tells whether the override sets the setting, a section around it, or something in it."""
@@ -97,6 +108,33 @@ def _collect(
     if KEY in tree:  # a run wrote it; what people write has no number, and is of today's format
         tree = config_up_to_date(tree, path)
     resolve_paths(path, tree)
+    _collect_beneath(tree, path, chain, above, found)
+    found[here] = Layer(str(path), tree)
+
+
+def layers_of(sections: Mapping[str, Any]) -> list[Layer]:
+    """The layers of sections that a program gives, the lowest first and these last; the files of
+    their `defaults` are relative to the current folder.
+
+    Raises:
+        ConfigError: as read_layers.
+    """
+    found: dict[Path, Layer] = {}
+    tree = copy.deepcopy(dict(sections))
+    if KEY in tree:
+        tree = config_up_to_date(tree, GIVEN)
+    _collect_beneath(tree, Path(GIVEN), GIVEN, (), found)
+    return [*found.values(), Layer(GIVEN, tree)]
+
+
+def _collect_beneath(
+    tree: dict[str, Any],
+    path: Path,
+    chain: str,
+    above: tuple[Path, ...],
+    found: dict[Path, Layer],
+) -> None:
+    """Takes `defaults` out of the sections of `path`, and adds the layers that it names."""
     names = tree.pop(DEFAULTS, [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
@@ -113,7 +151,6 @@ def _collect(
                 ),
             )
         _collect(each, path.parent, (*above, path), found)
-    found[here] = Layer(str(path), tree)
 
 
 def _compose(name: str, above: tuple[Path, ...], found: dict[Path, Layer]) -> None:
@@ -159,7 +196,7 @@ def merged(layers: Iterable[Layer | Override]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for layer in layers:
         if isinstance(layer, Override):
-            _apply(tree, layer.source)
+            _apply(tree, layer)
             continue
         above = copy.deepcopy(layer.tree)
         for setting in NAMED:
@@ -198,9 +235,21 @@ def _laid_over(below: Any, above: Any) -> Any:
     return below | {key: _laid_over(below.get(key), value) for key, value in above.items()}
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
+def _value(text: str, override: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError("the value is not valid YAML", where=override) from error
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return float(value)  # YAML 1.1 reads 1e-6 as a string
+    return value
+
+
+def _apply(tree: dict[str, Any], given: Override) -> None:
     """Sets one `key.sub=value`; the value is read as YAML, so `1e-6`, `true` and `[1, 2]` mean what
     they look like."""
+    override = given.source
     key, eq, text = override.partition("=")
     if not eq or not key:
         raise ConfigError("an override has the form section.key=value", where=override)
@@ -208,13 +257,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(
             "layers are named in a file, which the command line can only override", where=override
         )
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError("the value is not valid YAML", where=override) from error
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            value = float(value)  # YAML 1.1 reads 1e-6 as a string
+    value = _value(text, override) if given.value is _IN_TEXT else copy.deepcopy(given.value)
     *parents, leaf = key.split(".")
     node = tree
     for at, parent in enumerate(parents, start=1):

@@ -4,7 +4,7 @@ that is wrong."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -21,7 +21,15 @@ from megatron_stare.config.formats import (
     names_now,
     without_former_defaults,
 )
-from megatron_stare.config.layers import DEFAULTS, Layer, Override, merged, read_layers, read_yaml
+from megatron_stare.config.layers import (
+    DEFAULTS,
+    Layer,
+    Override,
+    layers_of,
+    merged,
+    read_layers,
+    read_yaml,
+)
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, in_words, unknown_name
 
@@ -29,18 +37,48 @@ if TYPE_CHECKING:
     from megatron_stare.algorithms.method import Method
 
 
-def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """Reads `path` and the layers beneath it, applies `key.sub=value` overrides and validates.
+class _WithoutMethod(Config):
+    """A configuration whose `algorithm` is not read, which would import torch."""
+
+    algorithm: Any = None
+
+
+def load_config(
+    source: str | Path | Mapping[str, Any],
+    overrides: Iterable[str | Override] = (),
+    *,
+    before_method: Callable[[], object] = lambda: None,
+) -> Config:
+    """Reads `source` and the layers beneath it, applies `key.sub=value` overrides and validates.
 
     Args:
-        path: a file, or the name of a config that ships, whose files are then found wherever it is
-            used.
+        source: a file; the name of a config that ships, whose files are then found wherever it is
+            used; or the sections themselves.
         overrides: their paths are relative to the current folder.
+        before_method: called when all but the method is checked; reading that imports torch.
 
     Raises:
         ConfigError: missing file, bad YAML, unknown key (with a suggestion), value out of range.
     """
-    return _validated([*read_layers(path), *(Override(each) for each in overrides)])
+    layers = layers_of(source) if isinstance(source, Mapping) else read_layers(source)
+    laid = (each if isinstance(each, Override) else Override(each) for each in overrides)
+    return _validated([*layers, *laid], before_method)
+
+
+def load_section(path: str | Path, name: str) -> Any:
+    """One section of a file and the layers beneath it; the others are not checked.
+
+    Raises:
+        ConfigError: missing file, bad YAML, or a value of the section that is wrong.
+    """
+    layers = read_layers(path)
+    field = Config.model_fields[name]
+    section = merged(layers).get(name)
+    try:
+        kind: type[BaseModel] = field.annotation  # type: ignore[assignment]
+        return field.get_default() if section is None else kind.model_validate(section)
+    except ValidationError as error:
+        raise config_error(error, layers) from error
 
 
 def load_recorded(path: str | Path) -> Config:
@@ -68,9 +106,14 @@ def validate(tree: dict[str, Any], source: str) -> Config:
     return _validated([Layer(source, tree)])
 
 
-def _validated(layers: Sequence[Layer | Override]) -> Config:
+def _validated(
+    layers: Sequence[Layer | Override], before_method: Callable[[], object] = lambda: None
+) -> Config:
+    tree = without_former_defaults(merged(layers))
     try:
-        return Config.model_validate(without_former_defaults(merged(layers)))
+        _WithoutMethod.model_validate(tree)
+        before_method()
+        return Config.model_validate(tree)
     except ValidationError as error:
         raise config_error(error, layers) from error
 
@@ -204,8 +247,9 @@ def _to_blame(wrong: ErrorDetails, layers: Sequence[Layer | Override]) -> str:
 
 
 def _has_error(tree: dict[str, Any], wrong: ErrorDetails) -> bool:
+    model = Config if wrong["loc"][:1] == ("algorithm",) else _WithoutMethod
     try:
-        Config.model_validate(tree)
+        model.model_validate(tree)
     except ValidationError as error:
         return any(
             all(each[key] == wrong[key] for key in ("loc", "type", "msg"))

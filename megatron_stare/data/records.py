@@ -25,8 +25,8 @@ hf:owner/name:configuration:split."""
 PROMPT_KEY = "prompt"
 ANSWER_KEYS = ("answer", "label", "reward_model.ground_truth")
 # columns that data sets have in their place
-_PROMPTS = ("question", "problem", "query", "input", "instruction", "text")
-_ANSWERS = (
+PROMPTS = ("question", "problem", "query", "input", "instruction", "text")
+ANSWERS = (
     "solution",
     "target",
     "final_answer",
@@ -79,7 +79,7 @@ def read_records(
     rows, checksum = read_rows(path)
     records = []
     for n, where, row in rows:
-        record = _record(row, n, where, prompt_key or PROMPT_KEY, answer_key)
+        record = record_of(row, n, where, prompt_key or PROMPT_KEY, answer_key)
         kept = _columns(row, columns, where) if columns else None
         records.append(record._replace(columns=kept))
     if not records:
@@ -210,9 +210,10 @@ def _dataset_rows(name: str) -> tuple[Iterator[Row], int]:
     return ((n, f"{name}, row {n}", row) for n, row in enumerate(found, 1)), checksum
 
 
-def _record(
+def record_of(
     fields: Any, number: int, where: str, prompt_key: str, answer_key: str | None
 ) -> Record:
+    """The problem in a row. Raises DataError where a column is missing or of another type."""
     if not isinstance(fields, dict):
         raise DataError(
             f'expected an object like {{"prompt": ..., "answer": ...}}, got {_kind(fields)}',
@@ -221,8 +222,8 @@ def _record(
     keys = (answer_key,) if answer_key else ANSWER_KEYS
     answer_key = next((key for key in keys if _get(fields, key) is not _MISSING), keys[0])
     for key, setting, usual in (
-        (prompt_key, "data.prompt_key", _PROMPTS),
-        (answer_key, "data.answer_key", _ANSWERS),
+        (prompt_key, "data.prompt_key", PROMPTS),
+        (answer_key, "data.answer_key", ANSWERS),
     ):
         if _get(fields, key) is _MISSING:
             named = next((each for each in usual if each in fields), None)

@@ -3,7 +3,7 @@ reverse."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -49,6 +49,7 @@ from megatron_stare.process.interruption import (
 )
 from megatron_stare.process.memory import freeze, frozen_heap
 from megatron_stare.process.output import kept_output
+from megatron_stare.process.signs_of_life import counted, unsaid
 from megatron_stare.process.time_limit import TimeLimit
 from megatron_stare.registry import Extension
 from megatron_stare.rewards.known_answers import open_pool
@@ -145,12 +146,14 @@ class Session:
 
     def _open_workers(self, stack: ClosingStack) -> Runner:
         """Starts verifiers, ranks and engines."""
+        workers = counted(self.config.reward.workers, "reward worker")
+        self.monitor.note(f"starting {workers} ...")
         stack.enter_context(kept_output(self.dir.path / "logs"))
         self.verifiers = self._pools(stack, self._inputs.verifiers())
         with self.monitor.phase("start"):
             run = self._inputs.run
             run = replace(run, config=synced_in(run.config, self.dir.path))
-            runner = make_runner(run, self._held.awaited())
+            runner = make_runner(run, self._held.awaited(), self.monitor.note)
         stack.callback(runner.close)
         stack.push(partial(_say_what_was_lost, runner))
         self.ranks, self.engines = runner.trainers, runner.engines
@@ -403,13 +406,19 @@ def _say_what_was_lost(
         raise lost from error
 
 
-def make_runner(run: ResolvedRun, awaited: Awaited | None = None) -> Runner:
+def make_runner(
+    run: ResolvedRun, awaited: Awaited | None = None, tell: Callable[[str], None] = unsaid
+) -> Runner:
     """The runner that the configuration names; its module is imported only then, so that inline
-    runs need no Ray."""
+    runs need no Ray.
+
+    Args:
+        tell: told, in a line, what takes seconds to start, before it does.
+    """
     if run.config.runtime.runner == "inline":
         from megatron_stare.cluster.inline import InlineRunner
 
-        return InlineRunner(run)
+        return InlineRunner(run, tell)
     from megatron_stare.cluster.ray_runner import RayRunner
 
-    return RayRunner(run, awaited)
+    return RayRunner(run, awaited, tell)

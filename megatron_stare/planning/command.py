@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_stare.config.load import load_config
 from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.planning.gpus import GPUS, Coefficients, find_gpu, read_coefficients, store
+from megatron_stare.process.signs_of_life import say_loading
 
 DEFAULT = "h100-80g"
 
@@ -77,7 +78,7 @@ def run_command(args: argparse.Namespace) -> int:
         raise ConfigError(
             "there is no such folder", where=f"--json {args.json}", fix="make it first"
         )
-    config = load_config(args.config, args.overrides)
+    config = load_config(args.config, args.overrides, before_method=say_loading)
     gpu = find_gpu(args.gpu or config.plan.gpu or DEFAULT)
     coefficients = args.coefficients or Path(config.plan.coefficients)
     # compiling Megatron's fused functions is useless here

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_stare.errors import ConfigError, DataError, UserError
+from megatron_stare.process.signs_of_life import say_loading
+from megatron_stare.run_dir.run_files import CONFIG_FILE
 
 if TYPE_CHECKING:
     from megatron_stare.commands.bisect.explain import Explanation
@@ -94,6 +96,9 @@ def bisect(
         UserError: there is no such run, checkpoint or record, the folder is taken, or the run's
             servers are in use.
     """
+    if not (run_dir / CONFIG_FILE).exists():
+        raise DataError(f"no {CONFIG_FILE}: not a run directory", where=str(run_dir))
+    say_loading()
     from megatron_stare.commands.bisect.causes import changes, contradictions
     from megatron_stare.commands.bisect.explain import Remade, explain
     from megatron_stare.commands.bisect.rerun import make_again, prepare
@@ -102,11 +107,9 @@ def bisect(
     from megatron_stare.rollout.engines.engine import Engine
     from megatron_stare.rollout.engines.replicas import resolve_engine
     from megatron_stare.run_dir.run_files import METRICS_FILE, read_metrics
-    from megatron_stare.run_dir.run_state import CONFIG, complete_checkpoints, refuse_busy
+    from megatron_stare.run_dir.run_state import complete_checkpoints, refuse_busy
 
-    if not (run_dir / CONFIG).exists():
-        raise DataError(f"no {CONFIG}: not a run directory", where=str(run_dir))
-    config = load_recorded(run_dir / CONFIG)
+    config = load_recorded(run_dir / CONFIG_FILE)
     if config.sglang.urls:
         refuse_busy(run_dir)  # its servers would be given the weights of two runs
     checkpoints = {

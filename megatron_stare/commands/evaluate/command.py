@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_stare.config.load import load_config
 from megatron_stare.process.interruption import Interruption, on_driver_thread
+from megatron_stare.process.signs_of_life import say_loading
 
 _PARTS = 20  # lines of progress a task, where there is no terminal
 
@@ -70,7 +71,7 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    config = load_config(args.config, args.overrides)
+    config = load_config(args.config, args.overrides, before_method=say_loading)
     # tokenizers' threads do not survive the forks of worker processes
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are local folders

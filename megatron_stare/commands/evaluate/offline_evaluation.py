@@ -180,7 +180,7 @@ def run(
         engines: EnginePool | None = None
         if any(each.left for each in missing.values()):
             with watched.phase("start"):
-                runner = make_engines(config)
+                runner = make_engines(config, note)
             stack.callback(runner.close)
             for line in runner.notes():
                 note(line)

@@ -1,0 +1,1 @@
+"""`megatron-stare train`, and `megatron_stare.run`, which is the same from Python."""

@@ -1,0 +1,199 @@
+"""`megatron-stare train`: its arguments, and what it does with them. Torch is imported when it
+runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_stare.config.layers import Override
+from megatron_stare.config.load import dump_yaml, former_names, load_config
+from megatron_stare.config.schema import Config
+from megatron_stare.driver.supervision import attach, supervise
+from megatron_stare.errors import UnusableCheckpointError, UserError
+from megatron_stare.process.interruption import Interruption, on_driver_thread, poll, what_now
+from megatron_stare.process.signs_of_life import say_loading
+from megatron_stare.process.time_limit import TimeLimit, seconds_of
+
+PROGRAM = "megatron-stare"
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The command's."""
+    command.add_argument("config", help="YAML file")
+    command.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="dotted settings that replace the file's"
+    )
+    command.add_argument(
+        "--dry-run",
+        action="store_true",
+        help=(
+            "check everything that can be known without workers, print the resolved config and stop"
+        ),
+    )
+    command.add_argument(
+        "--resume", action="store_true", help="continue the newest checkpoint of the run"
+    )
+    command.add_argument(
+        "--supervise",
+        action="store_true",
+        help=(
+            "start the run in a process of its own, and again where that is killed; see"
+            " docs/recovery.md"
+        ),
+    )
+    command.add_argument(
+        "--from-step",
+        type=int,
+        metavar="N",
+        help="continue the checkpoint of step N instead; later ones are set aside",
+    )
+    command.add_argument(
+        "--stop-after",
+        metavar="TIME",
+        help=(
+            "save and end with exit code 75 before this time, such as 3h50m, 90m or 5400 (seconds),"
+            " is over"
+        ),
+    )
+    command.add_argument(
+        "--dump-step",
+        type=int,
+        metavar="N",
+        help="write step N's batch, weights, loss and gradients to the run directory",
+    )
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Trains. Returns the exit code, as `main` of the command line says."""
+    begun = time.monotonic()
+    args.resume = args.resume or args.from_step is not None
+    if args.supervise and not args.dry_run:
+        return _supervise(args)
+    return on_driver_thread(
+        lambda interruption: _train_to_code(args, begun, interruption),
+        lambda interruption: what_now(interruption, *_typed(args, interruption)),
+    )
+
+
+def _train_to_code(args: argparse.Namespace, begun: float, interruption: Interruption) -> int:
+    args.supervise = attach()
+    try:
+        _train_or_check(args, begun)
+    except KeyboardInterrupt:
+        print(what_now(interruption, *_typed(args, interruption)), file=sys.stderr)
+        return interruption.exit_code
+    except UnusableCheckpointError as error:
+        run = f"run.dir={error.run_dir}"
+        command, options = _typed(args, interruption, run)
+        again = [*command, run, *options, "--from-step", str(error.older)]
+        print(f"error: {error}\n  {shlex.join(again)}", file=sys.stderr)
+        return 2
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        if interruption.standing is not None and interruption.standing.checkpoint is not None:
+            print(
+                what_now(interruption, *_typed(args, interruption), ended="ended"), file=sys.stderr
+            )
+        return 2
+    return 0
+
+
+def _supervise(args: argparse.Namespace) -> int:
+    given = {"--from-step": args.from_step, "--dump-step": args.dump_step}
+    options = [f"{option}={value}" for option, value in given.items() if value is not None]
+    options += ["--resume"] if args.resume else []
+    limit_s = None if args.stop_after is None else seconds_of(args.stop_after)
+    return supervise([args.config, *args.overrides, *options], limit_s)
+
+
+def _typed(
+    args: argparse.Namespace, interruption: Interruption, run_dir: str | None = None
+) -> tuple[list[str], list[str]]:
+    """The command line of a run, up to its overrides and from there, for `what_now`.
+
+    Args:
+        run_dir: that is given instead of the run's own.
+    """
+    program = PROGRAM
+    if Path(sys.argv[0]).name == program and shutil.which(program) is None:
+        program = sys.argv[0]  # .venv/bin/megatron-stare
+    given = {"--dump-step": args.dump_step, "--stop-after": args.stop_after}
+    overrides = args.overrides
+    options = [str(x) for pair in given.items() if pair[1] is not None for x in pair]
+    options += ["--supervise"] if args.supervise else []
+    if interruption.standing is None and run_dir is None:
+        options += [] if args.from_step is None else ["--from-step", str(args.from_step)]
+        options += [
+            flag
+            for flag, given in (("--resume", args.resume), ("--dry-run", args.dry_run))
+            if given
+        ]
+    else:
+        # what_now adds the run directory
+        overrides = [each for each in overrides if not each.startswith("run.dir=")]
+    return [program, "train", args.config, *overrides], options
+
+
+def _train_or_check(args: argparse.Namespace, begun: float) -> None:
+    limit = TimeLimit(None if args.stop_after is None else seconds_of(args.stop_after), begun)
+    config = read_config(args.config, args.overrides)
+    if args.dry_run:
+        from megatron_stare.driver.opening import rehearse, remarks
+
+        resolved, said = rehearse(
+            config, resume=args.resume, from_step=args.from_step, dump_step=args.dump_step
+        )
+        print(
+            dump_yaml(resolved),
+            *(f"# {line}\n" for line in [*remarks(resolved), *said]),
+            sep="",
+            end="",
+        )
+        return
+    train_and_tell(config, args.resume, args.from_step, args.dump_step, limit)
+
+
+def read_config(
+    source: str | Path | Mapping[str, Any], overrides: Iterable[str | Override]
+) -> Config:
+    """The configuration of a run that begins, read after what takes long to import is announced.
+
+    Raises:
+        UserError: as load_config.
+        KeyboardInterrupt: a signal came.
+    """
+    config = load_config(source, overrides, before_method=partial(say_loading, always=True))
+    poll()
+    if not isinstance(source, Mapping) and Path(source).is_file():
+        for line in former_names(source):
+            print(line, file=sys.stderr)
+    # tokenizers' threads do not survive the forks of worker processes
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are local folders
+    return config
+
+
+def train_and_tell(
+    config: Config,
+    resume: bool,
+    from_step: int | None = None,
+    dump_step: int | None = None,
+    limit: TimeLimit | None = None,
+) -> Path:
+    """Trains, prints the run's figures and files, and returns its directory. Raises as `train`."""
+    from megatron_stare.observability.metrics.figures import closing
+    from megatron_stare.train import train  # imports torch and transformers: seconds
+
+    poll()
+    run_dir = train(config, resume=resume, from_step=from_step, dump_step=dump_step, limit=limit)
+    print(closing(run_dir))
+    return run_dir

@@ -1,0 +1,113 @@
+"""`megatron_stare.run`: a run from a notebook or a program."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_stare.commands.train.command import read_config, train_and_tell
+from megatron_stare.config.layers import Override
+from megatron_stare.errors import UserError
+from megatron_stare.process.interruption import Interruption, on_driver_thread
+from megatron_stare.process.signs_of_life import say
+
+_one = threading.Lock()  # held by the run of this process
+
+
+def run(
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    resume: bool = False,
+    from_step: int | None = None,
+    **settings: Any,
+) -> Path:
+    """Trains as `megatron-stare train` does, with its checks, and returns the run directory.
+
+    May be called from any thread, and while an event loop runs in it, as in a notebook. In the main
+    thread the first Ctrl-C, or a notebook's interrupt, saves the last whole step and raises
+    KeyboardInterrupt; a second one ends the process.
+
+    Args:
+        config: a YAML file, the name of a config that ships, or the sections as a dict; paths in it
+            are relative to the current folder.
+        overrides: values by dotted setting, such as {"run.steps": 2}.
+        resume: continue the newest checkpoint of the run in run.dir, or of the newest run of its
+            name.
+        from_step: continue the checkpoint of this step instead; later ones are set aside.
+        settings: more overrides, for `**{...}`.
+
+    Raises:
+        UserError: a setting, file or worker that cannot be used; or another run is under way in
+            this process.
+        KeyboardInterrupt: the run was told to end; `resume=True` continues it.
+    """
+    given = [
+        Override.of(key, _plain(value)) for key, value in {**(overrides or {}), **settings}.items()
+    ]
+    source = _plain(config) if isinstance(config, Mapping) else os.fspath(config)
+    found: list[Path] = []
+
+    def body(interruption: Interruption) -> int:
+        try:
+            read = read_config(source, given)
+            found.append(train_and_tell(read, resume or from_step is not None, from_step))
+        except KeyboardInterrupt:
+            say(_how_far(interruption), always=True)
+            raise
+        return 0
+
+    if not _one.acquire(blocking=False):
+        raise UserError(
+            "another run is under way in this process", fix="wait for it, or use another process"
+        )
+    try:
+        _beside_any_loop(partial(on_driver_thread, body, _how_far))
+    finally:
+        _one.release()
+    return found[0]
+
+
+def _beside_any_loop(body: Any) -> None:
+    """Calls on this thread if it is the main one, where signals are taken and the run has a thread
+    of its own; else on a new one, which has no event loop."""
+    if threading.current_thread() is threading.main_thread():
+        body()
+        return
+    done: Future[None] = Future()
+
+    def call() -> None:
+        try:
+            done.set_result(body())
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    done.result()
+
+
+def _how_far(interruption: Interruption) -> str:
+    standing = interruption.standing
+    if standing is None:
+        return "interrupted before the run began"
+    kept = "no checkpoint" if standing.checkpoint is None else f"that of step {standing.checkpoint}"
+    return (
+        f"interrupted after step {standing.step} of {standing.steps}; the newest checkpoint:"
+        f" {kept}; continue with resume=True, **{{'run.dir': '{standing.run_dir}'}}"
+    )
+
+
+def _plain(value: Any) -> Any:
+    """The value with paths as text."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
