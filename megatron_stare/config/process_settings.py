@@ -55,25 +55,27 @@ def check_environment(config: Config) -> None:
     given, of_servers = config.runtime.env, config.sglang.environment
     for name, why in OWNED.items():
         if name in given:
-            raise ConfigError(f"{name} is not to be set: {why}", where=WHERE, fix="leave it out")
+            raise ConfigError(f"{name} must not be set: {why}", where=WHERE, fix="leave it out")
     if config.runtime.interface:
         for name in INTERFACES:
             if name in given:
                 raise ConfigError(
-                    f"runtime.interface sets {name}", where=WHERE, fix="leave one of the two out"
+                    f"runtime.interface sets {name} already",
+                    where=WHERE,
+                    fix="leave one of the two out",
                 )
     _check_allocators(config)
     if CUMEM in given and of_servers.get(CUMEM, given[CUMEM]) != given[CUMEM]:
         raise ConfigError(
             f"{CUMEM} is {given[CUMEM]} for trainer ranks and {of_servers[CUMEM]} for servers"
-            " (sglang.environment); a group of both would hang",
+            " (sglang.environment); an NCCL group with both values would hang",
             where=WHERE,
-            fix="set it here alone, for both",
+            fix="set it only here, for both",
         )
     if SYMMETRIC_MEMORY in config.sglang.flags and _cumem_of_servers(config) != "1":
         raise ConfigError(
-            f"servers with {SYMMETRIC_MEMORY} set {CUMEM}=1 whatever they are told, and here it is "
-            f"{_cumem_of_servers(config)}",
+            f"servers with {SYMMETRIC_MEMORY} always set {CUMEM}=1, but here it is"
+            f" {_cumem_of_servers(config)}",
             where=WHERE if CUMEM in given else "sglang.environment",
             fix=f"set {CUMEM} to 1, or leave it out",
         )
@@ -84,7 +86,7 @@ def _check_allocators(config: Config) -> None:
     for name in ALLOCATORS:
         if name in given and config.performance.cuda_allocator is not None:
             raise ConfigError(
-                f"performance.cuda_allocator says what {name} would",
+                f"{name} and performance.cuda_allocator set the same thing",
                 where=WHERE,
                 fix="leave one of the two out",
             )
