@@ -47,7 +47,10 @@ def dry(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("rollout.engine=my_engines.Engine", "rollout.engine: cannot import 'my_engines'"),
         ("rollout.engine=locl", "did you mean 'local'"),
         ("observability.sinks=[jsonl, consol]", "observability.sinks: unknown name 'consol'"),
-        ("observability.sinks=[console]", "observability.sinks: none of them keeps the record"),
+        (
+            "observability.sinks=[console]",
+            "observability.sinks: none of these sinks writes the record",
+        ),
         (
             "rollout.engine=collections.OrderedDict",
             (
@@ -190,7 +193,7 @@ def test_a_run_to_resume(capsys: pytest.CaptureFixture[str]) -> None:
         capsys, "--resume", "optimizer.lr=1"
     )
     error = dry(capsys, "--resume", "run.steps=99")
-    assert "run.steps: " in error and "has 100 steps already, and 99 are asked for" in error
+    assert "run.steps: " in error and "has 100 steps already, but run.steps is 99" in error
     assert "these are left: 101 to 300" in dry(capsys, "--resume", "--dump-step=100")
     assert "these are left: none" in dry(capsys, "--resume", "run.steps=100", "--dump-step=100")
     with (run / ".lock").open("w") as lock:
@@ -243,10 +246,11 @@ def test_repeats_and_small_files_are_said(capsys: pytest.CaptureFixture[str]) ->
     problems("p.jsonl", "1+1=", "2+0=", "0+2=", "3-1=")
     assert rehearsed(capsys, *small) == []
     assert rehearsed(capsys, *small, "batch.prompts=5") == [
-        "data: batch.prompts is 5 and there are 4 problems: a step has some more than once"
+        "data: batch.prompts is 5, but there are only 4 problems: a step repeats some of them"
     ]
     assert rehearsed(capsys, *small, "batch.generate_prompts=6") == [
-        "data: batch.generate_prompts is 6 and there are 4 problems: a step has some more than once"
+        "data: batch.generate_prompts is 6, but there are only 4 problems:"
+        " a step repeats some of them"
     ]
     problems("p.jsonl", "1+1=", "2+0=", "1+1=", "1+1=", "2+0=")
     assert rehearsed(capsys, *small) == [

@@ -141,7 +141,7 @@ print("supervised", supervised, supervision.restarted())
         ("supervisor", 2),
     ]
     assert (
-        "the driver was killed by SIGKILL after step 1; it is started again in 0 s (1 of 3)" in said
+        "the driver was killed by SIGKILL after step 1; it restarts in 0 s (attempt 1 of 3)" in said
     )
 
 
