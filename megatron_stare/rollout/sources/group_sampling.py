@@ -96,7 +96,7 @@ class Groups(ABC):
         """Goes on with what `kept` gave. Raises DataError where that cannot be."""
         if kept:
             raise DataError(
-                "the checkpoint keeps responses that were under way, and this run cuts none"
+                "the checkpoint holds responses under way, but this run does not cut responses"
             )
 
 
