@@ -108,9 +108,9 @@ def test_the_newest_megatron_s_python_is_taken_where_there_is_one(
     project: Path, script: str
 ) -> None:
     variable, _ = SCRIPTS[script]
-    first = "the first that is here of 3.12, 3.13, 3.11, 3.10"
+    first = "the first one found of 3.12, 3.13, 3.11, 3.10"
     plain = python(project / "bin/python3", "3.10")
-    assert chosen(project, script) == (str(plain), "the only one here")
+    assert chosen(project, script) == (str(plain), "the only one found")
     older = python(project / "bin/python3.11", "3.11")
     assert chosen(project, script) == (str(older), first)
     newer = python(project / "home/.pyenv/versions/3.13.0/bin/python3.13", "3.13")
@@ -124,7 +124,7 @@ def test_the_newest_megatron_s_python_is_taken_where_there_is_one(
     assert chosen(project, script, PYENV_ROOT=str(project / "pyenv")) == (str(best), first)
     assert chosen(project, script, **{variable: "python3.11"}) == (
         str(older),
-        f"as {variable} says",
+        f"which {variable} names",
     )
 
 
@@ -395,4 +395,4 @@ def test_what_is_no_release_is_not_tried(
     trying: Callable[..., tuple[int, list[str], str]], words: list[str]
 ) -> None:
     code, asked, said = trying(*words)
-    assert code == 2 and asked == [] and "fix: such as megatron-core==0.19.0" in said
+    assert code == 2 and asked == [] and "such as megatron-core==0.19.0" in said
