@@ -377,7 +377,7 @@ def test_a_step_to_write_out_must_be_made(
         f"model.path={ROOT / 'assets/tiny-adder'}",
         f"run.dir={tmp_path / 'run'}",
     ]
-    assert "these are left: 1 to 300" in run(capsys, *arguments, "--dump-step=301")
+    assert "the remaining steps: 1 to 300" in run(capsys, *arguments, "--dump-step=301")
     assert not (tmp_path / "run").exists()
 
 

@@ -153,7 +153,7 @@ def test_both_files_of_prompts_are_read(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_step_to_write_out_that_is_not_made(
     capsys: pytest.CaptureFixture[str], step: str
 ) -> None:
-    assert "--dump-step: step" in dry(capsys, f"--dump-step={step}")
+    assert "--dump-step: this run will not make step" in dry(capsys, f"--dump-step={step}")
 
 
 def test_the_last_step_can_be_written_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,8 +194,10 @@ def test_a_run_to_resume(capsys: pytest.CaptureFixture[str]) -> None:
     )
     error = dry(capsys, "--resume", "run.steps=99")
     assert "run.steps: " in error and "has 100 steps already, but run.steps is 99" in error
-    assert "these are left: 101 to 300" in dry(capsys, "--resume", "--dump-step=100")
-    assert "these are left: none" in dry(capsys, "--resume", "run.steps=100", "--dump-step=100")
+    assert "the remaining steps: 101 to 300" in dry(capsys, "--resume", "--dump-step=100")
+    assert "the remaining steps: none" in dry(
+        capsys, "--resume", "run.steps=100", "--dump-step=100"
+    )
     with (run / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "another process is running" in dry(capsys, "--resume")

@@ -316,12 +316,12 @@ def test_a_folder_takes_responses_of_one_checkpoint(
     whole: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     shutil.copytree(MODEL, tmp_path / "model")
-    with pytest.raises(UserError, match=r"of checkpoint\.path"):
+    with pytest.raises(UserError, match=r"with checkpoint\.path"):
         evaluated(whole[0], checkpoint=tmp_path / "model")
     out = tmp_path / "out"
     evaluated(out, "eval.prompts=1", checkpoint=tmp_path / "model")
     os.utime(tmp_path / "model/model.safetensors")  # other weights may be in it now
-    with pytest.raises(UserError, match=r"of checkpoint\.files"):
+    with pytest.raises(UserError, match=r"with checkpoint\.files"):
         evaluated(out, "eval.prompts=1", checkpoint=tmp_path / "model")
 
 
@@ -354,7 +354,7 @@ HERE = f"--checkpoint={MODEL}"
             (HERE, "eval.samples=4", "eval.k=[1, 5]"),
             "eval.k: pass@5 cannot be computed from 4 responses a problem",
         ),
-        ((HERE, "eval.k=[0]"), "pass@0 cannot be told"),
+        ((HERE, "eval.k=[0]"), "pass@0 cannot be computed"),
         (
             (HERE, "eval.tasks=[{name: sums, samples: 2, k: [4]}]"),
             "eval.tasks[sums].k: pass@4 cannot be computed from 2",
@@ -380,7 +380,9 @@ def test_a_checkpoint_of_another_model_is_refused(capsys, monkeypatch, tmp_path:
     capsys.readouterr()  # transformers' progress bar
     error = refused(capsys, f"--checkpoint={tmp_path / 'other'}")
     assert (
-        "is another model than" in error and "layers 4, not 3" in error and "fix: another" in error
+        "is another model than" in error
+        and "layers 4, not 3" in error
+        and "fix: give another" in error
     )
     shutil.copytree(MODEL, tmp_path / "cut")
     weights = (tmp_path / "cut/model.safetensors").read_bytes()

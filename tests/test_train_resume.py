@@ -64,7 +64,7 @@ def test_a_run_is_continued_to_its_end_and_no_further(
     assert (run / "hf/model.safetensors").stat().st_ino == exported
     assert (run / "report.html").exists()
     assert resume("--dump-step=2") == 2
-    assert "these are left: none" in capsys.readouterr().err
+    assert "the remaining steps: none" in capsys.readouterr().err
     assert resume("run.steps=1") == 2
     assert (
         "run.steps: the run in run has 2 steps already, but run.steps is 1"
