@@ -1,3 +1,3 @@
 """STARE and its relatives on Megatron: stable reinforcement learning of reasoning models."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

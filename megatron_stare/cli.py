@@ -169,7 +169,7 @@ def parser() -> argparse.ArgumentParser:
         ),
         description=(
             "Shows a run's status from its files alone, on this machine or another. Exit code 1:"
-            " the run is not going on. See docs/status.md."
+            " the run is not going on. See docs/runs.md."
         ),
     )
     views.add_status_arguments(status)
@@ -187,7 +187,7 @@ def parser() -> argparse.ArgumentParser:
         description=(
             "Writes a page of the responses that a run stored: to filter and to read token by"
             " token, with the tokens that the method selected and the reasons. See"
-            " docs/rollouts.md."
+            " docs/runs.md."
         ),
     )
     views.add_rollouts_arguments(rollouts)

@@ -148,8 +148,8 @@ def run_of(**sections: dict[str, Any]) -> ResolvedRun:
 
 
 def test_a_32b_run_by_its_matrices():
-    """Bytes of docs/planning.md's table; the servers' by hand: 32,763,876,352 bfloat16 numbers over
-    four ranks."""
+    """Bytes that `plan_memory` prints of the layout; the servers' by hand: 32,763,876,352 bfloat16
+    numbers over four ranks."""
     found = Fit(80 * GB).budget(run_of())
     assert found.over == []
     update, rollout = found.phases["update"], found.phases["rollout"]

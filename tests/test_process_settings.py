@@ -86,6 +86,11 @@ CLASHES = [
         "runtime.env",
         "always set NCCL_CUMEM_ENABLE=1, but here it is 0",
     ),
+    (
+        ("runtime.env={NCCL_NVLS_ENABLE: '0'}", "sglang.flags=[--enable-nccl-nvls]"),
+        "runtime.env",
+        "servers with --enable-nccl-nvls set NCCL_NVLS_ENABLE=1 whatever they are told",
+    ),
 ]
 
 
@@ -143,19 +148,24 @@ def test_ranks_and_servers_get_the_same_and_servers_more(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("overrides", "value"),
+    ("overrides", "cumem", "nvls"),
     [
-        ((), "0"),  # what servers set where they find nothing
-        (("runtime.env={NCCL_CUMEM_ENABLE: '1'}",), "1"),
-        (("sglang.environment={NCCL_CUMEM_ENABLE: '1'}",), "1"),
-        (("sglang.flags=[--enable-symm-mem]",), "1"),
+        ((), "0", "0"),  # what servers set if they find nothing
+        (("runtime.env={NCCL_CUMEM_ENABLE: '1'}",), "1", "0"),
+        (("sglang.environment={NCCL_NVLS_ENABLE: '1'}",), "0", "1"),
+        (("runtime.env={NCCL_NVLS_ENABLE: '2'}",), "0", "2"),
+        (("sglang.flags=[--enable-symm-mem]",), "1", "1"),
+        (("sglang.flags=[--enable-nccl-nvls]",), "0", "1"),
     ],
 )
-def test_both_ends_of_a_group_agree_on_nccls_memory(overrides: tuple[str, ...], value: str) -> None:
+def test_both_ends_of_a_group_agree_on_nccls_memory(
+    overrides: tuple[str, ...], cumem: str, nvls: str
+) -> None:
     asked = config("sglang.sync=distributed", *overrides)
-    assert shared_environment(asked)["NCCL_CUMEM_ENABLE"] == value
-    assert server_options(asked).process_environment()["NCCL_CUMEM_ENABLE"] == value
-    assert "NCCL_CUMEM_ENABLE" not in shared_environment(config())  # there is no group
+    expected = {"NCCL_CUMEM_ENABLE": cumem, "NCCL_NVLS_ENABLE": nvls}
+    assert shared_environment(asked).items() >= expected.items()
+    assert server_options(asked).process_environment().items() >= expected.items()
+    assert not shared_environment(config()).keys() & expected.keys()  # there is no group
 
 
 def test_no_two_holders_share_a_port() -> None:

@@ -45,6 +45,9 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path) -> None:
         "report.html",
         "starts.jsonl",
     } <= names
+    logs = {file.stem: file.read_text() for file in (run_dir / "logs").iterdir()}
+    assert logs and all(text.startswith("--- ") for text in logs.values())
+    assert any(name.endswith("_1") for name in logs)  # a file of each rank
     beat = read_heartbeat(run_dir)
     assert beat is not None and (beat.process, beat.phase, beat.step, beat.steps) == (
         "ended",

@@ -56,6 +56,7 @@ from megatron_stare.process.network import (
     interface_of,
     require_own_address,
 )
+from megatron_stare.process.output import carried_output, keep_own_output
 from megatron_stare.process.workers import Handle, WorkerLostError, Workers, WorkerSilentError
 from megatron_stare.run_dir.heartbeat import CallBeats
 
@@ -102,6 +103,7 @@ class Actor:
         """Makes the worker of its pickled arguments. They are read here, where an error is the
         worker's own: a method of the user's, say, that this node does not have. Ray would lose what
         it says."""
+        keep_own_output(role)
         self._beats = beats_here(role, ray.get_runtime_context().get_node_id())
         with self._beats.call("build"):
             if interface := interface_of(ray.util.get_node_ip_address()):
@@ -363,8 +365,8 @@ def _worker_errors(what: str, timeout_s: float) -> Iterator[None]:
         raise WorkerLostError(
             f"a {what} process died: {str(error).splitlines()[0]}",
             fix=(
-                "read the end of its log in /tmp/ray/session_latest/logs; the usual cause is out"
-                " of memory"
+                "read the end of its log in logs/ of the run directory, or on its node in"
+                " /tmp/ray/session_latest/logs; the usual cause is out of memory"
             ),
         ) from error
     except GetTimeoutError as error:
@@ -602,7 +604,7 @@ def start_actors(
         "TORCHDYNAMO_DISABLE": "0" if gpus else "1",
         **settings,
     }
-    common |= carried(ray.util.get_node_ip_address())
+    common |= carried(ray.util.get_node_ip_address()) | carried_output()
     makers = []
     for number, spot in enumerate(spots):
         variables = {**common, **(own[number] if own else {})}

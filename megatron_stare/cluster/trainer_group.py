@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -105,6 +106,25 @@ class TrainerGroup:
             self._workers.call("update", number, dump_to, watched, norm_limit)
         )
         return UpdateResult(metrics, state)
+
+    @contextlib.contextmanager
+    def profiled(
+        self, ranks: Sequence[int], folder: Path, step: int, note: Callable[[str], None]
+    ) -> Iterator[None]:
+        """Has some ranks record what they do while this is open, and write it to the folder.
+
+        Args:
+            note: is told what could not be written; that ends no run.
+        """
+        workers = self._workers
+        workers.wait([workers.start_on(rank, "begin_profile") for rank in ranks])
+        yield
+        where = str(folder.resolve())
+        for fault in workers.wait(
+            [workers.start_on(rank, "end_profile", where, step) for rank in ranks]
+        ):
+            if fault is not None:
+                note(fault)
 
     def not_finite(self) -> list[NotFinite]:
         """Finds what is not finite on each rank, after an update that was not taken for it."""

@@ -1,8 +1,8 @@
 """Environment variables and ports of trainer ranks and servers, and which settings of theirs clash.
 
-NCCL_CUMEM_ENABLE is one that both ends of a group must agree on: servers set it to 0 before their
-first collective unless they find it set (1 with --enable-symm-mem, whatever they find), and a group
-of members that differ hangs or fails.
+Both ends of an NCCL group must agree on NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE. An SGLang server
+sets each to 0 before its first collective if the variable is not set, and to 1 with the flags in
+AGREED, whatever it finds. A group whose members differ hangs or fails.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import os
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 
-CUMEM = "NCCL_CUMEM_ENABLE"
+# variables that both ends of a group must agree on, and SGLang's flags that set them to 1
+AGREED = {
+    "NCCL_CUMEM_ENABLE": ("--enable-symm-mem",),
+    "NCCL_NVLS_ENABLE": ("--enable-nccl-nvls", "--enable-symm-mem"),
+}
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-SYMMETRIC_MEMORY = "--enable-symm-mem"
 WHERE = "runtime.env"
 # what a run sets for each process, and how
 OWNED = {
@@ -40,13 +43,19 @@ def shared_environment(config: Config) -> dict[str, str]:
     if config.runtime.interface:
         shared |= dict.fromkeys(INTERFACES, config.runtime.interface)
     if config.sglang.sync == "distributed":
-        shared[CUMEM] = _cumem_of_servers(config)
+        shared |= {name: _of_servers(config, name) for name in AGREED}
     return shared
 
 
-def _cumem_of_servers(config: Config) -> str:
-    symmetric = "1" if SYMMETRIC_MEMORY in config.sglang.flags else "0"
-    return config.sglang.environment.get(CUMEM) or config.runtime.env.get(CUMEM) or symmetric
+def _of_servers(config: Config, name: str) -> str:
+    """Returns the value of one of AGREED that the run's servers end with."""
+    given = config.sglang.environment.get(name) or config.runtime.env.get(name)
+    return given or ("1" if _forced(config, name) else "0")
+
+
+def _forced(config: Config, name: str) -> str | None:
+    """Returns the flag of the servers that sets a variable of AGREED to 1; None: there is none."""
+    return next((flag for flag in AGREED[name] if flag in config.sglang.flags), None)
 
 
 def check_environment(config: Config) -> None:
@@ -65,20 +74,21 @@ def check_environment(config: Config) -> None:
                     fix="leave one of the two out",
                 )
     _check_allocators(config)
-    if CUMEM in given and of_servers.get(CUMEM, given[CUMEM]) != given[CUMEM]:
-        raise ConfigError(
-            f"{CUMEM} is {given[CUMEM]} for trainer ranks and {of_servers[CUMEM]} for servers"
-            " (sglang.environment); an NCCL group with both values would hang",
-            where=WHERE,
-            fix="set it only here, for both",
-        )
-    if SYMMETRIC_MEMORY in config.sglang.flags and _cumem_of_servers(config) != "1":
-        raise ConfigError(
-            f"servers with {SYMMETRIC_MEMORY} always set {CUMEM}=1, but here it is"
-            f" {_cumem_of_servers(config)}",
-            where=WHERE if CUMEM in given else "sglang.environment",
-            fix=f"set {CUMEM} to 1, or leave it out",
-        )
+    for name in AGREED:
+        if name in given and of_servers.get(name, given[name]) != given[name]:
+            raise ConfigError(
+                f"{name} is {given[name]} for trainer ranks and {of_servers[name]} for servers"
+                " (sglang.environment); an NCCL group with both values would hang",
+                where=WHERE,
+                fix="set it only here, for both",
+            )
+        if (flag := _forced(config, name)) and _of_servers(config, name) != "1":
+            raise ConfigError(
+                f"servers with {flag} always set {name}=1, but here it is"
+                f" {_of_servers(config, name)}",
+                where=WHERE if name in given else "sglang.environment",
+                fix=f"set {name} to 1, or leave it out",
+            )
 
 
 def _check_allocators(config: Config) -> None:

@@ -56,6 +56,13 @@ class DataConfig(Section):
             " reward_model.ground_truth"
         ),
     )
+    columns: list[str] | Literal["all"] = Field(
+        [],
+        description=(
+            "columns of a row that a verifier is given as `columns`, dotted where they lie deeper;"
+            " all: the whole row"
+        ),
+    )
     deduplicate: bool = Field(
         False,
         description=(
@@ -158,7 +165,7 @@ class RolloutConfig(Section):
 
 class PartialConfig(Section):
     """Long responses are cut at the end of a step, kept, and continued in a later one; see
-    docs/partial_rollouts.md."""
+    docs/asynchrony.md."""
 
     tokens: int | None = Field(
         None,

@@ -250,3 +250,22 @@ def _check_cuda(config: Config, experts: bool) -> None:
             where="parallel.context",
             fix="set it to 1, or install Transformer Engine",
         )
+
+
+def check_profile(config: Config) -> None:
+    """Raises ConfigError if a rank or a step that is to be recorded does not exist."""
+    asked = config.observability
+    if beyond := [
+        each for each in asked.profile_ranks if not 0 <= each < config.parallel.world_size
+    ]:
+        raise ConfigError(
+            f"there is no rank {beyond[0]}: the layout has {config.parallel.world_size}",
+            where="observability.profile_ranks",
+            fix="name ranks from 0",
+        )
+    if beyond := [each for each in asked.profile_steps if not 1 <= each <= config.run.steps]:
+        raise ConfigError(
+            f"there is no step {beyond[0]}: the run has {config.run.steps}",
+            where="observability.profile_steps",
+            fix="name steps from 1",
+        )

@@ -172,6 +172,14 @@ class ObservabilityConfig(Section):
             " norm of a token's gradient by its probability and entropy; 0: never"
         ),
     )
+    profile_steps: list[int] = Field(
+        [],
+        description=(
+            "steps whose log-prob pass and update torch.profiler records: Chrome traces in profile/"
+            " of the run directory"
+        ),
+    )
+    profile_ranks: list[int] = Field([0], description="ranks that are recorded in these steps")
     reflection_words: list[str] = Field(
         [],
         description=(

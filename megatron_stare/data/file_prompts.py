@@ -73,7 +73,10 @@ class FilePrompts:
         files = _files(config.data, split)
         for file, weight in zip(files, whole_weights([file.weight for file in files]), strict=True):
             records, checksum = read_records(
-                file.path, config.data.prompt_key, config.data.answer_key
+                file.path,
+                config.data.prompt_key,
+                config.data.answer_key,
+                config.data.columns,
             )
             # of one file the checksum is its own, as it was before there were mixtures
             self._checksum = (
@@ -233,6 +236,7 @@ class FilePrompts:
             text=record.prompt,
             answer=record.answer,
             token_ids=self._encode(record.messages or record.prompt, record.where),
+            columns=record.columns,
         )
         self._cursor += 1
         part.taken += 1

@@ -12,9 +12,9 @@ import difflib
 import json
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatron_stare.errors import ConfigError, DataError
 
@@ -40,6 +40,7 @@ _ANSWERS = (
 Row = tuple[int, str, Any]
 Messages = tuple[tuple[str, str], ...]
 """(role, content) of each turn of a conversation."""
+Columns = Sequence[str] | Literal["all"]
 
 
 class Record(NamedTuple):
@@ -51,10 +52,14 @@ class Record(NamedTuple):
     answer: str
     where: str  # file:line
     messages: Messages = ()
+    columns: Mapping[str, Any] | None = None  # for the verifier; None: none are asked for
 
 
 def read_records(
-    path: str | Path, prompt_key: str | None = None, answer_key: str | None = None
+    path: str | Path,
+    prompt_key: str | None = None,
+    answer_key: str | None = None,
+    columns: Columns = (),
 ) -> tuple[list[Record], int]:
     """The records of a file in its order, blank lines skipped, and a checksum of its bytes.
 
@@ -63,6 +68,7 @@ def read_records(
             lines, or the name of a dataset (see HUB).
         prompt_key: column of the prompt, dotted where it lies in another; None: PROMPT_KEY.
         answer_key: that of the answer; None: the first of ANSWER_KEYS that a row has.
+        columns: names, dotted as above, of what else is kept of a row; 'all': the row.
 
     Raises:
         DataError: the file cannot be read, has no record, or has a broken row (file:line, and what
@@ -71,9 +77,11 @@ def read_records(
     """
     name = str(path)
     rows, checksum = read_rows(path)
-    records = [
-        _record(row, n, where, prompt_key or PROMPT_KEY, answer_key) for n, where, row in rows
-    ]
+    records = []
+    for n, where, row in rows:
+        record = _record(row, n, where, prompt_key or PROMPT_KEY, answer_key)
+        kept = _columns(row, columns, where) if columns else None
+        records.append(record._replace(columns=kept))
     if not records:
         raise DataError("the file has no prompts", where=name)
     return records, checksum
@@ -248,6 +256,29 @@ def _record(
     if isinstance(name, bool) or not isinstance(name, str | int):
         raise DataError(f"'id' must be a string or an integer, got {_kind(name)}", where=where)
     return Record(str(name), messages[-1][1] if messages else prompt, str(answer), where, messages)
+
+
+def _columns(fields: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
+    """Returns the columns of a row that verifiers are given, as JSON holds them."""
+    found = {}
+    for name in fields if columns == "all" else columns:
+        value = fields[name] if columns == "all" else _get(fields, name)
+        if value is _MISSING:
+            raise DataError(
+                f"no {name!r}; the keys here are {', '.join(map(repr, fields))}",
+                where=where,
+                fix="name columns that every row has in data.columns",
+            )
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise DataError(
+                f"{name!r} cannot be handed to a verifier: {type(value).__name__} is not JSON",
+                where=where,
+                fix="leave it out of data.columns" + " (name the others)" * (columns == "all"),
+            ) from error
+        found[name] = value
+    return found
 
 
 def _messages(turns: list[Any], key: str, where: str) -> Messages:

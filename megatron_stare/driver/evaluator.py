@@ -113,6 +113,9 @@ class Evaluator:
         missing = [
             (prompt, index) for prompt, index in wanted if (prompt.cursor, index) not in known
         ]
+        if self._verifiers[evaluation.task.verifier].judges_groups:
+            whole = {prompt.cursor for prompt, _ in missing}  # all again: they are judged together
+            missing = [each for each in wanted if each[0].cursor in whole]
         progress(len(wanted) - len(missing), len(wanted))
         judged = 0
 

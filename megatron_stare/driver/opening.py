@@ -180,7 +180,7 @@ def _rehearse_without_model(config: Config, dump_step: int | None) -> Config:
             find_environment(task.config.rollout.environment)
     for path in prompt_files(config):
         if Path(path).exists():
-            read_records(path, config.data.prompt_key, config.data.answer_key)
+            read_records(path, config.data.prompt_key, config.data.answer_key, config.data.columns)
     make_sinks(config.observability.sinks)
     load_metrics(config.observability.metrics)
     check_place(config)
@@ -192,7 +192,7 @@ def _rehearse_without_model(config: Config, dump_step: int | None) -> Config:
 def _try_verifiers(verifiers: dict[Extension, Task], config: Config) -> None:
     for verifier, task in verifiers.items():
         with task.blamed():
-            open_pool(verifier, config.reward, workers=1).close()
+            open_pool(verifier, config, workers=1).close()
 
 
 def remarks(config: Config) -> list[str]:

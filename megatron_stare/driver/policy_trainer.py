@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -51,10 +51,11 @@ class PolicyTrainer:
         texts: Callable[[Sequence[int]], Sequence[str]] | None = None,
         guards: Guards | None = None,
         events: Path | None = None,
+        profiled: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self._config, self._ranks, self._state = config, ranks, state
         self._agreement, self._phase, self._texts, self._dump = agreement, phase, texts, dump
-        self._guards, self._events = guards, events
+        self._guards, self._events, self._profiled = guards, events, profiled
 
     def step(self, batch: RolloutBatch) -> dict[str, float]:
         """Trains on a judged rollout batch: log-prob and entropy pass, statistics, gate and
@@ -68,6 +69,19 @@ class PolicyTrainer:
             NonFiniteError: loss or gradient of several updates in a row was not finite.
             AgreementError: engines and trainer differ by more than the limit.
         """
+        with self._profiled(batch.step):
+            updates, agreement = self._train(batch)
+        self._state.method = updates[-1].state
+        most = self._config.faults.guards.not_finite
+        self._state.skipped = skipped_after(updates, self._state.skipped, batch.step, most)
+        metrics = combined(updates) | agreement
+        return (
+            metrics if self._guards is None else metrics | self._judge(self._guards, batch, metrics)
+        )
+
+    def _train(self, batch: RolloutBatch) -> tuple[list[UpdateResult], dict[str, float]]:
+        """Has the ranks make the log-prob pass and all updates; returns the results of the updates
+        and the metrics of agreement."""
         every = self._config.model.reference_refresh_every
         with self._phase("log_probs"):
             self._ranks.compute_log_probs(batch)
@@ -95,13 +109,7 @@ class PolicyTrainer:
                 self._note_tokens(batch, watched)
             if every and batch.step % every == 0:
                 self._ranks.refresh_reference()
-        self._state.method = updates[-1].state
-        most = self._config.faults.guards.not_finite
-        self._state.skipped = skipped_after(updates, self._state.skipped, batch.step, most)
-        metrics = combined(updates) | agreement
-        return (
-            metrics if self._guards is None else metrics | self._judge(self._guards, batch, metrics)
-        )
+        return updates, dict(agreement)
 
     def _judge(
         self, guards: Guards, batch: RolloutBatch, metrics: Mapping[str, float]

@@ -4,6 +4,7 @@ reverse."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ from megatron_stare.errors import RollBack
 from megatron_stare.hangs.driver_side import BlackBox
 from megatron_stare.observability.metrics.monitor import Monitor
 from megatron_stare.observability.sink import RunOutline
+from megatron_stare.planning.own_plan import ModelFlops
 from megatron_stare.planning.placement import Awaited
 from megatron_stare.planning.preflight import notices
 from megatron_stare.process.interruption import (
@@ -46,6 +48,7 @@ from megatron_stare.process.interruption import (
     raise_if_received,
 )
 from megatron_stare.process.memory import freeze, frozen_heap
+from megatron_stare.process.output import kept_output
 from megatron_stare.process.time_limit import TimeLimit
 from megatron_stare.registry import Extension
 from megatron_stare.rewards.known_answers import open_pool
@@ -142,6 +145,7 @@ class Session:
 
     def _open_workers(self, stack: ClosingStack) -> Runner:
         """Starts verifiers, ranks and engines."""
+        stack.enter_context(kept_output(self.dir.path / "logs"))
         self.verifiers = self._pools(stack, self._inputs.verifiers())
         with self.monitor.phase("start"):
             run = self._inputs.run
@@ -154,6 +158,7 @@ class Session:
             self.monitor.phase, self.ranks, self.engines if self.config.sglang.colocated else None
         )
         self.phase = memory.phase
+        self.monitor.derived.append(ModelFlops(self._inputs.run).metrics)
         self._add(memory, Measured(self._held.metrics), Measured(lambda: self._held.plan.metrics))
         return runner
 
@@ -163,9 +168,7 @@ class Session:
         pools: dict[Extension, VerifierPool] = {}
         for verifier, task in verifiers.items():
             with task.blamed():
-                pools[verifier] = open_pool(
-                    verifier, self.config.reward, self.config.reward.workers
-                )
+                pools[verifier] = open_pool(verifier, self.config, self.config.reward.workers)
             stack.callback(pools[verifier].close)
         return pools
 
@@ -252,7 +255,15 @@ class Session:
             texts,
             self.guards,
             events,
+            self._profiled,
         )
+
+    def _profiled(self, step: int) -> AbstractContextManager[None]:
+        asked = self.config.observability
+        if step not in asked.profile_steps:
+            return nullcontext()
+        folder = self.dir.path / "profile"
+        return self.ranks.profiled(asked.profile_ranks, folder, step, self.monitor.note)
 
     def _add_held_out(self, own: tuple[EnginePool, Evaluator] | None) -> None:
         self.held_out = HeldOut(

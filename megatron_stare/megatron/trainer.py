@@ -45,6 +45,7 @@ from megatron_stare.megatron.optimizer.optimizer_state import adam_name, chain
 from megatron_stare.megatron.step.differences import Compared
 from megatron_stare.megatron.step.not_finite import NotFinite, OwnGradients, look
 from megatron_stare.megatron.step.passes import Reference, compute_log_probs
+from megatron_stare.megatron.step.profiling import StepProfile, marked
 from megatron_stare.megatron.step.rank_memory import RankMemory
 from megatron_stare.megatron.step.state_sums import RankProof, state_sums
 from megatron_stare.megatron.step.step import Policy, Step
@@ -78,6 +79,7 @@ class Trainer:
 
     def __init__(self, run: ResolvedRun, rank: int, init_method: str) -> None:
         config, shape = run.config, run.shape
+        self._rank = rank
         if not torch.cuda.is_available():
             torch.set_num_threads(config.runtime.trainer_threads)
             keep_freed()
@@ -130,6 +132,7 @@ class Trainer:
         # whichever of the two serves the update under way
         self._prepared: StageSend | DeviceSend | None = None
         self._step: Step | None = None
+        self._profile: StepProfile | None = None
         self._saver = checkpoint.Saver(layout, config.checkpoint.writers)
         self._saving: BackgroundSave | None = None
         self._export: HfExport | None = None
@@ -207,7 +210,7 @@ class Trainer:
             )
         self.onload(("parameters", "reference"))
         self._step = Step(self.config, self.method, self.policy, self._batch_of(share, plan))
-        with self._counts.counting():
+        with self._counts.counting(), marked("log_probs"):
             self._step.compute_log_probs()
 
     def compare(
@@ -298,8 +301,25 @@ class Trainer:
             loss scale was too large, or `update/held`, because the norm was.
         """
         self.onload(("parameters", "gradients", "optimizer"))
-        with self._counts.counting():
+        with self._counts.counting(), marked("update"):
             return self.step.update(number, dump_to, watched, norm_limit)
+
+    def begin_profile(self) -> None:
+        """Records what this rank does until `end_profile`."""
+        self._profile = StepProfile()
+
+    def end_profile(self, folder: str, step: int) -> str | None:
+        """Writes what was recorded to step_..._rank_....json.gz.
+
+        Returns:
+            The reason if it could not be written, else None.
+        """
+        assert self._profile is not None
+        try:
+            self._profile.write(Path(folder) / f"step_{step:06d}_rank_{self._rank}.json.gz")
+        except OSError as error:
+            return f"the trace of rank {self._rank} could not be written: {error}"
+        return None
 
     def not_finite(self) -> NotFinite:
         """Finds the numbers on this rank that are not finite, after an update that was skipped

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Elements of a block and of each of its two work buffers: 16 rows of 32k columns. docs/head.md has
-# what others cost. A GPU without Triton has no such cache, but has launches to save.
+# Elements of a block and of each of its two work buffers: 16 rows of 32k columns. Costs of
+# others: benchmarks/results/head.md. A GPU without Triton has no such cache, but launches to save.
 BLOCK = 1 << 19
 BLOCK_CUDA = 1 << 25
 # Least rows of a block, for wide vocabularies: threads share the rows of a sum, and of 3 rows one

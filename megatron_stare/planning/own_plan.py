@@ -7,6 +7,7 @@ Whatever keeps a run from being predicted is told, and ends nothing.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -15,10 +16,17 @@ from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.errors import UserError
 from megatron_stare.observability.metrics.planned import MEMORY, PHASES
 from megatron_stare.planning.forecast import capacity_of, gpu_of, step_of
-from megatron_stare.planning.gpus import Coefficients, read_coefficients
+from megatron_stare.planning.gpus import CPU, Coefficients, read_coefficients
 from megatron_stare.planning.memory import Budget, PlannedFit
-from megatron_stare.planning.phase_times import Lengths, Step
+from megatron_stare.planning.phase_times import (
+    Lengths,
+    Step,
+    all_gpus,
+    forward_flops,
+    forwards,
+)
 from megatron_stare.records.metric import Metric
+from megatron_stare.records.rollout_batch import RolloutBatch
 
 # what a calibration fits of each phase, whatever else it fits
 RATES = {
@@ -59,7 +67,60 @@ METRICS = (
         )
         for phase in MEMORY
     ),
+    Metric(
+        "perf/train_tflops",
+        "TFLOP/s",
+        "10^12 operations of the model, without recomputation, that a rank of the trainer did a"
+        " second of time/log_probs_s and time/update_s, forward as 1 and backward as 2 of the"
+        " forward's operations",
+        "steady; above a third of the peak on GPUs",
+    ),
+    Metric(
+        "perf/train_mfu",
+        "share",
+        "perf/train_tflops over the peak of the GPU in 16 bits (model FLOPs utilisation)",
+        "0.3 to 0.5; only on GPUs that `megatron-stare plan` knows",
+    ),
+    Metric(
+        "perf/mfu",
+        "share",
+        "the same operations over time/step_s and all GPUs, those of the servers too",
+        "as `megatron-stare plan` predicts; only on GPUs that it knows",
+    ),
 )
+
+
+class ModelFlops:
+    """Rates of the trainer's arithmetic in a step, from the lengths of its sequences."""
+
+    def __init__(self, run: ResolvedRun) -> None:
+        self._shape, self._config = run.shape, run.config
+        self._passes = forwards(run) + 3 * run.config.batch.epochs
+        self._peak: float | None = None
+        with contextlib.suppress(UserError):  # a GPU of no known kind has no peak
+            gpu = gpu_of(run.config)
+            self._peak = None if gpu is CPU else gpu.flops
+
+    def metrics(self, batch: RolloutBatch, measured: Mapping[str, float]) -> dict[str, float]:
+        """Returns the metrics `perf/train_...` of a step, and `perf/mfu`.
+
+        Args:
+            measured: the step's other metrics.
+        """
+        flops = self._passes * sum(
+            forward_flops(self._shape, len(each.prompt.token_ids), len(each))
+            for each in batch.trajectories
+        )
+        ranks = self._config.parallel.world_size
+        seconds = measured.get("time/log_probs_s", 0.0) + measured.get("time/update_s", 0.0)
+        if not seconds:
+            return {}
+        found = {"perf/train_tflops": flops / seconds / ranks / 1e12}
+        if self._peak is not None:
+            found["perf/train_mfu"] = flops / (seconds * ranks * self._peak)
+            whole = measured["time/step_s"] * all_gpus(self._config) * self._peak
+            found["perf/mfu"] = flops / whole
+        return found
 
 
 @dataclass(frozen=True)

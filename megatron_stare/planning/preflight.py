@@ -18,7 +18,13 @@ from megatron_stare.config.load import reads_files, with_absolute_paths
 from megatron_stare.config.performance import check_device_performance, check_performance
 from megatron_stare.config.process_settings import check_environment, check_ports
 from megatron_stare.config.resolved import ResolvedRun, resolve_run
-from megatron_stare.config.rules import check_device, check_layout, check_moe, check_recompute
+from megatron_stare.config.rules import (
+    check_device,
+    check_layout,
+    check_moe,
+    check_profile,
+    check_recompute,
+)
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import published_shape, read_shape
@@ -113,6 +119,7 @@ RUN: dict[str, Callable[[Asked], None]] = {
     "checkpoints": lambda asked: check_checkpoints(asked.config),
     "best checkpoints": lambda asked: check_best(asked.config),
     "runner": lambda asked: check_runner(asked.config),
+    "profile": lambda asked: check_profile(asked.config),
     "memory": lambda asked: check_memory(asked.run),
     "limits": lambda asked: check_limits(asked.run),
 }

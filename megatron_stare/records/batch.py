@@ -7,10 +7,10 @@ number), N response positions of some of them laid end to end.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -32,6 +32,8 @@ class Prompt:
     answer: str
     token_ids: tuple[int, ...] = ()
     problem: str = ""
+    # `data.columns` of its row, for the verifier; no part of what makes two prompts equal
+    columns: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

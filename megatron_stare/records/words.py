@@ -100,9 +100,9 @@ CATEGORIES: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# Words by which a chain of thought looks back at itself; docs/evaluation.md has the lists. The
-# categories are three of the four behaviours of Gandhi et al. (arXiv 2503.01307), as far as single
-# words show them; the words are ours. "double-check" counts once, under verification.
+# Words by which a chain of thought looks back at itself (docs/evaluation.md). The categories are
+# three of the four behaviours of Gandhi et al. (arXiv 2503.01307), as far as single words show
+# them; the words are ours. "double-check" counts once, under verification.
 BEHAVIOURS: dict[str, tuple[str, ...]] = {
     "verification": (
         *(

@@ -11,6 +11,8 @@ import json
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
+from typing import Any
 
 ATTEMPTS = 5
 """Attempts to send an answer: it is sent again if the connection fails or the server's status says
@@ -22,7 +24,7 @@ _LONGEST_REPLY = 1 << 20  # bytes
 
 
 class HttpVerifier:
-    """A verifier `(response, answer) -> reward` that asks a server.
+    """A verifier `(response, answer, *, columns) -> reward` that asks a server.
 
     Args:
         url: http://... or https://...
@@ -32,14 +34,17 @@ class HttpVerifier:
     def __init__(self, url: str, first_pause_s: float = _FIRST_PAUSE_S) -> None:
         self._url, self._pause_s = url, first_pause_s
 
-    def __call__(self, response: str, answer: str) -> float:
+    def __call__(
+        self, response: str, answer: str, *, columns: Mapping[str, Any] | None = None
+    ) -> float:
         """The server's reward.
 
         Raises:
             ConnectionError: no attempt came through.
             ValueError: the server refuses the request, or its reply is not a number.
         """
-        body = json.dumps({"response": response, "answer": answer}).encode()
+        asked = {"response": response, "answer": answer}
+        body = json.dumps({**asked, "columns": columns} if columns else asked).encode()
         for attempt in range(ATTEMPTS):
             if attempt:
                 time.sleep(self._pause_s * 2 ** (attempt - 1))

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_stare.config.schema import RewardConfig
+from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.registry import Extension
 from megatron_stare.rewards.verifier_pool import VerifierPool
@@ -34,22 +34,43 @@ def read_known_answers(path: str | Path) -> list[tuple[str, str, float]]:
     return known
 
 
-def open_pool(verifier: Extension | str, reward: RewardConfig, workers: int) -> VerifierPool:
+def open_pool(verifier: Extension | str, config: Config, workers: int) -> VerifierPool:
     """A pool whose verifier is proven: on its own known answers, and the run's one on those of
     `reward.known_answers`.
 
     Raises:
-        ConfigError: as `VerifierPool` and `prove`; no process is left then.
+        ConfigError: as `VerifierPool` and `prove`, or the run cannot give the verifier what it
+            asks for; no process is left then.
     """
-    verifier = Extension.read(verifier)
+    verifier, reward = Extension.read(verifier), config.reward
     pool = VerifierPool(verifier, workers, reward.timeout_s)
-    if reward.known_answers is not None and verifier == reward.verifier:
-        try:
+    try:
+        _check_given(pool, verifier, config)
+        if reward.known_answers is not None and verifier == reward.verifier:
             prove(pool, reward.known_answers)
-        except BaseException:
-            pool.close()
-            raise
+    except BaseException:
+        pool.close()
+        raise
     return pool
+
+
+def _check_given(pool: VerifierPool, verifier: Extension, config: Config) -> None:
+    """Raises ConfigError where a verifier needs columns or whole groups that the run lacks."""
+    data = config.data
+    if pool.needs_columns and (data.path or data.mixture) and not data.columns:
+        raise ConfigError(
+            f"the verifier {verifier.name!r} reads `columns` of the data, and data.columns names"
+            " none",
+            where="data.columns",
+            fix="name those it reads, or set data.columns=all",
+        )
+    if pool.judges_groups and verifier == config.reward.verifier and config.partial.tokens:
+        raise ConfigError(
+            f"the verifier {verifier.name!r} judges the responses of a prompt together, and"
+            " partial rollouts finish them in different steps",
+            where="partial.tokens",
+            fix="set partial.tokens=null, or a verifier of single responses",
+        )
 
 
 def prove(pool: VerifierPool, path: str | Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any
 
 from megatron_stare.rewards.verifier_pool import (
     Answers,
@@ -35,13 +36,20 @@ class _Desk:
         self._error: Exception | None = None  # of the pool, which ends `_serve`
         self._served = asyncio.create_task(self._serve())
 
-    async def of(self, response: str, answer: str) -> Verdict:
+    @property
+    def judges_groups(self) -> bool:
+        """Returns True if the verifier is given all responses to a prompt at once."""
+        return self._pool.judges_groups
+
+    async def of(
+        self, response: str | list[str], answer: str, columns: Mapping[str, Any] | None
+    ) -> Verdict:
         """Waits for the answer's verdict; unblocked by it, or by the pool's error, which it
         raises."""
         if self._error is not None:
             raise self._error
         future = asyncio.get_running_loop().create_future()
-        self._waiting[self._answers.add(response, answer)] = future
+        self._waiting[self._answers.add(response, answer, columns)] = future
         self._new += 1
         if self._new >= EARLY:
             self._turn()
@@ -123,14 +131,33 @@ class Verdicts:
         """Answers are still without a verdict."""
         return self._known < self._asked
 
-    async def of(self, response: str, answer: str) -> Verdict:
+    @property
+    def judges_groups(self) -> bool:
+        """Returns True if verdicts are asked for with `of_group`, else with `of`."""
+        return self._desk.judges_groups
+
+    async def of(
+        self, response: str, answer: str, columns: Mapping[str, Any] | None = None
+    ) -> Verdict:
         """Waits for the answer's verdict; unblocked by it, or by the pool's error, which it raises.
 
         Raises:
             TooManyFailuresError: with this one more answers failed than are borne.
         """
         self._asked += 1
-        verdict = await self._desk.of(response, answer)
+        verdict = await self._desk.of(response, answer, columns)
+        return self._take(verdict)
+
+    async def of_group(
+        self, responses: Sequence[str], answer: str, columns: Mapping[str, Any] | None = None
+    ) -> list[Verdict]:
+        """Waits as `of` for the verdicts on all responses to a prompt. A group that fails as a
+        whole is a failure of each response."""
+        self._asked += len(responses)
+        whole = await self._desk.of(list(responses), answer, columns)
+        return [self._take(each) for each in whole.group or [whole] * len(responses)]
+
+    def _take(self, verdict: Verdict) -> Verdict:
         self._known += 1
         if verdict.status != "ok":
             self._failed.append(verdict)

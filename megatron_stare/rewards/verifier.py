@@ -12,7 +12,9 @@ in a normal form, which is the same for answers that differ in notation alone, a
 reference; "" where there is none. Majorities are counted by it (docs/evaluation.md).
 
 Keyword-only parameters of the function are its settings: `{name: my_pkg.verify, tolerance: 0.1}` in
-YAML.
+YAML. Two parameters are the run's: a keyword-only `columns` is a dict of the columns of the row
+that `data.columns` names, and a first parameter called `responses` is a list of all responses to a
+prompt, for which the function returns as many rewards.
 """
 
 from __future__ import annotations
@@ -20,17 +22,19 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, SupportsFloat
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
 
 from megatron_stare.errors import ConfigError
 from megatron_stare.registry import Extension, resolve, settings_of
 
-Verifier = Callable[[str, str], SupportsFloat]
+Verifier = Callable[..., Any]
 AnswerStart = Callable[[str], int]
 NormalAnswer = Callable[[str], str]
-KnownAnswer = tuple[str, str, float]
+KnownAnswer = tuple[Any, ...]
+"""(response, answer, reward), columns as a fourth; for groups, lists of responses and rewards."""
 
 VERIFIERS = {
     "arithmetic": "megatron_stare.rewards.arithmetic_verifier.verify",
@@ -47,7 +51,22 @@ VERIFIERS = {
 }
 
 _WHERE = "reward.verifier"
+_COLUMNS, _GROUP = "columns", "responses"  # parameters whose values are the run's
 _TERM = re.compile(r"(?:([+-]?(?:\d+\.?\d*|\.\d+))\s+\*\s+)?(\S+)")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Inputs that a verifier's parameters ask for beside a response and the answer.
+
+    groups: all responses to a prompt at once.
+    columns: columns of the row.
+    needs_columns: it cannot be called without them.
+    """
+
+    groups: bool = False
+    columns: bool = False
+    needs_columns: bool = False
 
 
 class WeightedSum:
@@ -59,7 +78,7 @@ class WeightedSum:
     """
 
     def __init__(self, terms: Sequence[tuple[float, Verifier]]) -> None:
-        self._terms = terms
+        self.terms = terms
         starts = [start for _, verify in terms if (start := answer_start_of(verify)) is not None]
         self.answer_start = starts[0] if starts else None
         answers = [
@@ -68,7 +87,60 @@ class WeightedSum:
         self.normal_answer = answers[0] if answers else None
 
     def __call__(self, response: str, answer: str) -> float:
-        return sum(weight * float(verify(response, answer)) for weight, verify in self._terms)
+        return rewards_of(self, [response], answer)[0]
+
+
+@cache
+def asked_by(verify: Verifier) -> Asked:
+    """Reads what a verifier asks for from its parameters."""
+    if isinstance(verify, WeightedSum):
+        found = [asked_by(term) for _, term in verify.terms]
+        return Asked(
+            any(each.groups for each in found),
+            any(each.columns for each in found),
+            any(each.needs_columns for each in found),
+        )
+    try:
+        parameters = inspect.signature(verify).parameters
+    except (TypeError, ValueError):  # of a function that is not Python's
+        return Asked()
+    columns = parameters.get(_COLUMNS)
+    columns = columns if columns and columns.kind is columns.KEYWORD_ONLY else None
+    return Asked(
+        groups=next(iter(parameters), "") == _GROUP,
+        columns=columns is not None,
+        needs_columns=columns is not None and columns.default is columns.empty,
+    )
+
+
+def rewards_of(
+    verify: Verifier,
+    responses: Sequence[str],
+    answer: str,
+    columns: Mapping[str, Any] | None = None,
+) -> list[Any]:
+    """Calls a verifier as its parameters ask for it, on responses to one prompt.
+
+    Returns:
+        A reward of each response, as the verifier returned it.
+
+    Raises:
+        ValueError: a verifier of groups returned another number of rewards.
+    """
+    if isinstance(verify, WeightedSum):
+        parts = [
+            [weight * float(each) for each in rewards_of(term, responses, answer, columns)]
+            for weight, term in verify.terms
+        ]
+        return [sum(each) for each in zip(*parts, strict=True)]
+    asked = asked_by(verify)
+    given = {_COLUMNS: dict(columns or {})} if asked.columns else {}
+    if not asked.groups:
+        return [verify(response, answer, **given) for response in responses]
+    found = list(verify(list(responses), answer, **given))
+    if len(found) != len(responses):
+        raise ValueError(f"{len(found)} rewards for {len(responses)} responses")
+    return found
 
 
 def make_verifier(verifier: Extension | str) -> Verifier:
@@ -129,7 +201,7 @@ def _proven(verifier: Extension) -> Verifier:
     function = resolve(name, VERIFIERS, _WHERE)
     if not callable(function):
         raise ConfigError(f"{name!r} is not a function", where=_WHERE)
-    settings = settings_of(verifier, function, _WHERE)
+    settings = settings_of(verifier, function, _WHERE, given=(_COLUMNS,))
     verify = partial(function, **settings) if settings else function
     _check_signature(verify, name)
     module = _module(verify)
@@ -156,21 +228,21 @@ def _check_signature(verify: Verifier, name: str) -> None:
             " answer",
             where=_WHERE,
             fix=(
-                "define it as verify(response: str, answer: str) -> float; other columns of the"
-                " data are not passed to it"
+                "define it as verify(response: str, answer: str) -> float; a keyword-only `columns`"
+                " gets other columns of the data, a first parameter `responses` the whole group"
             ),
         )
 
 
 def _callable_with_two(verify: Verifier) -> bool:
-    """Returns True if a function can be called with a response and an answer alone, and takes no
-    `completions`."""
+    """Returns True if a function can be called with a response and an answer, and with the columns
+    where it asks for them, and takes no `completions`."""
     try:
         signature = inspect.signature(verify)
     except (TypeError, ValueError):  # of a function that is not Python's
         return True
     try:
-        signature.bind("", "")
+        signature.bind("", "", **({_COLUMNS: {}} if asked_by(verify).columns else {}))
     except TypeError:
         return False
     return "completions" not in signature.parameters
@@ -179,12 +251,14 @@ def _callable_with_two(verify: Verifier) -> bool:
 def _faults(verify: Verifier, known: Sequence[KnownAnswer]) -> list[str]:
     """One line for each known answer that comes out wrong."""
     faults = []
-    for response, answer, reward in known:
+    for response, answer, reward, *columns in known:
+        several = not isinstance(response, str)
         try:
-            got: object = float(verify(response, answer))
+            found = rewards_of(verify, response if several else [response], answer, *columns)
+            got: object = [float(each) for each in found] if several else float(found[0])
         except Exception as error:  # whatever a user's function raises
             got = f"{type(error).__name__}: {error}"
-        if got != reward:
+        if got != (list(reward) if several else reward):
             faults.append(f"{response!r} against {answer!r} earns {got}, expected {reward}")
     return faults
 

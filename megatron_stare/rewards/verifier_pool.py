@@ -14,7 +14,7 @@ import selectors
 import signal
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -48,6 +48,7 @@ class Verdict:
     detail: str = ""
     answer_at: int | None = None
     answer: str | None = None
+    group: tuple[Verdict, ...] = ()  # where the answer was a whole group, those of its responses
 
 
 @dataclass
@@ -62,11 +63,15 @@ class _Slot:
     items: deque[int] = field(default_factory=deque)  # handed out and not yet answered, in order
 
 
+Asked = tuple[str | list[str], str, Mapping[str, Any] | None]
+"""A response or a group, the answer, and columns of the row."""
+
+
 @dataclass
 class Answers:
     """Answers that belong together: what is still to be handed out, and what is known."""
 
-    texts: dict[int, tuple[str, str]] = field(default_factory=dict)
+    texts: dict[int, Asked] = field(default_factory=dict)
     queue: deque[int] = field(default_factory=deque)
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     # those of `verdicts` that are not ok, as they came
@@ -75,10 +80,12 @@ class Answers:
     killed: set[int] = field(default_factory=set)
     added: int = 0
 
-    def add(self, response: str, answer: str) -> int:
-        """One more; returns its number."""
+    def add(
+        self, response: str | list[str], answer: str, columns: Mapping[str, Any] | None = None
+    ) -> int:
+        """Adds one, or a group that is judged as one; returns its number."""
         number, self.added = self.added, self.added + 1
-        self.texts[number] = response, answer
+        self.texts[number] = response, answer, columns
         self.queue.append(number)
         return number
 
@@ -131,6 +138,7 @@ class VerifierPool:
         self._selector = selectors.EpollSelector()
         self._slots: list[_Slot] = []
         self._closed = False
+        self.judges_groups = self.needs_columns = False  # see rewards/verifier.py; known once ready
         try:
             for _ in range(workers):
                 self._slots.append(_Slot(*self._start()))
@@ -149,9 +157,9 @@ class VerifierPool:
         return [slot.process.pid for slot in self._slots]
 
     def verify(
-        self, texts: Sequence[tuple[str, str]], most_failures: int | None = None
+        self, texts: Sequence[tuple[str, str] | Asked], most_failures: int | None = None
     ) -> list[Verdict]:
-        """One Verdict for each (response, answer), in order.
+        """One Verdict for each (response, answer), or (response, answer, columns), in order.
 
         Waits for the workers, at most `timeout_s` for each answer; an answer that hangs or takes
         its worker down costs itself alone. One whose worker is killed (SIGKILL) is judged once more
@@ -170,8 +178,8 @@ class VerifierPool:
             ValueError: the pool is closed.
         """
         answers = Answers()
-        for response, answer in texts:
-            answers.add(response, answer)
+        for text in texts:
+            answers.add(*text)
         while len(answers.verdicts) < len(texts):
             self.turn(answers, most_failures)
         return [answers.verdicts[item] for item in range(len(texts))]
@@ -270,8 +278,13 @@ class VerifierPool:
     def _hear(self, slot: _Slot, answers: Answers) -> None:
         messages, ended = slot.process.receive()
         for message in messages:
-            if "ready" in message:
+            if isinstance(message, list):
+                verdicts = tuple(_verdict(each) for each in message)
+                answers.know(slot.items.popleft(), Verdict(None, "ok", group=verdicts))
+            elif "ready" in message:
                 slot.ready = True
+                self.judges_groups = message["ready"]["groups"]
+                self.needs_columns = message["ready"]["needs_columns"]
             elif "failed" in message:
                 raise ConfigError(**message["failed"])
             else:

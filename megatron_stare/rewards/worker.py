@@ -1,9 +1,10 @@
 """The verifier process: `python -m megatron_stare.rewards.worker <verifier> <fd>`, started by
 `rewards/process.py`.
 
-It reads lists of [response, answer] from the socket `fd` and writes one message an answer, in
-order, as soon as it has it. Three kinds of message go out: {"ready": true} or {"failed": {...}}
-once, then {"reward": x, "answer_at": n, "answer": text} or {"error": text}.
+It reads lists of [response, answer, columns] from the socket `fd` and writes one message an answer,
+in order, as soon as it has it. A list in place of the response is a group, whose message is a list
+of messages. Three kinds of message go out: {"ready": {...}} with what the verifier asks for, or
+{"failed": {...}}, once, then {"reward": x, "answer_at": n, "answer": text} or {"error": text}.
 
 The verifier runs in the main thread, where signal handlers work. A second thread does nothing but
 read: it waits for the parent to send, and the end of the stream, which comes when the parent is
@@ -21,6 +22,7 @@ import sys
 import sysconfig
 import threading
 import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, SupportsFloat
@@ -33,8 +35,10 @@ from megatron_stare.rewards.verifier import (
     NormalAnswer,
     Verifier,
     answer_start_of,
+    asked_by,
     make_verifier,
     normal_answer_of,
+    rewards_of,
 )
 
 _RECEIVE_BYTES = 1 << 16
@@ -56,7 +60,7 @@ def main(verifier: str, fd: int) -> None:
     ):
         # a program that a verifier starts must not keep the stream open
         channel.set_inheritable(False)
-        inbox: SimpleQueue[tuple[str, str]] = SimpleQueue()
+        inbox: SimpleQueue[list[Any]] = SimpleQueue()
         threading.Thread(target=_read, args=(channel, inbox), daemon=True).start()
         try:
             verify = make_verifier(Extension.parse(verifier))
@@ -65,34 +69,53 @@ def main(verifier: str, fd: int) -> None:
                 pack({"failed": {"what": error.what, "where": error.where, "fix": error.fix}})
             )
             return
-        channel.sendall(pack({"ready": True}))
-        answer_start, normal_answer = answer_start_of(verify), normal_answer_of(verify)
+        asked = asked_by(verify)
+        channel.sendall(
+            pack({"ready": {"groups": asked.groups, "needs_columns": asked.needs_columns}})
+        )
+        readers = answer_start_of(verify), normal_answer_of(verify)
         while True:
-            channel.sendall(pack(judge(verify, answer_start, normal_answer, *inbox.get())))
+            response, answer, columns = inbox.get()
+            several = isinstance(response, list)
+            responses = response if several else [response]
+            messages = judge(verify, *readers, responses, answer, columns)
+            channel.sendall(pack(messages if several else messages[0]))
 
 
 def judge(
     verify: Verifier,
     answer_start: AnswerStart | None,
     normal_answer: NormalAnswer | None,
-    response: str,
+    responses: Sequence[str],
     answer: str,
-) -> dict[str, Any]:
-    """{"reward": a finite float, "answer_at" and "answer": see `verifier_pool.Verdict`}, or
-    {"error": why there is none}."""
+    columns: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Judges responses to one prompt.
+
+    Returns:
+        Of each, {"reward": a finite float, "answer_at" and "answer": see `verifier_pool.Verdict`},
+        or {"error": why there is none}.
+    """
     try:
-        answer_at = None if answer_start is None else int(answer_start(response))
-        reward = verify(response, answer)
-        if not isinstance(reward, SupportsFloat):
-            return {"error": f"the verifier returned {type(reward).__name__}, not a number"}
-        value = float(reward)
-        given = None if normal_answer is None else str(normal_answer(response))[:LONGEST_ANSWER]
+        at = [None if answer_start is None else int(answer_start(each)) for each in responses]
+        rewards = rewards_of(verify, responses, answer, columns)
+        given = [
+            None if normal_answer is None else str(normal_answer(each))[:LONGEST_ANSWER]
+            for each in responses
+        ]
+        return [_message(*each) for each in zip(rewards, at, given, strict=True)]
     except BaseException as error:  # SystemExit too: one answer must not take the process with it
         text = "".join(traceback.format_exception_only(error)).strip()[:_DETAIL_CHARACTERS]
-        return {"error": f"{text} {users_line(error)}".rstrip()}
+        return [{"error": f"{text} {users_line(error)}".rstrip()}] * len(responses)
+
+
+def _message(reward: Any, answer_at: int | None, answer: str | None) -> dict[str, Any]:
+    if not isinstance(reward, SupportsFloat):
+        return {"error": f"the verifier returned {type(reward).__name__}, not a number"}
+    value = float(reward)
     if not math.isfinite(value):
         return {"error": f"the verifier returned {value}"}
-    return {"reward": value, "answer_at": answer_at, "answer": given}
+    return {"reward": value, "answer_at": answer_at, "answer": answer}
 
 
 def users_line(error: BaseException) -> str:
@@ -112,14 +135,14 @@ def users_line(error: BaseException) -> str:
     return f"({frame.filename}:{frame.lineno}, in {frame.name})"
 
 
-def _read(channel: socket.socket, inbox: SimpleQueue[tuple[str, str]]) -> None:
+def _read(channel: socket.socket, inbox: SimpleQueue[list[Any]]) -> None:
     """Moves what the parent sends into `inbox`; ends the process at the end of the stream."""
     unpacker = Unpacker()
     try:
         while data := channel.recv(_RECEIVE_BYTES):
             for chunk in unpacker.feed(data):
-                for response, answer in chunk:
-                    inbox.put((response, answer))
+                for item in chunk:
+                    inbox.put(item)
     finally:
         with contextlib.suppress(ProcessLookupError):  # not a group leader when started by hand
             os.killpg(os.getpid(), signal.SIGKILL)  # with whatever the verifier has started

@@ -1,7 +1,7 @@
 """Sampled responses as files, `rollouts/step_000010.jsonl`: written from trajectories, read back as
 `SampledResponse`.
 
-docs/rollouts.md is the format. Reading needs neither torch nor a tokenizer, so the report does it.
+docs/runs.md is the format. Reading needs neither torch nor a tokenizer, so the report does it.
 Shape legend: n tokens of a response.
 """
 

@@ -18,14 +18,26 @@ from megatron_stare.planning.preflight import check
 ROOT = Path(__file__).parent.parent.parent
 CONFIGS = sorted((ROOT / "configs/algorithm").glob("*.yaml"))
 PAGES = ROOT / "docs/algorithms"
+BASELINES = (PAGES / "baselines.md").read_text()
+# what the page of baselines says of each in a table of its own: | `method` | clip_low | clip_high |
+# ...
+DEFAULTS = re.findall(r"^\| `(\w+)` \| (.*) \|$", BASELINES.split("\n## ")[0], re.MULTILINE)
 
 
-def test_every_method_has_a_configuration_and_a_page() -> None:
+def place_of(method: str) -> tuple[str, str]:
+    """The target of a link to what is said of a method, and the text: its page, or its section on
+    that of baselines."""
+    if (page := PAGES / f"{method}.md").exists():
+        return page.name, page.read_text()
+    (section,) = [each for each in BASELINES.split("\n## ") if each.startswith(f"{method}\n")]
+    return f"baselines.md#{method}", section
+
+
+def test_every_method_has_a_configuration_and_a_page_or_a_section() -> None:
     assert {path.stem for path in CONFIGS} == {*METHODS, "skywork_or1"}
     index = (PAGES / "README.md").read_text()
     for name in METHODS:
-        assert (PAGES / f"{name}.md").exists()
-        assert f"({name}.md)" in index
+        assert f"({place_of(name)[0]})" in index
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
@@ -41,10 +53,30 @@ def test_the_configuration_is_accepted_and_names_its_source(path: Path) -> None:
 def test_the_page_names_settings_that_exist(name: str) -> None:
     method = build_method({"name": name})
     fields = {f.name for f in dataclasses.fields(method)}
-    rows = re.findall(r"^\| (`[^|]*)\|", (PAGES / f"{name}.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (`[^|]*)\|", place_of(name)[1], re.MULTILINE)
     named = {setting.split(".")[0] for row in rows for setting in re.findall(r"`(\w[\w.]*)`", row)}
-    assert named
+    assert named or name in dict(DEFAULTS)
     assert named <= fields
+
+
+def test_the_table_of_the_baselines_has_their_defaults() -> None:
+    assert {name for name, _ in DEFAULTS} == {
+        name for name in METHODS if not (PAGES / f"{name}.md").exists()
+    }
+    for name, cells in DEFAULTS:
+        method = build_method({"name": name})
+        for setting, said in zip(
+            ("clip_low", "clip_high", "dual_clip", "aggregation"), cells.split("|"), strict=True
+        ):
+            known = getattr(method, setting, "")  # an empty cell: the method has no such setting
+            assert read_cell(said) == known, f"{name}: {setting}"
+
+
+def read_cell(said: str) -> float | str | None:
+    try:
+        return float(said)
+    except ValueError:
+        return {"null": None}.get(said.strip(), said.strip())
 
 
 # optimizer steps a rollout batch, and of the warm-up, as the file's own source counts them

@@ -42,6 +42,34 @@ def test_every_link_leads_somewhere(page: Path) -> None:
                 assert anchor in known, f"{link}: {maker} knows {sorted(known)}"
 
 
+def written(page: Path) -> str:
+    """The page without what tools write into it."""
+    made = {"docs/configuration.md", "docs/metrics.md"}
+    if str(page.relative_to(ROOT)) in made:
+        return ""
+    return re.sub(
+        r"<!-- (?:house|rules|made by)[^>]*-->.*?<!-- (?:/|to here)[^>]*-->",
+        "",
+        page.read_text(),
+        flags=re.DOTALL,
+    )
+
+
+def test_pages_are_not_longer_together_than_one_reads() -> None:
+    words = {page: len(written(page).split()) for page in DOCS.rglob("*.md")}
+    assert sum(words.values()) <= 45_000, sorted(words.items(), key=lambda item: -item[1])[:10]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_lines_are_100_columns_wide(page: Path) -> None:
+    """Tables, pictures, addresses and code are exempt."""
+    code = False
+    for number, line in enumerate(written(page).splitlines(), 1):
+        code ^= line.startswith("```")
+        exempt = code or line.startswith(("|", "    ", "![")) or "http" in line
+        assert len(line) <= 100 or exempt, f"{page}:{number}"
+
+
 def test_a_link_that_leads_nowhere_is_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import importlib.metadata
 import json
 import resource
 import shutil
@@ -90,6 +91,38 @@ def wrong(found: list[Finding]) -> dict[str, Finding]:
     """By subject; each has a mend, and what is ok has none."""
     assert all(bool(each.mend) == (each.level != "ok") for each in found)
     return {each.subject: each for each in found if each.level != "ok"}
+
+
+SERVERS = ("rollout.engine=sglang", "sglang.device=cuda", "sglang.colocated=true")
+APART = ("rollout.engine=sglang", "sglang.device=cuda", "sglang.sync=distributed")
+
+
+@pytest.mark.parametrize(
+    ("settings", "served", "level", "said"),
+    [
+        (APART, {"torch": "2.14.1", "nccl": "2.28.9"}, "ok", "NCCL 2.28.9 here, 2.28.9 of"),
+        (APART, {"torch": "2.14.1", "nccl": "2.29.3"}, "fault", "NCCL 2.28.9 here, 2.29.3 of"),
+        ((*SERVERS, "sglang.sync=tensor"), {"torch": "2.13.0"}, "ok", "torch 2.13.0 here, 2.13.0"),
+        ((*SERVERS, "sglang.sync=tensor"), {"torch": "2.14.1"}, "warning", "2.14.1 of the servers"),
+        ((*SERVERS, "sglang.sync=disk"), {"torch": "2.14.1"}, None, ""),
+        (APART, {}, None, ""),  # no such environment: another check says so
+    ],
+)
+def test_libraries_of_trainer_and_servers_that_meet(
+    settings: tuple[str, ...], served: dict[str, str], level: str | None, said: str
+) -> None:
+    facts = dataclasses.replace(WELL, served=served)
+    found = [each for each in check_versions(facts, run(*settings)) if "servers'" in each.subject]
+    assert [each.level for each in found] == ([level] if level else [])
+    assert not found or said in found[0].seen
+    without = dataclasses.replace(facts, gpus=())
+    assert not [e for e in check_versions(without, run(*settings)) if "servers'" in e.subject]
+
+
+def test_versions_of_the_servers_are_read_from_their_environment() -> None:
+    facts = local_facts(sys.executable)
+    assert facts.served["torch"] == importlib.metadata.version("torch")
+    assert local_facts().served == {} and local_facts("/no/such/python").served == {}
 
 
 def test_a_machine_that_is_well_has_nothing() -> None:
@@ -192,6 +225,12 @@ SHELL: dict[str, tuple[str, str, dict[str, str], tuple[str, ...]]] = {
         "NCCL_CUMEM_ENABLE",
         "fault",
         {"NCCL_CUMEM_ENABLE": "1"},
+        ("rollout.engine=sglang", "sglang.sync=distributed", "sglang.urls=[http://10.0.0.2:30000]"),
+    ),
+    "NVLink SHARP set apart": (
+        "NCCL_NVLS_ENABLE",
+        "fault",
+        {"NCCL_NVLS_ENABLE": "1"},
         ("rollout.engine=sglang", "sglang.sync=distributed", "sglang.urls=[http://10.0.0.2:30000]"),
     ),
     "no such adapter": ("NCCL_IB_HCA", "fault", {"NCCL_IB_HCA": "=mlx5_9:1"}, ()),

@@ -1,5 +1,4 @@
-"""The example of docs/environments.md: the policy answers, is told to go on, and answers once
-more."""
+"""Example of docs/environments.md: the policy answers, is told to go on, and answers again."""
 
 from megatron_stare.environments.environment import Environment, Response
 

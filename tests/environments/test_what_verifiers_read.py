@@ -76,7 +76,9 @@ class Reads:
     async def judged(self, answers: int):
         yield self
 
-    async def of(self, response: str, answer: str) -> Verdict:
+    judges_groups = False
+
+    async def of(self, response: str, answer: str, *_: object) -> Verdict:
         self.read.append(response)
         reward = arithmetic_verifier.verify(response, RIGHT)
         return Verdict(reward, "ok", answer_at=arithmetic_verifier.answer_start(response))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,15 @@ import pytest
 from support.synthetic_runs import synthetic_run
 
 from megatron_stare.errors import DataError
-from megatron_stare.observability.metrics.figures import started
-from megatron_stare.observability.report.comparison import against, settings_that_tell
-from megatron_stare.observability.report.headline import GREEDY, alike, headline
+from megatron_stare.observability.metrics.figures import started, verdict
+from megatron_stare.observability.report.comparison import against, outcome, settings_that_tell
+from megatron_stare.observability.report.headline import (
+    GREEDY,
+    Problem,
+    alike,
+    headline,
+    problems,
+)
 from megatron_stare.observability.report.page import write_report
 from megatron_stare.run_dir.json_lines import read_jsonl, write_atomically
 from megatron_stare.run_dir.run_files import RunRecord, read_run, read_runs
@@ -41,65 +49,209 @@ def evals(before: tuple[int, int], after: tuple[int, int], of: int = 100) -> lis
     ]
 
 
+HELD = {"entropy/mean": 0.11, "entropy/target": 0.1, "stare/gate": 1.0}
+
+
 def test_entropy_held_and_greedy_lost() -> None:
-    run = run_of(
-        [{"entropy/mean": 0.11, "entropy/target": 0.1, "stare/gate": 1.0}] * 9,
-        evals((50, 90), (71, 80)),
+    said = headline(run_of([HELD] * 60, evals((50, 90), (71, 80))))
+    assert said.sentence == (
+        "In 60 steps, sampled pass@1 rose from 0.500 to 0.710 (+0.210 [+0.129, +0.291]) by step 9;"
+        " entropy held at 0.110 (target 0.100)."
     )
-    said = headline(run)
-    assert (
-        said.sentence == "Entropy held at 0.110 (target 0.100), sampled pass@1 +0.21, greedy −0.10."
+    assert said.greedy == (
+        "Greedy pass@1 fell from 0.900 to 0.800 (−0.100 [−0.160, −0.040]), and is still above the"
+        " sampled 0.710."
     )
     assert said.remarks == [GREEDY]
-    # one problem of a hundred is no news, and where sampling lost as well, greedy needs no
-    # explanation
-    assert (
-        "greedy −0.01 (within its noise)"
-        in headline(run_of([], evals((50, 90), (71, 89)))).sentence
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sampled", "greedy", "explained"),
+    [
+        ((50, 90), (71, 89), "rose from 0.500 to 0.710 (", "went from 0.900 to 0.890 (", False),
+        ((50, 90), (40, 80), "fell from 0.500 to 0.400 (", "fell from 0.900 to 0.800 (", False),
+        ((50, 90), (51, 80), "went from 0.500 to 0.510 (", "fell from 0.900 to 0.800 (", False),
+        ((50, 50), (50, 90), "stayed at 0.500 (", "rose from 0.500 to 0.900 (", False),
+        ((50, 90), (71, 70), "rose from 0.500 to 0.710 (", "fell from 0.900 to 0.700 (", True),
+    ],
+)
+def test_a_result_rose_fell_or_is_not_shown_to_differ(
+    before: tuple[int, int],
+    after: tuple[int, int],
+    sampled: str,
+    greedy: str,
+    explained: bool,
+) -> None:
+    """One problem of a hundred is no news, and where sampling did not gain, greedy's loss is not
+    explained away."""
+    said = headline(run_of([HELD] * 9, evals(before, after)))
+    assert said.sentence.startswith(f"In 9 steps, sampled pass@1 {sampled}")
+    assert said.greedy.startswith(f"Greedy pass@1 {greedy}")
+    assert (GREEDY in said.remarks) == explained
+    for text, word in ((said.sentence, sampled), (said.greedy, greedy)):
+        assert ("no difference is shown" in text) == (not word.startswith(("rose", "fell")))
+    assert ("still above" in said.greedy) == (
+        greedy.startswith("fell") and after[1] > after[0]
+    )  # 0.700 is not above 0.710
+
+
+def test_no_tone_of_a_greedy_loss_warns_while_sampling_gained() -> None:
+    def tones(before: tuple[int, int], after: tuple[int, int]) -> list[str]:
+        return [f.tone for f in verdict(run_of([], evals(before, after)))[:2]]
+
+    assert tones((50, 90), (71, 80)) == ["good", ""]
+    assert tones((50, 90), (40, 80)) == ["warn", "warn"]
+    assert tones((50, 90), (51, 80)) == ["", "warn"]
+    greedy = verdict(run_of([], evals((50, 90), (71, 80))))[1]
+    assert greedy.note.endswith("; training optimises sampled responses, not this")
+
+
+def test_evaluations_that_lack_one_side_or_an_interval() -> None:
+    base, trained = evals((50, 90), (71, 80))
+    rows = [{"reward/mean": 0.5}] * 40
+    said = headline(run_of(rows, [base])).sentence
+    assert said == (
+        "In 40 steps, sampled pass@1 was 0.500 before training and is not evaluated since; reward"
+        " stayed at 0.500."
     )
-    assert headline(run_of([], evals((50, 90), (40, 80)))).remarks == []
+    assert headline(run_of(rows, [trained])).sentence == (
+        "In 40 steps, sampled pass@1 is 0.710 at step 9, with no evaluation before training; reward"
+        " stayed at 0.500."
+    )
+    assert headline(run_of(rows)).sentence == (
+        "In 40 steps, reward stayed at 0.500, with no evaluation."
+    )
+    other = {**trained, "problem": [0] * 100}
+    assert (
+        "went from 0.500 to 0.710 (different problems, so no interval)"
+        in headline(run_of(rows, [base, other])).sentence
+    )
+    named = [{**each, "task": "aime"} for each in (base, trained)]
+    assert "sampled pass@1 on aime rose" in headline(run_of(rows, named)).sentence
 
 
 @pytest.mark.parametrize(
     ("entropy", "target", "sentence"),
     [
-        ([0.11] * 9, 0.05, "Entropy ended above its target, at 0.110 (target 0.0500)"),
-        ([0.11] * 9, 0.2, "Entropy ended below its target, at 0.110 (target 0.200)"),
-        ([0.04] * 9, 0.2, "Entropy collapsed to 0.0400 (0.20 × its target 0.200)"),
-        ([0.4] * 60 + [0.05] * 40, None, "Entropy collapsed to 0.0500 (from 0.400)"),
-        ([0.4] * 60 + [0.2] * 40, None, "Entropy went from 0.400 to 0.200"),
+        ([0.11] * 60, 0.05, "entropy ended above its target, at 0.110 (target 0.0500)"),
+        ([0.11] * 60, 0.2, "entropy ended below its target, at 0.110 (target 0.200)"),
+        ([0.4] * 60 + [0.04] * 40, 0.2, "entropy collapsed to 0.0400 (0.20 × its target 0.200)"),
+        ([0.04] * 60, 0.2, "entropy ended below its target, at 0.0400 (target 0.200)"),
+        ([0.4] * 60 + [0.05] * 40, None, "entropy collapsed to 0.0500 (from 0.400)"),
+        ([0.4] * 60 + [0.2] * 40, None, "entropy went from 0.400 to 0.200"),
+        # held for long, lost in the end: the mean of the last third is 0.080
+        ([0.1] * 280 + [0.02] * 20, 0.1, "entropy collapsed to 0.0200 (0.20 × its target 0.100)"),
+        # on target in 93 % of the last third, and not in the end
+        (
+            [0.1] * 880 + [0.07] * 20,
+            0.1,
+            "entropy ended below its target, at 0.0700 (target 0.100)",
+        ),
+        # in its mean alone
+        (
+            [0.05, 0.15] * 50,
+            0.1,
+            "entropy ended near its target, at 0.100 (target 0.100), and was not held there: 0% of"
+            " the last third's steps lie within ±25%",
+        ),
+        # through it: the mean of the last third is on target, its end is not
+        (
+            [0.2 - 0.0011 * i for i in range(150)],
+            0.08,
+            "entropy ended below its target, at 0.0466 (target 0.0800)",
+        ),
     ],
 )
 def test_what_entropy_did(entropy: list[float], target: float | None, sentence: str) -> None:
     aim = {"entropy/target": target} if target else {}
     rows = [{"entropy/mean": value, "reward/mean": 0.5, **aim} for value in entropy]
-    assert (
-        headline(run_of(rows)).sentence
-        == f"{sentence}, reward from 0.500 to 0.500, no evaluation before and after."
+    run = run_of(rows)
+    assert headline(run).sentence == (
+        f"In {len(rows):,} steps, reward stayed at 0.500, with no evaluation; {sentence}."
     )
+    figure = next(f for f in verdict(run) if f.label == "Entropy, last third")
+    assert figure.tone == ("warn" if target else "")
+
+
+def test_few_steps_are_not_judged() -> None:
+    """The first and the last 20 of fewer than 40 steps overlap."""
+    rows = [{**HELD, "reward/mean": step / 39} for step in range(39)]
+    assert headline(run_of(rows)).sentence == (
+        "In 39 steps, reward was 0.731 in the last 20 steps, with no evaluation; entropy was 0.110"
+        " in the last 20 steps (target 0.100), too few steps to judge it."
+    )
+    assert "in the last 3 steps" in headline(run_of(rows[:3])).sentence
+    assert "held" in headline(run_of([*rows, rows[-1]])).sentence
+    by_label = {f.label: f for f in verdict(run_of(rows))}
+    entropy, reward = by_label["Entropy, last third"], by_label["Reward, last 20 steps"]
+    assert entropy.tone == "" and "too few to judge" in entropy.note and reward.note == "mean"
+
+
+def test_a_run_that_did_not_end_is_not_summed_up_as_one_that_did(tmp_path: Path) -> None:
+    run = synthetic_run(tmp_path / "run", "held", 60)
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("steps: 60", "steps: 90"))
+    here = {"host": socket.gethostname(), "step": 0}
+    write_atomically(run / "starts.jsonl", [here])
+    assert headline(read_run(run)).sentence.startswith("Interrupted after step 60 of 90: sampled")
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        said = headline(read_run(run)).sentence
+    assert said.startswith("Still running, step 60 of 90 is made: sampled")
+    write_atomically(run / "starts.jsonl", [{**here, "host": "elsewhere"}])
+    assert headline(read_run(run)).sentence.startswith("Last seen at step 60 of 90: sampled")
+    (run / "config.yaml").write_text(config)
+    assert headline(read_run(run)).sentence.startswith("In 60 steps, sampled")
 
 
 def test_a_gate_that_never_opened_is_said() -> None:
-    closed = [{"entropy/mean": 0.4, "entropy/target": 0.1, "stare/gate": 0.0}] * 30
-    assert (
-        headline(run_of(closed)).sentence.startswith(
-            "Entropy ended at 0.400 without its gate (target 0.100) ever opening, reward"
-        )
-        or headline(run_of(closed)).sentence
-        == "Entropy ended at 0.400 without its gate (target 0.100) ever opening."
+    closed = [{"entropy/mean": 0.4, "entropy/target": 0.1, "stare/gate": 0.0}] * 60
+    assert headline(run_of(closed)).sentence == (
+        "In 60 steps, entropy ended at 0.400 without its gate (target 0.100) ever opening."
     )
-    near = [{"entropy/mean": 0.14, "entropy/target": 0.12, "stare/gate": 0.0}] * 30
+    near = [{"entropy/mean": 0.12, "entropy/target": 0.11, "stare/gate": 0.0}] * 60
     # near its target by itself: nothing held it there
     assert "held" not in headline(run_of(near)).sentence
     opened = headline(run_of([*near, {**near[0], "stare/gate": 1.0}])).sentence
-    assert opened.startswith("Entropy held at 0.140 (target 0.120)")
+    assert opened == "In 61 steps, entropy held at 0.120 (target 0.110)."
     (remark,) = headline(run_of(closed)).remarks
     assert remark.startswith(
-        "The gate never opened in 30 steps: its entropy never came below the target"
+        "The gate never opened in 60 steps: its entropy never came below the target"
     )
+    below = headline(run_of([*closed, {**closed[0], "entropy/mean": 0.09}])).remarks[0]
+    assert "it stayed closed" in below
     assert headline(run_of([*closed, {**closed[0], "stare/gate": 1.0}])).remarks == []
     assert headline(run_of([{"entropy/mean": 0.4}] * 3)).remarks == []  # a method without a gate
     assert headline(run_of([])).sentence == "No step is recorded yet."
+
+
+def test_a_reward_that_fell_is_said_beside_a_result_that_rose() -> None:
+    rows = [{**HELD, "reward/mean": 0.8 if step < 60 else 0.3} for step in range(100)]
+    said = headline(run_of(rows, evals((50, 90), (71, 80)))).sentence
+    assert said.endswith("; reward fell from 0.800 to 0.300.") and "pass@1 rose" in said
+
+
+def test_problems_are_the_alerts_of_the_steps() -> None:
+    fine = {"group/degenerate": 0.1, "response/truncated": 0.0}
+    bad, cut = {**fine, "group/degenerate": 0.95}, {**fine, "response/truncated": 0.5}
+    rows = [fine] * 4 + [bad] * 3 + [fine] * 9 + [bad] + [fine] * 9 + [cut] * 2
+    assert problems(run_of(rows)) == [  # the most serious first
+        Problem(
+            "responses cut off",
+            "steps 27 to 28, not over at the last step",
+            "50% of the responses are cut off at rollout.max_new_tokens",
+        ),
+        Problem(
+            "groups without signal",
+            "2 times, steps 5 to 17",
+            "95% of the groups have equal rewards and teach nothing",
+        ),
+    ]
+    assert problems(run_of([fine] * 9)) == [] == problems(run_of([]))
+    differ = run_of([{"rollout/logprob_diff_max": 0.01}])
+    assert [p.name for p in problems(differ)] == ["engine and trainer differ"]
+    half = run_of(differ.metrics, model={"dtype": "bfloat16"})  # what is normal there
+    assert problems(half) == []
 
 
 def test_runs_that_are_the_same_are_called_so(tmp_path: Path) -> None:
@@ -138,6 +290,38 @@ def test_a_comparison_is_paired_by_problem_and_by_step(tmp_path: Path) -> None:
     )
     other = [{**record, "problem": [0] * 100} for record in two.evals]
     assert against(one, run_of([], other))["pass@1, sampled"].note == "different problems"
+
+
+def test_a_comparison_is_summed_up_in_a_sentence() -> None:
+    rows = [{"entropy/mean": 0.12, "reward/mean": 0.5}] * 60
+    lower = [{"entropy/mean": 0.05, "reward/mean": 0.5}] * 60
+    one = run_of(rows, evals((50, 90), (60, 90)))
+    alike_one = outcome(one, run_of(lower, evals((50, 90), (61, 90))))
+    assert alike_one == (
+        "run against run: sampled pass@1 not shown to differ (+0.010 [-0.010, +0.030]); entropy"
+        " lower, 0.0500 against 0.120 in the 20 last steps of both."
+    ).replace("lower, 0.0500", "in too few steps to tell, 0.0500")
+    longer = outcome(run_of(rows * 3), run_of(lower * 3))
+    assert longer == (
+        "run against run: entropy lower, 0.0500 against 0.120 in the 60 last steps of both; reward"
+        " not shown to differ, 0.500 against 0.500 in the 60 last steps of both."
+    )
+    higher = outcome(one, run_of(rows, evals((50, 90), (80, 90))))
+    assert "sampled pass@1 higher (+0.200 [" in higher
+    assert "sampled pass@1 lower (-0.200 [" in outcome(run_of(rows, evals((50, 90), (80, 90))), one)
+    late = [{**each, "step": each["step"] * 2} for each in evals((50, 90), (80, 90))]
+    assert "; after steps 9 and 18)" in outcome(one, run_of(rows, late))
+    other = [{**each, "problem": [0] * 100} for each in one.evals]
+    assert "cannot be compared (different problems)" in outcome(one, run_of(rows, other))
+    assert outcome(run_of([]), run_of([])) == ""
+
+
+def test_a_greedy_loss_against_another_run_is_no_warning_where_sampling_won() -> None:
+    one = run_of([], evals((50, 90), (60, 90)))
+    found = against(one, run_of([], evals((50, 90), (80, 70))))
+    assert found["pass@1, sampled"].tone == "good" and found["pass@1, greedy"].tone == ""
+    found = against(one, run_of([], evals((50, 90), (50, 70))))
+    assert found["pass@1, sampled"].tone == found["pass@1, greedy"].tone == "warn"
 
 
 def test_a_difference_says_what_it_is_the_difference_of() -> None:

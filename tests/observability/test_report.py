@@ -34,6 +34,7 @@ class Page(HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.tags, self.stack, self.texts, self.data = [], [], [], []
+        self.source = text
         self.feed(text)
         self.close()
         assert self.stack == []
@@ -150,12 +151,47 @@ def test_it_loads_nothing(tmp_path):
         {"link", "img", "iframe", "object", "embed", "base", "form"}
     )
     assert not any(
-        key in attrs for _, attrs in page.tags for key in ("src", "href", "xlink:href", "srcset")
+        key in attrs for _, attrs in page.tags for key in ("src", "xlink:href", "srcset")
     )
+    # within the page alone
+    assert all(attrs["href"][0] == "#" for _, attrs in page.tags if "href" in attrs)
     policy = next(
         a["content"] for t, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"
     )
     assert policy.startswith("default-src 'none'")
+
+
+def test_the_contents_name_every_part_and_parts_are_folded_with_a_line_on_each(tmp_path):
+    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b")]
+    for page in (report(tmp_path, runs[0]), report(tmp_path, *runs)):
+        links = [attrs["href"][1:] for tag, attrs in page.tags if tag == "a"]
+        parts = [a for t, a in page.tags if t == "details" and a.get("class") == "part"]
+        assert links == ["outcome", *(attrs["id"] for attrs in parts)] and len(parts) > 3
+        assert len(set(links)) == len(links)
+        assert not any("open" in attrs for attrs in parts)
+        assert page.count("span", "about") == len(parts)
+        first = "".join(page.source.partition('<details class="part"')[0])
+        for words in ("pass@1, sampled", "<h3>Entropy", "<h3>Reward", "<h2>Problems</h2>"):
+            assert words in first
+        for words in ("Training time", "<h3>Gradient norm", "base: It is 4"):
+            assert words not in first and words in page.source
+
+
+def test_a_run_without_an_evaluation_shows_no_empty_cards_first(tmp_path):
+    page = report(tmp_path, make_run(tmp_path / "run", evals=False))
+    first, _, folded = page.source.partition('<details class="part"')
+    assert "no evaluation</div>" not in first and "no evaluation</div>" in folded
+
+
+def test_problems_stand_on_the_first_screen(tmp_path):
+    run = make_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(to_line({"step": 41, "response/truncated": 0.5}))
+    page = report(tmp_path, run)
+    assert "<b>responses cut off</b> (step 41, not over at the last step): 50%" in page.source
+    assert page.count("div", "some") == 1
+    fine = report(tmp_path, make_run(tmp_path / "fine"))
+    assert "no alert in 40 steps" in fine.text and fine.count("div", "some") == 0
 
 
 def test_text_from_outside_stays_text(tmp_path):
@@ -259,7 +295,7 @@ def test_entropy_far_above_its_target_gets_a_second_chart(tmp_path):
     assert "3.67 × target 0.0300, outside ±25%" in page.text
     assert page.count("path", "band") == 2
     assert (
-        len({attrs["id"] for tag, attrs in page.tags if "id" in attrs})
+        len({attrs["id"] for tag, attrs in page.tags if tag.lower() == "clippath"})
         == page.count("figure", "chart")
         == 7
     )

@@ -9,19 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.browser import Tab, browser, tab
+from support.browser import Tab, needs_browser, tab
 from support.synthetic_runs import synthetic_run
 
 from megatron_stare.observability.report.rollouts_page import write_rollouts
 from megatron_stare.run_dir.json_lines import write_atomically
 from megatron_stare.run_dir.rollout_files import read_rollouts, rollout_file
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        browser() is None, reason="there is no Chromium here: apt-get install chromium"
-    ),
-]
+pytestmark = [pytest.mark.slow, needs_browser]
 STEPS, PER_STEP = 40, 50
 READY = """new Promise(done => {
   const look = () => document.body.dataset.ready ? done(true) : setTimeout(look, 5);
@@ -101,6 +96,13 @@ def test_the_list_filters_searches_and_shows_what_the_files_hold(tmp_path: Path)
                 seen[f"overflow {width}"] = await here.value(
                     "document.documentElement.scrollWidth - document.documentElement.clientWidth"
                 )
+            seen["chosen only"] = [
+                await here.value(TEXT.format(s)) for s in (".count", ".only-selected")
+            ]
+            seen["opened"] = await here.value("document.querySelectorAll('.shown .plus').length")
+            await here.value("document.querySelector('.only-selected button').click()")
+            seen["all"] = await here.value(TEXT.format(".count"))
+            seen["note"] = await here.value("document.querySelector('.only-selected').hidden")
             seen["rows"] = await here.value("document.querySelectorAll('.row').length")
             seen["first"] = await here.value(TEXT.format(".row"))
             seen["steps"] = await set_field(here, "step-from", "'20'")
@@ -144,6 +146,10 @@ def test_the_list_filters_searches_and_shows_what_the_files_hold(tmp_path: Path)
     def told(kept: int) -> str:
         return f"{kept:,} of {number + evaluated:,} responses"
 
+    numbered = STEPS // 10 * PER_STEP  # all of those have selected tokens
+    assert seen["chosen only"][0] == told(numbered) and seen["opened"] > 0
+    assert f", {numbered} of {number + evaluated:,}. Show all" in seen["chosen only"][1]
+    assert seen["all"] == told(number + evaluated) and seen["note"]
     late = [r for r in responses if r.step >= 20]
     right = [r for r in late if r.reward is not None and r.reward >= 1]
     assert seen["steps"] == told(len(late) + 2)  # and the later evaluation
@@ -189,6 +195,7 @@ def test_two_runs_show_what_they_said_to_the_same_prompt(tmp_path: Path) -> None
             )
             await here.open(page, 1400)
             await here.settled(READY)
+            await set_field(here, "selected", "false")
             seen["both"] = await here.value(TEXT.format(".count"))
             seen["differ"] = await set_field(here, "differ", "true")
             await set_field(here, "differ", "false")
@@ -222,3 +229,23 @@ def test_two_runs_show_what_they_said_to_the_same_prompt(tmp_path: Path) -> None
     rewards = [f"reward {int((4 + 13 * seed) % 3 == 0)}" for seed in (1, 2)]
     assert all(reward in facts for reward, facts in zip(rewards, seen["facts"], strict=True))
     assert seen["alone"].startswith("1 of ") and seen["hidden"] == [True, False]
+
+
+def test_a_method_that_selects_nothing_lists_all_at_once(tmp_path: Path) -> None:
+    run = synthetic_run(tmp_path / "run", "twin", 10)
+    file = rollout_file(run / "rollouts", 10)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        row["by_token"]["selected"] = "." * row["tokens"]
+    write_atomically(file, rows)
+    page = write_rollouts([run], tmp_path / "page.html")
+
+    async def look() -> list[Any]:
+        async with tab() as here:
+            await here.open(page, 1280)
+            await here.settled(READY)
+            hidden = "[document.querySelector('.only-selected'), {}].map(e => e.hidden)"
+            box = "document.querySelector('[name=selected]').parentElement"
+            return [await here.value(TEXT.format(".count")), await here.value(hidden.format(box))]
+
+    assert asyncio.run(look()) == ["8 of 8 responses", [True, True]]

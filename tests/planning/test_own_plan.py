@@ -6,7 +6,9 @@ import gc
 import json
 import statistics
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,10 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.step.rank_memory import SavedForBackward
 from megatron_stare.observability.metrics.planned import planned_and_measured
 from megatron_stare.planning.forecast import named
-from megatron_stare.planning.own_plan import own_plan
+from megatron_stare.planning.gpus import find_gpu
+from megatron_stare.planning.own_plan import ModelFlops, own_plan
+from megatron_stare.planning.phase_times import all_gpus
+from megatron_stare.records.batch import Prompt
 
 TINY = str(ROOT / "assets/tiny-adder")
 
@@ -216,3 +221,40 @@ def test_medians_leave_the_first_steps_out_and_memory_is_the_largest() -> None:
     found = {each.name: (each.planned, each.measured) for each in planned_and_measured(rows)}
     assert found == {"step": (3.0, 2.0), "memory in update": (7.0, 9.0)}
     assert planned_and_measured([]) == planned_and_measured([{"time/step_s": 1.0}]) == []
+
+
+def test_the_rates_of_arithmetic_are_those_of_the_sequences_and_phases() -> None:
+    """Operations by hand, from the matrices of the tiny model."""
+    run = run_of(plan={"gpu": "h100-80g"})
+    shape = run.shape
+    heads, width = shape.heads * shape.head_dim, shape.hidden
+    layer = width * heads * 2 + 2 * width * shape.kv_heads * shape.head_dim + 3 * width * shape.ffn
+
+    def forward(prompt: int, response: int) -> float:
+        length = prompt + response
+        attention = shape.layers * 2 * heads * length * length
+        return (
+            2 * shape.layers * layer * length + attention + 2 * width * shape.vocab_size * response
+        )
+
+    @dataclass
+    class Sequence:
+        prompt: Prompt
+        tokens: int
+
+        def __len__(self) -> int:
+            return self.tokens
+
+    lengths = ((3, 5), (3, 9), (7, 2))
+    made = [Sequence(Prompt(0, "", "", "", (1,) * prompt), n) for prompt, n in lengths]
+    batch = SimpleNamespace(trajectories=made)
+    measured = {"time/log_probs_s": 0.5, "time/update_s": 1.5, "time/step_s": 8.0}
+    found = ModelFlops(run).metrics(batch, measured)
+    passes = (0 if run.config.skips_log_prob_pass else 1) + 3 * run.config.batch.epochs
+    flops = passes * sum(forward(*each) for each in lengths)
+    ranks, peak = run.config.parallel.world_size, find_gpu("h100-80g", "").flops
+    assert found["perf/train_tflops"] == pytest.approx(flops / 2.0 / ranks / 1e12)
+    assert found["perf/train_mfu"] == pytest.approx(flops / (2.0 * ranks * peak))
+    assert found["perf/mfu"] == pytest.approx(flops / (8.0 * all_gpus(run.config) * peak))
+    assert ModelFlops(run).metrics(batch, {"time/step_s": 8.0}) == {}  # nothing was trained
+    assert set(ModelFlops(run_of()).metrics(batch, measured)) == {"perf/train_tflops"}

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 
-from megatron_stare.config.schema import RewardConfig
+from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.rewards import dapo_verifier
 from megatron_stare.rewards.http_verifier import ATTEMPTS, HttpVerifier
@@ -179,16 +179,18 @@ def test_the_users_known_answers_are_judged_through_the_pool(server, tmp_path):
     file = tmp_path / "known.jsonl"
     right = {"response": "it is 5", "answer": "5", "reward": 1}
     file.write_text(json.dumps(right) + "\n\n")
-    reward = RewardConfig(verifier=url, known_answers=str(file))
-    open_pool(url, reward, workers=1).close()
+    config = Config.model_validate(
+        {"model": {"path": "m"}, "reward": {"verifier": url, "known_answers": str(file)}}
+    )
+    open_pool(url, config, workers=1).close()
     file.write_text(json.dumps(right) + "\n" + json.dumps({**right, "answer": "6"}))
     with pytest.raises(
         ConfigError,
         match=r"1 of 2 known answers wrong: 'it is 5' against '6' earns 0.0, expected 1.0",
     ):
-        open_pool(url, reward, workers=1)
-    open_pool("exact", reward, workers=1).close()  # another task's verifier: they are not about it
+        open_pool(url, config, workers=1)
+    open_pool("exact", config, workers=1).close()  # another task's verifier: they are not about it
     for text, what in (("", "no answers"), ("{}", r"known.jsonl:1: expected"), ("[1]", "expected")):
         file.write_text(text)
         with pytest.raises(ConfigError, match=what):
-            open_pool(url, reward, workers=1)
+            open_pool(url, config, workers=1)

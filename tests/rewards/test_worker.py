@@ -27,11 +27,11 @@ def test_a_worker_says_that_it_is_ready_judges_in_order_and_ends_with_the_stream
         )
     unpacker, said = Unpacker(), list[Any]()
     with process, ours:
-        ours.sendall(pack([["1+2=3;3+4=7", "7"], ["1+2=3;", "7"]]))
+        ours.sendall(pack([["1+2=3;3+4=7", "7", None], ["1+2=3;", "7", None]]))
         while len(said) < 3 and (data := ours.recv(1 << 16)):
             said += unpacker.feed(data)
     assert said == [
-        {"ready": True},
+        {"ready": {"groups": False, "needs_columns": False}},
         {"reward": 1.0, "answer_at": 9, "answer": "7"},
         {"reward": 0.0, "answer_at": -1, "answer": ""},
     ]

@@ -139,7 +139,9 @@ async def judged(answers: int):
     prompt."""
 
     class Judge:
-        async def of(self, response: str, answer: str) -> Verdict:
+        judges_groups = False
+
+        async def of(self, response: str, answer: str, *_: object) -> Verdict:
             cursor = int(answer)
             return Verdict(float(cursor % 3 != 0 and (cursor + int(response)) % 2 == 0), "ok")
 

@@ -107,7 +107,9 @@ def rewarded(rewards: dict[int, list[float | None]], order: random.Random) -> An
     any order."""
 
     class Judge:
-        async def of(self, response: str, answer: str) -> Verdict:
+        judges_groups = False
+
+        async def of(self, response: str, answer: str, *_: object) -> Verdict:
             for _ in range(order.randrange(30)):
                 await asyncio.sleep(0)
             reward = rewards[int(answer)][int(response)]
@@ -230,7 +232,9 @@ def test_a_saved_state_gives_the_same_steps_again() -> None:
     @contextlib.asynccontextmanager
     async def verify(answers: int):
         class Judge:
-            async def of(self, response: str, answer: str) -> Verdict:
+            judges_groups = False
+
+            async def of(self, response: str, answer: str, *_: object) -> Verdict:
                 return Verdict(float(response.endswith(answer)), "ok")
 
         yield Judge()

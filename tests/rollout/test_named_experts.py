@@ -58,7 +58,9 @@ class HasTheLastWord(Environment):
 
 
 class Silent:
-    async def of(self, response: str, answer: str) -> Verdict:
+    judges_groups = False
+
+    async def of(self, response: str, answer: str, *_: object) -> Verdict:
         await asyncio.sleep(0)
         return Verdict(0.0, "ok", answer_at=0)
 

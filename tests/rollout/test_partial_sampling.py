@@ -250,7 +250,9 @@ def by_sample(answer_of: dict[int, list[float]]) -> Any:
     @contextlib.asynccontextmanager
     async def verify(answers: int):
         class Judge:
-            async def of(self, response: str, answer: str) -> Verdict:
+            judges_groups = False
+
+            async def of(self, response: str, answer: str, *_: object) -> Verdict:
                 return Verdict(answer_of[int(answer)].pop(), "ok")
 
         yield Judge()

@@ -57,7 +57,9 @@ def local_engine(max_batch: int = 256, version: int = 5) -> LocalEngine:
 class LengthJudge:
     """Rewards the length of the text: enough to see that each answer got its own verdict."""
 
-    async def of(self, response: str, answer: str) -> Verdict:
+    judges_groups = False
+
+    async def of(self, response: str, answer: str, *_: object) -> Verdict:
         await asyncio.sleep(0)
         return Verdict(float(len(response)), "ok", answer_at=len(answer))
 

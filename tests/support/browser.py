@@ -8,6 +8,7 @@ import base64
 import contextlib
 import itertools
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ANSWER_S = 60
@@ -24,6 +26,13 @@ ANSWER_S = 60
 def browser() -> str | None:
     """The program; None where there is none."""
     return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+# in CI a missing browser fails the tests, wherever else they are skipped, and say so
+needs_browser = pytest.mark.skipif(
+    browser() is None and not os.environ.get("CI"),
+    reason="there is no Chromium here: apt-get install chromium",
+)
 
 
 class Tab:
@@ -113,13 +122,17 @@ class Tab:
 async def tab() -> AsyncIterator[Tab]:
     """A tab of a browser of its own, which is ended with it."""
     program = browser()
-    assert program
+    assert program, "there is no Chromium here: apt-get install chromium"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         arguments = (
             "--headless=new",
             "--no-sandbox",
             "--disable-gpu",
+            "--disable-quic",
             "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
             "--remote-debugging-port=0",
         )
         process = await asyncio.create_subprocess_exec(

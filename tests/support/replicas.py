@@ -67,7 +67,9 @@ class Replicas(Workers):
 class Judge:
     """Finds every answer right."""
 
-    async def of(self, response: str, answer: str) -> Verdict:
+    judges_groups = False
+
+    async def of(self, response: str, answer: str, *_: object) -> Verdict:
         return Verdict(1.0, "ok", answer_at=0)
 
 

@@ -11,7 +11,12 @@ from pathlib import Path
 from megatron_stare.commands.doctor.facts import Facts
 from megatron_stare.commands.doctor.finding import Finding, fault, ok, warning
 from megatron_stare.config.fault_sections import COLLECTIVE_S
-from megatron_stare.config.process_settings import ALLOCATORS, CUMEM, INTERFACES, shared_environment
+from megatron_stare.config.process_settings import (
+    AGREED,
+    ALLOCATORS,
+    INTERFACES,
+    shared_environment,
+)
 from megatron_stare.config.schema import Config
 
 VISIBILITY = ("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
@@ -31,7 +36,7 @@ def check_environment(facts: Facts, config: Config, addresses: Sequence[str] = (
     return [
         _allocator(seen, config),
         _connections(shell, config, bool(facts.gpus)),
-        _cumem(shell, config),
+        *(_agreed(name, shell, config) for name in AGREED),
         _infiniband(seen, facts),
         *(_interface(name, seen, facts, len(addresses) > 1) for name in INTERFACES),
         _visibility(shell, config),
@@ -66,25 +71,25 @@ def _connections(shell: Mapping[str, str], config: Config, gpus: bool) -> Findin
     return ok(CONNECTIONS, value or "not set, and not needed")
 
 
-def _cumem(shell: Mapping[str, str], config: Config) -> Finding:
-    """Compares the run's NCCL_CUMEM_ENABLE with the shell's, for servers that the run only joins.
+def _agreed(name: str, shell: Mapping[str, str], config: Config) -> Finding:
+    """Compares the run's value of one of AGREED with the shell's, for servers that the run only
+    joins.
 
     Processes that the run starts get the run's value whatever the shell has; joined servers have
     the shell's.
     """
-    own, value = shared_environment(config).get(CUMEM), shell.get(CUMEM)
+    own, value = shared_environment(config).get(name), shell.get(name)
     if own is not None and config.sglang.urls and value is not None and value != own:
         mend = (
-            f"start the servers of sglang.urls with {CUMEM}={own}, or set their value in"
-            " runtime.env"
+            f"start the servers of sglang.urls with {name}={own}, or set their value in runtime.env"
         )
         return fault(
-            CUMEM,
+            name,
             f"{value} on this node, but the run sets {own} for its ranks: an NCCL group with both"
             " values would hang",
             mend,
         )
-    return ok(CUMEM, own or value or "not set")
+    return ok(name, own or value or "not set")
 
 
 def _infiniband(seen: Mapping[str, str], facts: Facts) -> Finding:

@@ -42,7 +42,33 @@ def check_versions(facts: Facts, config: Config | None) -> list[Finding]:
             _transformer_engine(versions, config),
             _flash_attention(versions),
         ]
-    return found + _apex(facts)
+    return found + _apex(facts) + _servers(facts, config)
+
+
+def _servers(facts: Facts, config: Config | None) -> list[Finding]:
+    """Compares the libraries of trainer and servers that meet on GPUs."""
+    if config is None or not facts.gpus or not facts.served:
+        return []
+    own, served = facts.versions, facts.served
+    if config.sglang.sync == "distributed":
+        said = f"NCCL {own.get('nccl', 'none')} here, {served.get('nccl', 'none')} of the servers"
+        if own.get("nccl") == served.get("nccl"):
+            return [ok("servers' libraries", said)]
+        mend = (
+            "NCCL refuses a group of both: install the servers' nvidia-nccl-cu* here, with"
+            " pip install --no-deps (docs/install.md)"
+        )
+        return [fault("servers' libraries", said, mend)]
+    if config.sglang.sync == "tensor":
+        said = f"torch {own.get('torch')} here, {served.get('torch', 'none')} of the servers"
+        if own.get("torch") == served.get("torch"):
+            return [ok("servers' libraries", said)]
+        mend = (
+            "CUDA memory handles go from one to the other, which nobody has tried between these"
+            " releases: run update_group of scripts/gpu_check.sh first, or set sglang.sync=disk"
+        )
+        return [warning("servers' libraries", said, mend)]
+    return []
 
 
 def _python(versions: Mapping[str, str]) -> Finding:

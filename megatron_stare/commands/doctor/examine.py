@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import time
@@ -32,8 +33,9 @@ from megatron_stare.commands.doctor.checks_versions import (
 from megatron_stare.commands.doctor.facts import Facts, local_facts, look_at_folder, marker
 from megatron_stare.commands.doctor.finding import Finding, ok, warning
 from megatron_stare.config.schema import Config
+from megatron_stare.errors import UserError
 from megatron_stare.process.network import free_port
-from megatron_stare.rollout.engines.replicas import server_release
+from megatron_stare.rollout.engines.replicas import server_python, server_release
 
 HERE = "127.0.0.1"
 NODE_S = 120.0  # limit of one look at a node
@@ -54,10 +56,18 @@ def examine(config: Config | None, *, bandwidth: bool) -> list[Finding]:
             found.append(check_server_version(*release))
     if config is not None and config.runtime.ray_address:
         return found + _cluster(config, folder, bandwidth)
-    facts = local_facts()
+    facts = local_facts(served_by(config))
     found += of_machine(facts, config)
     found.append(check_ports(config.runtime.ports if config else ()))
     return found + ([_local_bandwidth()] if bandwidth else [])
+
+
+def served_by(config: Config | None) -> str | None:
+    """Returns the Python of the servers that a run starts on its nodes; None if it starts none, or
+    if nobody says where their environment is: that is another check's fault."""
+    with contextlib.suppress(UserError):
+        return None if config is None else server_python(config)
+    return None
 
 
 def of_machine(facts: Facts, config: Config | None, addresses: Sequence[str] = ()) -> list[Finding]:
@@ -86,7 +96,7 @@ def _cluster(config: Config, folder: Path, bandwidth: bool) -> list[Finding]:
         found, nodes = [], {}
         for number, name in enumerate(names):
             asked = time.time()
-            (facts,) = workers.wait([workers.start_on(number, "facts")])
+            (facts,) = workers.wait([workers.start_on(number, "facts", served_by(config))])
             judged = [
                 check_clock(asked, facts.clock, time.time()),
                 *of_machine(facts, config, addresses),

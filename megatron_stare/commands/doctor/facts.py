@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import fcntl
 import importlib.util
+import json
 import os
 import platform
 import resource
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -42,6 +43,7 @@ VARIABLES = (
     "HF_HUB_CACHE",
     "HF_HUB_OFFLINE",
     "NCCL_CUMEM_ENABLE",
+    "NCCL_NVLS_ENABLE",
     "NCCL_IB_DISABLE",
     "NCCL_IB_HCA",
     "NCCL_SOCKET_IFNAME",
@@ -67,6 +69,15 @@ _SECOND_LOCK = (
     "except OSError:\n    sys.exit(1)"
 )
 
+# prints versions of another environment; the wheel of NCCL has CUDA's release in its name
+SERVED = """
+import importlib.metadata, json
+found = {each.metadata["Name"].lower(): each.version for each in importlib.metadata.distributions()}
+nccl = {name: found[name] for name in found if name.startswith("nvidia-nccl-cu")}
+print(json.dumps({name: found[name] for name in ("torch", "sglang") if name in found}
+                 | ({"nccl": max(nccl.items())[1]} if nccl else {})))
+"""
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -80,6 +91,8 @@ class Facts:
     shared_memory: free and whole size of /dev/shm, bytes; whole: 0 where there is none.
     interfaces: IPv4 addresses by name. infiniband: the names of adapters.
     clock: seconds since 1970, while it was asked.
+    served: versions in the servers' environment, of 'torch', 'nccl' and 'sglang'; empty if no
+        server is started or the environment is not there.
     """
 
     host: str
@@ -93,10 +106,15 @@ class Facts:
     infiniband: tuple[str, ...]
     environment: Mapping[str, str]
     clock: float
+    served: Mapping[str, str] = field(default_factory=dict)
 
 
-def local_facts() -> Facts:
-    """Collects the facts of this machine, as this process sees it."""
+def local_facts(served_by: str | None = None) -> Facts:
+    """Collects the facts of this machine, as this process sees it.
+
+    Args:
+        served_by: the Python of the servers' environment; None: no server is started.
+    """
     return Facts(
         host=socket.gethostname(),
         versions=_versions(),
@@ -120,7 +138,18 @@ def local_facts() -> Facts:
         else (),
         environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
         clock=time.time(),
+        served=_served_versions(served_by) if served_by else {},
     )
+
+
+def _served_versions(python: str) -> dict[str, str]:
+    """Reads versions from the packages of another environment, without importing them."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        said = subprocess.run(
+            [python, "-c", SERVED], capture_output=True, text=True, timeout=TOOL_S, check=True
+        )
+        return dict(json.loads(said.stdout))
+    return {}
 
 
 def _versions() -> dict[str, str]:

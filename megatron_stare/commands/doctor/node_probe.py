@@ -22,8 +22,8 @@ LIMIT_S = 120
 class NodeProbe:
     """A worker; one a node."""
 
-    def facts(self) -> Facts:
-        return local_facts()
+    def facts(self, served_by: str | None = None) -> Facts:
+        return local_facts(served_by)
 
     def sees(self, path: str) -> bool:
         """Returns True if a path that another node wrote exists on this node."""

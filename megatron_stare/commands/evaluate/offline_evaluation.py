@@ -166,7 +166,7 @@ def run(
             verifier = evaluation.task.verifier
             if verifier not in pools:
                 with evaluation.task.blamed():
-                    pools[verifier] = open_pool(verifier, config.reward, config.reward.workers)
+                    pools[verifier] = open_pool(verifier, config, config.reward.workers)
                 stack.callback(pools[verifier].close)
         folder = EvaluationFolder(out, opened.what(), dump_yaml(config))
         stack.callback(folder.close)

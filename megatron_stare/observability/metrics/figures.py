@@ -8,26 +8,39 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+import textwrap
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_stare.observability.metrics.conditions import BAND
-from megatron_stare.observability.metrics.paired import RECENT, compared, summary
+from megatron_stare.observability.metrics.paired import (
+    JUDGED,
+    RECENT,
+    compared,
+    on_target,
+    summary,
+)
 from megatron_stare.observability.metrics.scales import short
 from megatron_stare.run_dir.run_files import RunRecord, read_run, result_name
 
 Tone = Literal["", "good", "warn"]
+# of a greedy result that fell while the sampled one rose
+NOT_OPTIMISED = "training optimises sampled responses, not this"
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure: what it is, its value, what to hold it against, and whether that is good news."""
+    """One figure: what it is, its value, what to hold it against, and whether that is good news.
+
+    first: it is among the few that answer whether the run worked.
+    """
 
     label: str
     value: str
     note: str = ""
     tone: Tone = ""
+    first: bool = False
 
 
 def verdict(run: RunRecord) -> list[Figure]:
@@ -35,8 +48,8 @@ def verdict(run: RunRecord) -> list[Figure]:
     out."""
     s = summary(run.metrics)
     figures = [
-        *(figure for task in run.tasks for figure in _pass_at_1_of(run, task)),
-        _entropy(s),
+        *(replace(f, first=True) for task in run.tasks for f in _pass_at_1_of(run, task)),
+        replace(_entropy(s), first=True),
         Figure(f"Entropy, last {RECENT} steps", short(s["entropy_last"]), "nats, mean"),
     ]
     if s["gate_on_share"] is not None:
@@ -46,7 +59,7 @@ def verdict(run: RunRecord) -> list[Figure]:
             else ""
         )
         figures.append(Figure("Gate on", f"{s['gate_on_share']:.0%}", note or "of the steps"))
-    figures.append(_reward(s))
+    figures.append(replace(_reward(s), first=True))
     planned = run.setting("run.steps")
     done = "–" if s["last_step"] is None else f"{s['last_step']:,.0f}"
     figures.append(
@@ -130,18 +143,21 @@ def _entropy(s: dict[str, float | None]) -> Figure:
             label, short(value), "nats, mean; the method has no target" if value is not None else ""
         )
     inside = abs(ratio - 1) <= BAND
-    where = f"inside ±{BAND:.0%}" if inside else f"outside ±{BAND:.0%}"
-    return Figure(
-        label,
-        short(value),
-        f"nats; {ratio:.2f} × target {short(target)}, {where}",
-        "good" if inside else "warn",
-    )
+    where = f"{'inside' if inside else 'outside'} ±{BAND:.0%}"
+    held = on_target(s)
+    if held is None:
+        where += f"; fewer than {JUDGED} steps, too few to judge"
+    elif inside and not held:
+        where += f" in the mean, {s['in_band_share'] or 0:.0%} of the steps are"
+    tone: Tone = "" if held is None else "good" if held else "warn"
+    note = f"nats; {ratio:.2f} × target {short(target)}, {where}"
+    return Figure(label, short(value), note, tone)
 
 
 def _reward(s: dict[str, float | None]) -> Figure:
     failures = s["reward_failures"]
-    note = f"mean; first {RECENT} steps {short(s['reward_first'])}"
+    judged = (s["steps"] or 0) >= JUDGED
+    note = f"mean; first {RECENT} steps {short(s['reward_first'])}" if judged else "mean"
     if failures:
         note += f"; {failures:,.0f} answers not verified"
     return Figure(
@@ -150,13 +166,14 @@ def _reward(s: dict[str, float | None]) -> Figure:
 
 
 def _pass_at_1_of(run: RunRecord, task: str | None) -> list[Figure]:
-    """The results on one task."""
+    """The results on one task. A greedy one that fell is no bad news while the sampled one rose."""
     on = run.on_task(task)
-    sampled, greedy = labels_of(on, task)
-    return [
-        _pass_at_1(on, sampled, "pass1", "correct"),
-        _pass_at_1(on, greedy, "greedy", "greedy_correct"),
-    ]
+    labels = labels_of(on, task)
+    sampled = _pass_at_1(on, labels[0], "pass1", "correct")
+    greedy = _pass_at_1(on, labels[1], "greedy", "greedy_correct")
+    if greedy.tone == "warn" and sampled.tone == "good":
+        greedy = replace(greedy, tone="", note=f"{greedy.note}; {NOT_OPTIMISED}")
+    return [sampled, greedy]
 
 
 def labels_of(run: RunRecord, task: str | None) -> tuple[str, str]:
@@ -209,11 +226,18 @@ CONTENTS = {
 }
 
 
+NOTE_WIDTH = 82  # characters of a note in a line of the terminal
+
+
 def closing(run_dir: Path) -> str:
     """Several lines: the run's figures, then the files of its directory."""
     figures = verdict(read_run(run_dir))
     width = max(len(figure.label) for figure in figures)
-    lines = [f"  {f.label:<{width}}  {f.value}  {f.note}".rstrip() for f in figures]
+    lines = []
+    for each in figures:
+        notes = textwrap.wrap(each.note, NOTE_WIDTH) or [""]
+        lines.append(f"  {each.label:<{width}}  {each.value}  {notes[0]}".rstrip())
+        lines += [f"  {'':<{width}}  {more}" for more in notes[1:]]
     files = [
         f"  {name:<{width}}  {what}" for name, what in CONTENTS.items() if (run_dir / name).exists()
     ]

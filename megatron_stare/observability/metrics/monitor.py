@@ -23,6 +23,7 @@ from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.run_dir.run_files import METRICS_FILE, read_metrics
 
 Gauge = Callable[[], Mapping[str, float]]
+Derived = Callable[[RolloutBatch, Mapping[str, float]], Mapping[str, float]]
 
 
 class Monitor:
@@ -50,6 +51,8 @@ class Monitor:
         self._stopwatch = Stopwatch(self._shown)
         # metrics that are not the trainer's, read as a step is logged
         self.gauges: list[Gauge] = []
+        # metrics that are made of the batch and the other metrics, when those are known
+        self.derived: list[Derived] = []
         # metrics of the steps before, of a run that is continued
         self.resumed: list[dict[str, Any]] = []
 
@@ -98,6 +101,8 @@ class Monitor:
         found |= reflections(batch.trajectories, self._run.config.observability.reflection_words)
         found |= selected_reflections(batch.trajectories)
         metrics = {name: float(value) for name, value in found.items()}
+        for derive in self.derived:
+            metrics |= derive(batch, metrics)
         for name, function in self._own.items():
             try:
                 metrics |= measure(function, batch, metrics)

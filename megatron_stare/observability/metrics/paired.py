@@ -16,6 +16,8 @@ from megatron_stare.evaluation.estimates import mean_of_problems, student_quanti
 from megatron_stare.observability.metrics.conditions import BAND
 
 RECENT = 20  # steps that "at the end" means
+JUDGED = 2 * RECENT  # steps below which start and end overlap, and nothing is said of a change
+HELD_SHARE = 0.9  # of the last third's steps are on target where entropy was held
 
 
 def paired_interval(
@@ -128,6 +130,24 @@ def summary(
         "logprob_diff_max": _max(metrics, "rollout/logprob_diff_max"),
         "reward_failures": sum(failures) if failures else None,
     }
+
+
+def on_target(figures: Mapping[str, float | None]) -> bool | None:
+    """Tells whether entropy was held at its target: the mean of the last third, the mean of the
+    last RECENT steps and HELD_SHARE of the steps of the last third are within BAND of it.
+
+    Args:
+        figures: a `summary`.
+
+    Returns:
+        None where the method has no target, or fewer than JUDGED steps are made.
+    """
+    ratio, last = figures["entropy_ratio"], figures["entropy_last"]
+    if ratio is None or last is None or (figures["steps"] or 0) < JUDGED:
+        return None
+    end = last / (figures["entropy_target"] or math.nan)
+    near = max(abs(ratio - 1), abs(end - 1)) <= BAND
+    return near and (figures["in_band_share"] or 0) >= HELD_SHARE
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_stare.observability.metrics.figures import Figure, Tone, labels_of
+from megatron_stare.observability.metrics.figures import NOT_OPTIMISED, Figure, Tone, labels_of
 from megatron_stare.observability.metrics.paired import RECENT, compared, paired_interval
 from megatron_stare.observability.metrics.scales import short
 from megatron_stare.run_dir.run_files import RunRecord
@@ -29,10 +30,40 @@ def against(first: RunRecord, run: RunRecord) -> dict[str, Figure]:
         for label, results in zip(labels_of(one, task), ("correct", "greedy_correct"), strict=True):
             if one.after and two.after and one.after.get(results) and two.after.get(results):
                 found[label] = _problems(one.after, two.after, results)
+        sampled, greedy = (found.get(label) for label in labels_of(one, task))
+        if sampled and greedy and sampled.tone == "good" and greedy.tone == "warn":
+            note = f"{greedy.note}; {NOT_OPTIMISED}"
+            found[labels_of(one, task)[1]] = replace(greedy, tone="", note=note)
     for label, key, good in _BY_STEP:
         if figure := _steps(first, run, key, good):
             found[label] = figure
     return found
+
+
+def outcome(first: RunRecord, run: RunRecord) -> str:
+    """Sentence on `run` against the first: the sampled result, and entropy; reward where there is
+    no result of both."""
+    found, task = against(first, run), first.tasks[0]
+    label = labels_of(first.on_task(task), task)[0]
+    name = label.partition(", ")[0]
+    parts = []
+    if sampled := found.get(label):
+        note = sampled.note.replace(", 95 %, paired by problem", "").partition("; no difference")[0]
+        if sampled.value == "–":
+            parts.append(f"sampled {name} cannot be compared ({note})")
+        else:
+            word = {"good": "higher", "warn": "lower"}.get(sampled.tone, "not shown to differ")
+            parts.append(f"sampled {name} {word} ({sampled.value} {note})")
+    for label, key, _ in _BY_STEP[: 1 if parts else None]:
+        if pair := _over_steps(first, run, key):
+            what, word = label.partition(",")[0].lower(), "lower" if pair.mean < 0 else "higher"
+            if math.isnan(pair.low):
+                word = "in too few steps to tell"
+            elif pair.low <= 0 <= pair.high:
+                word = "not shown to differ"
+            means = f"{short(pair.ours)} against {short(pair.theirs)}"
+            parts.append(f"{what} {word}, {means} in the {pair.steps} last steps of both")
+    return f"{run.name} against {first.name}: {'; '.join(parts)}." if parts else ""
 
 
 def _problems(one: Mapping[str, Any], two: Mapping[str, Any], results: str) -> Figure:
@@ -45,12 +76,41 @@ def _problems(one: Mapping[str, Any], two: Mapping[str, Any], results: str) -> F
         if not math.isnan(low)
         else "one problem"
     )
-    return Figure("", f"{mean:+.3f}", interval + _word(low, high), _tone(low, high))
+    steps = one.get("step"), two.get("step")
+    apart = f"; after steps {steps[0]} and {steps[1]}" if steps[0] != steps[1] else ""
+    return Figure("", f"{mean:+.3f}", interval + apart + _word(low, high), _tone(low, high))
 
 
 def _steps(first: RunRecord, run: RunRecord, key: str, good: str) -> Figure | None:
     """Over the last third of the steps that both have. Steps near each other are not independent:
     blocks of RECENT are taken for one observation each."""
+    pair = _over_steps(first, run, key)
+    if pair is None:
+        return None
+    both = f"{short(pair.theirs)} and {short(pair.ours)}"
+    said = f"{both} in the {pair.steps} last steps of both"
+    if math.isnan(pair.low):
+        return Figure("", f"{pair.mean:+.3g}", f"{said}, too few for an interval")
+    interval = f"[{short(pair.low)}, {short(pair.high)}]"
+    note = f"{interval}, 95 %, paired by step in blocks of {RECENT}, {said}"
+    tone = _tone(pair.low, pair.high) if good else ""
+    return Figure("", f"{pair.mean:+.3g}", note + _word(pair.low, pair.high), tone)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A metric of `run` less that of the first over the last third of the steps of both: mean and
+    interval of the difference, the two means, and how many steps those are."""
+
+    mean: float
+    low: float
+    high: float
+    ours: float
+    theirs: float
+    steps: int
+
+
+def _over_steps(first: RunRecord, run: RunRecord, key: str) -> _Pair | None:
     ours, theirs = (
         {row["step"]: row[key] for row in r.metrics if math.isfinite(row.get(key, math.nan))}
         for r in (run, first)
@@ -60,15 +120,11 @@ def _steps(first: RunRecord, run: RunRecord, key: str, good: str) -> Figure | No
     if not shared:
         return None
     blocks = [i // RECENT for i in range(len(shared))]
-    mean, low, high = paired_interval(
+    interval = paired_interval(
         [theirs[s] for s in shared], [ours[s] for s in shared], problems=blocks
     )
-    means = (sum(of[s] for s in shared) / len(shared) for of in (theirs, ours))
-    said = f"{' and '.join(map(short, means))} in the {len(shared)} last steps of both"
-    if math.isnan(low):
-        return Figure("", f"{mean:+.3g}", f"{said}, too few for an interval")
-    note = f"[{short(low)}, {short(high)}], 95 %, paired by step in blocks of {RECENT}, {said}"
-    return Figure("", f"{mean:+.3g}", note + _word(low, high), _tone(low, high) if good else "")
+    mine, other = (sum(of[s] for s in shared) / len(shared) for of in (ours, theirs))
+    return _Pair(*interval, mine, other, len(shared))
 
 
 def _word(low: float, high: float) -> str:

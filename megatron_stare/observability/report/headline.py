@@ -1,4 +1,4 @@
-"""Summary of a run in one sentence, and remarks on what a reader may trip over.
+"""First screen of the report in words: a sentence that sums a run up, remarks, problems.
 
 Comes from a `RunRecord`; goes to the top of the report. Every number in it is one of the figures
 below it.
@@ -7,55 +7,97 @@ below it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from megatron_stare.observability.metrics.paired import BAND, RECENT, compared, summary
+from megatron_stare.observability.metrics.paired import (
+    BAND,
+    JUDGED,
+    RECENT,
+    compared,
+    on_target,
+    summary,
+)
+from megatron_stare.observability.metrics.rules import RULES, Watch
 from megatron_stare.observability.metrics.scales import short
+from megatron_stare.observability.sink import Alert
+from megatron_stare.run_dir.liveness import liveness
 from megatron_stare.run_dir.run_files import RunRecord, result_name
 
 # a run whose entropy is below this share of its target, or of its first value, has collapsed
 COLLAPSED = 0.25
-_FELL = 0.5  # of its best stretch: a reward below this share is said to have fallen
+_FELL = 0.5  # of its best stretch, or of where it began: what is below this share has fallen
 GREEDY = (
-    "Greedy decoding takes the likeliest token everywhere and never meets the rest of the"
-    " distribution, which is what training improves and what entropy that is held up keeps alive:"
-    " it may lose while sampling gains."
+    "Training optimises sampled responses. Greedy decoding takes the likeliest token everywhere"
+    " and never meets the rest of the distribution, where sampling errs: it may lose while sampling"
+    " gains."
 )
+Figures = Mapping[str, float | None]
 
 
 @dataclass(frozen=True)
 class Headline:
-    """One sentence, and remarks that explain it."""
+    """One sentence, the greedy result beside the sampled one, and remarks that explain both."""
 
     sentence: str
+    greedy: str = ""
     remarks: Sequence[str] = ()
 
 
 def headline(run: RunRecord) -> Headline:
-    """Sums up one run."""
+    """Sums up one run: how far it came, what it optimised, entropy."""
+    if not run.metrics:
+        return Headline("No step is recorded yet.")
     figures = summary(run.metrics)
-    parts, remarks = [_entropy(figures)], []
     on = run.on_task(run.tasks[0])
-    name = result_name(on.after or on.before or {})
-    sampled, greedy = _change(on, "pass1", "correct"), _change(on, "greedy", "greedy_correct")
-    if sampled:
-        parts.append(f"sampled {name} {sampled[1]}")
-    if greedy:
-        parts.append(f"greedy {greedy[1]}")
-        if greedy[0] < 0 <= (sampled[0] if sampled else -1):
-            remarks.append(GREEDY)
-    if not sampled:
-        parts.append(_reward(figures))
-    if (fall := _reward_fell(run)) and sampled:
-        parts.append(fall)
+    sampled = _change(on, "pass1", "correct")
+    parts = [_result(run, on, sampled, figures), _entropy(figures), _reward_fell(run)]
+    if sampled is None:
+        said = _reward(figures)
+        parts.insert(1, said if parts[0] or not said else f"{said}, with no evaluation")
+    remarks = []
+    greedy = _change(on, "greedy", "greedy_correct")
+    if greedy and greedy.word == "fell" and sampled and sampled.word == "rose":
+        remarks.append(GREEDY)
     if figures["gate_on_share"] == 0:
         remarks.append(_never_opened(run, figures))
-    sentence = ", ".join(filter(None, parts))
-    return Headline(
-        f"{sentence[:1].upper()}{sentence[1:]}." if sentence else "No step is recorded yet.",
-        remarks,
-    )
+    sentence = f"{_progress(run)} {'; '.join(filter(None, parts)) or 'nothing is measured'}."
+    return Headline(sentence, _greedy(on, greedy) if greedy else "", remarks)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An alert of the run's own rules, in all steps in which it held."""
+
+    name: str
+    when: str
+    text: str
+
+
+def problems(run: RunRecord) -> list[Problem]:
+    """Alerts that the steps of a run raise, the most serious first."""
+    watch = Watch(str(run.setting("model.dtype") or "float32"))
+    spells: dict[str, list[Alert]] = {}
+    for row in run.metrics:
+        figures = {key: value for key, value in row.items() if key != "step"}
+        for alert in watch.add(int(row["step"]), figures):
+            if alert.over:
+                spells.setdefault(alert.name, []).append(alert)
+    for name, alert in watch.active.items():
+        spells.setdefault(name, []).append(alert)
+    return [
+        Problem(name, _when(spells[name], name in watch.active), spells[name][-1].text)
+        for name in RULES
+        if name in spells
+    ]
+
+
+def _when(spells: Sequence[Alert], holds: bool) -> str:
+    first, last = spells[0].first_step, spells[-1].last_step
+    span = f"step {first}" if first == last else f"steps {first} to {last}"
+    times = f"{len(spells)} times, " if len(spells) > 1 else ""
+    return f"{times}{span}{', not over at the last step' if holds else ''}"
 
 
 def alike(runs: Sequence[RunRecord]) -> list[str]:
@@ -85,62 +127,130 @@ def alike(runs: Sequence[RunRecord]) -> list[str]:
     return found
 
 
-def _entropy(figures: dict[str, float | None]) -> str:
-    last = figures["entropy_last_share"]
+def _progress(run: RunRecord) -> str:
+    made, planned = int(run.metrics[-1]["step"]), run.setting("run.steps")
+    if not isinstance(planned, int) or made >= planned:
+        return f"In {made:,} step{'s' if made != 1 else ''},"
+    steps = f"step {made:,} of {planned:,}"
+    return {
+        "running": f"Still running, {steps} is made:",
+        "silent": f"Last seen at {steps}:",
+    }.get(liveness(run).state, f"Interrupted after {steps}:")
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A result before and after training. word: rose, fell, or went where neither is shown."""
+
+    before: float
+    after: float
+    word: str
+    note: str
+
+    @property
+    def said(self) -> str:
+        """The change in words."""
+        if self.before == self.after:
+            return f"stayed at {self.after:.3f} ({self.note})"
+        return f"{self.word} from {self.before:.3f} to {self.after:.3f} ({self.note})"
+
+
+def _change(run: RunRecord, accuracy: str, results: str) -> _Change | None:
+    """The change over training, by the run's evaluations on one task; None where one lacks."""
+    before, after = run.before or {}, run.after or {}
+    if before.get(accuracy) is None or after.get(accuracy) is None:
+        return None
+    pair = compared(before, after, results)
+    if isinstance(pair, str) or math.isnan(pair[1]):
+        note = f"{pair}, so no interval" if isinstance(pair, str) else "one problem, so no interval"
+        return _Change(before[accuracy], after[accuracy], "went", note)
+    mean, low, high = pair
+    word = "rose" if low > 0 else "fell" if high < 0 else "went"
+    note = f"{_signed(mean)} [{_signed(low)}, {_signed(high)}]"
+    if word == "went":
+        note += ", no difference is shown"
+    return _Change(before[accuracy], after[accuracy], word, note)
+
+
+def _signed(change: float) -> str:
+    return f"{change:+.3f}".replace("-", "−")
+
+
+def _result(run: RunRecord, on: RunRecord, sampled: _Change | None, figures: Figures) -> str:
+    """The sampled result on the run's first task."""
+    before, after = on.before or {}, on.after or {}
+    name = f"sampled {result_name(after or before)}"
+    if (task := run.tasks[0]) is not None:
+        name += f" on {task}"
+    at, last = after.get("step"), figures["last_step"]
+    if sampled:
+        by = f" by step {at:,}" if at is not None and last is not None and at < last else ""
+        return f"{name} {sampled.said}{by}"
+    if after.get("pass1") is not None:
+        when = f" at step {at:,}" if at is not None else ""
+        return f"{name} is {after['pass1']:.3f}{when}, with no evaluation before training"
+    if before.get("pass1") is not None:
+        return f"{name} was {before['pass1']:.3f} before training and is not evaluated since"
+    return ""
+
+
+def _greedy(on: RunRecord, greedy: _Change) -> str:
+    sampled = (on.after or {}).get("pass1")
+    above = (
+        f", and is still above the sampled {sampled:.3f}"
+        if greedy.word == "fell" and sampled is not None and greedy.after > sampled
+        else ""
+    )
+    return f"Greedy pass@1 {greedy.said}{above}."
+
+
+def _entropy(figures: Figures) -> str:
+    last = figures["entropy_last"]
     target = figures["entropy_target"]
     began = figures["entropy_first"]
     if last is None or began is None:
         return ""
-    ratio = figures["entropy_ratio"]
-    if last < COLLAPSED * (target or began):
-        against = (
-            f"{short(ratio, 2)} × its target {short(target)}"
-            if ratio is not None
-            else f"from {short(began)}"
-        )
-        return f"entropy collapsed to {short(last)} ({against})"
-    if figures["gate_on_share"] == 0 and target is not None:
+    steps = figures["steps"] or 0
+    aim = f" (target {short(target)})" if target is not None else ""
+    if steps < JUDGED:
         return (
-            f"entropy ended at {short(last)} without its gate (target {short(target)}) ever opening"
+            f"entropy was {short(last)} in the last {min(RECENT, steps):.0f} steps{aim},"
+            " too few steps to judge it"
         )
-    if ratio is None:
+    if last < COLLAPSED * (target or began) and last < _FELL * began:
+        of = f"{short(last / target, 2)} × its target {short(target)}" if target else ""
+        return f"entropy collapsed to {short(last)} ({of or f'from {short(began)}'})"
+    if figures["gate_on_share"] == 0 and target is not None:
+        return f"entropy ended at {short(last)} without its gate{aim} ever opening"
+    if target is None:
         return f"entropy went from {short(began)} to {short(last)}"
-    how = (
-        "held at"
-        if abs(ratio - 1) <= BAND
-        else f"ended {'above' if ratio > 1 else 'below'} its target, at"
+    if on_target(figures):
+        return f"entropy held at {short(figures['entropy_last_share'])}{aim}"
+    if abs(last / target - 1) > BAND:
+        side = "above" if last > target else "below"
+        return f"entropy ended {side} its target, at {short(last)}{aim}"
+    return (
+        f"entropy ended near its target, at {short(last)}{aim}, and was not held there:"
+        f" {figures['in_band_share'] or 0:.0%} of the last third's steps lie within ±{BAND:.0%}"
     )
-    return f"entropy {how} {short(last)} (target {short(target)})"
 
 
-def _change(run: RunRecord, accuracy: str, results: str) -> tuple[float, str] | None:
-    """The change over training, and how it is said."""
-    before, after = run.before or {}, run.after or {}
-    if before.get(accuracy) is None or after.get(accuracy) is None:
-        return None
-    change = after[accuracy] - before[accuracy]
-    pair = compared(before, after, results)
-    if isinstance(pair, str) or math.isnan(pair[1]) or pair[1] > 0 or pair[2] < 0:
-        return change, _signed(change)
-    return change, f"{_signed(change)} (within its noise)"
-
-
-def _signed(change: float) -> str:
-    return f"{change:+.2f}".replace("-", "−")
-
-
-def _reward(figures: dict[str, float | None]) -> str:
-    if figures["reward_last"] is None:
+def _reward(figures: Figures) -> str:
+    first, last = figures["reward_first"], figures["reward_last"]
+    if last is None:
         return ""
-    first, last = short(figures["reward_first"]), short(figures["reward_last"])
-    return f"reward from {first} to {last}, no evaluation before and after"
+    if (steps := figures["steps"] or 0) < JUDGED:
+        return f"reward was {short(last)} in the last {min(RECENT, steps):.0f} steps"
+    if short(first) == short(last):
+        return f"reward stayed at {short(last)}"
+    return f"reward went from {short(first)} to {short(last)}"
 
 
 def _reward_fell(run: RunRecord) -> str:
     rewards = [
         row["reward/mean"] for row in run.metrics if math.isfinite(row.get("reward/mean", math.nan))
     ]
-    if len(rewards) < 2 * RECENT:
+    if len(rewards) < JUDGED:
         return ""
     means = [
         sum(rewards[i : i + RECENT]) / RECENT for i in range(0, len(rewards) - RECENT + 1, RECENT)
@@ -149,17 +259,18 @@ def _reward_fell(run: RunRecord) -> str:
     return f"reward fell from {short(best)} to {short(last)}" if last < _FELL * best else ""
 
 
-def _never_opened(run: RunRecord, figures: dict[str, float | None]) -> str:
-    reason = (
-        "its entropy never came below the target"
-        if figures["entropy_target"] is not None
-        else "it stayed closed"
-    )
+def _never_opened(run: RunRecord, figures: Figures) -> str:
+    above = all(_above_target(row) for row in run.metrics)
+    reason = "its entropy never came below the target" if above else "it stayed closed"
     return (
         f"The gate never opened in {len(run.metrics):,} steps: {reason}, so every token had weight"
         " 1 and the run is the same as one without STARE's weights. A longer run, or a higher"
         " target, shows what they do."
     )
+
+
+def _above_target(row: Mapping[str, Any]) -> bool:
+    return bool(row.get("entropy/mean", math.nan) >= row.get("entropy/target", math.nan))
 
 
 def _steps_alike(run: RunRecord, other: RunRecord) -> int:

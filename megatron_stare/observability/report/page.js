@@ -26,3 +26,22 @@ for (const figure of document.querySelectorAll("figure.chart:not(.empty)")) {
   });
   svg.addEventListener("pointerleave", () => { cursor.setAttribute("hidden", ""); tip.hidden = true; });
 }
+// a link of the contents unfolds what it names; paper shows all
+const folded = [...document.querySelectorAll("details")];
+const unfold = () => {
+  const wanted = location.hash.length > 1 && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  if (wanted && wanted.tagName === "DETAILS") { wanted.open = true; wanted.scrollIntoView(); }
+};
+addEventListener("hashchange", unfold);
+for (const link of document.querySelectorAll(".contents a")) link.addEventListener("click", () => setTimeout(unfold, 0));
+unfold();
+const all = document.querySelector(".unfold");
+all.hidden = false;
+all.onclick = () => {
+  const open = all.textContent === "Unfold all";
+  for (const each of document.querySelectorAll(".part")) each.open = open;
+  all.textContent = open ? "Fold all" : "Unfold all";
+};
+let closed = [];
+addEventListener("beforeprint", () => { closed = folded.filter((each) => !each.open); for (const each of closed) each.open = true; });
+addEventListener("afterprint", () => { for (const each of closed) each.open = false; closed = []; });

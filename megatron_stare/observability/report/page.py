@@ -2,8 +2,8 @@
 
 Comes from the files of one or more run directories (config.yaml, metrics.jsonl, eval.jsonl); goes
 to report.html. It loads nothing from anywhere, so it can be mailed, archived and opened without a
-network. Here is what it says; `page.html.jinja` is the page, complete without its script but for
-the token view.
+network. Here is what it says; `page.html.jinja` is the page: the first screen, and parts that are
+folded. It is complete without its script but for the token view.
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megatron_stare.errors import DataError
 from megatron_stare.observability.metrics.conditions import BAND
-from megatron_stare.observability.metrics.figures import outline, started, verdict
+from megatron_stare.observability.metrics.figures import Figure, outline, started, verdict
 from megatron_stare.observability.metrics.planned import planned_and_measured
 from megatron_stare.observability.metrics.scales import intervals_on, short
 from megatron_stare.observability.report.charts import OWN_COLOUR, PALETTE, Chart, Line, draw
-from megatron_stare.observability.report.comparison import against, settings_that_tell
+from megatron_stare.observability.report.comparison import (
+    against,
+    outcome,
+    settings_that_tell,
+)
 from megatron_stare.observability.report.diagnostic_charts import parts, selection, token_norms
-from megatron_stare.observability.report.headline import alike, headline
+from megatron_stare.observability.report.headline import alike, headline, problems
 from megatron_stare.observability.report.token_view import view_of_run
 from megatron_stare.run_dir.json_lines import Record
 from megatron_stare.run_dir.liveness import how_it_stands
@@ -103,6 +107,16 @@ def _page(runs: Sequence[RunRecord]) -> str:
         if times > 1
     ]
     told, about_settings = settings_that_tell(runs)
+    first = {figure.label for figures in by_run for figure in figures.values() if figure.first}
+    stated = [
+        (
+            label,
+            [figures.get(label) for figures in by_run]
+            + [column.get(label) for _, column in compared],
+        )
+        for label in labels
+    ]
+    charts, more = _charts(runs)
     return TEMPLATES.get_template("page.html.jinja").render(
         runs=runs,
         palette=PALETTE,
@@ -113,17 +127,14 @@ def _page(runs: Sequence[RunRecord]) -> str:
         started=[started(run) for run in runs],
         standing=[how_it_stands(run) for run in runs],
         headlines=headlines,
+        outcomes=[said for run in runs[1:] if (said := outcome(runs[0], run))],
         remarks=[*said_twice, *alike(runs)],
         compared=[name for name, _ in compared],
-        figures=[
-            (
-                label,
-                [figures.get(label) for figures in by_run]
-                + [column.get(label) for _, column in compared],
-            )
-            for label in labels
-        ],
-        charts=_charts(runs),
+        figures=[row for row in stated if row[0] in first and _told(row[1])],
+        more_figures=[row for row in stated if row[0] not in first or not _told(row[1])],
+        problems=[problems(run) for run in runs],
+        charts=charts,
+        more_charts=more,
         parts=parts(runs),
         times=times(runs),
         planned=[(run.name, found) for run in runs if (found := planned_and_measured(run.metrics))],
@@ -140,9 +151,16 @@ def _page(runs: Sequence[RunRecord]) -> str:
     )
 
 
-def _charts(runs: Sequence[RunRecord]) -> list[Chart]:
-    charts = [Chart("Reward", "mean over the batch", _lines(runs, "reward/mean")), *_entropy(runs)]
-    charts += [Chart(title, unit, _lines(runs, key)) for key, title, unit in _CHARTS]
+def _told(row: Sequence[Figure | None]) -> bool:
+    """Tells whether a row of figures has a value in any column."""
+    return any(figure and figure.value != "–" for figure in row)
+
+
+def _charts(runs: Sequence[RunRecord]) -> tuple[list[Chart], list[Chart]]:
+    """Charts of the first screen, and the other curves of training."""
+    entropy, *near = _entropy(runs)
+    first = [entropy, Chart("Reward", "mean over the batch", _lines(runs, "reward/mean")), *near]
+    charts = [Chart(title, unit, _lines(runs, key)) for key, title, unit in _CHARTS]
     charts += selection(runs)
     more = [
         Chart(title, unit, _lines(runs, key), exact=key == "optimizer/lr")
@@ -167,9 +185,12 @@ def _charts(runs: Sequence[RunRecord]) -> list[Chart]:
         unit = " or ".join(
             dict.fromkeys(result_name(e) for _, _, records in evals for e in records)
         )
-        charts.append(Chart(title, f"{unit}, sampled", lines, raw=True))
+        # of many tasks the first is what the sentence on top is of
+        (first if task == runs[0].tasks[0] else charts).append(
+            Chart(title, f"{unit}, sampled", lines, raw=True)
+        )
         charts += _more_of(title, evals)
-    return charts
+    return first, charts
 
 
 def _more_of(title: str, evals: Sequence[tuple[str, int, Sequence[Record]]]) -> list[Chart]:

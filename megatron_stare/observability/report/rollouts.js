@@ -13,7 +13,7 @@ const block = (id) => { // unpacked once, and forgotten when others were wanted 
   return found;
 };
 const list = document.querySelector(".list"), room = list.querySelector(".room"), form = document.querySelector(".filters");
-const count = form.querySelector(".count"), sections = [...document.querySelectorAll(".one")];
+const note = document.querySelector(".only-selected"), count = form.querySelector(".count"), sections = [...document.querySelectorAll(".one")];
 const views = sections.map((section) => tokenView(section.querySelector(".tokens")));
 const put = (parent, kind, text, name) => {
   const element = parent.appendChild(document.createElement(kind));
@@ -108,6 +108,7 @@ unpack("index").then(({ runs, pairs }) => {
   };
 
   const field = (name) => form.elements[name];
+  const hasSelected = (run, i) => i >= 0 && runs[run].rows.numbers[i] >= 0 && runs[run].rows.selected[i];
   const bound = (name, none) => field(name).value === "" ? none : Number(field(name).value);
   const RANGES = ["step", "reward", "tokens"];
   const filter = async () => {
@@ -126,10 +127,12 @@ unpack("index").then(({ runs, pairs }) => {
     const ranges = RANGES.map((name) => [name, bound(`${name}-from`, null), bound(`${name}-to`, null)])
       .filter(([, from, to]) => from !== null || to !== null);
     const task = field("task").value, numbers = field("numbers").checked, unverified = field("unverified").checked;
+    const selected = field("selected").checked;
     const both = two && field("both").checked, differ = two && field("differ").checked;
     const fits = (run, i) => {
       const rows = runs[run].rows;
       if (i < 0 || (numbers && rows.numbers[i] < 0) || (unverified && rows.reward[i] !== null)) return false;
+      if (selected && !hasSelected(run, i)) return false;
       if (task && runs[run].tasks[rows.task[i]] !== task) return false;
       for (const [name, from, to] of ranges) {
         const value = rows[name][i];
@@ -153,6 +156,7 @@ unpack("index").then(({ runs, pairs }) => {
     shown.sort((a, b) => keys.get(a) - keys.get(b) || a - b);
     const of = two ? "pairs and single responses" : "responses";
     count.textContent = `${shown.length.toLocaleString("en")} of ${pairs.length.toLocaleString("en")} ${of}`;
+    note.hidden = !selected;
     fit();
     list.scrollTop = 0;
     draw();
@@ -181,6 +185,13 @@ unpack("index").then(({ runs, pairs }) => {
   form.addEventListener("reset", () => { clearTimeout(typing); typing = setTimeout(filter, 0); });
   form.addEventListener("submit", (event) => event.preventDefault());
   addEventListener("resize", () => { fit(); draw(); });
+
+  // at first those with selected tokens, where there are any; Clear lists all, as its button does
+  const some = pairs.filter((pair) => pair.some((i, run) => hasSelected(run, i))).length;
+  field("selected").parentElement.hidden = !some;
+  field("selected").checked = some > 0;
+  note.querySelector("button").addEventListener("click", () => { field("selected").checked = false; filter(); });
+  note.querySelector("span").textContent = `, ${number(some)} of ${number(pairs.length)}`;
 
   const tasks = [...new Set(runs.flatMap((run) => run.tasks))];
   for (const task of tasks) field("task").add(new Option(task, task));

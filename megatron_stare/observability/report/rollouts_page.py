@@ -256,6 +256,7 @@ def _row(response: SampledResponse, task: str) -> dict[str, Any]:
         "tokens": record.get("tokens"),
         "plus": None if selected is None else selected.count("+"),
         "minus": None if selected is None else selected.count("-"),
+        "selected": selected is not None and not set("+-pm").isdisjoint(selected),
         "prompt": response.prompt,
         "task": task,
         "tail": _tail(response.response),
@@ -265,7 +266,17 @@ def _row(response: SampledResponse, task: str) -> dict[str, Any]:
 
 def _add(found: Stored, row: Mapping[str, Any], place: int, numbered: bool) -> None:
     columns, known = found.rows, numbered and row["known"]
-    for name in ("step", "cursor", "sample", "reward", "tokens", "plus", "minus", "tail"):
+    for name in (
+        "step",
+        "cursor",
+        "sample",
+        "reward",
+        "tokens",
+        "plus",
+        "minus",
+        "selected",
+        "tail",
+    ):
         columns[name].append(row[name])
     columns["prompt"].append(found.prompts.setdefault(_head(row["prompt"]), len(found.prompts)))
     columns["task"].append(found.tasks.setdefault(row["task"], len(found.tasks)))

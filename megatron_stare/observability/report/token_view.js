@@ -88,7 +88,19 @@ for (const view of document.querySelectorAll(".tokens")) {
   const select = view.querySelector("select");
   if (!select) continue; // whoever has it chosen elsewhere opens it
   const { responses } = JSON.parse(view.querySelector("script").textContent), open = tokenView(view);
-  responses.forEach((response, i) => { select.add(new Option(response.title, i)); });
+  // those with selected tokens at first, where there are any and not all have some
+  const all = responses.map((_, i) => i), chosen = all.filter((i) => /[-+pm]/.test(responses[i].selected));
+  const label = view.querySelector(".which"), which = label.querySelector("select");
+  label.hidden = !chosen.length || chosen.length === all.length;
+  if (!label.hidden) which.add(new Option(`with selected tokens (${chosen.length})`, "chosen"));
+  which.add(new Option(`all (${all.length})`, "all"));
+  const list = () => {
+    const shown = which.value === "all" ? all : chosen, before = Number(select.value || -1);
+    select.replaceChildren(...shown.map((i) => new Option(responses[i].title, i)));
+    select.value = shown.includes(before) ? before : shown[0];
+    open(responses[select.value]);
+  };
+  which.onchange = list;
   select.onchange = () => open(responses[select.value]);
-  open(responses[0]);
+  list();
 }

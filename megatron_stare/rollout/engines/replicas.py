@@ -164,6 +164,16 @@ class Replica(ABC):
         return None
 
     @classmethod
+    def python(cls, config: Config) -> str | None:
+        """Returns the Python of the environment that servers are started in; None if a run starts
+        none.
+
+        Raises:
+            ConfigError: the environment is not known.
+        """
+        return None
+
+    @classmethod
     def without_install(cls, config: Config) -> Config | None:
         """Reduces a configuration to what `check` can take where the software of its servers is not
         on this machine;
@@ -297,6 +307,11 @@ def served_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMem
 def server_release(config: Config) -> tuple[str | None, Sequence[str]] | None:
     """See Replica.release."""
     return _kind(config).release(config)
+
+
+def server_python(config: Config) -> str | None:
+    """See Replica.python."""
+    return _kind(config).python(config)
 
 
 def _settings(config: Config, kind: type[Engine] | type[Replica]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -48,13 +48,79 @@ class Verdict(Protocol):
 class Judge(Protocol):
     """Verifies answers as they come; see rewards.verdicts.Verdicts."""
 
-    async def of(self, response: str, answer: str) -> Verdict: ...
+    @property
+    def judges_groups(self) -> bool: ...
+
+    async def of(
+        self, response: str, answer: str, columns: Mapping[str, Any] | None = None
+    ) -> Verdict: ...
+
+    async def of_group(
+        self, responses: Sequence[str], answer: str, columns: Mapping[str, Any] | None = None
+    ) -> Sequence[Verdict]: ...
 
 
 class PromptStream(Protocol):
     """Prompts in order; see data.source.PromptSource."""
 
     def take(self, n: int) -> list[Prompt]: ...
+
+
+class _Judging:
+    """Verdicts on the responses of a rollout. Where the verifier judges groups, a response waits
+    until those to its prompt have all come, and whoever comes last has them judged.
+
+    Args:
+        wanted: by the prompt's cursor, the responses that will come.
+    """
+
+    def __init__(self, judge: Judge, wanted: Mapping[int, int]) -> None:
+        self._judge, self._wanted = judge, dict(wanted)
+        self._here: dict[int, list[tuple[Trajectory, asyncio.Future[Verdict | None]]]] = {}
+        self._given_up: set[int] = set()
+
+    async def of(self, trajectory: Trajectory) -> Verdict | None:
+        """Waits for the response's verdict; None: its group has been given up."""
+        prompt = trajectory.prompt
+        if not self._judge.judges_groups:
+            return await self._judge.of(trajectory.said, prompt.answer, prompt.columns)
+        if prompt.cursor in self._given_up:
+            return None
+        verdict: asyncio.Future[Verdict | None] = asyncio.get_running_loop().create_future()
+        self._here.setdefault(prompt.cursor, []).append((trajectory, verdict))
+        await self._judge_whole(prompt)
+        return await verdict
+
+    async def without(self, prompt: Prompt) -> None:
+        """Takes down that one response fewer comes to be judged. Waits for the others' verdicts
+        where they were waiting for it alone."""
+        self._wanted[prompt.cursor] -= 1
+        await self._judge_whole(prompt)
+
+    def give_up(self, cursor: int) -> None:
+        """Lets go of the responses to a prompt that will never all be there."""
+        self._given_up.add(cursor)
+        for _, verdict in self._here.pop(cursor, ()):
+            if not verdict.done():
+                verdict.set_result(None)
+
+    async def _judge_whole(self, prompt: Prompt) -> None:
+        here = self._here.get(prompt.cursor, ())
+        if not here or len(here) < self._wanted[prompt.cursor]:
+            return
+        # in the order of their samples, whichever was finished first
+        group = sorted(self._here.pop(prompt.cursor), key=lambda each: each[0].sample_index)
+        said = [trajectory.said for trajectory, _ in group]
+        try:
+            found = await self._judge.of_group(said, prompt.answer, prompt.columns)
+        except Exception as error:  # each of them raises it
+            for _, verdict in group:
+                if not verdict.done():
+                    verdict.set_exception(error)
+            return
+        for (_, verdict), told in zip(group, found, strict=True):
+            if not verdict.done():
+                verdict.set_result(told)
 
 
 class RolloutSource(ABC):
@@ -187,19 +253,23 @@ class Rollouts:
         made, given_up = 0, False
 
         async def judged(
-            response: UnderWay, turns: Turns, trajectory: Trajectory, judge: Judge
-        ) -> None:
-            """Checks what an environment made, and has it verified. Waits for the verifier."""
+            response: UnderWay, turns: Turns, trajectory: Trajectory, judging: _Judging
+        ) -> bool:
+            """Checks what an environment made, and has it verified. Waits for the verifier. False:
+            its group was given up."""
             turns.check_repeated()
             trajectory.prompt, trajectory.sample_index = response.prompt, response.sample_index
             check_trajectory(trajectory, params.max_new_tokens)
             self._set_sampled_text(trajectory, response, params)
-            verdict = await judge.of(trajectory.said, response.prompt.answer)
+            verdict = await judging.of(trajectory)
+            if verdict is None:
+                return False
             trajectory.reward, trajectory.reward_status = verdict.reward, verdict.status
             trajectory.answer_at, trajectory.answer = verdict.answer_at, verdict.answer
             response.finish(trajectory)
+            return True
 
-        async def one(number: int, serving: Serving, judge: Judge) -> None:
+        async def one(number: int, serving: Serving, judging: _Judging) -> None:
             """One trajectory, from its prompt to its verdict. Waits for its environment, which
             waits for tokens, and then for the verifier; unblocked by them, by a cut, or by
             cancellation once there is enough."""
@@ -218,6 +288,7 @@ class Rollouts:
                 raise
             except asyncio.CancelledError:
                 if given_up:
+                    judging.give_up(prompt.cursor)
                     return
                 raise
             finally:
@@ -225,8 +296,10 @@ class Rollouts:
                 serving.leave()
             made += 1
             progress(made, len(responses))
-            if trajectory is not response.trajectory:
-                await judged(response, turns, trajectory, judge)
+            if trajectory is response.trajectory:
+                await judging.without(prompt)
+            elif not await judged(response, turns, trajectory, judging):
+                return
             self.calls.forget(response.key)
             verified(trajectory)
             group = groups[prompt.cursor]
@@ -241,8 +314,9 @@ class Rollouts:
             self.verify(len(responses)) as judge,
             self.pool.serving(params, len(responses)) as serving,
         ):
+            judging = _Judging(judge, wanted)
             for number in range(len(responses)):
-                sampling[number] = asyncio.create_task(one(number, serving, judge))
+                sampling[number] = asyncio.create_task(one(number, serving, judging))
             await serving.finished(list(sampling.values()))
 
     def _set_sampled_text(

@@ -148,6 +148,10 @@ class SGLangReplica(Replica):
         return len(config.sglang.urls) or config.rollout.engines
 
     @classmethod
+    def python(cls, config: Config) -> str | None:
+        return None if config.sglang.urls else sglang_python(config)
+
+    @classmethod
     def release(cls, config: Config) -> tuple[str | None, Sequence[str]] | None:
         if config.sglang.urls:
             return None

@@ -24,6 +24,7 @@ import psutil
 
 from megatron_stare.process.interruption import pause
 from megatron_stare.process.network import free_port, require_own_address
+from megatron_stare.process.output import leave_tail
 from megatron_stare.rollout.engines.sglang.client import ServerLostError, SGLangClient
 from megatron_stare.rollout.engines.sglang.protocol import SGLangError
 from megatron_stare.rollout.engines.sglang.serve import (
@@ -173,4 +174,5 @@ class ServerProcess:
                 self._process.wait(LEAVE_S)
             self.kill()  # ranks that outlived their launcher
             self._process.wait()
+            leave_tail(f"server {self.url}", self._said().replace(self.api_key, "<key>"))
         shutil.rmtree(self._scratch, ignore_errors=True)

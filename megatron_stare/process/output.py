@@ -1,0 +1,79 @@
+"""Files of a run that keep what its workers print, beside its other results.
+
+Ray's own files lie in each node's /tmp and end with the node. The driver names a folder of the run
+directory; every rank and engine that Ray hosts then appends its stdout and stderr to a file of its
+own there, and an engine leaves the end of its server's log when that server ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+FOLDER = "MEGATRON_STARE_OUTPUT"  # the variable that workers find the folder in
+TAIL_BYTES = 1 << 20  # of a server's log
+
+
+@contextlib.contextmanager
+def kept_output(folder: Path) -> Iterator[None]:
+    """Has workers that are started while this is open keep their output in the folder."""
+    before = os.environ.get(FOLDER)
+    os.environ[FOLDER] = str(folder.resolve())
+    try:
+        yield
+    finally:
+        os.environ.pop(FOLDER)
+        if before is not None:
+            os.environ[FOLDER] = before
+
+
+def carried_output() -> dict[str, str]:
+    """Returns the environment variable that names the folder; {} if there is none."""
+    return {FOLDER: os.environ[FOLDER]} if FOLDER in os.environ else {}
+
+
+def keep_own_output(role: str) -> Path | None:
+    """Appends stdout and stderr of this process, and of processes that it starts, to a file.
+
+    Args:
+        role: names the file: "training ranks 3" is written to training_ranks_3.log.
+
+    Returns:
+        The file; None if there is no folder, or this node cannot write to it: the output then goes
+        where it went before.
+    """
+    file = _file(role)
+    if file is None:
+        return None
+    try:
+        with file.open("ab", buffering=0) as log:
+            host, when = os.uname().nodename, time.strftime("%Y-%m-%d %H:%M:%S")
+            log.write(f"--- {role}: process {os.getpid()} on {host}, {when}\n".encode())
+            for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+                stream.flush()
+                os.dup2(log.fileno(), number)
+    except OSError:
+        return None
+    return file
+
+
+def leave_tail(role: str, said: str) -> None:
+    """Appends the end of a log to the file of a role, if there is a folder."""
+    if (file := _file(role)) is not None:
+        with contextlib.suppress(OSError), file.open("ab") as log:
+            log.write(said.encode(errors="replace")[-TAIL_BYTES:])
+
+
+def _file(role: str) -> Path | None:
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        return None
+    with contextlib.suppress(OSError):
+        Path(folder).mkdir(exist_ok=True)
+        return Path(folder) / f"{re.sub(r'[^a-z0-9]+', '_', role.lower()).strip('_')}.log"
+    return None
