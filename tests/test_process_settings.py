@@ -89,7 +89,7 @@ CLASHES = [
     (
         ("runtime.env={NCCL_NVLS_ENABLE: '0'}", "sglang.flags=[--enable-nccl-nvls]"),
         "runtime.env",
-        "servers with --enable-nccl-nvls set NCCL_NVLS_ENABLE=1 whatever they are told",
+        "servers with --enable-nccl-nvls always set NCCL_NVLS_ENABLE=1",
     ),
 ]
 
