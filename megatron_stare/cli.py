@@ -4,6 +4,7 @@ traceback."""
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import signal
 import sys
@@ -90,11 +91,11 @@ def parser() -> argparse.ArgumentParser:
 
     recipes = commands.add_parser(
         "recipes",
-        help="list the recipes of published runs, or hold one against what was published",
+        help="list the recipes of published runs, or compare one with the published settings",
         description=(
-            "Lists the recipes of published runs with what each reproduces; of one recipe, every"
-            " published setting with its source's line, the recipe's value, and why it differs"
-            " where it does."
+            "Lists the recipes of published runs and the run that each reproduces. With NAME,"
+            " lists every published setting, the line of its source, the recipe's value, and the"
+            " reason for a difference."
         ),
         epilog="start one: bash scripts/run_recipe.sh NAME, or megatron-stare train recipes/NAME",
     )
@@ -103,14 +104,16 @@ def parser() -> argparse.ArgumentParser:
 
     formats = commands.add_parser(
         "format",
-        help="say which settings had other names in earlier releases",
+        help="list the settings that were renamed since earlier releases",
         description=(
-            "Prints the sections that had other names in earlier releases and what they are called"
-            " now; of CONFIG, those that are in it. A run's own config.yaml is read as it is; a"
-            " file that a person wrote is not."
+            "Lists the sections that were renamed since earlier releases, with their present"
+            " names. With CONFIG, lists those that CONFIG uses. Former names are read in a run's"
+            " own config.yaml, and refused in a file that a person wrote."
         ),
     )
-    formats.add_argument("config", nargs="?", help="YAML file, of a run or a person's own")
+    formats.add_argument(
+        "config", nargs="?", help="YAML file: a run's config.yaml, or one of your own"
+    )
     formats.set_defaults(run=_format)
 
     convert = commands.add_parser(
@@ -118,7 +121,7 @@ def parser() -> argparse.ArgumentParser:
         help="convert a Hugging Face folder to a distributed checkpoint, or back",
         description=(
             "Converts a Hugging Face folder to a distributed checkpoint that loads in any layout,"
-            " or a distributed checkpoint (converted, of a run, or of Megatron-LM) to a Hugging"
+            " or a distributed checkpoint (from a conversion, a run or Megatron-LM) to a Hugging"
             " Face folder. See docs/checkpoints.md."
         ),
     )
@@ -127,10 +130,12 @@ def parser() -> argparse.ArgumentParser:
 
     status = commands.add_parser(
         "status",
-        help="say how a run stands: phase, rates, time left, alerts, and what to do where it ended",
+        help=(
+            "show a run's status: phase, rates, time left, alerts, and the next command if it ended"
+        ),
         description=(
-            "Says how a run stands, from its files alone, on this machine or another. Exits 1 where"
-            " it does not go on. See docs/runs.md."
+            "Shows a run's status from its files alone, on this machine or another. Exit code 1:"
+            " the run is not going on. See docs/runs.md."
         ),
     )
     views.add_status_arguments(status)
@@ -146,8 +151,9 @@ def parser() -> argparse.ArgumentParser:
         "rollouts",
         help="write a page of a run's sampled responses, or of two runs side by side",
         description=(
-            "Writes a page of the responses that a run stored: filtered, token by token, with what"
-            " was selected and why. See docs/runs.md."
+            "Writes a page of the responses that a run stored: to filter and to read token by"
+            " token, with the tokens that the method selected and the reasons. See"
+            " docs/runs.md."
         ),
     )
     views.add_rollouts_arguments(rollouts)
@@ -157,9 +163,9 @@ def parser() -> argparse.ArgumentParser:
         "eval",
         help="evaluate a checkpoint on tasks: avg@k, pass@k, maj@k with intervals",
         description=(
-            "Samples responses of a checkpoint to the problems of CONFIG's tasks and counts them as"
-            " the evaluations of training are counted. A command that was interrupted or killed"
-            " goes on where it stopped when it is given again. See docs/evaluation.md."
+            "Samples responses of a checkpoint to the problems of CONFIG's tasks and counts them"
+            " as the evaluations of training are counted. Give an interrupted or killed command"
+            " again to resume it. See docs/evaluation.md."
         ),
         epilog=(
             "example: megatron-stare eval configs/quickstart.yaml eval.samples=8 --checkpoint"
@@ -171,10 +177,10 @@ def parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser(
         "plan",
-        help="say what a run takes: memory by GPU, time by phase, the nearest layouts that fit",
+        help="forecast a run: memory by GPU, time by phase, the nearest layouts that fit",
         description=(
-            "Says what a run takes on GPUs that need not be there, and the nearest layouts that"
-            " fit. Exits 1 where it does not fit. See docs/planning.md."
+            "Forecasts a run's memory and time on GPUs that this machine need not have, and the"
+            " nearest layouts that fit. Exit code 1: the run does not fit. See docs/planning.md."
         ),
         epilog=(
             "example: megatron-stare plan my_32b.yaml --nodes 4 --gpu h100-80g --response-tokens"
@@ -186,16 +192,19 @@ def parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser(
         "doctor",
-        help="say what this machine or cluster lacks for a run",
+        help="check what this machine or cluster lacks for a run",
         description=(
-            "Looks at versions, limits, folders, ports, clocks, GPUs and environment of this"
-            " machine, or of all nodes of CONFIG's runtime.ray_address; with CONFIG, against that"
-            " run. Exit code 1: there is a fault. See docs/doctor.md."
+            "Checks versions, limits, folders, ports, clocks, GPUs and environment of this"
+            " machine, or of all nodes of CONFIG's runtime.ray_address. With CONFIG, checks that"
+            " they suit that run. Exit code 1: there is a fault. See docs/doctor.md."
         ),
     )
-    doctor.add_argument("config", nargs="?", help="YAML file of the run that is meant")
+    doctor.add_argument("config", nargs="?", help="YAML file of the run to check for")
     doctor.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="dotted settings that replace the file's"
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="overrides of the file's settings: section.key=value",
     )
     doctor.add_argument("--json", action="store_true", help="findings as JSON")
     doctor.add_argument(
@@ -208,15 +217,16 @@ def parser() -> argparse.ArgumentParser:
     bisect = commands.add_parser(
         "bisect",
         help=(
-            "make steps of a run again with one cause changed at a time, and say which one explains"
-            " its record"
+            "repeat steps of a run with one cause changed at a time, and report the cause that"
+            " explains its record"
         ),
         description=(
-            "Makes steps S + 1 to T of RUN again from its checkpoint of step S: unchanged, which"
-            " must give the record, and with gate, correction, staleness, layout and engine changed"
-            " one at a time. Says which of them moves entropy, agreement or reward, and which"
-            " explains a record that the unchanged steps do not give. Exit code 0: the record is"
-            " what the configuration says; 1: it is not. See docs/bisect.md."
+            "Repeats steps S + 1 to T of RUN from its checkpoint of step S: first unchanged,"
+            " which must reproduce the record, then with gate, correction, staleness, layout and"
+            " engine changed one at a time. Reports the changes that move entropy, agreement or"
+            " reward, and the change that explains a record that the unchanged steps do not"
+            " reproduce. Exit code 0: the record agrees with the configuration; 1: it does not."
+            " See docs/bisect.md."
         ),
         epilog="example: megatron-stare bisect runs/my-run --from 100 --to 120",
     )
@@ -225,13 +235,13 @@ def parser() -> argparse.ArgumentParser:
 
     run_tool = commands.add_parser(
         "tool",
-        help="run one of the checks that come along",
+        help="run one of the tools that ship with the package",
         description="\n".join(f"  {name:18} {_purpose(name)}" for name in TOOLS),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    run_tool.add_argument("tool", choices=TOOLS, metavar="TOOL", help="one of the above")
+    run_tool.add_argument("tool", choices=TOOLS, metavar="TOOL", help="name of the tool")
     run_tool.add_argument(
-        "arguments", nargs=argparse.REMAINDER, help="the tool's own; --help lists them"
+        "arguments", nargs=argparse.REMAINDER, help="arguments of the tool; --help lists them"
     )
     run_tool.set_defaults(run=_tool)
     return top
@@ -239,22 +249,20 @@ def parser() -> argparse.ArgumentParser:
 
 def _purpose(name: str) -> str:
     """The first sentence of a tool's own words."""
-    with tool(name).open(encoding="utf-8") as file:
-        text = file.read(1_000).partition('"""')[2].partition('"""')[0].partition("\n\n")[0]
-    sentence = " ".join(text.split()).partition(". ")[0]
-    return sentence.rstrip(":.")
+    words = ast.get_docstring(ast.parse(tool(name).read_text(encoding="utf-8"))) or ""
+    return " ".join(words.partition("\n\n")[0].split()).partition(". ")[0].rstrip(":.")
 
 
 def _format(args: argparse.Namespace) -> None:
     if args.config is None:
         print(
-            f"configurations and run states are of format {FORMAT}; up to format 5 a"
-            " configuration had"
+            f"configurations and run states are of format {FORMAT}; these settings have other"
+            " names since format 6:"
         )
         former = [*RENAMED, *(f"services.{setting}" for setting in SERVICES)]
-        print("\n".join(f"  {each:27} which is {names_now(each)} now" for each in former))
+        print("\n".join(f"  {each:27} now {names_now(each)}" for each in former))
     else:
-        print("\n".join(former_names(args.config)) or f"{args.config}: all names are of today")
+        print("\n".join(former_names(args.config)) or f"{args.config}: no renamed settings")
 
 
 def _add_convert_arguments(convert: argparse.ArgumentParser) -> None:
@@ -268,12 +276,12 @@ def _add_convert_arguments(convert: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="HF_DIR",
         help=(
-            "where config.json and tokenizer are; default: in the checkpoint, or what the run"
-            " started from"
+            "folder with config.json and tokenizer; default: the checkpoint, or the model that"
+            " the run started from"
         ),
     )
     convert.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), help="of the result; default: as it is"
+        "--dtype", choices=("bfloat16", "float32"), help="dtype of the result; default: unchanged"
     )
     convert.add_argument(
         "--processes", type=_at_least_one, default=1, metavar="N", help="default 1"

@@ -207,7 +207,7 @@ def _imported_file(path: str, where: str) -> ModuleType:
         raise ConfigError(
             f"there is no file {path!r}",
             where=where,
-            fix="correct the path, or give it from the root",
+            fix="correct the path, or give an absolute path",
         )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up

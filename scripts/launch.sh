@@ -8,32 +8,32 @@
 #   MODEL             Hugging Face folder, or what convert_hf.sh wrote (the recipe's: models/NAME)
 #   DATA              training problems, see docs/data.md (the recipe's: data/dapo_math_17k.jsonl)
 #   STEPS             rollout batches (the recipe's)
-#   SEED              of data order and sampling (1)
+#   SEED              seed of data order and sampling (1)
 #   EVALUATE          0 leaves the recipe's evaluation out (1)
 # How it is laid out. Left empty, each is the recipe's.
 #   TENSOR PIPELINE CONTEXT DATA_PARALLEL    ranks of the trainer in each direction
 #   ENGINES ENGINE_TENSOR                    servers, and the GPUs of each
 #   COLOCATED                                true: servers are on the trainer's GPUs; false: on others
-#   DTYPE             of the model: float16, bfloat16 or float32
+#   DTYPE             dtype of the model: float16, bfloat16 or float32
 #   PROMPTS           prompt groups of a step; GENERATE_PROMPTS: of a round of dynamic sampling
 #   SAMPLES           responses of a prompt
 #   MINI_BATCH        prompt groups of an optimizer step
 #   MAX_PROMPT_TOKENS MAX_NEW_TOKENS MICRO_BATCH_TOKENS    lengths
-#   DEVICE_GB         memory of a GPU that the run is held against, 10^9 bytes; null: of none
+#   DEVICE_GB         memory of a GPU that the run is checked against, 10^9 bytes; null: no check
 # Where it runs.
 #   RAY_ADDRESS       host:port of the Ray cluster to join; empty: one is started on this machine
 #   ENGINE            sglang, or local: the engine in process, for tiny models on CPUs (sglang)
 #   SGLANG_PYTHON     Python of SGLang's environment (.venv-sglang/bin/python of this project)
 #   DEVICE            cuda or cpu: where servers compute (cuda)
-#   GPU_RESOURCE      Ray's name of what ranks are placed by (GPU)
+#   GPU_RESOURCE      Ray resource that ranks are placed by (GPU)
 #   INTERFACE         network interface of every node, such as eth0 (any)
 #   PORTS             first and last port of a run, such as 30000-30099 (any)
 # Of the run itself.
 #   RUN_DIR           its directory (WORK/runs/RECIPE)
-#   RESUME            auto: goes on where RUN_DIR holds a run, else begins; 0: begins; 1: goes on (auto)
-#   STOP_AFTER        time after which the run has saved and ended with exit code 75, such as 3h50m (none)
+#   RESUME            auto: resumes the run in RUN_DIR, or starts one; 0: starts one; 1: resumes (auto)
+#   STOP_AFTER        time limit, such as 3h50m: the run saves and ends with exit code 75 before it (none)
 #   SETTINGS          further key=value words, as after `megatron-stare train`; so are the script's own arguments
-#   PYTHON            of this project's environment (.venv/bin/python of this project)
+#   PYTHON            Python of this project's environment (.venv/bin/python of this project)
 #   DRY_RUN           1: prints all commands and the resolved configuration, and starts nothing (0)
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -47,7 +47,7 @@ usage_of() { sed -n '2,/^[^#]/ { /^#/ { /shellcheck/d; s/^# \{0,1\}//; p } }' "$
 variables_alone() {
     case "${1:-}" in
     -h | --help) usage_of "$0"; exit 0 ;;
-    ?*) fail "unknown argument $1" "variables say what is to be done; --help lists them" ;;
+    ?*) fail "unknown argument $1" "set variables instead; --help lists them" ;;
     esac
 }
 
@@ -73,7 +73,7 @@ show_and_run() {
 find_project_python() {
     PYTHON="${PYTHON:-$ROOT/.venv/bin/python}"
     command -v "$PYTHON" >/dev/null 2>&1 ||
-        fail "there is no Python at $PYTHON" "bash scripts/setup_env.sh makes it, or name another in PYTHON"
+        fail "there is no Python at $PYTHON" "run bash scripts/setup_env.sh, or set PYTHON to another Python"
     export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 }
 
@@ -135,12 +135,12 @@ launch() {
     "" | *=*) fail "no recipe is named" "run_recipe.sh short_cot_qwen2.5_math_7b; megatron-stare recipes lists them" ;;
     esac
     [ -z "${ALGORITHM:-}" ] ||
-        fail "ALGORITHM is $ALGORITHM, which nothing reads" "name the recipe: ${recipe}_$ALGORITHM, say"
+        fail "ALGORITHM=$ALGORITHM has no effect: a recipe sets its method" "name another recipe, such as ${recipe}_$ALGORITHM"
     shift
     local word
     for word in "$recipe" "$@"; do
         case "$word" in
-        -*) fail "unknown option $word" "variables say what is to be done, and key=value words; --help lists them" ;;
+        -*) fail "unknown option $word" "set variables or key=value words instead; --help lists them" ;;
         esac
     done
     ENGINE="${ENGINE:-sglang}" DEVICE="${DEVICE:-cuda}" EVALUATE="${EVALUATE:-1}" RESUME="${RESUME:-auto}"
@@ -149,7 +149,7 @@ launch() {
     one_of RESUME auto 0 1
     find_project_python
     WORK="${WORK:-$PWD}"
-    cd "$WORK" 2>/dev/null || fail "there is no folder $WORK" "name one that all nodes see in WORK"
+    cd "$WORK" 2>/dev/null || fail "there is no folder $WORK" "set WORK to a folder that all nodes see"
     RUN_DIR="${RUN_DIR:-$PWD/runs/$recipe}"
     settings_of_variables
     settings+=("run.dir=$RUN_DIR")

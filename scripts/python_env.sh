@@ -31,20 +31,20 @@ pythons_of() {
 find_python() {
     local variable="$1" version candidate bare=
     if [ -n "${!variable:-}" ]; then
-        candidate="$(command -v "${!variable}")" || fail "$variable=${!variable} is no command" "name one of ${PYTHONS// /, }"
+        candidate="$(command -v "${!variable}")" || fail "$variable=${!variable} is no command" "set $variable to a Python of ${PYTHONS// /, }"
         version="$(version_of "$candidate")" ||
             fail "$variable=${!variable} says: $("$candidate" --version 2>&1)" "name one of ${PYTHONS// /, }"
         # of an environment, such as the one that is to be made anew, the Python that it was made with
         candidate="$("$candidate" -c 'import sys; print(getattr(sys, "_base_executable", sys.executable))')"
         can_make_environments "$candidate" || fail "$candidate has no venv module" "install python3-venv"
-        printf '%s\nas %s says\n' "$candidate" "$variable"
+        printf '%s\nwhich %s names\n' "$candidate" "$variable"
         return
     fi
     for version in $PYTHONS; do
         while read -r candidate; do
             [ "$(version_of "$candidate")" = "$version" ] || continue
             if can_make_environments "$candidate"; then
-                printf '%s\nthe first that is here of %s\n' "$candidate" "${PYTHONS// /, }"
+                printf '%s\nthe first one found of %s\n' "$candidate" "${PYTHONS// /, }"
                 return
             fi
             bare="$candidate"
@@ -53,7 +53,7 @@ find_python() {
     candidate="$(command -v python3)" || candidate=
     if [ -n "$candidate" ] && version="$(version_of "$candidate")"; then
         if can_make_environments "$candidate"; then
-            printf '%s\nthe only one here\n' "$candidate"
+            printf '%s\nthe only one found\n' "$candidate"
             return
         fi
         bare="$candidate"

@@ -144,7 +144,7 @@ else
     both="runs/compare-$(date +%Y%m%d-%H%M%S)"
     if [ -n "$resume" ]; then
         both="$(newest_comparison)"
-        [ -n "$both" ] || fail "there is no comparison with $compare to resume under runs/" "leave --resume out to begin one"
+        [ -n "$both" ] || fail "there is no comparison with $compare to resume under runs/" "leave --resume out to start one"
     fi
     half stare
     half "$compare"

@@ -25,4 +25,4 @@ left=()
 for host in "${hosts[@]}"; do # one that is gone does not keep the others up
     show_and_run "${ssh[@]}" "$host" "$(printf '%q ' "${stop[@]}")" || left+=("$host")
 done
-[ "${#left[@]}" = 0 ] || fail "Ray could not be ended on ${left[*]}" "is it reached by ${SSH:-ssh -o BatchMode=yes}?"
+[ "${#left[@]}" = 0 ] || fail "Ray could not be stopped on ${left[*]}" "check that ${SSH:-ssh -o BatchMode=yes} reaches these hosts"

@@ -38,7 +38,7 @@ print(sum(node['Alive'] for node in ray.nodes()))"
     until joined="$("$PYTHON" -c "$count" "${HEAD:-127.0.0.1}:$RAY_PORT" 2>/dev/null)" && [ "$joined" -ge "$WAIT_NODES" ]; do
         [ "$SECONDS" -lt "$deadline" ] ||
             fail "${joined:-0} of $WAIT_NODES nodes have joined ${HEAD:-this node}:$RAY_PORT in ${WAIT_S:-300} s" \
-                "look at the nodes' logs in ${RAY_TMP:-/tmp/ray}/session_latest/logs; is the port open between them?"
+                "look at the nodes' logs in ${RAY_TMP:-/tmp/ray}/session_latest/logs, and check that the port is open between them"
         sleep 2
     done
     exit 0

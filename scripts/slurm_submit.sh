@@ -102,7 +102,7 @@ job() {
     [ "${#cluster[@]}" = 0 ] || kill "${cluster[@]}" 2>/dev/null || true
     case "$requeue$status" in
     ?"$TO_BE_CONTINUED" | 1143 | 1138) # it saved; or was told to end before that; or had not begun
-        echo "out of time: requeued, to go on from the newest checkpoint"
+        echo "out of time: requeued; the job resumes from the newest checkpoint"
         scontrol requeue "$SLURM_JOB_ID"
         ;;
     *) exit "$status" ;;

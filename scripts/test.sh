@@ -9,9 +9,9 @@ usage: bash scripts/test.sh [--all | --slow] [pytest's arguments ...]
   (none)     the quick tests: a few minutes, without SGLang
   --all      the quick tests, the wide ones and those with a real SGLang server, for which it sets up .venv-sglang
              (6 GB); what CI runs
-  --slow     the slow tests alone, file by file, with a real SGLang server: hours. What is done of a commit is not done
-             again; the table is benchmarks/results/slow_suite.json
-  tests/ops  some of the tier's tests; -n 0 runs them in one process, for a debugger
+  --slow     the slow tests alone, file by file, with a real SGLang server: hours. Run again, it resumes: files that
+             passed at this commit are skipped. The table is benchmarks/results/slow_suite.json
+  tests/ops  the tier's tests in this folder; -n 0 runs them in one process, for a debugger
 TEXT
 }
 

@@ -6,15 +6,15 @@ usage() {
     cat <<'TEXT'
 usage: bash scripts/try_release.sh PACKAGE==VERSION ... [-- pytest's arguments ...]
 
-Makes an environment as scripts/setup_env.sh does, in build/try/, puts these releases in, trains the quickstart for
-three steps and runs the tests that know of them; the last line says how many passed, above it stand those that failed.
-Exits with 0 where all of it passes, 1 where something fails. What is pinned, and .venv, stay as they are.
+Makes an environment as scripts/setup_env.sh does, in build/try/, installs these releases, trains the quickstart for
+three steps and runs the tests that depend on them. The last line gives the number that passed; failures are above it.
+Exit code 0: all passed; 1: something failed. The pins and .venv are left unchanged.
 
   bash scripts/try_release.sh megatron-core==0.19.0
   bash scripts/try_release.sh torch==2.14.1 transformers==5.24.0 -- -m "not slow"   # all that CI runs
   bash scripts/try_release.sh sglang==0.5.24            # the servers' environment; with another package: both
 
-By default these are tests/megatron and tests/ops of the quick tier, and with sglang all that start a real server.
+By default the tests are tests/megatron and tests/ops of the quick tier, and with sglang all that start a real server.
 PYTHON names another Python, as for setup_env.sh.
 TEXT
 }
@@ -29,11 +29,11 @@ while [ $# -gt 0 ]; do
     --) shift; break ;;
     sglang==?*) servers+=("$1") ;;
     [a-z]*==?*) trainer+=("$1") ;;
-    *) usage >&2; fail "$1 is no PACKAGE==VERSION" "such as megatron-core==0.19.0" ;;
+    *) usage >&2; fail "$1 is not of the form PACKAGE==VERSION" "name a release, such as megatron-core==0.19.0" ;;
     esac
     shift
 done
-[ ${#trainer[@]} -gt 0 ] || [ ${#servers[@]} -gt 0 ] || { usage >&2; fail "no release is named" "such as megatron-core==0.19.0"; }
+[ ${#trainer[@]} -gt 0 ] || [ ${#servers[@]} -gt 0 ] || { usage >&2; fail "no release is named" "name one, such as megatron-core==0.19.0"; }
 
 found="$(find_python PYTHON)"
 interpreter="${found%%$'\n'*}"
@@ -41,7 +41,7 @@ name="$(version_of "$interpreter")"
 for release in ${trainer[@]+"${trainer[@]}"} ${servers[@]+"${servers[@]}"}; do name+="+$release"; done
 folder="$ROOT/build/try/$name"
 mkdir -p "$folder"
-echo "trying ${name//+/, } on Python; everything of it lies in $folder"
+echo "trying ${name//+/, } on Python; all files are in $folder"
 
 # What is pinned without what is tried.
 others() {

@@ -54,7 +54,7 @@ def dry(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         ("optimizer={name: sgd, distributed: true}", "sgd has no distributed form"),
         (
             "model.recompute_layers=2",
-            "model.recompute_layers: it says nothing where model.recompute is none",
+            "model.recompute_layers: this setting has no effect with model.recompute=none",
         ),
         ("model.reference_path=here", "the method uses no reference policy"),
         (
@@ -67,7 +67,7 @@ def dry(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         ("statistics.surprisal=new", "statistics.surprisal"),
         (
             "statistics.gate=lagged",
-            "surprisal old takes a log-prob pass, which gives the exact gate for nothing",
+            "statistics.surprisal=old needs a log-prob pass, which gives the exact gate",
         ),
         ("batch.samples_per_prompt=1", "use at least 2"),
         ("batch.micro_batch_tokens=20", "at least 48"),
@@ -105,7 +105,7 @@ def test_refused_before_anything_starts(
         (("sglang.python=/nowhere/python",), "there is no Python at /nowhere/python"),
         (
             ("rollout.max_new_tokens=112",),
-            "exceed the 126 that a server fills of its context of 128",
+            "are too long: a server fills 126 tokens of its context of 128",
         ),
         (("sglang.cache_tokens=40",), "rollout.max_new_tokens"),
         (("sglang.cache_tokens=18",), "fix: at most 15, less the tokens of a response"),
@@ -377,7 +377,7 @@ def test_a_step_to_write_out_must_be_made(
         f"model.path={ROOT / 'assets/tiny-adder'}",
         f"run.dir={tmp_path / 'run'}",
     ]
-    assert "these are left: 1 to 300" in run(capsys, *arguments, "--dump-step=301")
+    assert "the remaining steps: 1 to 300" in run(capsys, *arguments, "--dump-step=301")
     assert not (tmp_path / "run").exists()
 
 

@@ -47,7 +47,10 @@ def dry(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("rollout.engine=my_engines.Engine", "rollout.engine: cannot import 'my_engines'"),
         ("rollout.engine=locl", "did you mean 'local'"),
         ("observability.sinks=[jsonl, consol]", "observability.sinks: unknown name 'consol'"),
-        ("observability.sinks=[console]", "observability.sinks: none of them keeps the record"),
+        (
+            "observability.sinks=[console]",
+            "observability.sinks: none of these sinks writes the record",
+        ),
         (
             "rollout.engine=collections.OrderedDict",
             (
@@ -150,7 +153,7 @@ def test_both_files_of_prompts_are_read(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_step_to_write_out_that_is_not_made(
     capsys: pytest.CaptureFixture[str], step: str
 ) -> None:
-    assert "--dump-step: step" in dry(capsys, f"--dump-step={step}")
+    assert "--dump-step: this run will not make step" in dry(capsys, f"--dump-step={step}")
 
 
 def test_the_last_step_can_be_written_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,9 +193,11 @@ def test_a_run_to_resume(capsys: pytest.CaptureFixture[str]) -> None:
         capsys, "--resume", "optimizer.lr=1"
     )
     error = dry(capsys, "--resume", "run.steps=99")
-    assert "run.steps: " in error and "has 100 steps already, and 99 are asked for" in error
-    assert "these are left: 101 to 300" in dry(capsys, "--resume", "--dump-step=100")
-    assert "these are left: none" in dry(capsys, "--resume", "run.steps=100", "--dump-step=100")
+    assert "run.steps: " in error and "has 100 steps already, but run.steps is 99" in error
+    assert "the remaining steps: 101 to 300" in dry(capsys, "--resume", "--dump-step=100")
+    assert "the remaining steps: none" in dry(
+        capsys, "--resume", "run.steps=100", "--dump-step=100"
+    )
     with (run / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "another process is running" in dry(capsys, "--resume")
@@ -243,10 +248,11 @@ def test_repeats_and_small_files_are_said(capsys: pytest.CaptureFixture[str]) ->
     problems("p.jsonl", "1+1=", "2+0=", "0+2=", "3-1=")
     assert rehearsed(capsys, *small) == []
     assert rehearsed(capsys, *small, "batch.prompts=5") == [
-        "data: batch.prompts is 5 and there are 4 problems: a step has some more than once"
+        "data: batch.prompts is 5, but there are only 4 problems: a step repeats some of them"
     ]
     assert rehearsed(capsys, *small, "batch.generate_prompts=6") == [
-        "data: batch.generate_prompts is 6 and there are 4 problems: a step has some more than once"
+        "data: batch.generate_prompts is 6, but there are only 4 problems:"
+        " a step repeats some of them"
     ]
     problems("p.jsonl", "1+1=", "2+0=", "1+1=", "1+1=", "2+0=")
     assert rehearsed(capsys, *small) == [

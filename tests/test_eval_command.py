@@ -297,11 +297,11 @@ def test_another_seed_is_another_evaluation(
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (("eval.seed=5",), "tasks.held-out.seed 20240917, now it is 5"),
-        (("rollout.temperature=0.5",), "tasks.held-out.temperature 1.0, now it is 0.5"),
-        (("eval.prompts=17",), "tasks.held-out.problems 16, now it is 17"),
-        (("reward.verifier=exact",), "tasks.held-out.verifier arithmetic, now it is exact"),
-        (("model.dtype=bfloat16",), "engine.dtype float32, now it is bfloat16"),
+        (("eval.seed=5",), "tasks.held-out.seed 20240917, not 5"),
+        (("rollout.temperature=0.5",), "tasks.held-out.temperature 1.0, not 0.5"),
+        (("eval.prompts=17",), "tasks.held-out.problems 16, not 17"),
+        (("reward.verifier=exact",), "tasks.held-out.verifier arithmetic, not exact"),
+        (("model.dtype=bfloat16",), "engine.dtype float32, not bfloat16"),
     ],
 )
 def test_a_folder_takes_responses_of_one_kind(
@@ -316,12 +316,12 @@ def test_a_folder_takes_responses_of_one_checkpoint(
     whole: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     shutil.copytree(MODEL, tmp_path / "model")
-    with pytest.raises(UserError, match=r"of checkpoint\.path"):
+    with pytest.raises(UserError, match=r"with checkpoint\.path"):
         evaluated(whole[0], checkpoint=tmp_path / "model")
     out = tmp_path / "out"
     evaluated(out, "eval.prompts=1", checkpoint=tmp_path / "model")
     os.utime(tmp_path / "model/model.safetensors")  # other weights may be in it now
-    with pytest.raises(UserError, match=r"of checkpoint\.files"):
+    with pytest.raises(UserError, match=r"with checkpoint\.files"):
         evaluated(out, "eval.prompts=1", checkpoint=tmp_path / "model")
 
 
@@ -352,12 +352,12 @@ HERE = f"--checkpoint={MODEL}"
         ((HERE, TASKS, "--tasks=sums,mroe"), "did you mean 'more'"),
         (
             (HERE, "eval.samples=4", "eval.k=[1, 5]"),
-            "eval.k: pass@5 cannot be told from 4 responses a problem",
+            "eval.k: pass@5 cannot be computed from 4 responses a problem",
         ),
-        ((HERE, "eval.k=[0]"), "pass@0 cannot be told"),
+        ((HERE, "eval.k=[0]"), "pass@0 cannot be computed"),
         (
             (HERE, "eval.tasks=[{name: sums, samples: 2, k: [4]}]"),
-            "eval.tasks[sums].k: pass@4 cannot be told from 2",
+            "eval.tasks[sums].k: pass@4 cannot be computed from 2",
         ),
         ((HERE, "eval.samples=0"), "eval.samples: must be at least 1"),
         ((HERE, "eval.prompts=20000"), "an evaluation of 20000 problems would ask some twice"),
@@ -380,7 +380,9 @@ def test_a_checkpoint_of_another_model_is_refused(capsys, monkeypatch, tmp_path:
     capsys.readouterr()  # transformers' progress bar
     error = refused(capsys, f"--checkpoint={tmp_path / 'other'}")
     assert (
-        "is another model than" in error and "layers 4, not 3" in error and "fix: another" in error
+        "is another model than" in error
+        and "layers 4, not 3" in error
+        and "fix: give another" in error
     )
     shutil.copytree(MODEL, tmp_path / "cut")
     weights = (tmp_path / "cut/model.safetensors").read_bytes()
@@ -409,7 +411,9 @@ def test_a_folder_with_something_else_in_it_is_left_alone(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/notes.txt").write_text("mine")
-    assert "there is something else in this folder" in refused(capsys, HERE, *ASKED, "--out=out")
+    assert "this folder holds files that are not of an evaluation" in refused(
+        capsys, HERE, *ASKED, "--out=out"
+    )
     assert (tmp_path / "out/notes.txt").read_text() == "mine"
 
 

@@ -118,7 +118,7 @@ def test_a_verifier_has_its_settings_here_and_in_its_process() -> None:
     ):
         VerifierPool(Extension(VERIFY, {"alwys": 1}), 1, 10.0)
     with pytest.raises(
-        ConfigError, match=r"reward\.verifier\.always: settings are those of one verifier"
+        ConfigError, match=r"reward\.verifier\.always: settings belong to one verifier"
     ):
         make_verifier(Extension(f"math + {VERIFY}", {"always": 1}))
     with pytest.raises(ConfigError, match="'http://a' has no settings of its own"):

@@ -111,7 +111,7 @@ def test_what_is_lost_opens_the_run_again(tmp_path: Path, error: Exception, caps
         ("driver", 1, str(error)),
         ("driver", 12, str(error)),
     ]
-    assert "opened again in 0 s (1 of 3)" in capsys.readouterr().err
+    assert "reopens in 0 s (attempt 1 of 3)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", FOR_GOOD, ids=lambda error: type(error).__name__)

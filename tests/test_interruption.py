@@ -517,7 +517,7 @@ def test_a_command_that_does_not_poll_is_ended(deaf) -> None:
     process.send_signal(signal.SIGTERM)
     said = process.stderr.read().splitlines()
     assert said[1:] == [
-        "the run does not let itself be closed: ending at once, without saving",
+        "the run did not close in time: ending at once, without saving",
         "stands at 4, saves: False",
     ]
     assert process.wait() == 143

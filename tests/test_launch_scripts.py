@@ -128,7 +128,11 @@ def test_what_is_refused(recorder: Path) -> None:
     for arguments, variables, word in (
         ([], {}, "no recipe is named"),
         (["run.seed=2"], {}, "no recipe is named"),
-        ([name], {"ALGORITHM": "grpo"}, "name the recipe: short_cot_qwen2.5_math_7b_grpo"),
+        (
+            [name],
+            {"ALGORITHM": "grpo"},
+            "name another recipe, such as short_cot_qwen2.5_math_7b_grpo",
+        ),
         (["--dry-run"], {}, "unknown option --dry-run"),
         ([name, "--dry-run"], {}, "unknown option --dry-run"),
         ([name], {"DRY_RUN": "yes"}, "DRY_RUN is yes"),

@@ -222,7 +222,9 @@ def test_the_size_of_a_gpu_is_asked_for_or_given(
 
 
 def test_offload_without_servers_on_the_device_is_refused():
-    with pytest.raises(ConfigError, match=r"memory\.offload: nothing has to leave"):
+    with pytest.raises(
+        ConfigError, match=r"memory\.offload: the trainer has its devices for itself"
+    ):
         check_memory(run_of(sglang={"colocated": False}, memory={"offload": "all"}))
 
 

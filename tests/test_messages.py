@@ -28,11 +28,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("learning_rate=1e-4", "unknown name 'learning_rate'\n  fix: here it is optimizer.lr\n"),
-        ("optimizer.learning_rate=1e-4", "fix: here it is optimizer.lr\n"),
-        ("lr=1e-4", "fix: here it is optimizer.lr\n"),
-        ("num_generations=8", "fix: here it is batch.samples_per_prompt\n"),
-        ("model.max_new_tokens=8", "fix: here it is rollout.max_new_tokens\n"),
+        ("learning_rate=1e-4", "unknown name 'learning_rate'\n  fix: use optimizer.lr\n"),
+        ("optimizer.learning_rate=1e-4", "fix: use optimizer.lr\n"),
+        ("lr=1e-4", "fix: use optimizer.lr\n"),
+        ("num_generations=8", "fix: use batch.samples_per_prompt\n"),
+        ("model.max_new_tokens=8", "fix: use rollout.max_new_tokens\n"),
         ("optimizer.warmup_step=8", "fix: did you mean 'warmup_steps'?\n"),
         ("observability.sinks=wandb", "must be a list, such as [wandb] or [a, b] (got 'wandb')\n"),
         ("rollout.temperature=hot", "rollout.temperature: must be a number (got 'hot')\n"),
@@ -48,9 +48,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (
             "reward.verifier=trl.py:reward",
-            "'trl.py:reward' takes (completions, **kwargs), and a verifier is called",
+            "'trl.py:reward' takes (completions, **kwargs), but a verifier is called",
         ),
-        ("reward.verifier=three.py:reward", "fix: def verify(response: str, answer: str) -> float"),
+        (
+            "reward.verifier=three.py:reward",
+            "fix: define it as verify(response: str, answer: str) -> float",
+        ),
         ("data.path=sum.jsonl", "sums.jsonl?\n"),
         ("data.path=sums.jsonl", "fix: set data.prompt_key=question\n"),
         ("data.path=texts.jsonl", "fix: set data.answer_key=solution\n"),

@@ -209,7 +209,7 @@ def test_two_rotary_embeddings_are_refused(
         DataError, match="rope_parameters and rope_scaling describe two different"
     ) as refused:
         read_shape(folder(tmp_path, "qwen2", **two))
-    assert refused.value.where == str(tmp_path / "config.json") and "leave one of them" in str(
+    assert refused.value.where == str(tmp_path / "config.json") and "keep one of them" in str(
         refused.value
     )
 

@@ -92,22 +92,25 @@ def test_null_is_on_where_it_is_proven_and_the_device_has_it(
 
 
 REFUSED = [
-    ("rope_fusion=true", "performance.rope_fusion: it needs CUDA and Transformer Engine"),
+    ("rope_fusion=true", "performance.rope_fusion: this setting needs CUDA and Transformer Engine"),
     (
         "wgrad_fusion=true",
-        "performance.wgrad_fusion: it needs CUDA and Transformer Engine, or Apex",
+        "performance.wgrad_fusion: this setting needs CUDA and Transformer Engine, or Apex",
     ),
-    ("batched_p2p=true", "performance.batched_p2p: it needs CUDA"),
-    ("cuda_connections=1", "performance.cuda_connections: it needs CUDA"),
-    ("cuda_allocator=expandable_segments:True", "performance.cuda_allocator: it needs CUDA"),
-    ("gradient_bucket=1000", "performance.gradient_bucket: buckets are for gradients"),
+    ("batched_p2p=true", "performance.batched_p2p: this setting needs CUDA"),
+    ("cuda_connections=1", "performance.cuda_connections: this setting needs CUDA"),
+    (
+        "cuda_allocator=expandable_segments:True",
+        "performance.cuda_allocator: this setting needs CUDA",
+    ),
+    ("gradient_bucket=1000", "performance.gradient_bucket: a bucket size has an effect only"),
     (
         "overlap_param_gather=true",
-        "performance.overlap_param_gather: it needs optimizer.distributed",
+        "performance.overlap_param_gather: this setting needs optimizer.distributed",
     ),
     (
         "precision_aware_optimizer=true",
-        "performance.precision_aware_optimizer: it needs optimizer.distributed",
+        "performance.precision_aware_optimizer: this setting needs optimizer.distributed",
     ),
 ]
 
@@ -139,7 +142,7 @@ def test_what_cannot_be_is_refused_by_name(
         ),
         (
             ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "performance.batched_p2p=true"],
-            "two stages of several chunks",
+            "two stages with several chunks",
         ),
         (
             ["optimizer.distributed=true", "performance.overlap_param_gather=true"],
@@ -147,7 +150,7 @@ def test_what_cannot_be_is_refused_by_name(
         ),
         (
             ["parallel.sequence=true", "performance.tp_comm_overlap=true"],
-            "tp_comm_overlap: it is not offered",
+            "tp_comm_overlap: this setting is not offered",
         ),
         (
             [
@@ -155,7 +158,7 @@ def test_what_cannot_be_is_refused_by_name(
                 "model.dtype=float32",
                 "performance.optimizer_offload=true",
             ],
-            "masters of 16-bit parameters alone",
+            "only master weights of 16-bit parameters",
         ),
     ],
 )
@@ -171,7 +174,7 @@ def test_what_does_not_go_together_is_refused_on_any_device(
 def test_of_a_cluster_elsewhere_the_rank_says_what_it_lacks(tmp_path: Path) -> None:
     elsewhere = ["runtime.runner=ray", "runtime.ray_address=far:6379"]
     config = check(load_config(QUICKSTART, [MODEL, *elsewhere, "performance.batched_p2p=true"]))
-    with pytest.raises(ConfigError, match="it needs CUDA"):
+    with pytest.raises(ConfigError, match="this setting needs CUDA"):
         Trainer(config, 0, f"file://{tmp_path}/ranks")
     assert not torch.distributed.is_initialized()
 

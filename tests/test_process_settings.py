@@ -36,10 +36,10 @@ CLASHES = [
     (
         ("runtime.env={CUDA_VISIBLE_DEVICES: '0'}",),
         "runtime.env",
-        "CUDA_VISIBLE_DEVICES is not to be set",
+        "CUDA_VISIBLE_DEVICES must not be set",
     ),
-    (("runtime.env={RANK: '0'}",), "runtime.env", "RANK is not to be set"),
-    (("runtime.env={WORLD_SIZE: '2'}",), "runtime.env", "WORLD_SIZE is not to be set"),
+    (("runtime.env={RANK: '0'}",), "runtime.env", "RANK must not be set"),
+    (("runtime.env={WORLD_SIZE: '2'}",), "runtime.env", "WORLD_SIZE must not be set"),
     (
         ("runtime.env={OMP_NUM_THREADS: '2'}",),
         "runtime.env",
@@ -58,7 +58,7 @@ CLASHES = [
     (
         ("runtime.env={PYTORCH_ALLOC_CONF: a}", "performance.cuda_allocator=b"),
         "runtime.env",
-        "performance.cuda_allocator says what PYTORCH_ALLOC_CONF would",
+        "PYTORCH_ALLOC_CONF and performance.cuda_allocator set the same thing",
     ),
     (
         (
@@ -84,12 +84,12 @@ CLASHES = [
     (
         ("runtime.env={NCCL_CUMEM_ENABLE: '0'}", "sglang.flags=[--enable-symm-mem]"),
         "runtime.env",
-        "set NCCL_CUMEM_ENABLE=1 whatever they are told, and here it is 0",
+        "always set NCCL_CUMEM_ENABLE=1, but here it is 0",
     ),
     (
         ("runtime.env={NCCL_NVLS_ENABLE: '0'}", "sglang.flags=[--enable-nccl-nvls]"),
         "runtime.env",
-        "servers with --enable-nccl-nvls set NCCL_NVLS_ENABLE=1 whatever they are told",
+        "servers with --enable-nccl-nvls always set NCCL_NVLS_ENABLE=1",
     ),
 ]
 
@@ -119,7 +119,7 @@ def test_a_dry_run_refuses_it(
     monkeypatch.chdir(tmp_path)
     local = ["train", QUICKSTART, f"model.path={ROOT / 'assets/tiny-adder'}", "--dry-run"]
     assert main([*local, "runtime.env={RANK: '3'}"]) == 2
-    assert "error: runtime.env: RANK is not to be set" in capsys.readouterr().err
+    assert "error: runtime.env: RANK must not be set" in capsys.readouterr().err
     assert main([*local, "runtime.ports=[30000, 30002]"]) == 2
     assert "error: runtime.ports: 3 ports are too few" in capsys.readouterr().err
     assert main([*local, "runtime.ports=[30002, 30000]"]) == 2
@@ -194,7 +194,7 @@ def test_a_port_is_free_and_one_of_those_given() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
-            ConfigError, match=f"no port of 127.0.0.1 between {port} and {port} can be listened on"
+            ConfigError, match=f"no port between {port} and {port} is free on 127.0.0.1"
         ):
             free_port("127.0.0.1", [port])
         assert free_port("127.0.0.1", range(port, port + 3)) != port

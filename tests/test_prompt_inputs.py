@@ -96,5 +96,7 @@ def test_others_are_named(folder: Path, change: Any, named: set[str]) -> None:
         name for name in before.keys() | now.keys() if before.get(name) != now.get(name)
     } == named
     for name in named:  # each by itself
-        with pytest.raises(DataError, match=f"{name} is (another|new) since the run was begun"):
+        with pytest.raises(
+            DataError, match=f"{name} (has changed|is new) since the run was started"
+        ):
             refuse_other_inputs(before, {**before, **{name: now[name]}}, config)

@@ -108,9 +108,9 @@ def test_the_newest_megatron_s_python_is_taken_where_there_is_one(
     project: Path, script: str
 ) -> None:
     variable, _ = SCRIPTS[script]
-    first = "the first that is here of 3.12, 3.13, 3.11, 3.10"
+    first = "the first one found of 3.12, 3.13, 3.11, 3.10"
     plain = python(project / "bin/python3", "3.10")
-    assert chosen(project, script) == (str(plain), "the only one here")
+    assert chosen(project, script) == (str(plain), "the only one found")
     older = python(project / "bin/python3.11", "3.11")
     assert chosen(project, script) == (str(older), first)
     newer = python(project / "home/.pyenv/versions/3.13.0/bin/python3.13", "3.13")
@@ -124,7 +124,7 @@ def test_the_newest_megatron_s_python_is_taken_where_there_is_one(
     assert chosen(project, script, PYENV_ROOT=str(project / "pyenv")) == (str(best), first)
     assert chosen(project, script, **{variable: "python3.11"}) == (
         str(older),
-        f"as {variable} says",
+        f"which {variable} names",
     )
 
 
@@ -219,7 +219,7 @@ def ci(tmp_path: Path) -> Path:
     for folder in (".ci", "scripts"):
         (tmp_path / folder).mkdir()
     shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
-    for script in commands((ROOT / "README.md").read_text()):
+    for script in [*commands((ROOT / "README.md").read_text()), "scripts/build_site.sh"]:
         (tmp_path / script).write_text(f'echo {script} "$@" on${{PYTHON:+-$PYTHON}}\n')
     return tmp_path
 
@@ -233,7 +233,8 @@ def test_ci_runs_the_commands_of_readme_in_their_order_and_on_the_older_python(c
     )
     in_readme = commands((ROOT / "README.md").read_text())
     assert in_readme == ["scripts/quickstart.sh", "scripts/test.sh"]
-    first, whole, *older = [line.split() for line in done.stdout.splitlines()]
+    first, whole, site, *older = [line.split() for line in done.stdout.splitlines()]
+    assert site == ["scripts/build_site.sh", "on"]
     assert [first[0], whole[0]] == in_readme and whole[1] == "--all"
     assert first[-1] == whole[-1] == "on"  # whatever Python is taken
     assert [line[0] for line in older] == [*in_readme, in_readme[1]]
@@ -395,4 +396,4 @@ def test_what_is_no_release_is_not_tried(
     trying: Callable[..., tuple[int, list[str], str]], words: list[str]
 ) -> None:
     code, asked, said = trying(*words)
-    assert code == 2 and asked == [] and "fix: such as megatron-core==0.19.0" in said
+    assert code == 2 and asked == [] and "such as megatron-core==0.19.0" in said

@@ -201,7 +201,7 @@ def test_the_command_line(
     for arguments, said in (
         ([str(tmp_path / "none")], "there is no such directory"),
         ([str(tmp_path)], "not a run directory"),
-        ([str(run_dir), "--watch", "0"], "no time between looks"),
+        ([str(run_dir), "--watch", "0"], "the interval must be above 0 s"),
     ):
         assert main(["status", *arguments]) == 2
         assert said in capsys.readouterr().err

@@ -141,7 +141,7 @@ print("supervised", supervised, supervision.restarted())
         ("supervisor", 2),
     ]
     assert (
-        "the driver was killed by SIGKILL after step 1; it is started again in 0 s (1 of 3)" in said
+        "the driver was killed by SIGKILL after step 1; it restarts in 0 s (attempt 1 of 3)" in said
     )
 
 
@@ -273,7 +273,7 @@ def test_a_signal_ends_the_wait_for_a_restart(start, tmp_path: Path) -> None:
     process = start(
         "begin('attempts: 3, back_off_s: 600, longest_back_off_s: 600')\ndie(signal.SIGKILL)\n"
     )
-    assert "started again in 600 s" in process.stderr.readline()
+    assert "restarts in 600 s" in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 143
     assert len(starts(tmp_path)) == 1

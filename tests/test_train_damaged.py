@@ -151,7 +151,10 @@ def test_nothing_is_offered_where_nothing_older_is_whole(
     assert "step_000004/metadata.json: damaged" in error and "--from-step" not in error
     assert main(typed(run, "--from-step", "3", **{"run.steps": 5})) == 2
     error = capsys.readouterr().err
-    assert "the run has no complete checkpoint of step 3\n  fix: there are those of: 2, 4" in error
+    assert (
+        "the run has no complete checkpoint of step 3\n  fix: choose a step that has one: 2, 4"
+        in error
+    )
 
 
 def test_another_models_checkpoint(
@@ -192,8 +195,8 @@ def test_what_was_loaded_and_is_not_what_was_saved(
     assert main(typed(run, "--resume", **{"run.steps": 5})) == 2
     error = capsys.readouterr().err
     assert (
-        "step_000004: what was loaded is not what was saved: optimizer: optimizer.state.exp_avg."
-        in error
+        "step_000004: the loaded state differs from the saved state:"
+        " optimizer: optimizer.state.exp_avg." in error
     )
     assert "has the squared norm 0, " in error and "--from-step 2" in error
     assert contents(run / "checkpoints") == before
@@ -216,11 +219,11 @@ def test_another_tokenizer_is_refused_by_name(
     for more in ([], ["--dry-run"]):
         assert main([*resume, *more]) == 2
         error = capsys.readouterr().err
-        assert f"{base}: tokenizer_config.json is another since the run was begun" in error
+        assert f"{base}: tokenizer_config.json has changed since the run was started" in error
     (base / "tokenizer_config.json").write_text(whole)
     (base / "chat_template.jinja").write_text("{{ messages }}")
     assert main([*resume, "--dry-run"]) == 2
-    assert "chat_template.jinja is new since the run was begun" in capsys.readouterr().err
+    assert "chat_template.jinja is new since the run was started" in capsys.readouterr().err
 
 
 def test_a_full_disk_leaves_what_there_was_and_room_is_all_it_takes(

@@ -113,13 +113,15 @@ def test_a_spike_stops_a_run_or_sends_it_back_past_its_batch(
 
     # opening the run again takes 1000 s of 1500, and is not what a step takes, of which the next
     # would be too many
-    limit = TimeLimit(1500.0, clock=lambda: 1000.0 * sum("goes back" in note for note in notes))
+    limit = TimeLimit(1500.0, clock=lambda: 1000.0 * sum("rolls back" in note for note in notes))
     assert (
         run(stopped, "faults.guards.grad_norm.action=rollback", resume=True, limit=limit) == stopped
     )
     (rollback,) = json.loads((stopped / "rollbacks.json").read_text())
     assert (rollback["step"], rollback["prompts"]) == (SPIKE, [first, first + 1])
-    assert any(f"step {SPIKE}: the gradient norm" in note and "goes back" in note for note in notes)
+    assert any(
+        f"step {SPIKE}: the gradient norm" in note and "rolls back" in note for note in notes
+    )
     assert [row.get("guard/rollbacks", 0) for row in metrics(stopped)] == [0] * 6 + [1] * 2
     assert RunState.read(stopped / f"checkpoints/step_{STEPS:06d}").left_out == {first, first + 1}
 

@@ -137,7 +137,7 @@ def test_an_error_of_the_user_is_not_tried_again(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 2
-    assert done.stderr.count("error: ") == 1 and "started again" not in done.stderr
+    assert done.stderr.count("error: ") == 1 and "restarts in" not in done.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -60,14 +60,14 @@ def test_a_run_is_continued_to_its_end_and_no_further(
     exported = (run / "hf/model.safetensors").stat().st_ino
     (run / "report.html").unlink()
     assert resume() == 0
-    assert "all 2 steps of this run are made already" in capsys.readouterr().out
+    assert "all 2 steps of this run are done already" in capsys.readouterr().out
     assert (run / "hf/model.safetensors").stat().st_ino == exported
     assert (run / "report.html").exists()
     assert resume("--dump-step=2") == 2
-    assert "these are left: none" in capsys.readouterr().err
+    assert "the remaining steps: none" in capsys.readouterr().err
     assert resume("run.steps=1") == 2
     assert (
-        "run.steps: the run in run has 2 steps already, and 1 are asked for"
+        "run.steps: the run in run has 2 steps already, but run.steps is 1"
         in capsys.readouterr().err
     )
     assert recorded(run)["run"]["steps"] == 2
@@ -130,7 +130,7 @@ def test_a_run_is_continued_to_its_end_and_no_further(
     (cut / "eval.jsonl").write_text(json.dumps(evaluated[0]) + "\n")
     done = train("model.path=model", "run.dir=cut", "--resume", cwd=tmp_path, **ALONE)
     assert done.returncode == 0, done.stderr
-    assert "the run ended before its first checkpoint: beginning anew" in done.stdout
+    assert "the run ended before its first checkpoint: starting from step 0" in done.stdout
     assert metrics(cut) == whole
     assert evaluations(cut) == evaluated
 

@@ -142,7 +142,7 @@ def test_sglang_s_environment_is_asked_for_and_not_guessed(installed: Path, tmp_
         cwd=tmp_path,
     )
     assert done.returncode == 2
-    assert "\nerror: sglang.python: where SGLang is installed is not known" in done.stderr
+    assert "\nerror: sglang.python: this package was installed from a wheel" in done.stderr
     assert (
         "fix: name the Python of SGLang's environment here or in MEGATRON_STARE_SGLANG_PYTHON"
         in done.stderr

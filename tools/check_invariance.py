@@ -91,29 +91,29 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--off-policy", type=float, default=0.0, help="spread of ln(p / p_old); 0: on-policy"
     )
-    parser.add_argument("--lr", type=float, help="of the step of SGD; default 1")
+    parser.add_argument("--lr", type=float, help="learning rate of the step of SGD; default 1")
     parser.add_argument(
         "--trainer", metavar="CLASS", help="class that is checked; default: the project's own"
     )
     parser.add_argument(
         "--all",
         action="store_true",
-        help="every method in every layout; the other options have no say",
+        help="check every method in every layout; other options are ignored",
     )
     parser.add_argument(
         "--layouts",
         nargs="*",
         metavar="NAME",
-        help="with --all: those of the table that are checked",
+        help="with --all: layouts to check; default: all",
     )
     parser.add_argument(
         "--methods",
         nargs="*",
         metavar="NAME",
-        help="with --all: those of the table that are checked",
+        help="with --all: methods to check; default: all",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE.json", help="with --all: where the table of errors goes"
+        "--out", type=Path, metavar="FILE.json", help="with --all: file for the table of errors"
     )
     return parser.parse_args(argv)
 

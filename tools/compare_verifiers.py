@@ -32,13 +32,16 @@ def main(argv: list[str] | None = None) -> int:
         "files", nargs="*", type=Path, default=[LABELLED], help="default: the labelled answers"
     )
     parser.add_argument(
-        "--verifiers", nargs="+", default=list(VERIFIERS), help="as reward.verifier"
+        "--verifiers",
+        nargs="+",
+        default=list(VERIFIERS),
+        help="names of verifiers, as in reward.verifier",
     )
-    parser.add_argument("--workers", type=int, default=2, help="processes a verifier")
+    parser.add_argument("--workers", type=int, default=2, help="worker processes for each verifier")
     parser.add_argument(
-        "--timeout-s", type=float, default=10.0, help="limit of one answer, seconds"
+        "--timeout-s", type=float, default=10.0, help="time limit of one answer, seconds"
     )
-    parser.add_argument("--show", type=int, default=20, help="disagreements that are printed")
+    parser.add_argument("--show", type=int, default=20, help="number of disagreements to print")
     parser.add_argument("--out", type=Path, help="file for all disagreements, JSON lines")
     args = parser.parse_args(argv)
     try:

@@ -67,9 +67,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--whole-optimizer", action="store_true", help="without Megatron's DistributedOptimizer"
     )
-    parser.add_argument("--bucket-mb", type=int, default=512, help="of the weight stream, MiB")
-    parser.add_argument("--processes", type=int, default=1, help="that build ranks side by side")
-    parser.add_argument("--json", action="store_true", help="everything, rank by rank, in bytes")
+    parser.add_argument(
+        "--bucket-mb", type=int, default=512, help="size of a bucket of the weight stream, MiB"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=1, help="processes that build ranks in parallel"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print everything as JSON, rank by rank, in bytes"
+    )
     return parser.parse_args(argv)
 
 

@@ -134,7 +134,10 @@ def main(argv: list[str] | None = None) -> int:
         "--against", nargs="*", default=[], help="files of tasks that training must not contain"
     )
     parser.add_argument(
-        "--ngram", type=int, default=NGRAM, help="words in a row that may not be shared"
+        "--ngram",
+        type=int,
+        default=NGRAM,
+        help="number of words in a row that makes two problems count as the same",
     )
     args = parser.parse_args(argv)
     try:
@@ -154,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
             raise DataError(
                 "no row is a task",
                 where=args.data_set,
-                fix="is this the published format? see docs/data.md",
+                fix="compare the file with the published format: docs/data.md",
             )
         args.out.write_text("".join(json.dumps(task, ensure_ascii=False) + "\n" for task in tasks))
     except UserError as error:

@@ -81,7 +81,7 @@ class InlineWorkers(Workers):
                 self._workers[worker] = new
                 return None
         new.close()
-        raise WorkerLostError(f"worker {worker} is not made anew: the run ends")
+        raise WorkerLostError(f"worker {worker} is not restarted, because the run is ending")
 
     def close(self) -> None:
         with self._closing:

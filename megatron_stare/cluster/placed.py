@@ -104,7 +104,10 @@ def _shared(plan: Plan, ranks: Sequence[Spot], part: int) -> tuple[str, ...]:
 
 def _elsewhere(what: str) -> PlacementError:
     return PlacementError(
-        what, fix="was Ray started there with RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES set?"
+        what,
+        fix=(
+            "if RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set where Ray is started, unset it"
+        ),
     )
 
 

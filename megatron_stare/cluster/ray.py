@@ -276,7 +276,9 @@ class RayWorkers(RayPeers):
         _end([self._actors[worker]], ENDED_S)  # first, as it may hold what the new one is to get
         with self._closing:
             if self._closed:
-                raise WorkerLostError(f"the {self._what} is not made anew: the run ends")
+                raise WorkerLostError(
+                    f"the {self._what} is not restarted, because the run is ending"
+                )
             self._actors[worker] = actor = self._makers[worker]()
         self.wait([actor.build.remote(*self._built[worker])])
 
@@ -363,8 +365,8 @@ def _worker_errors(what: str, timeout_s: float) -> Iterator[None]:
         raise WorkerLostError(
             f"a {what} process died: {str(error).splitlines()[0]}",
             fix=(
-                "its last words are in logs/ of the run directory, or on its node in"
-                " /tmp/ray/session_latest/logs; out of memory is the usual cause"
+                "read the end of its log in logs/ of the run directory, or on its node in"
+                " /tmp/ray/session_latest/logs; the usual cause is out of memory"
             ),
         ) from error
     except GetTimeoutError as error:

@@ -126,7 +126,7 @@ def reserve(
             where = planned(config, min(wait_s, PROBE_S) if awaited else wait_s, demand)
             if where is None and awaited and awaited.on_gpus:
                 raise PlacementError(
-                    "none of the nodes that are left has GPUs", where="runtime.ray_address"
+                    "none of the remaining nodes has GPUs", where="runtime.ray_address"
                 )
             return None if where is None else Reservation(where, runtime.gpu_resource, wait_s)
         except (ConfigError, PlacementError) as error:

@@ -88,9 +88,9 @@ def unreachable(doors: Sequence[Door], tried: Sequence[Tried]) -> ConfigError | 
         f" {server} on {door.node} at {door.address} ({why})",
         where="sglang.host",
         fix=(
-            "leave it out, so that each server listens on its own node's address, and let"
-            " runtime.interface name a network that joins all nodes, without a firewall between"
-            " them"
+            "leave sglang.host out, so that each server listens on its own node's address, and"
+            " let runtime.interface name a network that joins all nodes, without a firewall"
+            " between them"
         ),
     )
 
@@ -108,8 +108,8 @@ def require_folder(folder: str, ranks: Hosts, readers: Sequence[Hosts]) -> None:
             if blind := [(number, node) for number, (node, there) in enumerate(seen) if not there]:
                 nodes = sorted({node for _, node in blind})
                 raise ConfigError(
-                    f"{len(blind)} of {len(seen)} {what}s do not see what the first rank writes to"
-                    f" {folder}, as {what} {blind[0][0]} on"
+                    f"{len(blind)} of {len(seen)} {what}s cannot see the files that the first rank"
+                    f" writes to {folder}; the first of them is {what} {blind[0][0]} on"
                     f" {nodes[0]}{f', {len(nodes)} nodes in all' if len(nodes) > 1 else ''}",
                     where="sglang.sync_folder",
                     fix=(

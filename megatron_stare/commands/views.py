@@ -27,14 +27,14 @@ _SAYS = {
 def add_status_arguments(status: argparse.ArgumentParser) -> None:
     """Adds the arguments of `status`."""
     status.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    status.add_argument("--json", action="store_true", help="one line of JSON")
+    status.add_argument("--json", action="store_true", help="print one line of JSON")
     status.add_argument(
         "--watch",
         nargs="?",
         type=float,
         const=EVERY_S,
         metavar="SECONDS",
-        help=f"again and again, until Ctrl-C; default every {EVERY_S:g} s",
+        help=f"repeat every S seconds until Ctrl-C; default {EVERY_S:g} s",
     )
 
 
@@ -42,7 +42,7 @@ def run_status(args: argparse.Namespace) -> int:
     """Prints how a run stands. Returns 0 where it runs or is finished, 1 where it does not go on.
     Raises UserError."""
     if args.watch is not None and not args.watch > 0:
-        raise UserError(f"{args.watch:g} s is no time between looks", where="--watch")
+        raise UserError(f"the interval must be above 0 s, not {args.watch:g} s", where="--watch")
     if not args.run_dir.is_dir():
         raise UserError("there is no such directory", where=str(args.run_dir))
     found = status_of(args.run_dir)
@@ -215,8 +215,8 @@ def _add_runs(command: argparse.ArgumentParser, which: str, of_one: str, of_seve
         "--out",
         type=Path,
         help=(
-            f"file to write, or an existing folder for it; default: {of_one} in the run directory,"
-            f" or, of {of_several} in the current one"
+            f"file to write, or an existing folder for it; default: {of_one} in the run directory;"
+            f" for {of_several} in the current directory"
         ),
     )
 

@@ -75,15 +75,15 @@ class RequestFaults(Section):
         if self.collective_limit(remote_call_s) > remote_call_s:
             raise ValueError(
                 f"faults.requests.collective_s {self.collective_s:g} exceeds runtime.timeout_s"
-                f" {remote_call_s:g}: the call that a collective is part of would be given up"
-                " first, and nothing would name the rank that is missing"
+                f" {remote_call_s:g}: the call would time out before its collective, and no error"
+                " would name the missing rank"
             )
         request = self.request_limit(remote_call_s)
         if self.rollout_s is not None and self.attempts * request > self.rollout_s:
             raise ValueError(
                 f"{self.attempts} attempts of {request:g} s each exceed faults.requests.rollout_s"
-                f" {self.rollout_s:g}: a rollout would be given up before a late request was made"
-                " again; lower faults.requests.request_s or faults.requests.attempts"
+                f" {self.rollout_s:g}: the rollout would time out before the last attempt of a"
+                " late request; lower faults.requests.request_s or faults.requests.attempts"
             )
 
 

@@ -185,7 +185,7 @@ def _up_to_date(
     found = tree.pop(KEY, 1)
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         raise DataError(
-            f"{found!r} is no format",
+            f"{found!r} is not a format number",
             where=f"{where}: {KEY}",
             fix="put the file back as the run wrote it",
         )

@@ -100,7 +100,9 @@ def _collect(
     chain, here = " > ".join(str(each) for each in (*above, path)), path.resolve()
     if here in (each.resolve() for each in above):
         raise ConfigError(
-            "the configuration lies over itself", where=chain, fix=f"leave it out of `{DEFAULTS}`"
+            "the configuration names itself as a layer",
+            where=chain,
+            fix=f"leave it out of `{DEFAULTS}`",
         )
     if here in found:
         return

@@ -145,12 +145,12 @@ def config_error(error: ValidationError, layers: Sequence[Layer | Override]) -> 
         if len(loc) == 1 and names_now(loc[0]):
             now = [names_now(each) for each in _dotted(loc[0], first["input"])]
             return ConfigError(
-                f"unknown name {loc[0]!r}", where=where, fix=f"here it is {' and '.join(now)}"
+                f"unknown name {loc[0]!r}", where=where, fix=f"use {' and '.join(now)}"
             )
         near = _elsewhere(loc[-1])
         if near and loc[0] != "algorithm":
             return ConfigError(
-                f"unknown name {loc[-1]!r}", where=where, fix=f"here it is {' or '.join(near)}"
+                f"unknown name {loc[-1]!r}", where=where, fix=f"use {' or '.join(near)}"
             )
         return unknown_name(loc[-1], _keys_at(loc[:-1]), where)
     if first["type"] == "missing":

@@ -192,32 +192,35 @@ def check_performance(config: Config) -> None:
             section, _, name = wanted.partition(".")
             if not getattr(getattr(config, section), name):
                 raise ConfigError(
-                    f"it needs {wanted}",
+                    f"this setting needs {wanted}",
                     where=f"performance.{feature.name}",
                     fix=f"set {wanted}=true as well",
                 )
     for name, reason in NOT_OFFERED.items():
         if getattr(performance, name):
             raise ConfigError(
-                f"it is not offered: {reason}", where=f"performance.{name}", fix="leave it out"
+                f"this setting is not offered: {reason}",
+                where=f"performance.{name}",
+                fix="leave it out",
             )
     if performance.optimizer_offload and config.model.dtype == "float32":
         raise ConfigError(
-            "megatron-core offloads masters of 16-bit parameters alone: torch refuses float32 ones"
-            " that are cut over ranks",
+            "megatron-core offloads only master weights of 16-bit parameters: torch refuses"
+            " float32 parameters that are cut over ranks",
             where="performance.optimizer_offload",
             fix="set model.dtype=bfloat16, or leave it out",
         )
     parallel = config.parallel
     if performance.batched_p2p and parallel.pipeline == 2 and parallel.virtual_pipeline > 1:
         raise ConfigError(
-            "batched, two stages of several chunks exchange each other's tensors",
+            "batched exchanges of two stages with several chunks would deliver the wrong chunk's"
+            " tensors",
             where="performance.batched_p2p",
             fix="set it to false, or use more stages",
         )
     if performance.gradient_bucket is not None and not performance.overlap_grad_reduce:
         raise ConfigError(
-            "buckets are for gradients that are reduced during backward",
+            "a bucket size has an effect only if gradients are reduced during backward",
             where="performance.gradient_bucket",
             fix="set performance.overlap_grad_reduce=true, or leave it out",
         )
@@ -239,13 +242,15 @@ def check_device_performance(performance: PerformanceConfig) -> None:
     for feature in FEATURES:
         if getattr(performance, feature.name) and (lacking := missing(feature)):
             raise ConfigError(
-                f"it needs {' and '.join(lacking)}",
+                f"this setting needs {' and '.join(lacking)}",
                 where=f"performance.{feature.name}",
                 fix="set it to null",
             )
     if environment(performance) and missing(Feature("", {}, needs=("cuda",))):
         name = "cuda_connections" if performance.cuda_connections is not None else "cuda_allocator"
-        raise ConfigError("it needs CUDA", where=f"performance.{name}", fix="set it to null")
+        raise ConfigError(
+            "this setting needs CUDA", where=f"performance.{name}", fix="set it to null"
+        )
 
 
 def hints(performance: PerformanceConfig) -> list[str]:

@@ -64,25 +64,27 @@ def check_environment(config: Config) -> None:
     given, of_servers = config.runtime.env, config.sglang.environment
     for name, why in OWNED.items():
         if name in given:
-            raise ConfigError(f"{name} is not to be set: {why}", where=WHERE, fix="leave it out")
+            raise ConfigError(f"{name} must not be set: {why}", where=WHERE, fix="leave it out")
     if config.runtime.interface:
         for name in INTERFACES:
             if name in given:
                 raise ConfigError(
-                    f"runtime.interface sets {name}", where=WHERE, fix="leave one of the two out"
+                    f"runtime.interface sets {name} already",
+                    where=WHERE,
+                    fix="leave one of the two out",
                 )
     _check_allocators(config)
     for name in AGREED:
         if name in given and of_servers.get(name, given[name]) != given[name]:
             raise ConfigError(
                 f"{name} is {given[name]} for trainer ranks and {of_servers[name]} for servers"
-                " (sglang.environment); a group of both would hang",
+                " (sglang.environment); an NCCL group with both values would hang",
                 where=WHERE,
-                fix="set it here alone, for both",
+                fix="set it only here, for both",
             )
         if (flag := _forced(config, name)) and _of_servers(config, name) != "1":
             raise ConfigError(
-                f"servers with {flag} set {name}=1 whatever they are told, and here it is"
+                f"servers with {flag} always set {name}=1, but here it is"
                 f" {_of_servers(config, name)}",
                 where=WHERE if name in given else "sglang.environment",
                 fix=f"set {name} to 1, or leave it out",
@@ -94,7 +96,7 @@ def _check_allocators(config: Config) -> None:
     for name in ALLOCATORS:
         if name in given and config.performance.cuda_allocator is not None:
             raise ConfigError(
-                f"performance.cuda_allocator says what {name} would",
+                f"{name} and performance.cuda_allocator set the same thing",
                 where=WHERE,
                 fix="leave one of the two out",
             )

@@ -87,7 +87,7 @@ def recipe_named(path: str | Path) -> str | None:
         raise ConfigError(
             f"there is no recipe {name}: {reason}",
             where=str(path),
-            fix="megatron-stare recipes lists those that are",
+            fix="megatron-stare recipes lists all recipes",
         )
     near = difflib.get_close_matches(name, recipes(), n=3)
     raise ConfigError(

@@ -94,8 +94,8 @@ def check_experts(parallel: ParallelConfig, shape: ModelShape) -> None:
     ranks = parallel.tensor * parallel.replicas
     if ranks % parallel.expert:
         raise ConfigError(
-            f"a pipeline stage has {ranks} ranks, over which {parallel.expert} expert-parallel ones"
-            " do not go",
+            f"the {ranks} ranks of a pipeline stage cannot be divided into groups of"
+            f" {parallel.expert} expert-parallel ranks",
             where="parallel.expert",
             fix=f"use a divisor of {ranks}",
         )
@@ -172,7 +172,7 @@ def check_recompute(model: ModelConfig, parallel: ParallelConfig, shape: ModelSh
         default = ModelConfig.model_fields[name].default
         if name not in read[model.recompute] and getattr(model, name) != default:
             raise ConfigError(
-                f"it says nothing where model.recompute is {model.recompute}",
+                f"this setting has no effect with model.recompute={model.recompute}",
                 where=f"model.{name}",
                 fix="leave it out",
             )
@@ -192,13 +192,13 @@ def check_recompute(model: ModelConfig, parallel: ParallelConfig, shape: ModelSh
     for layers in stage_layers(parallel, shape):
         if model.recompute_layers > layers:
             raise ConfigError(
-                f"a stage's chunk has {layers} layers",
+                f"a chunk of a stage has only {layers} layers",
                 where="model.recompute_layers",
                 fix=f"at most {layers}",
             )
         if model.recompute_method == "uniform" and layers % model.recompute_layers:
             raise ConfigError(
-                f"{layers} layers of a stage's chunk cannot be recomputed by"
+                f"the {layers} layers of a stage's chunk cannot be recomputed in groups of"
                 f" {model.recompute_layers}",
                 where="model.recompute_layers",
                 fix=f"use a divisor of {layers}",

@@ -122,7 +122,7 @@ class CheckpointConfig(Section):
             given, missing = (
                 ("keep_best", "best_by") if self.keep_best else ("best_by", "keep_best")
             )
-            raise ValueError(f"{given} is set, and without {missing} nothing is kept for it")
+            raise ValueError(f"{given} needs {missing}: without both, no best checkpoint is kept")
         return self
 
 
@@ -206,7 +206,7 @@ class ObservabilityConfig(Section):
     @classmethod
     def _words_can_be_counted(cls, value: list[str]) -> list[str]:
         if not all(word.strip() for word in value):
-            raise ValueError("an empty word stands everywhere")
+            raise ValueError("an empty word would match everywhere")
         return value
 
     @field_validator("sinks", "metrics")

@@ -190,7 +190,7 @@ class FilePrompts:
         then."""
         if state.get("checksum") != self._checksum:
             raise DataError(
-                "the file is not the one this run was started with, so it cannot be continued"
+                "the file has changed since the run was started, so the run cannot be resumed"
                 " exactly",
                 where=", ".join(part.file.path for part in self._parts),
                 fix="put the original file back, or start a new run",

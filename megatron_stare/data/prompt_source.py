@@ -104,17 +104,17 @@ def held_out(config: Config, tokenizer: Any, wanted: int | None) -> list[Prompt]
             f"{config.data.source.name!r} does not say how many different problems it has",
             where=WHERE,
             fix=(
-                "give its objects an attribute `problems`: a number, or None where there is no end"
-                " of them"
+                "give its objects an attribute `problems`: a number, or None if the problems are"
+                " endless"
             ),
         )
     most: int | None = source.problems
     if wanted is None and most is None:
         raise ConfigError(
-            f"there is no end of the problems of {config.data.source.name!r}, so not all of them"
-            " can be asked",
+            f"the problems of {config.data.source.name!r} are endless, so an evaluation cannot ask"
+            " all of them",
             where="eval.prompts",
-            fix="say how many",
+            fix="give a number of problems",
         )
     if wanted is not None and most is not None and wanted > most:
         raise ConfigError(

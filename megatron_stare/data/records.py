@@ -230,7 +230,7 @@ def record_of(
             raise DataError(
                 f"no {key!r}; the keys here are {', '.join(map(repr, fields)) or 'none'}",
                 where=where,
-                fix=f"set {setting}={named}" if named else f"say which it is in {setting}",
+                fix=f"set {setting}={named}" if named else f"name the right key in {setting}",
             )
     prompt, answer = _get(fields, prompt_key), _get(fields, answer_key)
     messages = _messages(prompt, prompt_key, where) if isinstance(prompt, list) else ()
@@ -238,7 +238,7 @@ def record_of(
         raise DataError(
             f"{prompt_key!r} must be a string, got {_kind(prompt)}",
             where=where,
-            fix="or a list of messages",
+            fix="give a string, or a list of messages",
         )
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise DataError(
@@ -292,7 +292,7 @@ def _messages(turns: list[Any], key: str, where: str) -> Messages:
             )
     if not turns or turns[-1]["role"] != "user":
         raise DataError(
-            f"the last message of {key!r} must be the user's: it is what is answered", where=where
+            f"the last message of {key!r} must be the user's: the policy answers it", where=where
         )
     return tuple((turn["role"], turn["content"]) for turn in turns)
 

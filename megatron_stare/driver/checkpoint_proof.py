@@ -88,7 +88,7 @@ class SelfTest:
         same = self.layout == layout_of(ranks, config)
         if wrong := differences(self.proof, now, same_layout=same, dtype=config.model.dtype):
             raise DataError(
-                f"what was loaded is not what was saved: {'; '.join(wrong[:4])}"
+                f"the loaded state differs from the saved state: {'; '.join(wrong[:4])}"
                 + (f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""),
                 where=where,
                 fix=_FIX,

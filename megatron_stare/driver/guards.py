@@ -201,9 +201,9 @@ class Guards:
             raise GuardError(text, where=where, fix=fix)
         if rollbacks >= self._config.rollbacks:
             raise GuardError(
-                f"{text}; the run has gone back {rollbacks} times already",
+                f"{text}; the run was rolled back {rollbacks} times already",
                 where=where,
-                fix=f"{fix}, or faults.guards.rollbacks",
+                fix=f"{fix}, or raise faults.guards.rollbacks",
             )
         raise RollBack(first.step, text, first.prompts)
 
@@ -350,4 +350,4 @@ def read_guarded(place: Path) -> GuardedBatch:
         ]
         return GuardedBatch(event["step"], event["why"], event["first"], event["ranks"], responses)
     except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
-        raise DataError(f"not the batch of a step: {error}", where=str(place)) from error
+        raise DataError(f"not a saved batch of a step: {error}", where=str(place)) from error

@@ -146,7 +146,7 @@ class HeldRun:
         what = str(error).splitlines()[0]
         counted = f"{self._attempts.counting} of {self._attempts.rule.attempts}"
         said = (
-            f"lost after step {step}: {what}\n  the run is opened again in {wait_s:g} s ({counted})"
+            f"lost after step {step}: {what}\n  the run reopens in {wait_s:g} s (attempt {counted})"
         )
         _tell(said)
         with contextlib.suppress(OSError):  # a session says what it cannot do without
@@ -213,6 +213,9 @@ def made_already(inputs: Inputs, from_step: int | None, dump_step: int | None) -
         return None
     if not restarted():  # or it may have been written out, too
         check_dump_step(config, dump_step, config.run.steps)
-    print(f"all {config.run.steps} steps of this run are made already; give run.steps=... to go on")
+    print(
+        f"all {config.run.steps} steps of this run are done already; give a larger"
+        " run.steps=... to train on"
+    )
     Monitor(inputs.sinks, RunOutline(finished, config)).finish()
     return finished

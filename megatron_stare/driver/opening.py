@@ -71,8 +71,8 @@ class Inputs:
         asked = batch.generate_prompts or batch.prompts
         if most is not None and asked > most:
             found.append(
-                f"data: {name} is {asked} and there are {most} problems: a step has some more than"
-                " once"
+                f"data: {name} is {asked}, but there are only {most} problems: a step repeats some"
+                " of them"
             )
         counted = getattr(self.source, "trained_on", lambda prompts: 0)
         for each in self.evaluations:
@@ -239,7 +239,7 @@ def check_dump_step(config: Config, dump_step: int | None, done: int) -> None:
         return
     left = f"{done + 1} to {config.run.steps}" if done < config.run.steps else "none"
     raise ConfigError(
-        f"step {dump_step} is not made; of this run these are left: {left}", where="--dump-step"
+        f"this run will not make step {dump_step}; the remaining steps: {left}", where="--dump-step"
     )
 
 

@@ -102,7 +102,7 @@ def resume_point(
             raise DataError(
                 f"the run has no complete checkpoint, though it made {made} steps",
                 where=str(path),
-                fix="put its checkpoints back, or start it anew in another run.dir",
+                fix="put its checkpoints back, or start a new run in another run.dir",
             )
         if from_step is None:
             return None, None
@@ -112,10 +112,10 @@ def resume_point(
         state = RunState.read(checkpoint)
     if state.step > config.run.steps:
         raise ConfigError(
-            f"the run in {path} has {state.step} steps already, and {config.run.steps} are"
-            " asked for",
+            f"the run in {path} has {state.step} steps already, but run.steps is"
+            f" {config.run.steps}",
             where="run.steps",
-            fix=f"at least {state.step}, or a new run",
+            fix=f"set run.steps to at least {state.step}, or start a new run",
         )
     return checkpoint, state
 
@@ -127,7 +127,7 @@ def _of_step(step: int, checkpoints: Sequence[Path], path: Path) -> Path:
         raise DataError(
             f"the run has no complete checkpoint of step {step}",
             where=str(path),
-            fix=f"there are those of: {there}",
+            fix=f"choose a step that has one: {there}",
         )
     return found[step]
 
@@ -181,7 +181,7 @@ def refuse_changes(old: Config, new: Config) -> None:
         free = key.startswith(FREE_TO_CHANGE) and key not in NOT_FREE
         if not free and before.get(key) != after.get(key):
             raise ConfigError(
-                f"the run was started with {before.get(key)!r}, now it is {after.get(key)!r}",
+                f"the run was started with {before.get(key)!r}, not {after.get(key)!r}",
                 where=key,
                 fix=(
                     "resume with the same configuration, or start a new run from the exported"
@@ -234,13 +234,13 @@ def refuse_other_inputs(saved: Mapping[str, str], now: Mapping[str, str], config
     for name in sorted(saved.keys() | now.keys() if saved else ()):
         if saved.get(name) == now.get(name):
             continue
-        how = "is gone" if name not in now else "is new" if name not in saved else "is another"
+        how = "is gone" if name not in now else "is new" if name not in saved else "has changed"
         raise DataError(
-            f"{name} {how} since the run was begun, so its prompts would not be what they were",
+            f"{name} {how} since the run was started, so its prompts would change",
             where=config.model.path,
             fix=(
-                "put it back as it was (the data too, where the first prompt is another), or start"
-                " a new run from the exported policy"
+                "restore it (and the data, if the first prompt has changed), or start a new run"
+                " from the exported policy"
             ),
         )
 

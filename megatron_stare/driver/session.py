@@ -309,12 +309,12 @@ class Session:
             self.monitor.note(f"continuing after step {self.state.step}")
             for aside in self.dir.set_aside(self.state.step):
                 self.monitor.note(
-                    f"a later checkpoint is not continued; it is {aside} now, and may be removed"
+                    f"a later checkpoint was set aside as {aside}, and may be removed"
                 )
         elif self._held.resumes:
-            self.monitor.note("the run ended before its first checkpoint: beginning anew")
+            self.monitor.note("the run ended before its first checkpoint: starting from step 0")
         if self._held.restarted and self._held.restarts:
-            self.monitor.note(f"restart {self._held.restarts} of this run, by itself")
+            self.monitor.note(f"automatic restart {self._held.restarts} of this run")
         if self._held.resumes:
             for line in former_names(self.dir.path / CONFIG):
                 self.monitor.note(line)

@@ -102,14 +102,11 @@ class _Supervisor:
             fate = f"the driver {_fate(code)} after step {step}"
             wait_s = attempts.lost(step)
             if wait_s is None:
-                _say(
-                    f"{fate}, and was started again {attempts.counting} times without coming"
-                    " further"
-                )
+                _say(f"{fate}, and was restarted {attempts.counting} times without progress")
                 return _shell_code(code)
             restarts += 1
             _say(
-                f"{fate}; it is started again in {wait_s:g} s ({attempts.counting} of"
+                f"{fate}; it restarts in {wait_s:g} s (attempt {attempts.counting} of"
                 f" {attempts.rule.attempts})"
             )
             if self._run_dir is not None:

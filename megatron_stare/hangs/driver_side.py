@@ -222,7 +222,7 @@ class BlackBox:
         raise UserError(
             "the watcher of the run does not start",
             where="faults.hangs.enabled",
-            fix="set it to false",
+            fix="set faults.hangs.enabled=false to run without it",
         )
 
     def close(self) -> None:

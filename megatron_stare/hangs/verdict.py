@@ -177,9 +177,7 @@ def _at_work(facts: Facts) -> Verdict | None:
         return Verdict("worker", said, (longest,))
     driver = tuple(p for p in facts.processes if p.role == DRIVER)
     if not driver:
-        return Verdict(
-            "unknown", "nothing is known of the driver: it does not let itself be looked at"
-        )
+        return Verdict("unknown", "the driver's state is unknown: its stack cannot be read")
     return Verdict(
         "driver",
         f"all others are idle and wait for the driver, which is {_where(driver[0])}",

@@ -108,7 +108,9 @@ def family_named(model_type: Any, where: str) -> ModelFamily:
         raise DataError(
             f"{name} (model family {model_type!r}) is not supported; missing: {missing}",
             where=where,
-            fix="docs/howto/model_family.md adds a family, from a package of yours too",
+            fix=(
+                "docs/howto/model_family.md shows how to add a family, also from your own package"
+            ),
         )
     if model_type not in plug_ins:
         known = (

@@ -65,8 +65,8 @@ class DeepseekV3(Glm4Moe):
         super().check(config, where)
         if config["q_lora_rank"] is None:
             raise DataError(
-                "queries without a latent (q_lora_rank: null) are not supported: megatron-core 0.19"
-                " norms what they are projected from once more",
+                "queries without a latent (q_lora_rank: null) are not supported: megatron-core"
+                " 0.19 would normalise their input twice",
                 where=where,
             )
         if (every := config.get("moe_layer_freq", 1)) != 1:

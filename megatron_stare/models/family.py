@@ -257,8 +257,8 @@ def _refuse_two_ropes(config: Mapping[str, Any], where: str) -> None:
         "rope_parameters and rope_scaling describe two different rotary embeddings",
         where=where,
         fix=(
-            "leave one of them: what a model card says to add as rope_scaling (YaRN, say) belongs"
-            " into rope_parameters, beside the rope_theta that is there"
+            "keep one of them: put a model card's rope_scaling (YaRN, say) into rope_parameters,"
+            " beside its rope_theta"
         ),
     )
 

@@ -149,7 +149,7 @@ def make_sinks(listed: Sequence[Extension | str]) -> dict[str, Sink]:
             ) from error
     if not any(sink.essential for sink in sinks.values()):
         raise ConfigError(
-            "none of them keeps the record that a run is resumed and reported from",
+            "none of these sinks writes the record that resume and report read",
             where=WHERE,
             fix="add jsonl",
         )

@@ -133,8 +133,8 @@ def _parts(
             continue
         if seconds <= work.fixed:
             raise ConfigError(
-                f"{phase} took {seconds:.3g} s, and links alone would take {work.fixed:.3g} s of"
-                " this GPU's node",
+                f"{phase} took {seconds:.3g} s, but the links of this GPU's node alone would need"
+                f" {work.fixed:.3g} s",
                 where=f"--calibrate {run_dir}",
                 fix="check --gpu",
             )
@@ -168,7 +168,7 @@ def medians(run_dir: Path) -> dict[str, float]:
     ]
     if len(steps) < LEAST:
         raise DataError(
-            f"{len(steps)} steps after the first {WARM_UP}, and {LEAST} are needed",
+            f"{len(steps)} steps after the first {WARM_UP}, but {LEAST} are needed",
             where=str(path),
             fix="calibrate with a longer run",
         )

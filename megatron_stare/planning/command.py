@@ -20,7 +20,10 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
     """The command's."""
     plan.add_argument("config", help="YAML file; of the model only config.json is read")
     plan.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="dotted settings that replace the file's"
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="overrides of the file's settings: section.key=value",
     )
     plan.add_argument(
         "--gpu", help=f"{', '.join(GPUS)}; default: plan.gpu of the configuration, or {DEFAULT}"
@@ -29,23 +32,37 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
         "--nodes",
         type=int,
         metavar="N",
-        help="data-parallel replicas are adapted to it; default: as many as it needs",
+        help=(
+            "number of nodes, to which data-parallel replicas are adapted; default: as many"
+            " as the run needs"
+        ),
     )
-    plan.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="default 8")
+    plan.add_argument(
+        "--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a node; default 8"
+    )
     plan.add_argument(
         "--prompt-tokens",
         type=float,
         metavar="N",
-        help="mean; default: plan.prompt_tokens, or a quarter of rollout.max_prompt_tokens",
+        help=(
+            "mean length of prompts; default: plan.prompt_tokens, or a quarter of"
+            " rollout.max_prompt_tokens"
+        ),
     )
     plan.add_argument(
         "--response-tokens",
         type=float,
         metavar="N",
-        help="mean; default: plan.response_tokens, or half of rollout.max_new_tokens",
+        help=(
+            "mean length of responses; default: plan.response_tokens, or half of"
+            " rollout.max_new_tokens"
+        ),
     )
     plan.add_argument(
-        "--json", type=Path, metavar="FILE", help="write all of it, in bytes and seconds"
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the whole plan as JSON, in bytes and seconds",
     )
     plan.add_argument(
         "--calibrate",
@@ -53,9 +70,9 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
         action="append",
         metavar="RUN_DIR",
         help=(
-            "first fit the model of time to what a run took on this GPU, and store that in"
-            " --coefficients; several times: to several runs, of other widths and batches for what"
-            " does not grow with a model's products"
+            "first fit the time model to the measured times of a run on this GPU, and store the"
+            " result in --coefficients; repeat the option for several runs: runs of different"
+            " widths and batches also give the costs that do not grow with matrix products"
         ),
     )
     plan.add_argument(
@@ -63,8 +80,8 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help=(
-            "of earlier calibrations, by GPU, read where it exists; default: plan.coefficients of"
-            " the configuration"
+            "file of earlier calibrations, by GPU, read if it exists; default: plan.coefficients"
+            " of the configuration"
         ),
     )
 

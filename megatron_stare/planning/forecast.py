@@ -28,7 +28,7 @@ def gpu_of(config: Config) -> Gpu:
         return named(name)
     if config.runtime.ray_address:
         raise ConfigError(
-            "this machine has no GPU, and those of the cluster are not known here",
+            "this machine has no GPU, and the cluster's GPUs are not known here",
             fix="set plan.gpu",
         )
     return CPU
@@ -44,7 +44,7 @@ def named(name: str) -> Gpu:
         if kind in words and (not sizes or sizes == [f"{memory}B"]):
             return gpu
     raise ConfigError(
-        f"nothing is known of {name}", fix=f"set plan.gpu to the nearest of {', '.join(GPUS)}"
+        f"the GPU {name} is unknown", fix=f"set plan.gpu to the nearest of {', '.join(GPUS)}"
     )
 
 

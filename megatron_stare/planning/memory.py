@@ -255,7 +255,7 @@ def check_memory(run: ResolvedRun) -> None:
     config = run.config
     if config.memory.offload is not None and not config.sglang.colocated:
         raise ConfigError(
-            "nothing has to leave a device that the trainer has for itself",
+            "the trainer has its devices for itself, so nothing needs to be offloaded",
             where="memory.offload",
             fix="set sglang.colocated=true as well, or leave it out",
         )

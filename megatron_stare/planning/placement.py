@@ -271,14 +271,14 @@ def check_possible(demand: Demand, nodes: Sequence[Node]) -> None:
             f" {largest}",
             where="sglang.tensor_parallel",
             fix=(
-                f"at most {largest * demand.replica_nodes}, or lay it over {enough} nodes"
+                f"at most {largest * demand.replica_nodes}, or spread it over {enough} nodes"
                 " (sglang.nodes)"
             ),
         )
     if demand.shared and demand.replicas * demand.replica_gpus > demand.ranks:
         raise ConfigError(
-            f"{demand.replicas} engines of {demand.replica_gpus} GPUs do not fit the trainer's"
-            f" {demand.ranks}",
+            f"{demand.replicas} engines of {demand.replica_gpus} GPUs do not fit on the trainer's"
+            f" {demand.ranks} GPUs",
             where="rollout.engines",
             fix=f"at most {demand.ranks // demand.replica_gpus}, or sglang.colocated=false",
         )
@@ -331,7 +331,7 @@ def lost_node(nodes: Sequence[Node], now: Sequence[Node]) -> PlacementError | No
         f"lost before the run could start on {'it' if len(lost) == 1 else 'them'}: node"
         f" {', '.join(lost)}",
         where="runtime.ray_address",
-        fix="bring it back, or start again: the nodes that are left are planned with",
+        fix="bring it back, or start again: the run is then planned on the remaining nodes",
     )
 
 
@@ -340,13 +340,13 @@ def still_pending(plan: Plan, now: Sequence[Node], waited_s: float) -> Placement
     quicker."""
     there = {node.id: node for node in now}
     short = [
-        f"{node} has {there[node.id].free} free of the {plan.gpus_on(node)} planned with"
+        f"{node} has {there[node.id].free} free of the {plan.gpus_on(node)} that the plan needs"
         for node in plan.nodes
         if there[node.id].free < plan.gpus_on(node)
     ]
     return PlacementError(
-        f"the cluster did not set aside {plan.demand.gpus} GPUs within {waited_s:.0f} s: "
-        f"{', '.join(short) or 'it does not say why'}",
+        f"the cluster did not set aside {plan.demand.gpus} GPUs within {waited_s:.0f} s:"
+        f" {', '.join(short) or 'for no known reason'}",
         where="runtime.placement_s",
-        fix="another job took them meanwhile? Start again, or wait longer",
+        fix="another job may have taken them: start again, or raise runtime.placement_s",
     )

@@ -183,7 +183,7 @@ def check_best(config: Config) -> None:
     tasks = [each.name for each in evaluation_tasks(config)]
     if not tasks or not config.eval.every:
         raise ConfigError(
-            f"{metric} is not known between steps, so no checkpoint is better than another",
+            f"no evaluation between steps measures {metric}, so no checkpoint could be the best",
             where="checkpoint.best_by",
             fix=(
                 "set eval.every, and eval.prompts or eval.tasks; or name a metric of every step,"
@@ -193,9 +193,9 @@ def check_best(config: Config) -> None:
     if (task[0] if task else None) not in tasks:
         names = ", ".join("eval/..." if name is None else f"eval/{name}/..." for name in tasks)
         raise ConfigError(
-            f"{metric} is of no task of this run",
+            f"no task of this run has the metric {metric}",
             where="checkpoint.best_by",
-            fix=f"there are {names}",
+            fix=f"use one of {names}",
         )
 
 
@@ -287,15 +287,15 @@ def check_statistics(config: Config, method: Method) -> None:
     exact = "set statistics.gate=exact"
     if config.statistics.surprisal != "rollout":
         raise ConfigError(
-            f"surprisal {config.statistics.surprisal} takes a log-prob pass, which gives the exact"
-            " gate for nothing",
+            f"statistics.surprisal={config.statistics.surprisal} needs a log-prob pass, which"
+            " gives the exact gate at no extra cost",
             where="statistics.gate",
             fix=f"{exact}, or statistics.surprisal=rollout as well",
         )
     if config.batch.updates > 1:
         raise ConfigError(
-            f"{config.batch.updates} optimizer steps a rollout batch need old log-probs, and the"
-            " pass that gives them gives the exact gate for nothing",
+            f"{config.batch.updates} optimizer steps a rollout batch need old log-probs, and their"
+            " log-prob pass gives the exact gate at no extra cost",
             where="statistics.gate",
             fix=f"{exact}, or batch.mini_batch_prompts=null and batch.epochs=1",
         )
@@ -318,8 +318,8 @@ def check_head(config: Config, method: Method) -> None:
     known."""
     if config.model.head == "gradient_in_forward" and method.coupling == "sequence":
         raise ConfigError(
-            f"{config.algorithm.name} couples the tokens of a response, so the slope of its loss in"
-            " one token's log-prob is not known before the others'",
+            f"{config.algorithm.name} couples the tokens of a response, so the gradient for one"
+            " token's log-prob needs the log-probs of all others first",
             where="model.head",
             fix="use recompute, which saves as much memory, or auto",
         )
@@ -424,25 +424,28 @@ def check_evaluation_engines(config: Config, shape: ModelShape) -> None:
         return
     if config.eval.engines and config.eval.urls:
         raise ConfigError(
-            "engines are to be started, and others attached to", where="eval.engines", fix="set one"
+            "eval.engines starts engines and eval.urls names running ones: only one of them can"
+            " be used",
+            where="eval.engines",
+            fix="set one",
         )
     if config.eval.engines and replica_nodes(engines) > 1:
         raise ConfigError(
-            "engines of the evaluation's own are started on one machine each",
+            "the evaluation's own engines must lie on one machine each",
             where="sglang.nodes",
             fix=(
-                "start servers yourself and name them in eval.urls, or evaluate with those of"
-                " training: eval.engines=0"
+                "start servers yourself and name them in eval.urls, or evaluate with the servers"
+                " of training: eval.engines=0"
             ),
         )
     if config.eval.engines and replica_gpus(engines):
         raise ConfigError(
-            "engines of the evaluation's own are started where the command runs, and not placed on"
+            "the evaluation's own engines are started on this machine, and cannot be placed on"
             " GPUs",
             where="eval.engines",
             fix=(
-                "start servers yourself and name them in eval.urls, or evaluate with those of"
-                " training: eval.engines=0"
+                "start servers yourself and name them in eval.urls, or evaluate with the servers"
+                " of training: eval.engines=0"
             ),
         )
     try:
@@ -474,7 +477,7 @@ def check_checkpoint_of(path: Path, config: Config) -> ModelShape:
         raise ConfigError(
             f"{path} is another model than {config.model.path}: {said}",
             where="--checkpoint",
-            fix="another checkpoint, or as model.path the model that this one is of",
+            fix="give another checkpoint, or set model.path to the model of this checkpoint",
         )
     check_weights(str(path), shape)
     return shape

@@ -312,7 +312,7 @@ def on_driver_thread(
                 while came:
                     at_once |= interruption.take(came.popleft())
             except TimeoutError:
-                _say("the run does not let itself be closed: ending at once, without saving")
+                _say("the run did not close in time: ending at once, without saving")
                 at_once = True
             if at_once and not done.done():
                 _end_at_once(interruption, last_words)

@@ -61,8 +61,8 @@ def require_own_address(host: str, where: str) -> None:
             f" ({error.strerror or error})",
             where=where,
             fix=(
-                f"addresses there: {', '.join(found)}; left out, each server listens on its own"
-                " node's (runtime.interface, else Ray's)"
+                f"addresses there: {', '.join(found)}; leave the setting out to let each server"
+                " listen on its own node's address (runtime.interface, else Ray's)"
             ),
         ) from error
 
@@ -80,7 +80,7 @@ def free_port(host: str, ports: Sequence[int]) -> int:
             bound: int = probe.getsockname()[1]
             return bound
     raise ConfigError(
-        f"no port of {host} between {ports[0]} and {ports[-1]} can be listened on",
+        f"no port between {ports[0]} and {ports[-1]} is free on {host}",
         where="runtime.ports",
         fix=(
             "end programs that listen there, name another range, or an address of this machine"

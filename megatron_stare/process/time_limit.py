@@ -31,9 +31,9 @@ def seconds_of(text: str) -> float:
     )
     if not total:
         raise ConfigError(
-            f"{text!r} is no time that a run could take",
+            f"{text!r} is not a duration",
             where="--stop-after",
-            fix="such as 3h50m, 90m, 2h or 5400",
+            fix="write it as 3h50m, 90m, 2h or 5400 (seconds)",
         )
     return float(total)
 

@@ -156,7 +156,8 @@ class RolloutBatch(_Columns):
             known = prompt_ids.setdefault(each.prompt.cursor, each.prompt.token_ids)
             if known is not mine.token_ids and known != mine.token_ids:
                 raise DataError(
-                    "two prompts have one cursor", where=f"prompt {mine.id}, cursor {mine.cursor}"
+                    "two prompts have the same cursor",
+                    where=f"prompt {mine.id}, cursor {mine.cursor}",
                 )
         prompts = {
             cursor: torch.tensor(ids, dtype=torch.int32) for cursor, ids in prompt_ids.items()

@@ -143,8 +143,8 @@ def skipped_after(
                 f"loss or gradient was not finite in {most} optimizer steps in a row",
                 where=f"step {step}",
                 fix=(
-                    "lower optimizer.lr, and look at the batches in the run's folder guards/, which"
-                    " say what was the first not to be; the weights are unharmed"
+                    "lower optimizer.lr, and look at the batches in the run's folder guards/,"
+                    " which name the first value that was not finite; the weights are unharmed"
                 ),
             )
     return skipped

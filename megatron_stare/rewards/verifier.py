@@ -163,13 +163,13 @@ def make_verifier(verifier: Extension | str) -> Verifier:
     parts = [_TERM.fullmatch(part.strip()) for part in re.split(r"\s\+\s", name)]
     if not all(parts):
         raise ConfigError(
-            f"{name!r} is no verifier and no sum of verifiers",
+            f"{name!r} is neither a verifier nor a sum of verifiers",
             where=_WHERE,
             fix="write it as in 'math + 0.1 * format'",
         )
     if verifier.settings and len(parts) > 1:
         raise ConfigError(
-            f"settings are those of one verifier, and {name!r} is a sum",
+            f"settings belong to one verifier, but {name!r} is a sum",
             where=f"{_WHERE}.{next(iter(verifier.settings))}",
             fix="name a function of your own that adds them up",
         )
@@ -226,12 +226,12 @@ def _check_signature(verify: Verifier, name: str) -> None:
     if not _callable_with_two(verify):
         signature = inspect.signature(verify)
         raise ConfigError(
-            f"{name!r} takes {signature}, and a verifier is called with one response and its"
+            f"{name!r} takes {signature}, but a verifier is called with one response and its"
             " answer",
             where=_WHERE,
             fix=(
-                "def verify(response: str, answer: str) -> float; a keyword-only `columns` gets"
-                " other columns of the data, a first parameter `responses` the whole group"
+                "define it as verify(response: str, answer: str) -> float; a keyword-only `columns`"
+                " gets other columns of the data, a first parameter `responses` the whole group"
             ),
         )
 

@@ -212,7 +212,7 @@ class RunDir:
             return json.loads(file.read_text()) if file.exists() else []
         except ValueError as error:
             raise DataError(
-                "not the rollbacks of a run",
+                "not a record of a run's rollbacks",
                 where=str(file),
                 fix="remove it; the newest checkpoint may hold them",
             ) from error
@@ -409,7 +409,7 @@ def _lock(lock: IO[str], path: Path) -> None:
                     f"another process is running in this directory{_holder(path)}",
                     where=str(path),
                     fix=(
-                        f"megatron-stare status {path} says how it stands; end it, or give another"
+                        f"megatron-stare status {path} shows its status; end it, or give another"
                         " run.dir"
                     ),
                 ) from error
@@ -449,7 +449,7 @@ def _unwritable(path: Path, error: OSError) -> UserError:
     return UserError(
         f"the run directory cannot be written ({error.strerror})",
         where=str(path),
-        fix="set run.dir",
+        fix="set run.dir to a folder that can be written",
     )
 
 

@@ -71,9 +71,9 @@ class Task:
         if wrong := [k for k in self.ks if not 1 <= k <= self.samples]:
             with self.blamed():
                 raise ConfigError(
-                    f"pass@{wrong[0]} cannot be told from {self.samples} responses a problem",
+                    f"pass@{wrong[0]} cannot be computed from {self.samples} responses a problem",
                     where="eval.k",
-                    fix=f"from 1 to {self.samples}, or raise eval.samples",
+                    fix=f"use k from 1 to {self.samples}, or raise eval.samples",
                 )
 
     @property

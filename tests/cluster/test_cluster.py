@@ -193,7 +193,7 @@ def test_a_run_that_was_on_gpus_is_not_put_on_nodes_without_any(
     )
     said: list[str] = []
     assert reserve(config()) is None and reserve(config(), Awaited(0, False, said.append)) is None
-    with pytest.raises(PlacementError, match="none of the nodes that are left has GPUs"):
+    with pytest.raises(PlacementError, match="none of the remaining nodes has GPUs"):
         reserve(config(), Awaited(0, True, said.append))
 
 

@@ -80,7 +80,8 @@ def test_a_folder_that_a_node_does_not_see_is_refused_with_its_name() -> None:
     ranks = Hosts(["node0", "node0"])
     require_folder("/shared", ranks, [Hosts(["node0", "node1"])])
     with pytest.raises(
-        ConfigError, match=r"1 of 2 servers do not see .* /tmp/own, as server 1 on node1"
+        ConfigError,
+        match=r"1 of 2 servers cannot see .* /tmp/own; the first of them is server 1 on node1",
     ) as error:
         require_folder("/tmp/own", ranks, [Hosts(["node0", "node1"], shared=False), Hosts([])])
     assert error.value.where == "sglang.sync_folder" and "run.dir" in (error.value.fix or "")

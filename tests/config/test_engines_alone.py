@@ -72,7 +72,7 @@ def test_evaluations_have_the_engines_that_they_name() -> None:
                 "sglang": SERVED,
                 "eval": {"urls": [OURS], "engines": 1},
             },
-            "eval.engines: engines are to be started, and others attached to",
+            "eval.engines: eval.engines starts engines and eval.urls names running ones",
         ),
         (
             {
@@ -80,10 +80,7 @@ def test_evaluations_have_the_engines_that_they_name() -> None:
                 "sglang": SERVED | {"device": "cuda"},
                 "eval": {"engines": 1},
             },
-            (
-                "eval.engines: engines of the evaluation's own are started where the command runs,"
-                " and not placed on GPUs"
-            ),
+            "eval.engines: the evaluation's own engines are started on this machine, and cannot be",
         ),
         (
             {"rollout": {"engine": "sglang"}, "sglang": SERVED, "eval": {"urls": ["http://far:1"]}},

@@ -150,11 +150,11 @@ def _part(found, wanted):
                 "a": "defaults: [b.yaml]\n",
                 "b": "defaults: [a.yaml]\n",
             },
-            "top.yaml > a.yaml > b.yaml > a.yaml: the configuration lies over itself",
+            "top.yaml > a.yaml > b.yaml > a.yaml: the configuration names itself as a layer",
         ),
         (
             {"top": "defaults: [top.yaml]\n"},
-            "top.yaml > top.yaml: the configuration lies over itself",
+            "top.yaml > top.yaml: the configuration names itself as a layer",
         ),
         (
             {"top": "defaults: [a.yaml]\n", "a": "defaults: [nowhere.yaml]\n"},

@@ -276,10 +276,10 @@ def test_a_mixture_resumes_exactly_however_it_is_taken(tmp_path, taken):
     for file in (tmp_path / "3.jsonl", tmp_path / "7.jsonl", tmp_path / "2.jsonl"):
         before_it_changed = file.read_text()
         lines(file, {"prompt": "9=", "answer": 9})
-        with pytest.raises(DataError, match="cannot be continued exactly"):
+        with pytest.raises(DataError, match="cannot be resumed exactly"):
             source(mixture=mixture).restore(first.state())
         file.write_text(before_it_changed)
-    with pytest.raises(DataError, match="cannot be continued exactly"):
+    with pytest.raises(DataError, match="cannot be resumed exactly"):
         source(mixture=[*mixture[:2], {**mixture[2], "weight": 9}]).restore(first.state())
 
 
@@ -331,7 +331,7 @@ def test_problems_of_the_evaluation_are_not_trained_on(tmp_path):
     assert prompts.dropped == {"a problem of data.decontaminate": 2}
     state = prompts.state()
     lines(tmp_path / "held.jsonl", {"prompt": "2 3 4 0", "answer": 1})
-    with pytest.raises(DataError, match="cannot be continued exactly"):
+    with pytest.raises(DataError, match="cannot be resumed exactly"):
         source(path=train, decontaminate=[held], ngram=4).restore(state)
     with pytest.raises(DataError, match=r"no prompt is left: 5 a problem of data\.decontaminate"):
         source(path=train, decontaminate=[train], ngram=4)

@@ -136,7 +136,7 @@ def test_resumes_exactly(seven, taken):
 def test_another_file_cannot_be_resumed(seven):
     state = source(seven).state()
     seven.write_text(seven.read_text().replace("3+3=", "3+4="))
-    with pytest.raises(DataError, match="cannot be continued exactly"):
+    with pytest.raises(DataError, match="cannot be resumed exactly"):
         source(seven).restore(state)
 
 
@@ -214,7 +214,7 @@ def test_a_source_of_the_users_own_says_how_many_problems_it_has():
     with pytest.raises(ConfigError, match="does not say how many different problems it has"):
         asked("Silent")
     assert asked("Endless") == list(range(9))
-    with pytest.raises(ConfigError, match="there is no end of the problems"):
+    with pytest.raises(ConfigError, match="are endless, so an evaluation cannot ask all"):
         asked("Endless", None)
 
 

@@ -332,7 +332,7 @@ def test_a_collective_whose_limit_hides_a_hang() -> None:
     found = wrong([check_timeouts(run("faults.requests.collective_s=1201"))])["NCCL timeout"]
     assert (found.level, found.seen) == (
         "warning",
-        "1201 s until a collective that lacks a rank fails",
+        "1201 s until a collective with a missing rank fails",
     )
     assert "faults.requests.collective_s" in found.mend
 
@@ -345,7 +345,7 @@ def test_a_server_of_another_release_and_none(tmp_path: Path) -> None:
     assert version is None
     assert (
         wrong([check_server_version(version, supported)])["server environment"].seen
-        == "it has no server"
+        == "SGLang is not installed in it"
     )
     assert server_release(run("rollout.engine=sglang", f"sglang.python={tmp_path}/none")) == (
         None,
@@ -535,7 +535,7 @@ def test_each_python_has_its_release_of_megatron_core(
     (found,) = (each for each in check_versions(facts, None) if each.subject == "megatron-core")
     assert found.level == level
     # what is untested is said
-    assert ("not run with it" in found.seen) is (python >= "3.12" and level == "ok")
+    assert ("untested with this release" in found.seen) is (python >= "3.12" and level == "ok")
 
 
 def test_at_least_20_faults_are_planted() -> None:

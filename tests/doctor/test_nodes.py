@@ -33,7 +33,7 @@ def test_every_node_is_looked_at(tmp_path: Path) -> None:
     for node in of_nodes:
         assert found[f"{node}: clock"].level == found[f"{node}: megatron-core"].level == "ok"
         assert found[f"{node}: runtime.interface"].level == "fault"
-    assert found["versions on all nodes"].seen == "alike on 3"
+    assert found["versions on all nodes"].seen == "the same on 3 nodes"
     assert found[f"folder {tmp_path}/run"].seen == "seen by all 3 nodes"
     assert "3 nodes, gloo" in found["bandwidth"].seen
     assert list(tmp_path.iterdir()) == []

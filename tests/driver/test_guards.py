@@ -104,7 +104,9 @@ def test_what_is_done_is_what_the_most_decided_guard_says() -> None:
         watch.heed(2)
     assert (back.value.step, back.value.prompts) == (7, (41, 42))
     assert "the gradient norm 1e+06" in back.value.why and "loss" not in back.value.why
-    with pytest.raises(GuardError, match=r"step 7: the gradient norm .*gone back 3 times already"):
+    with pytest.raises(
+        GuardError, match=r"step 7: the gradient norm .*rolled back 3 times already"
+    ):
         watch.heed(3)
     watch.judge(8, rows(3.0)[0], [43])
     watch.heed(0)  # that of step 7 is not heeded twice
@@ -155,7 +157,7 @@ def test_every_event_is_an_alert() -> None:
     ]
     assert (
         changed[0].text
-        == "the run went back to a checkpoint, 1 times so far, and leaves 8 prompts out"
+        == "the run was rolled back to a checkpoint, 1 times so far, and leaves 8 prompts out"
     )
     assert not any(alert.name == "rolled back" for alert in watch.add(3, {**figures, **loud}))
 
@@ -276,6 +278,6 @@ def test_rollbacks_are_kept_beside_the_checkpoints(tmp_path: Path) -> None:
     state = RunState(rollbacks=run.rollbacks())
     assert [each["step"] for each in state.rollbacks] == [7, 9] and state.left_out == {14, 15, 18}
     (run.path / "rollbacks.json").write_text("[")
-    with pytest.raises(DataError, match="not the rollbacks of a run"):
+    with pytest.raises(DataError, match="not a record of a run's rollbacks"):
         run.rollbacks()
     run.close()

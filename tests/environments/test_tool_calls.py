@@ -264,7 +264,7 @@ def test_a_checkpoint_knows_of_calls_that_its_journal_has_lost(tmp_path: Path) -
             )  # type: ignore[union-attr]
             continue
         # it answers otherwise, which is said
-        with pytest.raises(DataError, match="did not say again"):
+        with pytest.raises(DataError, match="did not repeat its messages"):
             grow(other, again)
         assert [each for each, *_ in environment.asked] == [call, call]
 
@@ -292,7 +292,7 @@ def test_an_environment_that_asks_something_else_is_refused_before_it_acts() -> 
     for environment in (Fickle(), Forgetful()):
         made, groups = rollouts(environment), begun(1, 1)
         assert grow(made, groups)
-        with pytest.raises(DataError, match="did not say again what it had said"):
+        with pytest.raises(DataError, match="did not repeat its messages"):
             grow(made, groups, None)
         assert len(environment.asked) == 1
 
@@ -393,7 +393,7 @@ def test_what_json_cannot_hold_is_refused(what: str) -> None:
             return float("nan")
 
     environment = Odd()
-    with pytest.raises(DataError, match="what JSON cannot hold"):
+    with pytest.raises(DataError, match="a value that JSON cannot hold"):
         rollouts(environment).make(prompts(1), 1, PARAMS)
     assert len(environment.asked) == (what == "answer")
 

@@ -266,7 +266,7 @@ def test_a_fork_that_never_begins_is_made_again(
     arguments = (config_of(tmp_path), str(tmp_path / "saved"), hanging)
     ((said, left, equal),) = writers.run(saved_by_forks_that_hang, 1, *arguments)
     assert (left, equal) == (0, True)
-    assert said == "" if hanging == 2 else "its writers do not begin" in said
+    assert said == "" if hanging == 2 else "its writer processes do not start" in said
 
 
 def saved_onto_a_full_disk(rank: int, init: str, config: Config, folder: str) -> str:

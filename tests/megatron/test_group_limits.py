@@ -61,7 +61,9 @@ def test_a_rank_refuses_what_its_device_lacks_before_it_joins(tmp_path: Path) ->
             "algorithm": {"name": "grpo"},
         }
     )
-    with pytest.raises(ConfigError, match=r"performance\.cuda_connections: it needs CUDA"):
+    with pytest.raises(
+        ConfigError, match=r"performance\.cuda_connections: this setting needs CUDA"
+    ):
         Trainer(resolve_run(config), 0, f"file://{tmp_path / 'ranks'}")
     assert not dist.is_initialized()
 

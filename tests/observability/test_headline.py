@@ -398,7 +398,7 @@ def test_a_comparison_never_takes_the_place_of_a_report(tmp_path: Path) -> None:
     one, two = (synthetic_run(tmp_path / name, "held", 3) for name in ("a", "b"))
     own = write_report([one], one / "report.html").read_text()
     for out in (one / "report.html", tmp_path / "b" / ".." / "a" / "report.html"):
-        with pytest.raises(DataError, match="report of one of the runs"):
+        with pytest.raises(DataError, match="report of one of its runs"):
             write_report([one, two], out)
     assert (one / "report.html").read_text() == own
     assert write_report([one, two], one / "other.html").exists()

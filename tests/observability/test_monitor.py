@@ -291,7 +291,7 @@ def test_what_cannot_begin_ends_the_run_before_it_costs_anything(tmp_path: Path)
     calls: list[Any] = []
     monitor = monitor_of(tmp_path, ["jsonl", "tensorboard"], last=Recorder(calls))
     with pytest.raises(
-        UserError, match=r"observability\.sinks: 'tensorboard' cannot begin: FileExistsError"
+        UserError, match=r"observability\.sinks: 'tensorboard' cannot start: FileExistsError"
     ):
         monitor.start()
     monitor.close()
@@ -329,8 +329,8 @@ def test_only_an_essential_sink_may_stop_a_run(
             "is not a subclass of megatron_stare.observability.sink.Sink",
         ),
         (["jsonl", "no_such.Sink"], "there is no module 'no_such'"),
-        (["console"], "none of them keeps the record .*\n.*add jsonl"),
-        ([], "none of them keeps the record"),
+        (["console"], "none of these sinks writes the record .*\n.*add jsonl"),
+        ([], "none of these sinks writes the record"),
     ],
 )
 def test_names_that_are_no_sinks(names: list[str], message: str) -> None:
@@ -405,7 +405,7 @@ def test_a_users_own_is_told_by_the_same_calls(
 def test_a_users_own_that_cannot_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CHAT_URL", raising=False)
     monitor = monitor_of(tmp_path, ["jsonl", MINE])
-    with pytest.raises(UserError, match=f"'{MINE}' cannot begin: KeyError: 'CHAT_URL'"):
+    with pytest.raises(UserError, match=f"'{MINE}' cannot start: KeyError: 'CHAT_URL'"):
         monitor.start()
     monitor.close()
 

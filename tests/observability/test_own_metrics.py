@@ -112,7 +112,7 @@ def test_they_are_found_before_anything_starts(functions: dict[str, Any], tmp_pa
         read_inputs(
             settings(f'observability.metrics=["{tmp_path}/mine.py:varieti"]', "eval.prompts=0")
         )
-    with pytest.raises(ConfigError, match="NUMBER' is no function of a batch"):
+    with pytest.raises(ConfigError, match="NUMBER' is not a function of a batch"):
         load_metrics([f"{tmp_path}/mine.py:NUMBER"])
     with pytest.raises(ConfigError, match="is named more than once"):
         settings('observability.metrics=["a.b", "a.b"]')

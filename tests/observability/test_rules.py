@@ -85,7 +85,7 @@ def test_a_healthy_run_has_none():
             "3 requests for responses were lost",
             "requests lost",
         ),
-        ({"engine/dead": 2.0}, "engines were lost 2 times, 1 serve", "engines lost"),
+        ({"engine/dead": 2.0}, "engines were lost 2 times; 1 engines serve now", "engines lost"),
         (
             {"group/degenerate": 0.95},
             "95% of the groups have equal rewards",

@@ -153,7 +153,10 @@ def test_a_service_that_hangs_is_not_waited_for(
     log(run, *range(1, 6))
     run.close()  # all of this while the service answers nothing
     assert steps_of(sink) == [1]
-    assert "TimeoutError: it did not take the last reports within 0.01 s" in capsys.readouterr().err
+    assert (
+        "TimeoutError: the service did not take the last reports within 0.01 s"
+        in capsys.readouterr().err
+    )
     sink.released.set()
 
 
@@ -164,7 +167,9 @@ def test_reports_beyond_the_room_are_refused_and_those_before_are_made() -> None
     begun.wait()
     background.call(lambda: made.append(1))
     background.call(lambda: (made.append(2), done.set()))  # type: ignore[arg-type, return-value]
-    with pytest.raises(RuntimeError, match="2 reports wait for it, and further ones are left out"):
+    with pytest.raises(
+        RuntimeError, match="2 reports wait for the service, and further reports are dropped"
+    ):
         background.call(lambda: made.append(3))
     released.set()
     done.wait()
@@ -173,7 +178,9 @@ def test_reports_beyond_the_room_are_refused_and_those_before_are_made() -> None
 
 def test_what_was_delivered_is_not_guessed_where_its_file_is_damaged(tmp_path: Path) -> None:
     (tmp_path / "recording_delivered.json").write_text('{"id": "a", "ste')
-    with pytest.raises(DataError, match=r"recording_delivered\.json: not what a service was given"):
+    with pytest.raises(
+        DataError, match=r"recording_delivered\.json: not a record of deliveries to a service"
+    ):
         monitor(tmp_path, s=Recording()).start()
 
 
@@ -444,6 +451,6 @@ def test_prometheus_goes_on_from_the_record_and_a_taken_port_is_named(
         RunOutline(tmp_path / "other", settings()),
     )
     (tmp_path / "other").mkdir()
-    with pytest.raises(UserError, match=f"port {port} cannot be served at"):
+    with pytest.raises(UserError, match=f"port {port} cannot be listened on"):
         taken.start()
     taken.close()

@@ -136,7 +136,7 @@ def test_a_service_that_stands_still_keeps_neither_steps_nor_the_end(
     log(monitor, 1, 2, 3)
     monitor.close()
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
-    assert "it did not take the last reports within 1 s" in capsys.readouterr().err
+    assert "the service did not take the last reports within 1 s" in capsys.readouterr().err
     core.wait(10)  # ended, or it would keep this process from ending
 
 
@@ -148,7 +148,7 @@ def test_a_tracking_server_that_is_not_there_is_named_before_the_run(
     port = free_port("127.0.0.1", range(19600, 19700))
     sinks = make_sinks(["jsonl", Extension("mlflow", {"uri": f"http://127.0.0.1:{port}"})])
     monitor = Monitor(sinks, RunOutline(tmp_path, settings()))
-    with pytest.raises(UserError, match=r"'mlflow' cannot begin: MlflowException"):
+    with pytest.raises(UserError, match=r"'mlflow' cannot start: MlflowException"):
         monitor.start()
     monitor.close()
 

@@ -172,7 +172,7 @@ def test_kinds_of_gpus_by_the_names_that_drivers_have(name: str, found: str | No
     if found:
         assert named(name).name == found
     else:
-        with pytest.raises(ConfigError, match=f"nothing is known of {name}"):
+        with pytest.raises(ConfigError, match=f"the GPU {name} is unknown"):
             named(name)
 
 

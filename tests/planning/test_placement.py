@@ -266,7 +266,7 @@ def test_megatrons_own_groups_are_inside_nodes(
             Demand(1, replicas=1, replica_gpus=16),
             "sglang.tensor_parallel",
             (
-                r"a replica of 16 GPUs is larger than a(.|\n)*at most 8, or lay it over 2 nodes"
+                r"a replica of 16 GPUs is larger than a(.|\n)*at most 8, or spread it over 2 nodes"
                 r" \(sglang.nodes\)"
             ),
         ),
@@ -274,7 +274,7 @@ def test_megatrons_own_groups_are_inside_nodes(
             Demand(1, replicas=1, replica_gpus=48, replica_nodes=4),
             "sglang.tensor_parallel",
             (
-                r"48 GPUs over 4 nodes, 12 on each, is larger than a(.|\n)*at most 32, or lay it"
+                r"48 GPUs over 4 nodes, 12 on each, is larger than a(.|\n)*at most 32, or spread it"
                 r" over 6 nodes"
             ),
         ),
@@ -286,7 +286,7 @@ def test_megatrons_own_groups_are_inside_nodes(
         (
             Demand(4, replicas=3, replica_gpus=2, shared=True),
             "rollout.engines",
-            "3 engines of 2 GPUs do not fit the",
+            "3 engines of 2 GPUs do not fit on the",
         ),
         (Demand(17), "parallel", "17 trainer ranks need 17 GPUs, more than these nodes could give"),
         (
@@ -329,7 +329,7 @@ def test_gpus_that_somebody_else_took_meanwhile_are_named() -> None:
     here = nodes(8, 8)
     found = plan(Demand(8, replicas=1, replica_gpus=4), here)
     error = still_pending(found, [here[0], replace(here[1], free=3)], 30)
-    assert "10.0.0.2 (bbbbbbbb) has 3 free of the 4 planned with" in str(
+    assert "10.0.0.2 (bbbbbbbb) has 3 free of the 4 that the plan needs" in str(
         error
     ) and "10.0.0.1" not in str(error)
 

@@ -75,8 +75,8 @@ def test_scores_are_of_the_step_or_of_its_evaluation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"keep_best": 1}, "keep_best is set, and without best_by"),
-        ({"best_by": "reward/mean"}, "best_by is set, and without keep_best"),
+        ({"keep_best": 1}, "keep_best needs best_by"),
+        ({"best_by": "reward/mean"}, "best_by needs keep_best"),
         ({"keep_every": 0}, "keep_every"),
         ({"keep_best": -1}, "keep_best"),
         ({"grace_s": 0}, "grace_s"),
@@ -93,9 +93,9 @@ def test_settings_that_say_nothing_are_refused(settings: dict[str, Any], said: s
     [
         ("eval/pass1", [], ""),
         ("reward/mean", ["eval.every=0"], ""),
-        ("eval/pass1", ["eval.every=0"], "not known between steps"),
-        ("eval/pass1", ["eval.prompts=0"], "not known between steps"),
-        ("eval/aime/pass1", [], "of no task of this run"),
+        ("eval/pass1", ["eval.every=0"], "no evaluation between steps measures eval/pass1"),
+        ("eval/pass1", ["eval.prompts=0"], "no evaluation between steps measures eval/pass1"),
+        ("eval/aime/pass1", [], "no task of this run has the metric"),
     ],
 )
 def test_an_evaluation_that_is_not_made_is_no_measure(

@@ -99,7 +99,7 @@ def test_a_sum_of_verifiers():
     assert verify(r"\boxed{B}", "B") == 1 + 0.25 - 1
     assert answer_start_of(verify)(r"ab\boxed{B}") == 2
     for name in ("exact + ", "exact * 2", "0.5 exact"):
-        with pytest.raises(ConfigError, match=r"no verifier|unknown name"):
+        with pytest.raises(ConfigError, match=r"neither a verifier|unknown name"):
             make_verifier(name)
 
 

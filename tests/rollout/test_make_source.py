@@ -53,20 +53,23 @@ def config(algorithm: dict[str, Any] = PLAIN, **sections: dict[str, Any]) -> Con
         ({"rollout": {"stale_from": 2}}, "rollout.stale_from: no token is masked for its age"),
         (
             {"partial": CUT, "rollout": {"staleness": 0}},
-            "partial.tokens: what is sampled ahead .* is not cut",
+            "partial.tokens: responses that are sampled ahead .* never cut",
         ),
-        ({"partial": {"tokens": 64}}, "partial.tokens: no response of 64 tokens is cut after 64"),
+        (
+            {"partial": {"tokens": 64}},
+            "partial.tokens: responses of up to 64 tokens are never cut after 64",
+        ),
         (
             {"partial": {**CUT, "prompts": 7}},
-            "partial.prompts: a step takes 8 prompt groups, and 7 are under way",
+            "partial.prompts: a step takes 8 prompt groups, but only 7 are under way",
         ),
         (
             {"partial": {**CUT, "prompts": 9}, "batch": {"generate_prompts": 9}},
-            "partial.prompts: with dynamic sampling batch.generate_prompts says",
+            "partial.prompts: with dynamic sampling batch.generate_prompts sets",
         ),
         (
             {"partial": CUT, "batch": {"generate_prompts": 7}},
-            "batch.generate_prompts: .* and 7 are under way",
+            "batch.generate_prompts: .* but only 7 are under way",
         ),
     ],
 )
@@ -144,5 +147,5 @@ def test_a_run_that_cuts_nothing_takes_nothing_that_was_cut() -> None:
     ):
         assert isinstance(groups, kind) and groups.kept()() == b""
         groups.restore(b"")
-        with pytest.raises(DataError, match="this run cuts none"):
+        with pytest.raises(DataError, match="this run does not cut responses"):
             groups.restore(b"something")

@@ -358,7 +358,7 @@ def test_an_environment_that_does_not_say_the_same_again_is_refused(
     response = UnderWay(prompts(1)[0], 0, 1)
     asyncio.run(made.carry_on([response], PARAMS, tokens=4))
     assert response.trajectory is None and Fickle.runs == 1
-    with pytest.raises(DataError, match="did not say again what it had said"):
+    with pytest.raises(DataError, match="did not repeat its messages"):
         asyncio.run(made.carry_on([response], PARAMS, tokens=4))
 
 

@@ -138,9 +138,7 @@ def test_a_replica_that_answers_nothing_loses_what_it_has_room_for_to_the_other(
 def test_attempts_are_bounded_and_each_is_named(kind: str) -> None:
     _, handlers = servers(Faults(kind), Faults(kind))
     with listening(*handlers) as urls, engines(urls) as made:
-        with pytest.raises(
-            RequestLostError, match="asked for 3 times and did not come: attempt 1"
-        ) as lost:
+        with pytest.raises(RequestLostError, match="did not come in 3 attempts: attempt 1") as lost:
             rolled_out(made, RequestRule(attempts=3, back_off_s=0.01), PROMPTS[:1], 1)
         assert all(url in str(lost.value) for url in urls)  # the second attempt was the other's
         assert ("refused (500): for now" in str(lost.value)) == (kind == "500")
@@ -326,7 +324,7 @@ def test_an_answer_is_taken_once_and_from_who_was_asked() -> None:
     told.give("a", 0, 0.0)
     told.lost(LostRequest("a", "late", late=True), 0, 1.0)
     told.give("a", 1, 2.0)
-    with pytest.raises(DataError, match="was not made of it, or twice"):
+    with pytest.raises(DataError, match="was not sent, or answered one twice"):
         told.answered("a", 0)  # what it called lost comes after all
     told.give("a", 1, 2.0)
     told.answered("a", 1)
@@ -335,5 +333,5 @@ def test_an_answer_is_taken_once_and_from_who_was_asked() -> None:
     told.lost(given_up, 0, 4.0)
     told.retries.forget(given_up)
     assert told.metrics == {"rollout/retried": 1, "rollout/retried_late": 1}  # a's
-    with pytest.raises(DataError, match="was not made of it, or twice"):
+    with pytest.raises(DataError, match="was not sent, or answered one twice"):
         told.answered("a", 1)

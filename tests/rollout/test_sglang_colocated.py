@@ -58,14 +58,14 @@ def test_a_server_s_ranks_open_memory_of_the_ranks_on_their_own_gpus() -> None:
     [
         (
             Place("node0 boot", ("GPU-0", "GPU-6")),
-            "no rank of the trainer is on GPU GPU-6 of node0",
+            "the server is on GPU GPU-6 of node0, but no trainer rank is",
         ),
         (
             Place("node2 boot", ("GPU-0", "GPU-1")),
-            "no rank of the trainer is on GPU GPU-0 of node2",
+            "the server is on GPU GPU-0 of node2, but no trainer rank is",
         ),
-        (Place("node0 boot", ("GPU-0",)), "it sees 1 GPUs, and has 2 ranks"),
-        (Place(), "on which GPUs the server runs is not known"),
+        (Place("node0 boot", ("GPU-0",)), "the server sees 1 GPUs, but has 2 ranks"),
+        (Place(), "the GPUs of the server are not known"),
         (
             Place("node0 boot", ("GPU-0", "GPU-1"), ("10.0.0.2",)),
             "ranks of the server are on 10.0.0.2 as well",
@@ -82,9 +82,7 @@ def test_on_cpus_a_server_opens_memory_of_its_own_machine_s_ranks_by_turns() -> 
     ranks = [Place("node0"), Place("node1"), Place("node0")]
     found = carriers([server(Place(f"node{n}"), CPU) for n in (0, 1, 0)], ranks)
     assert found == [(0, 2), (1, 1), (0, 2)]
-    with pytest.raises(
-        ConfigError, match="no rank of the trainer is on node2, where the server is"
-    ):
+    with pytest.raises(ConfigError, match="the server is on node2, but no trainer rank is"):
         carriers([server(Place("node2"), CPU)], ranks)
 
 

@@ -423,7 +423,7 @@ def test_the_collector_rests_while_an_answer_is_read_and_no_longer(engine, fake,
     sync(engine)
     engine.generate(requests(2), PARAMS)
     monkeypatch.setattr(fake, "_generate", lambda _: {"output_ids": [1], "meta_info": {}})
-    with pytest.raises(SGLangError, match="log-probs of 0 others"):
+    with pytest.raises(SGLangError, match="log-probs of 0 other tokens"):
         engine.generate(requests(1), PARAMS)
     assert looked == [False] * 3
     assert gc.isenabled()

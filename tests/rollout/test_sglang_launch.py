@@ -142,7 +142,7 @@ def test_a_server_whose_groups_of_ranks_have_requests_of_their_own():
         config(device="cuda", tensor_parallel=4, attention_data_parallel=2), replace(qwen3, heads=6)
     )
     replayed = asked.model_copy(update={"moe": MoeConfig(routing_replay=True)})
-    with pytest.raises(ConfigError, match="never held against the trainer's"):
+    with pytest.raises(ConfigError, match="never compared with the trainer's"):
         check_servers(replayed, MOE)
 
 
@@ -235,7 +235,7 @@ def test_ranks_on_a_cpu_are_bound_to_cores_that_there_are():
             "sglang.expert_parallel",
             "0 experts cannot be held whole",
         ),
-        ({"context_length": 110}, "rollout.max_new_tokens", "exceed the 108"),
+        ({"context_length": 110}, "rollout.max_new_tokens", "a server fills 108 tokens"),
     ],
 )
 def test_what_a_cpu_cannot_do_is_refused_by_name(asked, where, message):
@@ -441,7 +441,7 @@ def test_engines_beside_named_servers_are_those_servers():
 
 
 def test_a_router_needs_servers_that_are_named():
-    with pytest.raises(ConfigError, match="started with keys of their own, which no router knows"):
+    with pytest.raises(ConfigError, match="have keys of their own, which no router knows"):
         check_servers(config(device="cpu", router="http://localhost:2"), SHAPE)
     check_servers(
         config(python=None, urls=["http://localhost:1"], router="http://localhost:2"), SHAPE

@@ -21,8 +21,8 @@ from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync, packed
 SEEN = ("GPU-a", "GPU-b", "GPU-c")
 MINE = Place("node1 boot", ("GPU-b",))
 REFUSED = [
-    (Place(), "on which GPUs the server runs is not known"),
-    (Place("node1 boot"), "on which GPUs the server runs is not known"),
+    (Place(), "the GPUs of the server are not known"),
+    (Place("node1 boot"), "the GPUs of the server are not known"),
     (Place("node2 boot", SEEN), "the server runs on node2, this rank on node1"),
     (Place("node1 rebooted", SEEN), "the server runs on node1"),
     (Place("node1 boot", ("GPU-a", "GPU-c")), "does not see this rank's GPU GPU-b"),

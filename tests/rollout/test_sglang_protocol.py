@@ -113,8 +113,8 @@ def test_experts_of_every_token_but_the_last_are_read():
         (None, "named no experts"),
         ("%%", "cannot be read"),
         # those of the response alone would be fewer
-        (in_base64(np.zeros((3, 3, 2))), "experts of 3 tokens of 4"),
-        (in_base64(np.zeros((5, 3, 2))), "experts of 5 tokens of 4"),
+        (in_base64(np.zeros((3, 3, 2))), "experts of 3 tokens instead of 4"),
+        (in_base64(np.zeros((5, 3, 2))), "experts of 5 tokens instead of 4"),
         (in_base64(np.zeros(4 * 3 * 2 + 1)), "not 2 in each of 3 layers"),
         (in_base64(np.full((4, 3, 2), 8)), "numbers 8 to 8 of 8 experts"),
     ],
@@ -168,7 +168,7 @@ def test_recorded_prompt_log_probs_are_read():
     found = read_prompt_log_probs(reply, body["input_ids"], "http://server")
     assert len(found) == len(body["input_ids"]) - 1
     assert max(found) <= 0.0
-    with pytest.raises(SGLangError, match="was to have log-probs"):
+    with pytest.raises(SGLangError, match="log-probs were asked for"):
         read_prompt_log_probs(reply, [3, 15, 5], "http://server")
 
 

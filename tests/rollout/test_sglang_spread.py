@@ -230,7 +230,11 @@ def test_replicas_and_their_parts_are_those_of_the_run(python: Path) -> None:
             "2 ranks of a server cannot be dealt to 3 nodes in equal parts",
         ),
         ({"device": "cuda"}, "sglang.sync", "which ranks of another node cannot open"),
-        ({"urls": ["http://localhost:1"]}, "sglang.nodes", "it says how servers are started"),
+        (
+            {"urls": ["http://localhost:1"]},
+            "sglang.nodes",
+            "this setting applies to servers that the run starts",
+        ),
     ],
 )
 def test_what_several_nodes_cannot_do_is_refused(

@@ -223,7 +223,7 @@ class Breaks(LocalEngine):
     ("how", "message"),
     [
         ("error", "has had enough"),
-        ("unknown", "a request that was not made"),
+        ("unknown", "a request that it was not sent"),
         ("short", "log-probs and weight versions"),
     ],
 )
@@ -265,7 +265,7 @@ class Talks(Environment):
     ("how", "message"),
     [
         ("long", "the run allows 24"),
-        ("marks", "a token carries loss that no weights sampled"),
+        ("marks", "a token that no weights sampled carries loss"),
         ("loses", "has log-probs of"),
         ("forgets the prompt", "does not begin with the prompt"),
     ],

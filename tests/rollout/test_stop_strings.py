@@ -184,7 +184,7 @@ def test_an_engine_that_does_not_heed_the_requests_tokens_is_refused() -> None:
             super().submit([replace(request, stop_token_ids=()) for request in requests], params)
 
     with pytest.raises(
-        DataError, match=r"goes on behind the tokens \[\d+\].*\n.*heed the request's stop_token_ids"
+        DataError, match=r"goes on after the tokens \[\d+\].*\n.*heed the request's stop_token_ids"
     ):
         made_by(UpTo(CONFIG, TOKENIZER), kind=Deaf)
 
@@ -214,9 +214,9 @@ def test_a_server_is_told_of_them_and_believed() -> None:
 @pytest.mark.parametrize(
     ("stop", "message"),
     [
-        ("", "ends in no ASCII character"),
-        ("=é", "ends in no ASCII"),
-        (["=", "a<eos>b"], "has the special token '<eos>'"),
+        ("", "does not end in an ASCII character"),
+        ("=é", "does not end in an ASCII"),
+        (["=", "a<eos>b"], "contains the special token '<eos>'"),
     ],
 )
 def test_a_stop_string_that_cannot_be_one_is_refused(stop: Any, message: str) -> None:

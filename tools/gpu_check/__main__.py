@@ -66,9 +66,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CHECKS))
-    parser.add_argument("--again", action="store_true", help="also those whose result is there")
     parser.add_argument(
-        "--cpu", action="store_true", help="small, on a CPU, into a folder that is thrown away"
+        "--again", action="store_true", help="run also checks that have a result already"
+    )
+    parser.add_argument(
+        "--cpu",
+        action="store_true",
+        help="run small versions on a CPU, with results in a temporary folder",
     )
     parser.add_argument(
         "--out", type=Path, help="folder of the results; default benchmarks/results/gpu"

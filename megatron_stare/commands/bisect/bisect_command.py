@@ -34,18 +34,18 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="step of the checkpoint to begin from",
     )
     command.add_argument(
-        "--to", dest="last", type=int, required=True, metavar="T", help="last step to be made again"
+        "--to", dest="last", type=int, required=True, metavar="T", help="last step to repeat"
     )
     command.add_argument(
         "--causes",
         metavar="A,B",
-        help=f"to be changed one at a time: {', '.join(CAUSES)}; default: all",
+        help=f"causes to change, one at a time: {', '.join(CAUSES)}; default: all",
     )
     command.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help="new folder for the re-runs; default bisects/NAME-S-T of RUN's name",
+        help="new folder for the repeated steps; default: bisects/NAME-S-T, with RUN's name",
     )
     command.add_argument(
         "--json", action="store_true", help="print the findings as JSON instead of a table"
@@ -131,7 +131,7 @@ def bisect(
             if missing
             else f"step {last} is not after step {first}"
         )
-        raise DataError(what, where=str(run_dir), fix=f"--to: up to {max(rows, default=0)}")
+        raise DataError(what, where=str(run_dir), fix=f"give --to up to {max(rows, default=0)}")
     place = out or Path("bisects") / f"{run_dir.resolve().name}-{first}-{last}"
     if place.exists() and any(place.iterdir()):
         raise UserError(

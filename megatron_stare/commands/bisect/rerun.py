@@ -78,7 +78,8 @@ def prepare(run: Path, checkpoint: Path, folder: Path, settings: Mapping[str, An
             shutil.copytree(run / CALLS, folder / CALLS)
     except OSError as error:
         raise UserError(
-            f"the steps cannot be made again there ({error.strerror})", where=str(folder)
+            f"the folder of the repeated steps cannot be written ({error.strerror})",
+            where=str(folder),
         ) from error
 
 

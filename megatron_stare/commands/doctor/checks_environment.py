@@ -56,7 +56,7 @@ def _allocator(seen: Mapping[str, str], config: Config) -> Finding:
             return fault(
                 "allocator", f"{name}={value}, and servers are on the trainer's GPUs", mend
             )
-    return ok("allocator", "nothing that servers on the trainer's GPUs could not share")
+    return ok("allocator", "no setting keeps servers from sharing the trainer's GPUs")
 
 
 def _connections(shell: Mapping[str, str], config: Config, gpus: bool) -> Finding:
@@ -80,10 +80,13 @@ def _agreed(name: str, shell: Mapping[str, str], config: Config) -> Finding:
     """
     own, value = shared_environment(config).get(name), shell.get(name)
     if own is not None and config.sglang.urls and value is not None and value != own:
-        mend = f"start the servers of sglang.urls with {name}={own}, or set it alike in runtime.env"
+        mend = (
+            f"start the servers of sglang.urls with {name}={own}, or set their value in runtime.env"
+        )
         return fault(
             name,
-            f"{value} here, and the run sets {own} for its ranks: a group of both would hang",
+            f"{value} on this node, but the run sets {own} for its ranks: an NCCL group with both"
+            " values would hang",
             mend,
         )
     return ok(name, own or value or "not set")
@@ -154,7 +157,7 @@ def _visibility(shell: Mapping[str, str], config: Config) -> Finding:
             "unset it: every rank would see all GPUs",
         )
     if config.sglang.colocated and zero not in ("", "0"):
-        mend = "unset it: servers on the trainer's GPUs ask Ray for none, and would be shown none"
+        mend = "unset it: servers on the trainer's GPUs ask Ray for no GPU, and would then see none"
         return fault("Ray's device visibility", f"{VISIBILITY[1]}={zero}", mend)
     return ok("Ray's device visibility", "each process is shown its GPUs")
 
@@ -207,9 +210,9 @@ def check_timeouts(config: Config) -> Finding:
     if seconds > COLLECTIVE_S:
         return warning(
             "NCCL timeout",
-            f"{seconds:.0f} s until a collective that lacks a rank fails",
-            f"leave faults.requests.collective_s out ({COLLECTIVE_S:.0f} s), unless ranks read"
-            " weights or checkpoints at speeds so far apart",
+            f"{seconds:.0f} s until a collective with a missing rank fails",
+            f"leave faults.requests.collective_s out ({COLLECTIVE_S:.0f} s), unless the ranks'"
+            " times to read weights or checkpoints differ by that much",
         )
     return ok("NCCL timeout", f"{seconds:.0f} s")
 

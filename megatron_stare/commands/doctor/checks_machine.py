@@ -144,14 +144,16 @@ def check_folder(seen: FolderSeen) -> list[Finding]:
         ]
     found = []
     if not seen.renames:
-        mend = "checkpoints appear by a rename: use a file system that has it"
+        mend = "checkpoints are renamed into place: use a file system with renames of folders"
         found.append(fault(where, "a folder could not be renamed", mend))
     if not seen.locks:
         mend = (
             "mount it with locks (NFS: without nolock; Lustre: -o flock): two processes could write"
             " one run"
         )
-        found.append(fault(where, "a lock that is held was given away again", mend))
+        found.append(
+            fault(where, "a lock was given to a second process while the first held it", mend)
+        )
     if seen.mb_s < SLOW_MB_S:
         mend = (
             "use a parallel file system for runs; checkpoints are written in the background, but"

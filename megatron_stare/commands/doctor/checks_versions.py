@@ -89,7 +89,8 @@ def _megatron(versions: Mapping[str, str]) -> Finding:
     finding = _pinned("megatron-core", versions, wanted)
     if finding.level == "ok" and wanted == newest:
         return ok(
-            "megatron-core", f"{newest}; not run with it: most slow tests, GPUs, Transformer Engine"
+            "megatron-core",
+            f"{newest}; untested with this release: most slow tests, GPUs, Transformer Engine",
         )
     return finding
 
@@ -173,7 +174,7 @@ def check_server_version(version: str | None, supported: Sequence[str]) -> Findi
     if version is None:
         return fault(
             "server environment",
-            "it has no server",
+            "SGLang is not installed in it",
             "set it up, or name the Python of another: docs/doctor.md",
         )
     if version not in supported:
@@ -195,7 +196,7 @@ def check_alike(nodes: Mapping[str, Facts]) -> list[Finding]:
             found.append(
                 fault(f"{name} on all nodes", seen, "install the same environment on every node")
             )
-    return found or [ok("versions on all nodes", f"alike on {len(nodes)}")]
+    return found or [ok("versions on all nodes", f"the same on {len(nodes)} nodes")]
 
 
 def _numbers(version: str) -> tuple[int, ...]:

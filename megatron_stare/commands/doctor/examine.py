@@ -147,7 +147,8 @@ def judge_bandwidth(gb_s: float, between: str) -> Finding:
         return warning(
             "bandwidth",
             seen,
-            "is runtime.interface the fast network? `ip -s link` shows what is used",
+            "set runtime.interface to the fast network: `ip -s link` shows the traffic of each"
+            " interface",
         )
     return ok("bandwidth", seen)
 

@@ -24,7 +24,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "config", help="YAML file: its model, tasks (eval.tasks), engines and verifiers are used"
     )
     command.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="dotted settings that replace the file's"
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="overrides of the file's settings: section.key=value",
     )
     command.add_argument(
         "--checkpoint",
@@ -39,15 +42,17 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--tasks",
         metavar="A,B",
-        help="names of tasks of eval.tasks; default: all, those too that training leaves out",
+        help=(
+            "names of tasks of eval.tasks; default: all, also those that training does not evaluate"
+        ),
     )
     command.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
         help=(
-            "folder of responses and results; one that is there already is gone on with. Default:"
-            " evals/NAME, of the run's name and the checkpoint's path"
+            "folder of responses and results; an existing one is resumed. Default: evals/NAME,"
+            " made of the run's name and the checkpoint's path"
         ),
     )
     command.add_argument(

@@ -88,7 +88,7 @@ class EvaluationFolder:
         if not (self.path / EVALUATION).exists():
             if any(entry.name != ".lock" for entry in self.path.iterdir()):
                 raise UserError(
-                    "there is something else in this folder",
+                    "this folder holds files that are not of an evaluation",
                     where=str(self.path),
                     fix="name another --out",
                 )
@@ -102,7 +102,7 @@ class EvaluationFolder:
             # tasks may be left out when an evaluation is continued
             if new != old and not (new is None and key.startswith("tasks.")):
                 raise UserError(
-                    f"its responses are of {key} {old}, now it is {new}",
+                    f"its responses were sampled with {key} {old}, not {new}",
                     where=str(self.path),
                     fix="name another --out, or remove this folder",
                 )
@@ -122,7 +122,7 @@ class EvaluationFolder:
             response, task = Response.read(row), (str(row["task"]), bool(row["greedy"]))
         except KeyError as error:
             raise DataError(
-                f"a response without {error}", where=str(self.path / RESPONSES)
+                f"a response lacks {error}", where=str(self.path / RESPONSES)
             ) from error
         self._responses.setdefault(task, {}).setdefault(
             (response.prompt, response.sample), response

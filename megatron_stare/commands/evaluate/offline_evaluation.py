@@ -122,7 +122,7 @@ def read(config: Config, checkpoint: Path, tasks: Sequence[str]) -> Opened:
     config = engines_alone(config, None if found.distributed else str(found.path))
     if replica_nodes(config) > 1:
         raise ConfigError(
-            "an evaluation starts engines of one node alone",
+            "an evaluation can only start engines that lie on one node",
             where="sglang.nodes",
             fix=(
                 "start the servers yourself and name them in sglang.urls, or set sglang.nodes=1 on"
@@ -253,7 +253,7 @@ def _chosen(config: Config, names: Sequence[str]) -> dict[str, Task]:
     known = {task.name or OWN_TASK: task for task in evaluation_tasks(config, offline=True)}
     if not known:
         raise ConfigError(
-            "there is nothing to evaluate: no tasks, and no problems of the run's own",
+            "there is nothing to evaluate: eval.tasks is empty and eval.prompts is 0",
             where="eval",
             fix="list tasks in eval.tasks, or set eval.prompts",
         )

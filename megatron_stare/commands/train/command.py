@@ -27,17 +27,18 @@ PROGRAM = "megatron-stare"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The command's."""
+    """Adds the arguments of the command."""
     command.add_argument("config", help="YAML file")
     command.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="dotted settings that replace the file's"
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="overrides of the file's settings: section.key=value",
     )
     command.add_argument(
         "--dry-run",
         action="store_true",
-        help=(
-            "check everything that can be known without workers, print the resolved config and stop"
-        ),
+        help=("check everything that needs no workers, print the resolved configuration and stop"),
     )
     command.add_argument(
         "--resume", action="store_true", help="continue the newest checkpoint of the run"
@@ -46,7 +47,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--supervise",
         action="store_true",
         help=(
-            "start the run in a process of its own, and again where that is killed; see"
+            "run in a process of its own, and restart that process if it is killed; see"
             " docs/recovery.md"
         ),
     )
@@ -54,14 +55,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--from-step",
         type=int,
         metavar="N",
-        help="continue the checkpoint of step N instead; later ones are set aside",
+        help="continue the checkpoint of step N instead; later checkpoints are set aside",
     )
     command.add_argument(
         "--stop-after",
         metavar="TIME",
         help=(
-            "save and end with exit code 75 before this time, such as 3h50m, 90m or 5400 (seconds),"
-            " is over"
+            "save and end with exit code 75 before this time is over: 3h50m, 90m or 5400 (seconds)"
         ),
     )
     command.add_argument(

@@ -82,7 +82,7 @@ def join(
         raise UserError(
             f"rank {rank} cannot meet the other ranks: {str(error).splitlines()[0]}",
             where=init_method,
-            fix="the port is taken or not reachable; start again, another one is chosen then",
+            fix="the port is taken or unreachable; start again, and another port is chosen",
         ) from error
     layout = cut_world(parallel, rank, timeout_s)
     if cuda:

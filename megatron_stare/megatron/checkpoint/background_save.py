@@ -80,7 +80,8 @@ class BackgroundSave:
             here.close()
         self.drop()
         raise UserError(
-            "the checkpoint could not be written (its writers do not begin)", where=self._folder
+            "the checkpoint could not be written (its writer processes do not start)",
+            where=self._folder,
         )
 
     def written(self) -> bool:

@@ -154,7 +154,7 @@ class Monitor:
             raise
         except Exception as error:
             raise UserError(
-                f"{name!r} cannot begin: {_said(error)}",
+                f"{name!r} cannot start: {_said(error)}",
                 where=WHERE,
                 fix="mend it, or leave this sink out",
             ) from error
@@ -172,8 +172,8 @@ class Monitor:
             if not sink.essential:
                 self._warn_once(
                     name,
-                    f"the sink {name!r} of {WHERE} failed: {_said(error)}; the run goes on without"
-                    " what it misses",
+                    f"the sink {name!r} of {WHERE} failed: {_said(error)}; the run goes on, and"
+                    " the sink misses records",
                 )
             elif not isinstance(error, OSError):
                 raise

@@ -23,7 +23,7 @@ def load_metrics(names: Sequence[str]) -> dict[str, OwnMetric]:
     for name in names:
         function = resolve(name, {}, WHERE)
         if not callable(function):
-            raise ConfigError(f"{name!r} is no function of a batch", where=WHERE)
+            raise ConfigError(f"{name!r} is not a function of a batch", where=WHERE)
         found[name] = function
     return found
 

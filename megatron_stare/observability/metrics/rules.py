@@ -137,7 +137,7 @@ _TABLE = (
     Rule(
         "rolled back",
         Risen(("guard/rollbacks",)),
-        "the run went back to a checkpoint, {guard/rollbacks:.0f} times so far, and leaves"
+        "the run was rolled back to a checkpoint, {guard/rollbacks:.0f} times so far, and leaves"
         " {guard/left_out:.0f} prompts out",
     ),
     Rule(
@@ -214,13 +214,13 @@ _TABLE = (
     Rule(
         "requests lost",
         Above(("rollout/retried",)),
-        "{rollout/retried:.0f} requests for responses were lost and made again,"
+        "{rollout/retried:.0f} requests for responses were lost and retried,"
         " {rollout/retried_late:.0f} of them late",
     ),
     Rule(
         "engines lost",
         Above(("engine/dead",)),
-        "engines were lost {engine/dead:.0f} times, {engine/serving:.0f} serve",
+        "engines were lost {engine/dead:.0f} times; {engine/serving:.0f} engines serve now",
     ),
     Rule(
         "entropy collapse",

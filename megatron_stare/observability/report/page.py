@@ -87,7 +87,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
     own = [Path(run) / "report.html" for run in run_dirs]
     if len(run_dirs) > 1 and Path(out).resolve() in [path.resolve() for path in own]:
         raise DataError(
-            "this is the report of one of the runs, and a comparison would take its place",
+            "the comparison would overwrite this report of one of its runs",
             where=str(out),
             fix="name another file: --out FILE",
         )

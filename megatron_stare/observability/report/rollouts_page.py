@@ -48,7 +48,7 @@ def write_rollouts(run_dirs: Sequence[Path], out: Path) -> Path:
     """
     if not 1 <= len(run_dirs) <= MOST_RUNS:
         raise DataError(
-            f"{len(run_dirs)} runs are given, and one or two can be shown",
+            f"{len(run_dirs)} runs are given, but the page shows one or two",
             fix="name one run, or two",
         )
     runs = read_runs(run_dirs)

@@ -50,7 +50,8 @@ class Background:
             self._calls.put_nowait(function)
         except queue.Full:
             raise RuntimeError(
-                f"{self._calls.maxsize} reports wait for it, and further ones are left out"
+                f"{self._calls.maxsize} reports wait for the service, and further reports are"
+                " dropped"
             ) from None
         if error := self._error:
             self._error = None
@@ -110,9 +111,9 @@ class Delivered:
             return cls(file)
         except (OSError, ValueError, TypeError) as error:
             raise DataError(
-                f"not what a service was given of a run: {error}",
+                f"not a record of deliveries to a service: {error}",
                 where=str(file),
-                fix="remove it, and the service is given the whole run anew, under another name",
+                fix="remove it: the service then gets the whole run again, under another name",
             ) from error
 
     def write(self) -> None:

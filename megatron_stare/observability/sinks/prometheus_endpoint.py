@@ -131,7 +131,7 @@ class PrometheusEndpoint(Sink):
             self._server, _ = start_http_server(self._port, self._host, registry)
         except OSError as error:
             raise UserError(
-                f"{self._host} port {self._port} cannot be served at ({error.strerror})",
+                f"{self._host} port {self._port} cannot be listened on ({error.strerror})",
                 where=f"{WHERE}[prometheus].port",
                 fix="give another, or leave the sink prometheus out",
             ) from error

@@ -87,7 +87,9 @@ class Service(Sink):
         finally:
             if not background.close(CLOSE_S):
                 self.abandon()
-                raise TimeoutError(f"it did not take the last reports within {CLOSE_S:g} s")
+                raise TimeoutError(
+                    f"the service did not take the last reports within {CLOSE_S:g} s"
+                )
 
     def abandon(self) -> None:
         """Ends what would keep this process, of a service that hangs."""

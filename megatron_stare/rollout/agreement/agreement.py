@@ -191,10 +191,7 @@ def canary_verdict(
             "padding is to blame: the longest sequence agrees, which nothing pads, shorter ones"
             " do not"
         )
-    return (
-        "the weights are to blame: the engine computes with others than the trainer, in all"
-        " positions"
-    )
+    return "the weights are to blame: the engine's differ from the trainer's, in all positions"
 
 
 def rollout_verdict(
@@ -244,8 +241,8 @@ def require_agreement(what: str, passed: str, verdict: str, where: str) -> None:
         f"{what} differ {passed}; {verdict}",
         where=where,
         fix=(
-            "mend that, or raise sglang.agreement_limit, or the limit in the section agreement,"
-            " where the difference is known to be harmless"
+            "correct the cause; if the difference is known to be harmless, raise"
+            " sglang.agreement_limit or the limit in the section agreement"
         ),
     )
 

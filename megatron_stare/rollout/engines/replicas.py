@@ -229,8 +229,8 @@ class InProcess(Replica):
     def check(cls, config: Config, shape: ModelShape) -> None:
         if config.moe.routing_replay:
             raise ConfigError(
-                "an engine in the trainer's own arithmetic chooses the trainer's experts, and does"
-                " not name them",
+                "this engine computes as the trainer does and chooses the same experts, so it"
+                " does not name them",
                 where="moe.routing_replay",
                 fix="use rollout.engine=sglang, or set it to false",
             )

@@ -509,8 +509,8 @@ class Serving:
                     " under way at the engines",
                     where="faults.requests.rollout_s",
                     fix=(
-                        "raise it, or set it to null; where few requests are under way, environment"
-                        " or verifier wait"
+                        "raise the limit, or set it to null; if few requests are under way, the"
+                        " environment or the verifier is slow"
                     ),
                 )
             for each in ended:

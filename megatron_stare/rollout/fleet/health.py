@@ -292,7 +292,7 @@ class FleetHealth:
         raise NoEngineError(
             f"no engine is left: {told}",
             where="rollout.engines",
-            fix="see to the servers, and continue with --resume",
+            fix="check the servers, and continue with --resume",
         )
 
     def _counting(self, standing: _Standing, now: float) -> list[float]:

@@ -96,7 +96,7 @@ class Retries:
         given_to, when = self._given.pop(rid, (None, 0.0))
         if given_to != replica:
             raise DataError(
-                "an engine answered a request that was not made of it, or twice",
+                "an engine answered a request that it was not sent, or answered one twice",
                 where=f"request {rid}",
             )
         return when
@@ -120,11 +120,11 @@ class Retries:
         if len(before) >= self._rule.attempts:
             told = "; ".join(f"attempt {n}: {each.reason}" for n, (_, each) in enumerate(before, 1))
             raise RequestLostError(
-                f"a response was asked for {len(before)} times and did not come: {told}",
+                f"a response did not come in {len(before)} attempts: {told}",
                 where=f"request {lost.rid}",
                 fix=(
-                    "see to the servers; faults.requests.attempts and faults.requests.request_s say"
-                    " how often and how long one is asked"
+                    "check the servers; faults.requests.attempts and faults.requests.request_s"
+                    " set the number of attempts and their time limit"
                 ),
             )
         self.metrics["rollout/retried"] += 1

@@ -84,13 +84,10 @@ def check_ages(ages: Mapping[int, int], bound: int | None, step: int) -> None:
         counts = ", ".join(f"{tokens} tokens of age {age}" for age, tokens in sorted(wrong.items()))
         allowed = "at least 0" if bound is None else f"between 0 and {bound}"
         raise WeightVersionError(
-            f"weights {allowed} versions old may sample what step {step} trains on, but there are"
-            f" {counts}",
+            f"step {step} may train on tokens of weights up to {allowed} versions old, but there"
+            f" are {counts}",
             where="rollout",
-            fix=(
-                "an engine does not say which weights it sampled with, or was not given those that"
-                " were published"
-            ),
+            fix=("an engine reports a wrong weight version, or did not get the published weights"),
         )
 
 

@@ -157,6 +157,6 @@ def _read(file: Path, step: int) -> dict[ResponseKey, dict[tuple[int, str], Call
             raise DataError(
                 f"not a line of the journal of calls: {error}",
                 where=f"{file}:{number}",
-                fix="delete the line; the call it is of counts as not answered",
+                fix="delete the line; its call then counts as not answered",
             ) from error
     return found

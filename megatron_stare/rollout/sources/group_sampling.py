@@ -97,7 +97,7 @@ class Groups(ABC):
         """Restores the output of `kept`. Raises DataError if that is impossible."""
         if kept:
             raise DataError(
-                "the checkpoint keeps responses that were under way, and this run cuts none"
+                "the checkpoint holds responses under way, but this run does not cut responses"
             )
 
 

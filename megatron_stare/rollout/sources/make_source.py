@@ -82,7 +82,7 @@ def check_staleness(config: Config, method: Method) -> None:
         )
     if rollout.stale_tokens == "correct" and rollout.stale_from > 1:
         raise ConfigError(
-            "no token is masked for its age, so nothing reads from which age on",
+            "no token is masked for its age, so this setting has no effect",
             where="rollout.stale_from",
             fix="set rollout.stale_tokens=mask, or rollout.stale_from=1",
         )
@@ -113,28 +113,28 @@ def check_partial(config: Config) -> None:
     assert partial.tokens is not None
     if config.rollout.staleness is not None:
         raise ConfigError(
-            "what is sampled ahead of training goes on over weight updates by itself, and is"
-            " not cut",
+            "responses that are sampled ahead of training continue over weight updates, and are"
+            " never cut",
             where="partial.tokens",
             fix="set it to null, or rollout.staleness=null",
         )
     if partial.tokens >= longest:
         raise ConfigError(
-            f"no response of {longest} tokens is cut after {partial.tokens}",
+            f"responses of up to {longest} tokens are never cut after {partial.tokens}",
             where="partial.tokens",
             fix="a fraction of rollout.max_new_tokens, or null",
         )
     if partial.prompts is not None and batch.generate_prompts is not None:
         raise ConfigError(
-            "with dynamic sampling batch.generate_prompts says how many prompt groups are"
-            " under way",
+            "with dynamic sampling batch.generate_prompts sets the number of prompt groups under"
+            " way",
             where="partial.prompts",
             fix="set one of them to null",
         )
     under_way = partial.groups_under_way(batch.prompts, batch.generate_prompts)
     if under_way < batch.prompts:
         raise ConfigError(
-            f"a step takes {batch.prompts} prompt groups, and {under_way} are under way",
+            f"a step takes {batch.prompts} prompt groups, but only {under_way} are under way",
             where="partial.prompts" if batch.generate_prompts is None else "batch.generate_prompts",
             fix=f"at least {batch.prompts}; twice as many let long responses take their time",
         )

@@ -383,7 +383,7 @@ def check_trajectory(trajectory: Trajectory, max_new_tokens: int) -> None:
             raise DataError(f"a trajectory of {n} tokens has {name} of {length}", where=where)
     if n > max_new_tokens:
         raise DataError(
-            f"a response of {n} tokens, what the environment says included; the run allows"
+            f"a response has {n} tokens, the environment's included; the run allows"
             f" {max_new_tokens}",
             where=where,
             fix="let the environment say less, or raise rollout.max_new_tokens",
@@ -391,5 +391,5 @@ def check_trajectory(trajectory: Trajectory, max_new_tokens: int) -> None:
     end = 0
     for version, tokens in trajectory.versions:
         if version == NOT_SAMPLED and bool(trajectory.loss_mask[end : end + tokens].any()):
-            raise DataError("a token carries loss that no weights sampled", where=where)
+            raise DataError("a token that no weights sampled carries loss", where=where)
         end += tokens

@@ -70,7 +70,7 @@ class Turns:
         start = len(context) - len(prompt.token_ids)
         if tuple(context[: len(prompt.token_ids)]) != prompt.token_ids:
             raise DataError(
-                "what is to be continued does not begin with the prompt",
+                "the context to continue does not begin with the prompt",
                 where=f"prompt {prompt.id}",
             )
         stops = _checked(
@@ -199,7 +199,7 @@ def _json(value: Any, what: str, where: str) -> str:
         return json.dumps(value, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"{what} what JSON cannot hold: {error}",
+            f"{what} a value that JSON cannot hold: {error}",
             where=where,
             fix="use text, finite numbers, true, false, None, and lists and dictionaries of these",
         ) from error
@@ -210,11 +210,11 @@ def _checked(stops: tuple[str, ...], tokenizer: Any, prompt: str) -> tuple[str, 
     for stop in stops:
         special = next((token for token in tokenizer.all_special_tokens if token in stop), None)
         if not stop or not stop[-1].isascii():
-            what = "ends in no ASCII character"
-            fix = "no single token completes it for certain; cut it before that one"
+            what = "does not end in an ASCII character"
+            fix = "end it before that character: no single token is certain to complete it"
         elif special is not None:
-            what = f"has the special token {special!r} in it, which no turn's text has"
-            fix = "leave that out"
+            what = f"contains the special token {special!r}, which no turn's text contains"
+            fix = "leave the special token out"
         else:
             continue
         raise DataError(
@@ -280,7 +280,7 @@ def check_result(result: GenerateResult, stop_token_ids: Collection[int]) -> Non
         )
     if early := set(result.output_ids[:-1].tolist()) & set(stop_token_ids):
         raise DataError(
-            f"the response goes on behind the tokens {sorted(early)}, which end it",
+            f"the response goes on after the tokens {sorted(early)}, which end it",
             where=where,
             fix=(
                 "the engine must heed the request's stop_token_ids beside those of the sampling"

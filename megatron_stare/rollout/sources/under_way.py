@@ -180,11 +180,11 @@ class UnderWay:
         """Returns the error for an environment that behaves differently when it receives the same
         answers again."""
         return DataError(
-            "the environment did not say again what it had said before its response was cut",
+            "the environment did not repeat its messages of before the response was cut",
             where=f"{WHERE}, prompt {self.prompt.id}",
             fix=(
-                "let all that it says follow from the prompt and the answers it was given, and ask"
-                " its tools by generate.call; or set partial.tokens=null"
+                "make its messages depend only on the prompt and the answers it was given, and"
+                " call its tools by generate.call; or set partial.tokens=null"
             ),
         )
 

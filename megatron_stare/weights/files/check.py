@@ -147,6 +147,6 @@ def _check_entry(name: str, entry: Entry, wanted: tuple[int, ...]) -> None:
         )
     if entry.nbytes != math.prod(entry.shape) * DTYPES[entry.dtype].itemsize:
         raise DataError(
-            f"{name!r} has {entry.nbytes:,} bytes, which its shape does not make",
+            f"{name!r} has {entry.nbytes:,} bytes, which is not the size of its shape",
             where=str(entry.file),
         )

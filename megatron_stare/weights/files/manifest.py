@@ -107,7 +107,7 @@ def read_manifest(folder: Path) -> dict[str, Sum] | None:
         tree = json.loads(file.read_bytes())
         files, own = tree["files"], tree["sha256"]
         if own != _own(files):
-            raise ValueError("its own checksum is another")
+            raise ValueError("its own checksum does not match")
         return {name: Sum(**each) for name, each in files.items()}
     except FileNotFoundError:
         return None

@@ -48,7 +48,9 @@ def staging(target: Path, nbytes: int, *, replace: bool = False) -> Iterator[Pat
         sync_entry(target.parent)
     except OSError as error:
         raise UserError(
-            f"cannot be written ({error.strerror})", where=str(target), fix="is the disk full?"
+            f"cannot be written ({error.strerror})",
+            where=str(target),
+            fix="check whether the disk is full",
         ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)

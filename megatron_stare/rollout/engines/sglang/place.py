@@ -74,20 +74,20 @@ def require_reach(server: Place, sender: Place, url: str) -> None:
     if server.others:
         raise ConfigError(
             f"ranks of the server are on {', '.join(server.others)} as well: handles of GPU memory"
-            " are of use on one machine alone",
+            " work on one machine only",
             where=url,
             fix=fix,
         )
     if not server.host or not server.gpus:
         raise ConfigError(
-            "on which GPUs the server runs is not known, so it is sent no handle",
+            "the GPUs of the server are not known, so no handle can be sent to it",
             where=url,
             fix=fix,
         )
     if server.host != sender.host:
         raise ConfigError(
             f"the server runs on {server.host.split()[0]}, this rank on {sender.host.split()[0]}:"
-            " handles of GPU memory are of use on one machine alone",
+            " handles of GPU memory work on one machine only",
             where=url,
             fix=fix,
         )
@@ -118,7 +118,7 @@ def carriers(
         if place.others or (on_gpus and (not place.host or len(place.gpus) < layout.tensor)):
             require_reach(place, Place(place.host), url)
             raise ConfigError(
-                f"it sees {len(place.gpus)} GPUs, and has {layout.tensor} ranks", where=url
+                f"the server sees {len(place.gpus)} GPUs, but has {layout.tensor} ranks", where=url
             )
         there = [number for number, rank in enumerate(ranks) if rank.host == place.host]
         if on_gpus:
@@ -138,10 +138,9 @@ def carriers(
 
 def _no_rank(where: str, url: str) -> ConfigError:
     return ConfigError(
-        f"no rank of the trainer is {where}, where the server is, so that none has memory that it"
-        " could open",
+        f"the server is {where}, but no trainer rank is, so the server can open no rank's memory",
         where=url,
-        fix="sglang.sync=disk reaches it, and, with sglang.colocated=false, distributed",
+        fix="set sglang.sync=disk, or, with sglang.colocated=false, distributed",
     )
 
 

@@ -56,7 +56,7 @@ def check_flags(info: Mapping[str, Any], flags: Mapping[str, str], where: str) -
             raise ConfigError(
                 f"the server at {where} was started without --{flag.replace('_', '-')}",
                 where=setting,
-                fix=f"start it so, or set {setting}=false",
+                fix=f"start it with that flag, or set {setting}=false",
             )
 
 
@@ -177,7 +177,7 @@ def read_prompt_log_probs(
         n not in (t, 0) for n, t in zip(named, tokens[1:], strict=True)
     ):
         raise SGLangError(
-            f"{list(tokens)} was to have log-probs, the server gave them of {entries}"[:500],
+            f"log-probs were asked for of {list(tokens)}, but the server gave {entries}"[:500],
             where=where,
         )
     return [float(entry[0]) for entry in found]
@@ -205,7 +205,7 @@ def result_of(
     sampled = meta.get("output_token_logprobs") or []
     if not torch.equal(_column(sampled, np.int32, _ID), ids):
         raise SGLangError(
-            f"the server returned {len(ids)} tokens and log-probs of {len(sampled)} others",
+            f"the server returned {len(ids)} tokens, but log-probs of {len(sampled)} other tokens",
             where=f"{where}, request {request.rid}",
         )
     return GenerateResult(
@@ -246,7 +246,7 @@ def _experts(meta: Mapping[str, Any], shape: ModelShape, tokens: int, where: str
         raise SGLangError(f"the server's experts cannot be read: {error}", where=where) from error
     if len(column) != tokens:
         raise SGLangError(
-            f"the server named the experts of {len(column)} tokens of {tokens}", where=where
+            f"the server named the experts of {len(column)} tokens instead of {tokens}", where=where
         )
     return column
 

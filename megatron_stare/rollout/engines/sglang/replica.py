@@ -204,8 +204,8 @@ def check_servers(config: Config, shape: ModelShape) -> None:
         return
     if config.sglang.router is not None:
         raise ConfigError(
-            "a router stands in front of servers that are attached to: those of a run are started"
-            " with keys of their own, which no router knows",
+            "a router can only serve running servers (sglang.urls): servers that the run starts"
+            " have keys of their own, which no router knows",
             where="sglang.router",
             fix="name the servers behind it in sglang.urls, or leave it out",
         )
@@ -235,7 +235,8 @@ def sglang_python(config: Config) -> str:
         return python
     if ENVIRONMENT is None:
         raise ConfigError(
-            "where SGLang is installed is not known to a project that was installed from a wheel",
+            "this package was installed from a wheel, so it does not know where SGLang is"
+            " installed",
             where="sglang.python",
             fix=(
                 f"name the Python of SGLang's environment here or in {PYTHON_VARIABLE}; in a"

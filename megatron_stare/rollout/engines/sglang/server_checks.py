@@ -62,8 +62,8 @@ def check_lengths(config: Config, shape: ModelShape, *bounds: int | None) -> Non
     filled = held - NEVER_FILLED
     if config.rollout.max_prompt_tokens >= filled:
         raise ConfigError(
-            f"prompts of {config.rollout.max_prompt_tokens} tokens leave no room for a response in"
-            f" the {filled} that a server fills of its context of {held}",
+            f"prompts of {config.rollout.max_prompt_tokens} tokens leave no room for a response: a"
+            f" server fills {filled} tokens of its context of {held}",
             where="rollout.max_prompt_tokens",
             fix=(
                 f"at most {max(1, filled - 1)}, less the tokens of a response, or raise"
@@ -72,8 +72,8 @@ def check_lengths(config: Config, shape: ModelShape, *bounds: int | None) -> Non
         )
     if longest > filled:
         raise ConfigError(
-            f"prompt and response of up to {longest} tokens exceed the {filled} that a server fills"
-            f" of its context of {held}",
+            f"prompt and response of up to {longest} tokens are too long: a server fills {filled}"
+            f" tokens of its context of {held}",
             where="rollout.max_new_tokens",
             fix=(
                 f"at most {filled - config.rollout.max_prompt_tokens}, or raise sglang.cache_tokens"
@@ -94,10 +94,10 @@ def check_attached(config: Config) -> None:
     for name in LAUNCH_SETTINGS:
         if getattr(config.sglang, name) != SGLangConfig.model_fields[name].default:
             raise ConfigError(
-                "it says how servers are started, and the run attaches to running ones"
-                " (sglang.urls)",
+                "this setting applies to servers that the run starts, but the run attaches to"
+                " running ones (sglang.urls)",
                 where=f"sglang.{name}",
-                fix="leave it out, and start your servers so",
+                fix="leave it out, and start your servers with it",
             )
     if config.rollout.engines not in (1, len(config.sglang.urls)):
         raise ConfigError(
@@ -161,8 +161,8 @@ def _check_cuts(config: Config, shape: ModelShape, options: ServerOptions) -> No
     )
     if data > 1 and config.moe.routing_replay:
         raise ConfigError(
-            "the experts that a server names were never held against the trainer's where its groups"
-            " of ranks have requests of their own (sglang.attention_data_parallel)",
+            "the experts that a server names were never compared with the trainer's for servers"
+            " whose groups of ranks have requests of their own (sglang.attention_data_parallel)",
             where="moe.routing_replay",
             fix="set it to false, or use tensor and expert parallelism alone",
         )

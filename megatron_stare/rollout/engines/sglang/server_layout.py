@@ -54,8 +54,8 @@ class ServerLayout:
         ):
             if ranks > 1:
                 raise SGLangError(
-                    f"the server cuts the model over {ranks} {what}, and what each of them holds is"
-                    " not known here",
+                    f"the server cuts the model over {ranks} {what}, and this release does not"
+                    " know the parts that each of them holds",
                     where=where,
                     fix="start it with tensor parallelism alone, and more servers instead",
                 )
@@ -76,8 +76,8 @@ class ServerLayout:
                 name for name, family in sorted(FAMILIES.items()) if family.served_by_groups
             )
             raise ConfigError(
-                f"SGLang cuts the attention of {shape.family} over all ranks of a server, whose"
-                f" groups cannot have requests of their own then; it does otherwise for {can}",
+                f"SGLang cuts the attention of {shape.family} over all ranks of a server, so"
+                f" groups of ranks cannot have requests of their own; for {can} they can",
                 where=where,
                 fix="use tensor parallelism alone, and more servers instead",
             )

@@ -127,8 +127,8 @@ class Sent:
                     name for own, theirs in pairs for name in own if own[name] != theirs.get(name)
                 ]:
                     raise WeightUpdateError(
-                        f"the trainer's copies of the model differ: {wrong[0]} has other values as"
-                        f" it was sent to {other.to}",
+                        f"the trainer's copies of the model differ: {wrong[0]} has other values in"
+                        f" the copy that was sent to {other.to}",
                         where=url,
                         fix=(
                             "continue from the newest checkpoint; data-parallel ranks must hold the"

@@ -117,7 +117,8 @@ class WeightUpdate:
         for client, layout, held in zip(self._clients, self.layouts, held_by, strict=True):
             if layout not in sent.hashed:
                 raise WeightUpdateError(
-                    "nobody hashed what this server's ranks must hold", where=client.url
+                    "no rank hashed the weights that this server's ranks must hold",
+                    where=client.url,
                 )
             if wrong := differences(checksums_of(sent.hashed[layout]), held):
                 raise _not_held(wrong, client.url)
@@ -139,5 +140,8 @@ def _not_held(wrong: Sequence[str], where: str) -> WeightUpdateError:
     return WeightUpdateError(
         f"the server does not hold the weights that were sent: {'; '.join(wrong[:3])}{more}",
         where=where,
-        fix="sync again; if it lasts, the server's memory or its loading of this model is at fault",
+        fix=(
+            "sync again; if the error comes back, the server's memory or its loading of this"
+            " model is at fault"
+        ),
     )

@@ -98,7 +98,7 @@ class Watch:
                 info = await asyncio.wait_for(self._client.model_info(), self._limit_s)
             except asyncio.TimeoutError:
                 last = ServerGoneError(
-                    f"the server says nothing for {self._limit_s:g} s", where=self._client.url
+                    f"the server has not answered for {self._limit_s:g} s", where=self._client.url
                 )
                 last.late = True
                 continue
@@ -109,8 +109,8 @@ class Watch:
             if None in (held, told) or held != self._held() or told == str(held):
                 return
             raise ServerGoneError(
-                f"the server holds weights of version {told}, not {held} that it was given: it was"
-                " started anew",
+                f"the server holds weights of version {told}, not {held} as it was sent: the"
+                " server was restarted",
                 where=self._client.url,
             )
         self.require_process()
