@@ -1,7 +1,6 @@
-"""Tells what was found of a run that does not get on: a screen for a person, and a folder with
-everything.
+"""Reports a hanging run: one screen for a person, and a folder with all facts.
 
-The folder lies in the run directory if that can be written.
+The folder is in the run directory if that is writable.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from megatron_stare.hangs.verdict import Verdict, main_frames
 from megatron_stare.run_dir.heartbeat import DRIVER, IDLE, Beat
 
 ROWS, WIDTH = 13, 118
-SENTENCE = 4  # lines of it
+SENTENCE = 4  # lines of the verdict's sentence
 STATES = {
     "R": "running",
     "S": "sleeping",
@@ -30,15 +29,15 @@ STATES = {
     "I": "idle",
 }
 FOLDER = "blackbox"
-# seconds for writing to the run directory, whose file system may be the one that hangs
+# seconds for writing to the run directory, whose file system may be what hangs
 WRITE_S = 10.0
 
 
 def screen(facts: Facts, found: Verdict, folder: str) -> str:
-    """At most 25 lines.
+    """Formats at most 25 lines for the terminal.
 
     Args:
-        folder: of the bundle.
+        folder: folder of the bundle.
     """
     said = textwrap.wrap(
         found.sentence, WIDTH - 2, max_lines=SENTENCE, placeholder=" …", break_on_hyphens=False
@@ -71,7 +70,7 @@ def screen(facts: Facts, found: Verdict, folder: str) -> str:
 
 
 def headline(facts: Facts) -> str:
-    """`step 12, update: 94 s of at most 31 s`."""
+    """Returns e.g. `step 12, update: 94 s of at most 31 s`."""
     beat = facts.beat
     done = f", {beat.done} of {beat.total} responses" if beat.total else ""
     return (
@@ -99,16 +98,16 @@ def _cut(line: str) -> str:
 
 
 def place(run_dir: Path, beat: Beat) -> Path:
-    """Returns the folder that the bundle of a phase goes to."""
+    """Returns the folder for the bundle of a phase."""
     return run_dir / FOLDER / f"step_{beat.step:06d}_{beat.phase.replace(' ', '_')}"
 
 
 def write(facts: Facts, shown: str, flights: Path | None, wanted: Path) -> Path:
-    """Writes it, and gives where it is: `wanted`, or where that cannot be written a temporary
-    folder of this node.
+    """Writes the bundle and returns its folder: `wanted`, or a temporary folder of this node if
+    `wanted` cannot be written.
 
     Args:
-        shown: the screen.
+        shown: text of the screen.
         flights: folder of NCCL's dumps.
     """
     here = Path(tempfile.mkdtemp(prefix="megatron-stare-blackbox-"))
@@ -117,7 +116,7 @@ def write(facts: Facts, shown: str, flights: Path | None, wanted: Path) -> Path:
 
     def move() -> None:
         final = wanted
-        for number in range(2, 100):  # a step that was made again after a resume
+        for number in range(2, 100):  # taken if a resume has repeated the step
             if not final.exists():
                 break
             final = wanted.with_name(f"{wanted.name}_{number}")
@@ -142,7 +141,7 @@ def _quietly(call: object) -> None:
 
 
 def fill(folder: Path, facts: Facts, shown: str, flights: Path | None) -> None:
-    """screen.txt, facts.json, a file of stacks for each process, and what NCCL has recorded."""
+    """Writes screen.txt, facts.json, one file of stacks per process, and NCCL's records."""
     (folder / "screen.txt").write_text(shown + "\n")
     (folder / "facts.json").write_text(json.dumps(facts.to_json(), indent=1))
     (folder / "stacks").mkdir()
@@ -154,7 +153,7 @@ def fill(folder: Path, facts: Facts, shown: str, flights: Path | None) -> None:
 
 
 def stacks_of(process: ProcessFacts) -> str:
-    """All threads of a process, for people."""
+    """Formats all threads of a process for people."""
     lines = [
         f"{process.role}, process {process.pid} on {process.node}, state {process.state}:"
         f" {process.command}"

@@ -1,8 +1,8 @@
-"""Starts the watcher of a run or of `eval`, puts down the beats of its driver, and ends it with the
-run.
+"""Starts the watcher of a run or of `eval`, writes the driver's beats, and stops the watcher at the
+end.
 
-The beats are what a run reports to its sinks anyway, with the limit of each phase. Workers are told
-where theirs go.
+The beats contain the progress that a run reports to its sinks, plus each phase's limit. Workers
+learn from environment variables where to write their beats.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from megatron_stare.run_dir.heartbeat import (
 )
 
 KEPT = 20  # durations of each phase, and steps
-MEMORY = Path("/dev/shm")  # a folder there no disk can stall
+MEMORY = Path("/dev/shm")  # no disk can stall a folder in memory
 PREFIX = "megatron-stare-beats-"
-OLD_S = 60.0  # from which on a folder's watcher has begun, or never will
+OLD_S = 60.0  # seconds after which a folder's watcher has started, or never will
 START_S = 20.0  # until the watcher of a run on several nodes must listen
 LEAVE_S = 5.0
 CARRIED = (FOLDER_VARIABLE, WATCHER, TOKEN)
@@ -54,7 +54,8 @@ CARRIED = (FOLDER_VARIABLE, WATCHER, TOKEN)
 
 @dataclass
 class _Phase:
-    """One that is open. Times are seconds of `clock`, moved on by what phases inside it took."""
+    """An open phase. Times are seconds of `clock`, moved forward by the duration of inner
+    phases."""
 
     name: str
     since: float  # seconds since 1970
@@ -65,11 +66,12 @@ class _Phase:
 
 
 class DriverBeats(Sink):
-    """Told by the monitor like any sink, and by the session where a step or the run's end begins.
+    """Writes the driver's beats. The monitor calls it like any sink; the session reports the
+    beginnings of steps and the run's end.
 
     Args:
-        folder: of this node's beats.
-        clock: that the watcher reads too.
+        folder: folder of this node's beats.
+        clock: clock that the watcher reads too.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class DriverBeats(Sink):
         self._taken: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
         self._steps: deque[float] = deque(maxlen=KEPT)
         self._stepping = False
-        self._phases = [self._new(BETWEEN)]  # the outermost first
+        self._phases = [self._new(BETWEEN)]  # outermost first
         self._beat = Beat(DRIVER, os.getpid(), BETWEEN, time.time(), clock(), begun=time.time())
         self._put()
 
@@ -92,7 +94,7 @@ class DriverBeats(Sink):
         self._put(steps=run.config.run.steps, step=step)
 
     def begin_step(self, step: int) -> None:
-        """A step begins, which the run is at until the next."""
+        """Starts a step, which lasts until the next one begins."""
         self._between()
         self._stepping = True
         self._phases = [self._new(BETWEEN)]
@@ -130,21 +132,21 @@ class DriverBeats(Sink):
             self._put(done=done, total=total)
 
     def progress_here(self) -> None:
-        """The phase gets on in this process, where the ranks are in it too: a micro-batch is
-        done."""
+        """Records progress by ranks inside this process: a micro-batch is done."""
         now = self._clock()
         if now - self._phases[-1].moved >= PROGRESS_S:
             self._phases[-1].moved = now
             self._put()
 
     def last_phase(self, name: str) -> None:
-        """The run's end begins, which is part of no step: its export, or that everything is
-        closed."""
+        """Starts the run's last phase, which belongs to no step: the export, or closing
+        everything."""
         self._phases = [self._new(name)]
         self._put(done=0, total=0)
 
     def _between(self) -> None:
-        """Takes the time between two phases of steps; weights are loaded before the first step."""
+        """Records the time between two phases of steps; weights are loaded before the first
+        step."""
         if self._stepping and len(self._phases) == 1:
             self._taken[BETWEEN].append(self._clock() - self._phases[0].entered)
 
@@ -156,16 +158,17 @@ class DriverBeats(Sink):
         now = self._phases[-1]
         at = {"phase": now.name, "since": now.since, "moved": now.moved, "limit_s": now.limit_s}
         self._beat = replace(self._beat, **at, **known)  # type: ignore[arg-type]
-        with contextlib.suppress(OSError):  # what watches a run must not end it
+        with contextlib.suppress(OSError):  # the watch must not end the run
             write_beat(self._file, self._beat)
 
 
 class BlackBox:
-    """A run's watcher, from before its first worker until after its last. Closing twice is allowed.
+    """A run's watcher, from before its first worker until after its last. Closing it twice is
+    allowed.
 
     Args:
-        ports: that it may listen on for its agents on other nodes; None: any.
-        supervised: the driver has somebody who starts it again.
+        ports: ports on which it may listen for agents on other nodes; None: any.
+        supervised: whether a supervisor restarts the driver.
 
     Raises:
         UserError: the watcher cannot be started.
@@ -201,7 +204,7 @@ class BlackBox:
             [sys.executable, "-m", "megatron_stare.hangs.watcher", str(self._folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # out of Ctrl-C's reach
+            start_new_session=True,  # beyond the reach of Ctrl-C
         )
         os.environ[FOLDER_VARIABLE] = str(self._folder)
         watch_progress(self.beats.progress_here)
@@ -226,7 +229,7 @@ class BlackBox:
         )
 
     def close(self) -> None:
-        """Ends the watcher."""
+        """Stops the watcher."""
         watch_progress(None)
         for name in CARRIED:
             os.environ.pop(name, None)
@@ -234,16 +237,18 @@ class BlackBox:
         self._process.stdin.close()
         try:
             self._process.wait(LEAVE_S)
-        except subprocess.TimeoutExpired:  # it is at a bundle
+        except subprocess.TimeoutExpired:  # it is writing a bundle
             self._process.kill()
             self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def forget_left(where: Path) -> None:
-    """Removes the folders of watchers that were killed, with their machine's memory for instance:
-    what they left would stay until the machine is started anew. Their locks say which, whoever's
-    namespace they are in."""
+    """Removes the folders that killed watchers left in memory; they would stay there until a
+    reboot.
+
+    A free lock shows that a folder's watcher is gone, in any PID namespace.
+    """
     for folder in where.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), (folder / LOCK).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -252,10 +257,11 @@ def forget_left(where: Path) -> None:
 
 
 def carried(host: str) -> dict[str, str]:
-    """The environment variables that tell a worker where its beats go; none where nobody watches.
+    """Returns the environment variables that tell a worker where to write its beats; empty if
+    nothing watches.
 
     Args:
-        host: of the driver, which the watcher's agents call.
+        host: the driver's host, which the watcher's agents connect to.
     """
     found = {name: os.environ[name] for name in CARRIED if name in os.environ}
     if WATCHER in found:
@@ -264,11 +270,11 @@ def carried(host: str) -> dict[str, str]:
 
 
 def beats_here(role: str, node: str) -> CallBeats:
-    """The beats of a worker, which knows from its environment whether somebody watches; of a joined
-    cluster it sees to its node's agent too.
+    """Returns the beats of a worker, which learns from its environment whether a watcher runs. In a
+    joined cluster also starts its node's agent if necessary.
 
     Args:
-        node: Ray's id of it.
+        node: Ray's id of the node.
     """
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder:
@@ -280,20 +286,20 @@ def beats_here(role: str, node: str) -> CallBeats:
             ensure(here, f"{os.uname().nodename}/{node[:8]}")
         except OSError:
             return CallBeats(None, role)
-    # read where a rank makes its groups, if they are NCCL's
+    # torch reads these when a rank creates NCCL process groups
     for name, value in node_facts.flight_environment(here).items():
         os.environ.setdefault(name, value)
     return CallBeats(here if here.is_dir() else None, role)
 
 
 class Watched:
-    """The phases of this process, and what is done in them; told to nobody where
-    faults.hangs.enabled is false. Closing twice is allowed.
+    """The phases of this process and their progress. Does nothing if faults.hangs.enabled is false.
+    Closing it twice is allowed.
 
     Args:
-        folder: for heartbeat.json and bundles.
-        step: training steps behind the weights.
-        ports: that it may listen on for its agents on other nodes; None: any.
+        folder: folder for heartbeat.json and bundles.
+        step: number of training steps behind the weights.
+        ports: ports on which the watcher may listen for agents on other nodes; None: any.
 
     Raises:
         UserError: the watcher cannot be started.
@@ -309,7 +315,7 @@ class Watched:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """While open, the process is at this."""
+        """Marks this phase as current while the context is open."""
         if self._box is None:
             yield
             return
@@ -320,16 +326,16 @@ class Watched:
             self._box.beats.end_phase(name)
 
     def progress(self, done: int, total: int) -> None:
-        """So many responses of the phase are done."""
+        """Records how many responses of the phase are done."""
         if self._box is not None:
             self._box.beats.progress(done, total)
 
     def last_phase(self, name: str) -> None:
-        """Begins the last phase, which goes on until `close`."""
+        """Begins the last phase, which lasts until `close`."""
         if self._box is not None:
             self._box.beats.last_phase(name)
 
     def close(self) -> None:
-        """Ends the watcher."""
+        """Stops the watcher."""
         if self._box is not None:
             self._box.close()

@@ -1,5 +1,4 @@
-"""Records of a run that does not get on. They travel as JSON, from node to node and into the
-bundle."""
+"""Records of a hanging run. They travel as JSON between nodes and into the bundle."""
 
 from __future__ import annotations
 
@@ -11,14 +10,14 @@ from typing import Any
 from megatron_stare.run_dir.heartbeat import Beat
 
 VERIFIER, SERVER, WRITER = "verifier", "server of ", "child of "
-NODE_PARTS = ("raylet", "gcs_server")  # Ray's processes that a run stands and falls with
+NODE_PARTS = ("raylet", "gcs_server")  # Ray's processes that a run cannot do without
 
 
 @dataclass(frozen=True)
 class Frame:
     """A Python function on a stack.
 
-    own: it is neither Python's nor an installed package's, but this project's or a user's.
+    own: whether it belongs to this project or a user's code, not to Python or an installed package.
     """
 
     function: str
@@ -28,7 +27,7 @@ class Frame:
 
     @property
     def name(self) -> str:
-        """The function's, without its class's."""
+        """The function's name without its class."""
         return self.function.rpartition(".")[2]
 
     def __str__(self) -> str:
@@ -37,7 +36,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Thread:
-    """One of a process. frames: the innermost first."""
+    """A thread of a process. frames: innermost first."""
 
     name: str
     frames: tuple[Frame, ...]
@@ -49,18 +48,19 @@ class ProcessFacts:
     """A process of the run, as its node saw it.
 
     Args:
-        node: its host, and where several of Ray's nodes are on one, which.
-        role: see Beat, or `verifier`, `raylet`, `gcs_server`, `server of rollout engine 0`, `child
-            of driver`.
+        node: its host, plus the node's id if several of Ray's nodes are on one host.
+        role: see Beat, or `verifier`, `raylet`, `gcs_server`, `server of rollout engine 0`,
+            `child of driver`.
         state: see proc_files.Status; X: it has ended.
-        phase, since: of its beat; since seconds before the look. None: it writes none.
-        busy: share of a CPU that it used while it was looked at.
-        asleep: it was in the state D at both looks.
-        stuck: the system call and the file that it waited in, the same one at both looks; "" where
-            it did not.
-        file_system: on which that file lies, its kind and place.
-        waits_in: the kernel's function.
-        said: what could not be had of it, in words.
+        phase, since: from its beat; `since` in seconds before the look. None: it writes no beats.
+        busy: share of a CPU that it used during the look.
+        asleep: whether it was in state D at both looks.
+        stuck: the system call in which it waited for a file, the same at both looks; "" if there is
+            none.
+        path: the file of that call.
+        file_system: kind and mount point of that file's file system.
+        waits_in: the kernel function in which it sleeps.
+        said: information that could not be obtained, in words.
     """
 
     node: str
@@ -93,7 +93,7 @@ class ProcessFacts:
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> ProcessFacts:
-        """From JSON."""
+        """Reads a process from JSON."""
         threads = tuple(
             Thread(
                 each["name"],
@@ -107,9 +107,9 @@ class ProcessFacts:
 
 @dataclass(frozen=True)
 class RequestFacts:
-    """A response that was asked for and has not come.
+    """A response that was requested and has not arrived.
 
-    age_s: since it was asked of the replica.
+    age_s: seconds since it was requested from the replica.
     """
 
     replica: int
@@ -120,8 +120,8 @@ class RequestFacts:
 
 @dataclass(frozen=True)
 class ReplicaFacts:
-    """An engine as the driver sees it: its state (docs/fleet.md), how many requests it has, and the
-    oldest of them."""
+    """An engine as the driver sees it: its state (docs/fleet.md), the number of its requests, and
+    the oldest of them."""
 
     number: int
     state: str
@@ -131,8 +131,8 @@ class ReplicaFacts:
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """A server that the run uses and has not started. answer: what became of a question, "" where
-    it was answered."""
+    """A server that the run uses but did not start. answer: how a test request failed, "" if it was
+    answered."""
 
     engine: int
     url: str
@@ -141,13 +141,13 @@ class ServerFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that was found.
+    """All facts about a hang.
 
     Args:
-        beat: the driver's, as it was when the limit passed.
-        without_s: for how long the run had not got on.
-        missing: nodes whose part did not come, and why.
-        flight: of NCCL's flight recorder, what there is, in words.
+        beat: the driver's beat when the limit passed.
+        without_s: seconds without progress.
+        missing: nodes that did not report, and why.
+        flight: description of the records from NCCL's flight recorder.
     """
 
     beat: Beat

@@ -1,15 +1,16 @@
-"""Looks at a run's processes on this node: how they stand, where they are, what they wait for.
+"""Examines a run's processes on this node: their states, stacks and waits.
 
-Bounded in time: what a process does not let us see is left out and said.
+Takes bounded time: information that a process withholds is skipped and reported as missing.
 
-Stacks of Python processes are taken from outside by py-spy (github.com/benfred/py-spy), which reads
-their memory: a process that is stopped, or whose interpreter is held, cannot say where it is.
+py-spy (github.com/benfred/py-spy) takes stacks of Python processes from outside by reading their
+memory, because a process that is stopped, or whose interpreter is held, cannot report its own
+stack.
 
-NCCL's flight recorder knows which collectives each rank has begun and ended. torch's
-ProcessGroupNCCL keeps the newest TORCH_FR_BUFFER_SIZE of them, and dumps them to the file
-TORCH_FR_DUMP_TEMP_FILE + rank when something is written to the pipe TORCH_NCCL_DEBUG_INFO_PIPE_FILE
-+ rank + ".pipe", which a thread of its own reads (docs.pytorch.org:
-torch_nccl_environment_variables). Of gloo there is no such record.
+NCCL's flight recorder records the collectives that each rank has begun and ended. torch's
+ProcessGroupNCCL keeps the newest TORCH_FR_BUFFER_SIZE of them. A separate thread dumps them to the
+file TORCH_FR_DUMP_TEMP_FILE + rank when something is written to the pipe
+TORCH_NCCL_DEBUG_INFO_PIPE_FILE + rank + ".pipe" (docs.pytorch.org:
+torch_nccl_environment_variables). gloo has no such recorder.
 """
 
 from __future__ import annotations
@@ -40,36 +41,35 @@ from megatron_stare.hangs.hang_facts import (
 )
 from megatron_stare.run_dir.heartbeat import DRIVER, Beat, beats_of
 
-PAUSING_S, READING_S = 8.0, 6.0  # until a look by py-spy is given up
-# parts of the path of other people's code
+PAUSING_S, READING_S = 8.0, 6.0  # time limits of a py-spy call
+# parts of paths of code that is not the user's or ours
 OTHERS = ("/lib/python", "/site-packages/", "/dist-packages/", "<")
 OURS = "/megatron_stare/"
-PAUSED = ("T", "t", "D")  # asked to pause, one of these would never say that it has
+PAUSED = ("T", "t", "D")  # a process in one of these states would never confirm a pause
 RECORDED = "2000"  # collectives that NCCL's flight recorder keeps
 PIPES, DUMPS = "nccl_pipe_", "nccl_trace_rank_"
-# seconds that ranks get to write NCCL's records; they look at the pipe once a second
+# time for ranks to write NCCL's records; ranks check the pipe once a second
 DUMP_S, LOOK_S = 10.0, 0.25
-BETWEEN_LOOKS_S = 1.5  # of `look`; what waits in the same call twice, waits
-LIMIT_S = 30.0  # of all of `look`
-AT_ONCE = 4  # stacks that are taken, each some tenths of a second of a CPU
-WORD = 60  # characters of a word of a command line that are kept
+BETWEEN_LOOKS_S = 1.5  # in `look`; a system call seen at both looks counts as a wait
+LIMIT_S = 30.0  # of a whole `look`
+AT_ONCE = 4  # stacks taken in parallel, each some tenths of a CPU second
+WORD = 60  # characters kept of each word of a command line
 
 
 def program() -> str | None:
-    """py-spy's path: of this environment, or else of the shell."""
+    """Returns the path of py-spy in this environment, else in the shell's PATH."""
     here = Path(sys.executable).with_name("py-spy")
     return str(here) if here.exists() else shutil.which("py-spy")
 
 
 def take_stacks(pid: int, state: str, stuck: bool = False) -> tuple[list[Thread], str]:
-    """The threads of a process, and in words what could not be had of them, "" where nothing is
-    missing.
+    """Returns the threads of a process, and a note if stacks are missing or unreliable, else "".
 
-    The process is paused for the look, some milliseconds; one that cannot be paused, or not by us,
-    is read as it runs.
+    Pauses the process for some milliseconds. A process that cannot be paused, or not by this user,
+    is read while it runs.
 
     Args:
-        stuck: it waits for a file system, and would not pause.
+        stuck: whether the process waits for a file system, so that it would not pause.
     """
     spy = program()
     if spy is None:
@@ -113,10 +113,10 @@ def take_stacks(pid: int, state: str, stuck: bool = False) -> tuple[list[Thread]
 
 
 def parsed_stacks(content: bytes) -> list[Thread]:
-    """Reads what `py-spy dump --json` writes.
+    """Parses the output of `py-spy dump --json`.
 
     Raises:
-        ValueError, LookupError, TypeError: it is something else.
+        ValueError, LookupError, TypeError: the content is not such output.
     """
     return [
         Thread(
@@ -141,10 +141,10 @@ def _own(file: str) -> bool:
 
 
 def flight_environment(folder: Path) -> dict[str, str]:
-    """Gives the environment variables of ranks with NCCL's collectives, without which
-    `dump_flights` finds nothing.
+    """Returns the environment variables that make NCCL ranks record; without them `dump_flights`
+    finds nothing.
 
-    Recording costs some MB, and no measurable time.
+    Recording costs some MB and no measurable time.
     """
     return {
         "TORCH_FR_BUFFER_SIZE": RECORDED,
@@ -154,14 +154,14 @@ def flight_environment(folder: Path) -> dict[str, str]:
 
 
 def dump_flights(folder: Path) -> tuple[dict[str, bytes], str]:
-    """Has the ranks of this node dump what NCCL recorded: by file name, and in words what there
-    is."""
+    """Makes the ranks of this node dump NCCL's records. Returns the dumps by file name, and a
+    description in words."""
     pipes = sorted(folder.glob(f"{PIPES}*.pipe"))
     if not pipes:
         return {}, "NCCL's flight recorder: no rank here has one (their collectives are gloo's)"
     begun = time.time()
     for pipe in pipes:
-        with contextlib.suppress(OSError):  # nobody reads it: the rank is gone
+        with contextlib.suppress(OSError):  # no reader: the rank is gone
             descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
             os.write(descriptor, b"1")
             os.close(descriptor)
@@ -182,12 +182,12 @@ def dump_flights(folder: Path) -> tuple[dict[str, bytes], str]:
 def look(
     folder: Path, driver: int | None, leave_out: Sequence[int] = (), node: str = ""
 ) -> list[dict[str, Any]]:
-    """The run's processes here, as ProcessFacts in JSON. Takes LIMIT_S at most.
+    """Returns the run's processes on this node, as ProcessFacts in JSON. Takes at most LIMIT_S.
 
     Args:
-        folder: of this node's beats.
-        driver: its process, where it is on this node.
-        leave_out: trees of processes that are not the run's own: whoever looks.
+        folder: folder of this node's beats.
+        driver: the driver's process, if it is on this node.
+        leave_out: process trees that do not belong to the run: the observers.
     """
     deadline = time.monotonic() + LIMIT_S
     beats = {
@@ -196,8 +196,8 @@ def look(
     every = proc_files.everything()
     roots = {pid for pid in (driver, *beats) if pid is not None}
     mine = proc_files.below(roots, every) - proc_files.below(leave_out, every)
-    # Ray's raylet, which objects pass through. A joined cluster's has started other runs' workers
-    # too.
+    # Add Ray's raylet, which objects pass through. In a joined cluster it also started workers of
+    # other runs.
     mine |= {
         every[pid].parent for pid in beats if pid in every and _is_ray(every.get(every[pid].parent))
     }
@@ -221,7 +221,7 @@ def look(
 
 
 def here() -> str:
-    """Name of this node, where it is that of the driver."""
+    """Returns this host's name, which also names the driver's node."""
     return socket.gethostname()
 
 
@@ -242,8 +242,8 @@ def _ended(beat: Beat, node: str) -> dict[str, Any]:
 
 
 class _Look:
-    """At one process. `found` fills as it goes on: where a call does not come back, what came
-    before it is kept."""
+    """The examination of one process. `found` fills step by step, so earlier facts survive a call
+    that never returns."""
 
     def __init__(
         self,
@@ -275,14 +275,14 @@ class _Look:
         if now is None or now.started != self._before.started:
             found.update(state="X", said="it ended while it was looked at")
             if "phase" not in found:
-                found["role"] = ""  # a child that came and went
+                found["role"] = ""  # a short-lived child
             return
         call = proc_files.system_call(pid)
         asleep = self._before.state == now.state == "D"
         found.update(state=now.state, asleep=asleep, waits_in=proc_files.waits_in(pid))
         found["busy"] = round((now.cpu_s - self._before.cpu_s) / (time.monotonic() - self._at), 2)
         stuck = None
-        if call and call == self._call:  # arguments and stack pointer too
+        if call and call == self._call:  # same arguments and stack pointer too
             stuck = proc_files.stuck_at(pid, call)
             if stuck is not None:
                 found.update(
@@ -304,7 +304,7 @@ class _Look:
 
 
 def _of_ray_itself(words: Sequence[str], found: dict[str, Any]) -> bool:
-    """Its log monitor, its agents, and workers that nothing was asked of."""
+    """Returns True for Ray's own processes: log monitor, agents, and idle workers."""
     return "phase" not in found and any(
         "/ray/" in word or word.startswith("ray::IDLE") for word in words
     )
@@ -313,7 +313,7 @@ def _of_ray_itself(words: Sequence[str], found: dict[str, Any]) -> bool:
 def _role(
     process: proc_files.Status, beats: dict[int, Beat], every: dict[int, proc_files.Status]
 ) -> str:
-    """Role of a process in the run, by itself or by whoever started it."""
+    """Returns the role of a process in the run: its own, or one derived from its ancestor's."""
     if process.pid in beats:
         return beats[process.pid].role
     if process.name in NODE_PARTS:

@@ -1,12 +1,13 @@
-"""Connects the watcher with the other nodes of a Ray cluster: agents there, and a line to each.
+"""Connects the watcher with the other nodes of a Ray cluster: agents there, and a connection to
+each.
 
-The agent is a process: `python -m megatron_stare.hangs.nodes FOLDER NODE`. The first worker of the
-run on a node starts it, apart from itself, so that it outlives whatever becomes of that one. It
-calls the watcher, looks at the run's processes here when it is asked to, and ends with the watcher.
+An agent is a process: `python -m megatron_stare.hangs.nodes FOLDER NODE`. The run's first worker on
+a node starts it, detached, so that it outlives the worker. The agent connects to the watcher,
+examines the run's processes on its node on request, and ends with the watcher.
 
-On a line goes one JSON object a line, each way. The first thing that an agent says is the run's
-token, drawn by its driver, and who does not know it is sent away. What comes is data: numbers and
-texts that are shown.
+Both sides send one JSON object per line. An agent first sends the run's token, which the driver
+drew; the watcher disconnects clients without it. All received data are numbers and texts to
+display.
 """
 
 from __future__ import annotations
@@ -31,30 +32,30 @@ from megatron_stare.hangs.node_facts import LIMIT_S
 from megatron_stare.process.network import free_port
 from megatron_stare.run_dir.heartbeat import beats_of, newest_progress
 
-LISTENING = "listening"  # in the folder of beats: the port
-LOCK = "agent.lock"  # likewise; held as long as somebody sees to the folder
+LISTENING = "listening"  # file in the folder of beats: the port
+LOCK = "agent.lock"  # file there, locked while a watcher or agent uses the folder
 HELLO_S = 10.0
-ANSWER_S = LIMIT_S + 15.0  # stacks, and NCCL's dumps beside them
+ANSWER_S = LIMIT_S + 15.0  # time for stacks, and NCCL's dumps beside them
 LONGEST_LINE = 2**28
-TELL_S = 2.0  # between two looks of an agent at whether a rank of its node has got on
-CALL_S = 20.0  # until the watcher must have answered a call
+TELL_S = 2.0  # between an agent's checks for progress of its ranks
+CALL_S = 20.0  # until the watcher must accept a connection
 # environment variables of workers
 TOKEN, WATCHER = "MEGATRON_STARE_WATCHER_TOKEN", "MEGATRON_STARE_WATCHER"
 
 
 class Nodes:
-    """The nodes whose agents have called.
+    """The nodes whose agents have connected.
 
     Args:
-        ports: one of which is listened at; empty: any.
-        folder: where it is written which.
+        ports: ports to listen on, one of which is used; empty: any.
+        folder: folder where the port is written.
     """
 
     def __init__(self, token: str, ports: Sequence[int], folder: Path) -> None:
         self._token = token
         self._lines: dict[str, socket.socket] = {}
         self._answers: dict[str, Any] = {}
-        # when a rank of any node last got on, seconds of this node's CLOCK_MONOTONIC
+        # newest progress of a rank on any node, seconds of this node's CLOCK_MONOTONIC
         self.moved: float | None = None
         self._changed = threading.Condition()
         self._listener = socket.create_server(("", free_port("0.0.0.0", ports) if ports else 0))
@@ -62,13 +63,13 @@ class Nodes:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it was closed
+        with contextlib.suppress(OSError):  # the listener was closed
             while True:
                 line, _ = self._listener.accept()
                 threading.Thread(target=self._serve, args=(line,), daemon=True).start()
 
     def _serve(self, line: socket.socket) -> None:
-        """Takes what an agent says, until it is gone."""
+        """Receives an agent's messages until it disconnects."""
         node = ""
         with (
             contextlib.suppress(OSError, ValueError, LookupError, TypeError),
@@ -103,8 +104,8 @@ class Nodes:
             self._changed.notify_all()
 
     def ask(self) -> Callable[[], tuple[list[dict[str, Any]], dict[str, str]]]:
-        """Asks every node for its part. What it gives waits for them, ANSWER_S at most: the
-        answers, and why there is none of some."""
+        """Asks every node for its facts. Returns a function that waits at most ANSWER_S for the
+        answers, and returns them with the reason for each missing one."""
         deadline = time.monotonic() + ANSWER_S
         with self._changed:
             nodes = dict(self._lines)
@@ -130,7 +131,7 @@ class Nodes:
         return answers
 
     def kill(self, node: str, pid: int) -> None:
-        """Has a node's agent kill a process of the run."""
+        """Makes a node's agent kill a process of the run."""
         with self._changed:
             line = self._lines.get(node)
         if line is not None:
@@ -144,7 +145,7 @@ class Nodes:
                 self._answers.setdefault(node, f"its agent is not there: {error.strerror}")
 
     def close(self) -> None:
-        """Lets the agents go, which end then."""
+        """Disconnects the agents, which then end."""
         self._listener.close()
         with self._changed:
             for line in self._lines.values():
@@ -153,16 +154,15 @@ class Nodes:
 
 
 def ensure(folder: Path, node: str) -> None:
-    """Starts this node's agent where there is none. Raises OSError."""
+    """Starts this node's agent if there is none. Raises OSError."""
     folder.mkdir(mode=0o700, exist_ok=True)
     with (folder / LOCK).open("a") as lock:
         try:
-            # the agent inherits the lock, and holds it as long as it lives
+            # the agent inherits the lock and holds it as long as it lives
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return
-        # Started through another process, which ends at once: a worker takes its children with it
-        # when it ends.
+        # Start it through another process that ends at once: a worker's end kills its children.
         subprocess.run(
             [sys.executable, "-c", _APART, sys.executable, "-m", __name__, str(folder), node],
             pass_fds=(lock.fileno(),),
@@ -179,8 +179,8 @@ _APART = (
 
 
 def serve(folder: Path, node: str, address: str, token: str) -> None:
-    """Answers the watcher until it is gone, and tells it when a rank of this node gets on. Raises
-    OSError where it cannot be reached."""
+    """Answers the watcher until it disconnects, and reports progress of this node's ranks. Raises
+    OSError if the watcher cannot be reached."""
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), CALL_S) as line, line.makefile("rb") as said:
         line.settimeout(None)
@@ -208,8 +208,8 @@ def serve(folder: Path, node: str, address: str, token: str) -> None:
 def _tell_progress(
     folder: Path, line: socket.socket, sending: threading.Lock, gone: threading.Event
 ) -> None:
-    """Tells how long ago a rank of this node last got on, whenever one has: the nodes' clocks have
-    no common zero."""
+    """Reports each new progress of this node's ranks as its age, because the nodes' clocks have no
+    common zero."""
     told: float | None = None
     with contextlib.suppress(OSError):  # the watcher is gone
         while not gone.wait(TELL_S):
@@ -221,14 +221,14 @@ def _tell_progress(
 
 
 def _kill(folder: Path, pid: int) -> None:
-    """Kills the run's own processes alone, with what they have started."""
+    """Kills a process, with its descendants, only if it belongs to the run."""
     every = proc_files.everything()
     if pid in proc_files.below([beat.pid for beat in beats_of(folder)], every):
         proc_files.kill(pid)
 
 
 def main(folder: str, node: str) -> None:
-    """The agent of a node."""
+    """Runs the agent of a node."""
     try:
         serve(Path(folder), node, os.environ[WATCHER], os.environ[TOKEN])
     except (OSError, ValueError):

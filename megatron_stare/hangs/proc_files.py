@@ -1,9 +1,9 @@
-"""Facts about a process from Linux's /proc (proc(5)), by files that no process can hold up,
+"""Reads facts about a process from Linux's /proc (proc(5)), from files that no process can block,
 whatever its state.
 
-/proc/PID/cmdline, /proc/PID/mem and /proc/PID/smaps_rollup take the lock of its memory, which a
-page that a dead file system owes may hold: whoever calls `command`, `pss_bytes` or `stuck_at` must
-be able to leave the thread that waits.
+The exceptions are /proc/PID/cmdline, /proc/PID/mem and /proc/PID/smaps_rollup. They take the lock
+of the process's memory, which may be held by a page fault on a dead file system. Call `command`,
+`pss_bytes` and `stuck_at` only from a thread that can be abandoned.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ PROC = Path("/proc")
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 LONGEST_PATH = 4096
-# x86-64's numbers of calls that wait for a file system (asm/unistd_64.h), and which argument says
-# what for
+# x86-64 numbers of system calls that wait for a file system (asm/unistd_64.h), with the index of
+# the argument that names the file
 BY_PATH = {2: 0, 4: 0, 6: 0, 21: 0, 80: 0, 82: 0, 83: 0, 84: 0, 87: 0, 89: 0} | {
     257: 1, 258: 1, 262: 1, 263: 1, 264: 1, 269: 1, 316: 1, 332: 1, 439: 1
 }  # fmt: skip
@@ -41,13 +41,13 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Status:
-    """A process, or a thread.
+    """A process or a thread.
 
     Args:
-        state: R running, S sleeping, D in a sleep that nothing ends but what it waits for, T
-            stopped, t stopped by a debugger, Z ended and not asked for, I idle in the kernel.
-        cpu_s: seconds of a CPU that it has used.
-        started: ticks after boot; with the pid it is a process's name.
+        state: R running, S sleeping, D in uninterruptible sleep, T stopped, t stopped by a
+            debugger, Z ended but not reaped, I idle in the kernel.
+        cpu_s: CPU seconds used.
+        started: start time in ticks after boot; with the pid it identifies a process.
     """
 
     pid: int
@@ -60,7 +60,7 @@ class Status:
 
 
 def status(pid: int, thread: int | None = None) -> Status | None:
-    """None: there is none."""
+    """Reads the status of a process or thread; None if it does not exist."""
     file = PROC / str(pid) / ("stat" if thread is None else f"task/{thread}/stat")
     try:
         head, _, tail = file.read_text(errors="replace").rpartition(")")
@@ -73,13 +73,13 @@ def status(pid: int, thread: int | None = None) -> Status | None:
 
 
 def everything() -> dict[int, Status]:
-    """All processes of this machine, by pid."""
+    """Returns all processes of this machine, by pid."""
     pids = (int(entry) for entry in os.listdir(PROC) if entry.isdigit())
     return {pid: found for pid in pids if (found := status(pid)) is not None}
 
 
 def below(roots: Iterable[int], processes: dict[int, Status]) -> set[int]:
-    """The roots that are there, and all that they and their children have started."""
+    """Returns the existing roots and all their descendants."""
     children: dict[int, list[int]] = {}
     for each in processes.values():
         children.setdefault(each.parent, []).append(each.pid)
@@ -94,16 +94,16 @@ def below(roots: Iterable[int], processes: dict[int, Status]) -> set[int]:
 
 
 def kill(pid: int) -> None:
-    """Ends a process and all that it has started. A child that hangs itself would keep the sockets
-    that it was forked with, and whoever waits for its parent's end would not be told of it."""
+    """Kills a process and all its descendants. A hanging child would keep sockets that it
+    inherited, so that peers would not notice the parent's end."""
     for each in (pid, *below([pid], everything())):
         with contextlib.suppress(OSError):
             os.kill(each, signal.SIGKILL)
 
 
 def waited_for_cpu(pid: int) -> dict[int, float]:
-    """Seconds that each of its threads was ready to run and did not, since it began (schedstat); {}
-    where the kernel does not tell."""
+    """Returns the seconds that each thread was ready to run but did not, since it started
+    (schedstat); {} if the kernel does not report them."""
     found = {}
     with contextlib.suppress(OSError):
         for thread in os.listdir(PROC / str(pid) / "task"):
@@ -114,7 +114,7 @@ def waited_for_cpu(pid: int) -> dict[int, float]:
 
 
 def waits_in(pid: int) -> str:
-    """The kernel's function that it sleeps in; "" where that is not told."""
+    """Returns the kernel function that the process sleeps in; "" if unknown."""
     with contextlib.suppress(OSError):
         name = (PROC / str(pid) / "wchan").read_text()
         return "" if name == "0" else name
@@ -122,8 +122,8 @@ def waits_in(pid: int) -> str:
 
 
 def system_call(pid: int) -> str:
-    """The system call that its main thread waits in, with arguments, as the kernel writes it; ""
-    where it is told of none. Needs the right to trace the process."""
+    """Returns the system call in which its main thread waits, with arguments, in the kernel's
+    format; "" if there is none. Needs the right to trace the process."""
     with contextlib.suppress(OSError):
         line = (PROC / str(pid) / "syscall").read_text().strip()
         return "" if line.startswith(("running", "-1")) else line
@@ -131,8 +131,8 @@ def system_call(pid: int) -> str:
 
 
 def sleeping_threads(pid: int) -> list[str]:
-    """Threads beside the main one that nothing but a device or file system can wake, and where they
-    wait."""
+    """Lists threads other than the main thread that only a device or file system can wake, and
+    where they wait."""
     found = []
     with contextlib.suppress(OSError):
         for thread in (int(entry) for entry in os.listdir(PROC / str(pid) / "task")):
@@ -143,7 +143,7 @@ def sleeping_threads(pid: int) -> list[str]:
 
 
 def command(pid: int) -> list[str]:
-    """Its command line."""
+    """Returns its command line."""
     with contextlib.suppress(OSError):
         return (
             (PROC / str(pid) / "cmdline")
@@ -156,7 +156,7 @@ def command(pid: int) -> list[str]:
 
 
 def pss_bytes(pid: int) -> int | None:
-    """Its share of main memory; None where the kernel does not tell."""
+    """Returns its proportional share of main memory; None if the kernel does not report it."""
     with contextlib.suppress(OSError):
         for line in (PROC / str(pid) / "smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -165,14 +165,14 @@ def pss_bytes(pid: int) -> int | None:
 
 
 def runs_python(pid: int) -> bool:
-    """Tells whether a process is a Python interpreter: only those have stacks that py-spy reads."""
+    """Returns True if the process is a Python interpreter; py-spy reads no other stacks."""
     with contextlib.suppress(OSError):
         return "python" in os.path.basename(os.readlink(PROC / str(pid) / "exe"))
     return False
 
 
 def stuck_at(pid: int, call: str) -> tuple[str, str] | None:
-    """The name of a system call that waits for a file, and the file; None where it waits for
+    """Returns the name of a system call that waits for a file, and the file; None if it waits for
     something else.
 
     Args:
@@ -198,8 +198,8 @@ def stuck_at(pid: int, call: str) -> tuple[str, str] | None:
 
 
 def mounted(path: str) -> str:
-    """The kind and place of the file system that an absolute path lies on, found without asking
-    that file system."""
+    """Returns kind and mount point of an absolute path's file system, without accessing that file
+    system."""
     best, kind = "", ""
     with contextlib.suppress(OSError):
         for line in (PROC / "self/mountinfo").read_text().splitlines():

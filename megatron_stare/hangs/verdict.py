@@ -1,8 +1,8 @@
-"""Verdict on who waits for whom, by rules over what was found. Pure: facts in, a sentence out.
+"""Decides by rules who waits for whom. A pure function from facts to a sentence.
 
-The rules go from what is certain to what is likely, and the first that holds decides: a process
-that is stopped, that has ended, or that waits for a file; a node or server that does not answer; a
-rank that others wait for in a collective; a verifier; an engine; a rank; the driver.
+The rules go from certain to likely, and the first that applies decides: a process that is stopped,
+has ended, or waits for a file; a node or server that does not answer; a rank that others wait for
+in a collective; a verifier; an engine; a rank; the driver.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from megatron_stare.process.interruption import DRIVER as DRIVER_THREAD
 from megatron_stare.run_dir.heartbeat import DRIVER, IDLE, RANK
 
 ENGINE = "rollout engine "
-# files of a wait for a collective, and for Megatron's neighbouring pipeline stage
+# files on the stack of a wait for a collective, and for a neighbouring pipeline stage
 COLLECTIVES = "torch/distributed/distributed_c10d.py"
 STAGES = "pipeline_parallel/p2p_communication.py"
-TO_SERVERS = ("send_weights", "send_own_weights")  # calls whose collectives are with servers too
-JUDGING = ("judge", "rewards/worker.py")  # on the stack of a verifier that is at an answer
-CALLED = "cluster/ray.py"  # where a worker comes to its call
-LOST = ("dead", "starting")  # states of engines that the run knows to be gone, and goes on without
-INNERMOST = 6  # frames in which a collective's own would be
+TO_SERVERS = ("send_weights", "send_own_weights")  # calls with collectives that include servers
+JUDGING = ("judge", "rewards/worker.py")  # on the stack of a verifier that is judging an answer
+CALLED = "cluster/ray.py"  # the file through which a worker enters a call
+LOST = ("dead", "starting")  # engine states in which the run already continues without it
+INNERMOST = 6  # frames searched for a collective
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict on who holds the run up, and the rule that found it.
+    """Names the processes that block the run.
 
     Args:
-        rule: that found it.
+        rule: name of the rule that applied.
         sentence: who waits for whom, and why.
-        culprits: processes that hold it up; none where none of the run's does.
+        culprits: processes that block the run; empty if none of the run's processes does.
     """
 
     rule: str
@@ -42,7 +42,7 @@ class Verdict:
 
 
 def verdict(facts: Facts) -> Verdict:
-    """Verdict of the first rule that holds for the facts."""
+    """Returns the verdict of the first rule that applies."""
     rules: Sequence[Callable[[Facts], Verdict | None]] = (
         _stopped,
         _ended,
@@ -110,7 +110,8 @@ def _silent_servers(facts: Facts) -> Verdict | None:
 
 
 def _collective(facts: Facts) -> Verdict | None:
-    """Ranks that are in a collective wait for those that are not; where all are, for each other."""
+    """Blames the ranks missing from a collective in which other ranks wait. If none is missing, all
+    wait for each other."""
     ranks = [p for p in facts.processes if p.role.startswith(RANK)]
     inside = {p.role: met for p in ranks if (met := collective(p)) is not None}
     if not inside:
@@ -143,13 +144,13 @@ def _collective(facts: Facts) -> Verdict | None:
 
 
 def _at_work(facts: Facts) -> Verdict | None:
-    """A verifier, an engine or a rank that is at something, and else the driver, for whom all
-    others wait."""
+    """Blames a verifier, an engine or a rank that is working; else the driver, for whom all others
+    wait."""
     judging = tuple(p for p in facts.processes if p.role == VERIFIER and _judges(p))
     asked = [replica for replica in facts.replicas if replica.under_way]
     ages = [request.age_s for replica in asked for request in replica.oldest]
-    # An engine is to blame only for requests it has had for most of that time. A verifier may be
-    # asked meanwhile.
+    # An engine is to blame only for requests that it has had for at least half of the time without
+    # progress. Meanwhile a verifier may have work.
     old = max(ages, default=0.0) >= facts.without_s / 2
     if judging and not old:
         where = "; ".join(sorted({_where(p) for p in judging}))
@@ -186,7 +187,7 @@ def _at_work(facts: Facts) -> Verdict | None:
 
 
 def collective(process: ProcessFacts) -> str | None:
-    """The collective that the process waits in; None: it is in none."""
+    """Returns the collective that the process waits in; None if there is none."""
     frames = main_frames(process)[:INNERMOST]
     for frame in frames:
         if frame.file.endswith(COLLECTIVES) and not frame.name.startswith("_"):
@@ -200,7 +201,7 @@ def collective(process: ProcessFacts) -> str | None:
 
 
 def main_frames(process: ProcessFacts) -> Sequence[Frame]:
-    """Frames of the thread that does what the process was asked for, the innermost first."""
+    """Returns the frames of the thread that executes the process's call, innermost first."""
     threads = [thread for thread in process.threads if thread.frames]
     if not threads:
         return ()
@@ -211,12 +212,12 @@ def _rank_of(thread: Thread) -> int:
     called = any(frame.name == "method" and frame.file.endswith(CALLED) for frame in thread.frames)
     if called:
         return 0
-    # the main thread only takes signals
+    # the main thread only handles signals
     return 1 if thread.name == DRIVER_THREAD else 2 if thread.name == "MainThread" else 3
 
 
 def _where(process: ProcessFacts) -> str:
-    """Place in the code, or state, of a process, in a few words."""
+    """Describes a process's place in the code, or its state, in a few words."""
     if process.stopped:
         return "stopped (SIGSTOP)"
     frames = main_frames(process)
@@ -241,7 +242,7 @@ def _waited(facts: Facts, culprits: Sequence[ProcessFacts], which: str) -> str:
 
 
 def _waiters(facts: Facts, culprits: Sequence[ProcessFacts]) -> str:
-    """`ranks 0, 2 wait in all_reduce for `: those in a collective, or else the driver."""
+    """Returns e.g. `ranks 0, 2 wait in all_reduce for `: ranks in a collective, else the driver."""
     blamed = {(p.node, p.pid) for p in culprits}
     inside = {
         p.role: (p, met)
@@ -266,7 +267,7 @@ def _met(inside: dict[str, str]) -> str:
 
 
 def _named(processes: Sequence[ProcessFacts]) -> str:
-    """`ranks 0, 2`, `raylet on node a`, and so on."""
+    """Returns e.g. `ranks 0, 2` or `raylet on node a`."""
     return " and ".join(_names(processes))
 
 

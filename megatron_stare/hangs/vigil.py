@@ -1,8 +1,7 @@
-"""Decides when a run hangs: the beats of its driver held against their limits.
+"""Decides when a run hangs, by comparing its driver's beats with their limits.
 
-Time that its processes were given no CPU, because other programs had it, does not count. Ray starts
-its workers with a low priority (nice 15), so a few busy programs can make them a hundred times as
-slow.
+Time that other programs took from its processes' CPUs does not count. Ray starts workers with low
+priority (nice 15), so a few busy programs can slow them down a hundredfold.
 """
 
 from __future__ import annotations
@@ -14,32 +13,32 @@ from pathlib import Path
 from megatron_stare.hangs import proc_files
 from megatron_stare.run_dir.heartbeat import DRIVER, Beat, beats_of
 
-MOST = 20  # bundles of a run; one that is taken for hanging again and again has wrong limits
-# further limits for a run that waits for a CPU; after that somebody should know
+MOST = 20  # bundles per run; a run that seems to hang more often has wrong limits
+# further limits granted to a run that waits for a CPU; then it is reported
 STARVED = 9.0
-LATE = 2.0  # looks, after which the watcher itself was held up, and the run with it
+LATE = 2.0  # ticks by which a look may be late before the machine counts as held up
 
 
 @dataclass
 class Vigil:
-    """Over one run.
+    """Watches the progress of one run.
 
     Args:
-        every_s: it is looked.
+        every_s: seconds between two looks.
     """
 
     every_s: float
     _told: set[tuple[str, float]] = field(default_factory=set)
     _looked: float | None = None
     _moved: float = 0.0  # of the newest beat
-    # seconds that the watcher was held up since the run last progressed: the machine slept or was
-    # too busy
+    # seconds since the last progress in which the watcher itself was held up: the machine slept or
+    # was too busy
     held_s: float = 0.0
-    starved_s: float = 0.0  # that the run waited for a CPU since then
+    starved_s: float = 0.0  # seconds since then that the run waited for a CPU
 
     def near(self, beat: Beat, now: float) -> bool:
-        """Says whether the run has been for half of its limit where it is: what it waits for begins
-        to matter."""
+        """Returns True once the run has spent half of its limit without progress, so that CPU
+        starvation must be measured."""
         return (
             beat.limit_s is not None
             and beat.moved == self._moved
@@ -47,11 +46,11 @@ class Vigil:
         )
 
     def hangs(self, beat: Beat, now: float, starved_s: float = 0.0) -> bool:
-        """Says whether the run hangs and this was not said yet of the phase that it is in.
+        """Returns True if the run hangs; only once for each phase.
 
         Args:
             now: seconds of the clock of `beat.moved`.
-            starved_s: that its processes waited for a CPU since the last call, all together.
+            starved_s: seconds since the last call that its processes waited for a CPU, in total.
         """
         since = 0.0 if self._looked is None else now - self._looked
         self._looked = now
@@ -68,20 +67,22 @@ class Vigil:
         return len(self._told) <= MOST
 
     def without_s(self, beat: Beat, now: float) -> float:
-        """For how long the run has not got on, though it could have, seconds."""
+        """Returns the seconds for which the run could have progressed, but did not."""
         return now - beat.moved - self.held_s - min(self.starved_s, STARVED * (beat.limit_s or 0.0))
 
 
 class Starvation:
-    """Looked at again and again."""
+    """Measures CPU starvation between successive looks."""
 
     def __init__(self) -> None:
-        self._waited: dict[int, dict[int, float]] = {}  # by process, of its threads
+        self._waited: dict[int, dict[int, float]] = {}  # by process, then thread
 
     def since(self, pids: Iterable[int]) -> float:
-        """Seconds since the last look that these processes waited for a CPU, each its thread that
-        waited longest; 0 for one that was not looked at then. A thread that sleeps until something
-        comes does not wait for one."""
+        """Returns the seconds since the last look that these processes waited for a CPU.
+
+        Sums each process's longest-waiting thread; 0 for a process that is new. A thread that
+        sleeps until something arrives does not wait for a CPU.
+        """
         before, self._waited = self._waited, {pid: proc_files.waited_for_cpu(pid) for pid in pids}
         total = 0.0
         for pid, threads in self._waited.items():
@@ -93,17 +94,19 @@ class Starvation:
         return total
 
     def forget(self) -> None:
-        """The next look is a first one."""
+        """Discards earlier looks, so that the next one is the first."""
         self._waited = {}
 
 
 def of_the_run(folder: Path) -> set[int]:
-    """The processes of this node that a phase may wait for: the driver, ranks and engines, and what
-    these have started: servers and writers. Those too that are in no call: one may be asked and not
-    know it for want of a CPU.
+    """Returns this node's processes that a phase may wait for: the driver, ranks, engines, and what
+    ranks and engines have started (servers and writers).
+
+    Includes workers that are in no call: a worker may have received one without getting a CPU to
+    notice it.
 
     Args:
-        folder: of this node's beats.
+        folder: folder of this node's beats.
     """
     beats = beats_of(folder)
     workers = [beat.pid for beat in beats if beat.role != DRIVER]

@@ -1,11 +1,11 @@
-"""The process beside a run that notices when it does not get on: `python -m
-megatron_stare.hangs.watcher FOLDER`.
+"""The process beside a run that detects missing progress: `python -m megatron_stare.hangs.watcher
+FOLDER`.
 
-Started by the driver (`driver_side.py`), ended by the end of its standard input, which comes
-however the driver ends. It reads the driver's beats, copies them into the run directory, and past a
-phase's limit collects what is known of all processes, says in one screen who waits for whom, and
-writes the bundle. It imports neither torch nor Ray, asks no process of the run for anything, and
-calls nothing that may wait for a file system but on a thread that it can leave.
+The driver starts it (`driver_side.py`). It ends when its standard input closes, which happens
+however the driver ends. It reads the driver's beats and copies them into the run directory. When a
+phase exceeds its limit, it collects the facts of all processes, prints one screen about who waits
+for whom, and writes the bundle. It imports neither torch nor Ray, and sends no requests to the
+run's processes. Calls that may wait for a file system run only on threads that it can abandon.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ from megatron_stare.run_dir.heartbeat import (
     write_beat,
 )
 
-SETTINGS = "watch.json"  # in the folder of beats
+SETTINGS = "watch.json"  # file in the folder of beats
 TICK_S = 1.0  # between two looks at the driver's beat
-COPY_S = 5.0  # between two copies of it into the run directory
-ASK_S = 5.0  # that a server is given to say anything at all
-LET_GO_S = 30.0  # that the run is given to end or go on, once those who hold it up were killed
+COPY_S = 5.0  # between two copies of the beat into the run directory
+ASK_S = 5.0  # for a server to send any answer
+LET_GO_S = 30.0  # for the run to end or continue after culprits were killed
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that the driver gives its watcher.
+    """The driver's settings for its watcher.
 
     Args:
-        supervised: the driver has somebody who starts it again.
-        urls: of servers that the run uses and has not started, by engine.
-        token: that agents of other nodes show; "": there are none.
-        ports: that it may listen on for them; empty: any.
+        supervised: whether a supervisor restarts the driver.
+        urls: servers, by engine, that the run uses but did not start.
+        token: token that agents of other nodes must send; "": there are no agents.
+        ports: ports on which it may listen for agents; empty: any.
     """
 
     folder: str
@@ -96,7 +96,7 @@ class Watcher:
         self._bundle = ""
 
     def run(self) -> None:
-        """Returns when the driver has ended."""
+        """Watches until the driver has ended."""
         while not self._driver_ended():
             beat = self._read()
             if beat is None:
@@ -111,9 +111,8 @@ class Watcher:
         self._copier.last()
 
     def _read(self) -> Beat | None:
-        """The driver's beat. It gets on where any rank does: the driver itself says nothing while
-        it waits for a call of theirs, and an update may take longer than a phase may go without a
-        word."""
+        """Reads the driver's beat. Progress of any rank counts as the driver's progress: the driver
+        reports nothing while it waits for ranks, and an update may outlast a phase's limit."""
         beat = read_beat(beat_file(self._folder, DRIVER))
         if beat is None:
             return None
@@ -122,12 +121,13 @@ class Watcher:
         return replace(beat, moved=max(moved for moved in known if moved is not None))
 
     def _driver_ended(self) -> bool:
-        """Waits for one tick at most."""
+        """Returns True if the driver has ended; waits at most one tick."""
         ready, _, _ = select.select([sys.stdin], [], [], self._settings.tick_s)
         return bool(ready) or os.getppid() != self._settings.driver
 
     def _starved(self, beat: Beat) -> float:
-        """Seconds since the last tick that the run waited for a CPU; looked at once it matters."""
+        """Returns the seconds since the last tick that the run waited for a CPU; 0 until half of
+        the limit has passed."""
         if not self._vigil.near(beat, time.monotonic()):
             self._starvation.forget()
             return 0.0
@@ -140,7 +140,7 @@ class Watcher:
         self._copier.put(replace(beat, written=time.time(), process=state, black_box=self._bundle))
 
     def _tell(self, beat: Beat) -> None:
-        """Finds out, writes and says what there is to say of this hang."""
+        """Collects facts about this hang, writes the bundle and prints the screen."""
         flights = Path(tempfile.mkdtemp(prefix="flight-", dir=self._folder))
         facts = self.collect(beat, flights)
         found = verdict(facts)
@@ -160,7 +160,7 @@ class Watcher:
             self._end(beat, found)
 
     def collect(self, beat: Beat, flights: Path) -> Facts:
-        """All that can be known now, in a minute at most."""
+        """Collects all available facts, within a minute."""
         settings = self._settings
         without_s = self._vigil.without_s(beat, time.monotonic())
         others = self._nodes.ask() if self._nodes is not None else None
@@ -193,9 +193,12 @@ class Watcher:
         )
 
     def _end(self, beat: Beat, found: Verdict) -> None:
-        """Kills who holds the run up; if that does not bring it on, the driver: asked first, then
-        killed. One that has a supervisor is killed at once, for a run that ends as it was asked to
-        is not started again."""
+        """Kills the culprits. If the run then still hangs, terminates the driver, and kills it if
+        necessary.
+
+        A supervised driver is killed at once, because the supervisor does not restart a run that
+        was asked to end.
+        """
         names = ", ".join(f"{p.role} (pid {p.pid})" for p in found.culprits) or "nobody"
         say(f"faults.hangs.end_run: killing {names}")
         for process in found.culprits:
@@ -226,15 +229,15 @@ class Watcher:
                 os.kill(self._settings.driver, number)
 
     def close(self) -> None:
-        """Leaves nothing in this node's memory."""
+        """Frees everything in this node's memory."""
         if self._nodes is not None:
             self._nodes.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class _Copier:
-    """Writes beats into the run directory, on a thread: where its file system stalls, the newest
-    waits alone."""
+    """Writes beats into the run directory on a thread. If the file system stalls, only the newest
+    beat waits."""
 
     def __init__(self, file: Path) -> None:
         self._file, self._next = file, threading.Event()
@@ -250,7 +253,7 @@ class _Copier:
         self._next.set()
 
     def last(self) -> None:
-        """Waits until the newest is written, a second at most."""
+        """Waits until the newest beat is written, at most a second."""
         self._idle.wait(1.0)
 
     def _run(self) -> None:
@@ -267,8 +270,8 @@ class _Copier:
 
 
 def asked(engine: int, url: str) -> ServerFacts:
-    """Asks a server whether it answers at all; a demand for a key, or another protocol, is an
-    answer too."""
+    """Checks that a server answers at all; a demand for an API key, or another protocol, counts as
+    an answer."""
     where, answer = urlsplit(url), "cannot be reached"
     try:
         port = where.port or (443 if where.scheme == "https" else 80)
@@ -277,14 +280,14 @@ def asked(engine: int, url: str) -> ServerFacts:
             line.sendall(f"GET /model_info HTTP/1.0\r\nHost: {where.netloc}\r\n\r\n".encode())
             answer = "" if line.recv(1) else "closes the connection without a word"
     except TimeoutError:
-        pass  # as far as it came
+        pass  # `answer` holds how far it got
     except OSError as error:
         answer = f"cannot be asked: {error.strerror or error}"
     return ServerFacts(engine, url, answer)
 
 
 def read_requests(file: Path) -> tuple[ReplicaFacts, ...]:
-    """Replicas and their oldest requests, as the driver last wrote them; () where it has written
+    """Reads the replicas and their oldest requests, as the driver last wrote them; () if it wrote
     nothing."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         told: dict[str, Any] = json.loads(file.read_text())
@@ -305,7 +308,8 @@ def read_requests(file: Path) -> tuple[ReplicaFacts, ...]:
 
 
 def say(text: str) -> None:
-    """On standard error, which may be a pipe that nobody reads: from a thread that may be left."""
+    """Prints to standard error from a thread that can be abandoned: nobody may be reading the
+    pipe."""
 
     def write() -> None:
         with contextlib.suppress(OSError):
@@ -321,7 +325,7 @@ def _left(call: Callable[[], None], limit_s: float) -> None:
 
 
 def main(folder: str) -> None:
-    """Watches the run whose beats go to this folder."""
+    """Watches the run whose beats are in this folder."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # ignore signals of a terminal or scheduler: this process ends with the run
         signal.signal(number, signal.SIG_IGN)

@@ -5,4 +5,4 @@ from megatron_stare.process.silence_upstreams import quiet_upstreams
 from megatron_stare.process.vector_maths import settle
 
 settle()  # before anything in here runs
-quiet_upstreams()  # here, because every process that imports megatron.core comes by
+quiet_upstreams()  # every process that imports megatron.core imports this module

@@ -1,8 +1,7 @@
-"""One rank of the trainer: a plain class that runners place in this process or in an actor of its
-own.
+"""One rank of the trainer: a plain class that a runner places in this process or in its own actor.
 
-It builds what is trained, takes the calls of the driver, and saves and loads. What a step does with
-a rollout batch is in step.py; the weight stream hands the new weights to the engines.
+Builds model and optimizer, serves the driver's calls, and saves and loads checkpoints. step.py
+processes a rollout batch; the weight stream passes new weights to the engines.
 """
 
 from __future__ import annotations
@@ -74,8 +73,8 @@ UNREPLAYED = (
 
 
 class Trainer:
-    """A rank of the Megatron trainer. Raises UserError where this rank's device cannot do it, or
-    the ranks not meet."""
+    """A rank of the Megatron trainer. Raises UserError if this rank's device does not support the
+    configuration, or the ranks cannot connect."""
 
     def __init__(self, run: ResolvedRun, rank: int, init_method: str) -> None:
         config, shape = run.config, run.shape
@@ -86,7 +85,7 @@ class Trainer:
         self.config, self.method = config, run.method
         check_device(config, experts=shape.experts > 0)
         check_device_performance(config.performance)
-        self._computes_on = computes_on()  # now: while it runs its files may be replaced
+        self._computes_on = computes_on()  # now, because files may change during the run
         timeout_s = config.faults.requests.collective_limit(config.runtime.timeout_s)
         layout = join(config.parallel, rank, init_method, config.run.seed, timeout_s)
         model = build_policy(
@@ -102,7 +101,7 @@ class Trainer:
             routing_replay.install(model)
         self._own_gradients = OwnGradients(model)
         load_start(model, config.model.path, shape, layout)
-        # built after the weights are in, because it copies them into float32 masters
+        # built after the weights are loaded, because it copies them into float32 masters
         optimizer, scheduler = build_optimizer(
             model,
             config.optimizer,
@@ -129,7 +128,7 @@ class Trainer:
         self.stream = PolicyStream(model, shape, layout, config.rollout.sync_bucket_mb * 2**20)
         self._stage_send: StageSend | None = None
         self._device_send: DeviceSend | None = None
-        # whichever of the two serves the update under way
+        # whichever of the two serves the current weight update
         self._prepared: StageSend | DeviceSend | None = None
         self._step: Step | None = None
         self._profile: StepProfile | None = None
@@ -138,10 +137,10 @@ class Trainer:
         self._export: HfExport | None = None
 
     def _choose_head(self, shape: ModelShape) -> HeadChoice:
-        """Chooses the head by the memory that model and optimizer leave, unless `model.head` names
-        one.
+        """Chooses the head by the memory that model and optimizer leave free, unless `model.head`
+        names one.
 
-        All ranks make the same choice, and once: both passes must use the same head.
+        All ranks choose the same head, once: both passes must use the same head.
         """
         asked = self.config.model.head
         if asked != "auto":
@@ -149,7 +148,7 @@ class Trainer:
         return choose_head(self.method.coupling, largest_logits(self.config, shape), free_memory())
 
     def notes(self) -> list[str]:
-        """Decisions made here, one line each, for the person who started the run."""
+        """Returns messages for the user about decisions made here, one line each."""
         choice = self._head_choice
         notes = [f"model.head: {choice.mode}, because {choice.reason}"] if choice.reason else []
         if (
@@ -168,17 +167,20 @@ class Trainer:
         return self._step
 
     def stage(self) -> int:
-        """Which stage of the pipeline this rank is of."""
+        """Returns this rank's pipeline stage."""
         return self.policy.layout.pp_rank
 
     def data_rank(self) -> int:
-        """Which data-parallel rank's share of a batch this rank takes."""
+        """Returns the data-parallel rank whose share of a batch this rank processes."""
         return self.policy.layout.dp_rank
 
     def offload(self, parts: Collection[str] = PARTS) -> None:
-        """Moves parts of the policy (offload.py) to host memory; a call that needs one brings it
-        back. All ranks must call it, between any two calls: a checkpoint under way has its own
-        copy, or its fork's view, of what it writes."""
+        """Offloads parts of the policy (offload.py) to host memory; a call that needs a part brings
+        it back.
+
+        All ranks must call it. It is safe between any two calls: a checkpoint being written has its
+        own copy, or its fork's view, of the data.
+        """
         self.memory.offload(parts)
 
     def onload(self, parts: Collection[str] = PARTS) -> None:
@@ -193,11 +195,11 @@ class Trainer:
         return RankBatch(share, plan, self.data_rank(), device(), self._sequences)
 
     def compute_log_probs(self, share: RankShare, plan: MicroBatchPlan) -> None:
-        """The forward-only pass: log-prob and entropy of every response token under the current
-        policy.
+        """Computes log-prob and entropy of every response token under the current policy, without
+        backward.
 
         Raises:
-            DataError: experts are to be replayed, and the batch does not name them.
+            DataError: routing replay is on, but the batch does not contain the experts.
         """
         if self.config.moe.routing_replay and share.experts is None:
             raise DataError(
@@ -216,14 +218,14 @@ class Trainer:
     def compare(
         self, versions: Sequence[int], temperature: float | None = None
     ) -> LogProbDifference | None:
-        """The engine's log-probs of the last batch with the trainer's: of the log-prob pass, or
-        anew at a temperature. All ranks must call it.
+        """Compares the engine's log-probs of the last batch with the trainer's: those of the
+        log-prob pass, or new ones if `temperature` is given. All ranks must call it.
 
         Args:
-            versions: of the weights that sampled the whole batch.
+            versions: versions of the weights that sampled the whole batch.
 
         Returns:
-            On the reporting rank the difference over the tokens of all ranks; elsewhere None.
+            On the reporting rank the difference over the tokens of all ranks; on others None.
         """
         batch, measured = self.step.batch, self.step.measured
         here = measured.tokens.old_log_prob if measured is not None else None
@@ -237,18 +239,18 @@ class Trainer:
     def compare_with(
         self, share: RankShare, plan: MicroBatchPlan, engines: Tensor, temperature: float
     ) -> list[LogProbDifference] | None:
-        """Compares any batch at any temperature with several engines' log-probs [engines, whole
+        """Compares any batch, at any temperature, with several engines' log-probs [engines, whole
         batch]; see `compare`.
 
-        The log-probs are in canonical order. The last batch stays as it is.
+        The log-probs are in canonical order. The last batch is not changed.
         """
         batch = self._batch_of(share, plan)
         log_prob = self._log_probs(batch, temperature)
         return self._differences(batch, [engine[batch.index] for engine in engines], log_prob, ())
 
     def _log_probs(self, batch: RankBatch, temperature: float) -> Tensor | None:
-        """[N] of the last stage, in a pass that all ranks must enter together; None on the
-        others."""
+        """Returns log-probs [N] on the last stage, None on other stages; all ranks must enter this
+        pass together."""
         self.onload(("parameters",))
         log_prob, *_ = compute_log_probs(
             self.policy.model, batch, replace(self.policy.head, temperature=temperature)
@@ -263,8 +265,8 @@ class Trainer:
         trainer: Tensor | None,
         versions: Sequence[int],
     ) -> list[LogProbDifference] | None:
-        """Differences of every engine's log-probs [N] from the trainer's, on the reporting rank;
-        None elsewhere."""
+        """Returns the differences of every engine's log-probs [N] from the trainer's on the
+        reporting rank; None on other ranks."""
         if trainer is None:
             return None
         parts = [Compared.of(batch, engine, trainer, versions) for engine in engines]
@@ -272,8 +274,8 @@ class Trainer:
         return found if self.policy.layout.is_reporting_rank else None
 
     def measure(self, state: dict[str, float]) -> None:
-        """The method's statistics over the rollout batch, and its state for this step, from that of
-        the step before."""
+        """Computes the method's statistics over the rollout batch, and its state for this step from
+        the previous step's."""
         self.step.measure(state)
 
     def update(
@@ -283,33 +285,33 @@ class Trainer:
         watched: Sequence[int] = (),
         norm_limit: float = math.inf,
     ) -> tuple[dict[str, float], dict[str, float]] | None:
-        """Forward, backward, clip, optimizer step on one mini-batch.
+        """Runs forward, backward, clipping and optimizer step on one mini-batch.
 
         Args:
-            number: of the update, from 0; mini-batches are taken in order, and in every epoch
-                again.
-            dump_to: folder to write the first update's mini-batch, weights before, loss and
-                gradients to, or None.
-            watched: samples of the whole batch whose tokens `token_numbers` is to be asked for.
-            norm_limit: an update whose gradient norm before clipping is above it is not taken.
+            number: number of the update, from 0; every epoch takes the mini-batches in the same
+                order.
+            dump_to: folder for the first update's mini-batch, weights before, loss and gradients;
+                None: no dump.
+            watched: samples of the whole batch for whose tokens `token_numbers` will be called.
+            norm_limit: largest gradient norm before clipping with which the update is taken.
 
         Returns:
-            On the reporting rank the update's metrics, the first's with those of the rollout batch,
-            and the method's state for the next step; elsewhere None. No step was taken where
-            `update/finite` among the metrics is 0, because loss or gradient was not finite,
-            `update/empty` is 1, because no token had a loss, `update/skipped` is 1, because the
-            loss scale was too large, or `update/held`, because the norm was.
+            On the reporting rank (metrics, method's state for the next step); on others None. The
+                first update's metrics include those of the rollout batch. No step was taken if a
+                metric reports a reason: `update/finite` is 0 if loss or gradient was not finite,
+                `update/empty` is 1 if no token had a loss, `update/skipped` is 1 if the loss scale
+                was too large, and `update/held` is 1 if the norm was.
         """
         self.onload(("parameters", "gradients", "optimizer"))
         with self._counts.counting(), marked("update"):
             return self.step.update(number, dump_to, watched, norm_limit)
 
     def begin_profile(self) -> None:
-        """Records what this rank does until `end_profile`."""
+        """Starts recording this rank's operations, until `end_profile`."""
         self._profile = StepProfile()
 
     def end_profile(self, folder: str, step: int) -> str | None:
-        """Writes what was recorded to step_..._rank_....json.gz.
+        """Writes the recording to step_..._rank_....json.gz.
 
         Returns:
             The reason if it could not be written, else None.
@@ -331,9 +333,10 @@ class Trainer:
         )
 
     def log_probs(self) -> tuple[Tensor, Tensor] | None:
-        """Canonical numbers and log-probs [N] of the last batch's response tokens here.
+        """Returns canonical numbers and log-probs [N] of this rank's response tokens in the last
+        batch.
 
-        On one rank of each tensor-parallel group of the last stage; None elsewhere.
+        On one rank of each tensor-parallel group of the last stage; None on others.
         """
         measured = self.step.measured
         if measured is None or self.policy.layout.tp_rank != 0:
@@ -341,12 +344,12 @@ class Trainer:
         return measured.tokens.index.cpu(), measured.tokens.old_log_prob.detach().cpu()
 
     def token_numbers(self) -> list[TokenNumbers]:
-        """Numbers of watched samples' tokens from the last batch's updates; none where this rank
-        reports none."""
+        """Returns the watched samples' token numbers from the last batch's updates; an empty list
+        on ranks that report none."""
         return self.step.token_numbers()
 
     def refresh_reference(self) -> None:
-        """Makes the policy as it is now the reference policy."""
+        """Makes the current policy the reference policy."""
         if self.policy.reference is None:
             raise RuntimeError("there is no reference policy")
         self.onload(("parameters", "reference"))
@@ -354,47 +357,46 @@ class Trainer:
         self.policy.reference.refresh(self.policy.model)
 
     def export(self) -> dict[str, Tensor]:
-        """The whole policy by Hugging Face name on the first rank, nothing elsewhere; if one
-        process can hold it."""
+        """Returns the whole policy by Hugging Face name on the first rank, nothing on others; only
+        for models that fit into one process."""
         self.onload(("parameters",))
         finish_gather(self.policy.model)
         return export_hf(self.policy.model, self.policy.shape, self.policy.layout)
 
     def bucket_layouts(self) -> tuple[BucketLayout, ...]:
-        """Layouts of the weight stream's buckets: the tensors in each."""
+        """Returns the layouts of the weight stream's buckets: the tensors in each."""
         return self.stream.layouts
 
     def begin_weight_stream(self, checksums: bool = True) -> None:
-        """Starts to stream the policy. All ranks must call it, then `next_bucket` once a bucket,
-        then the end.
+        """Starts to stream the policy. All ranks must call it, then `next_bucket` for every bucket,
+        then `end_weight_stream`.
 
         Args:
-            checksums: compute those that the end gives, else they are "".
+            checksums: whether `end_weight_stream` returns checksums; if not, they are "".
         """
         self.onload(("parameters",))
         finish_gather(self.policy.model)
         self.stream.begin(checksums)
 
     def next_bucket(self) -> Tensor | None:
-        """The next bucket of whole tensors, flat, on the first rank; None elsewhere."""
+        """Returns the next bucket of whole tensors, flat, on the first rank; None on others."""
         return self.stream.next()
 
     def end_weight_stream(self) -> dict[str, str]:
-        """Checksums of the tensors that were streamed, by name, on the first rank."""
+        """Returns the checksums of the streamed tensors by name, on the first rank."""
         return self.stream.end()
 
     def prepare_weights(self, target: SyncTarget, prove: bool) -> None:
-        """Gathers the first bucket of this stage's weights, to be sent to the engines. All ranks
-        must call it.
+        """Gathers the first bucket of this stage's weights for the engines. All ranks must call it.
 
         Args:
-            prove: tell the engines what proves the values.
+            prove: whether senders compute checksums for the engines to verify.
         """
         self.onload(("parameters",))
         policy = self.policy
         finish_gather(policy.model)
         bucket_bytes = self.config.rollout.sync_bucket_mb * 2**20
-        # each is made once engines are there that take weights so
+        # created when an engine first receives weights this way
         if target.shares_devices:
             if self._device_send is None:
                 self._device_send = DeviceSend(
@@ -410,40 +412,40 @@ class Trainer:
         self._prepared.prepare(target, prove)
 
     def send_weights(self, *after: Any) -> Any:
-        """Sends this stage's weights, or to engines on devices all of them. All ranks of the stage,
-        or all there are, must call it, after `prepare_weights`.
+        """Sends this stage's weights, or all weights if engines share devices. All ranks of the
+        stage (all ranks of the trainer if devices are shared) must call it after `prepare_weights`.
 
         Args:
-            after: what must have been done before: results of other workers' calls, which are not
-                looked at.
+            after: results of other workers' calls that must finish first; their values are ignored.
 
         Returns:
-            On the stage's first rank what the engines are told; elsewhere None. To engines on
-            devices a list: of each that this rank speaks to.
+            On the stage's first rank the `Sender.end` result, which the engines verify; on others
+                None. If devices are shared, a list of these results for the engines whose handles
+                this rank collects.
         """
         if self._prepared is None:
             raise _nothing_prepared()
         return self._prepared.send()
 
     def send_own_weights(self, *after: Any) -> Any:
-        """Sends the experts that this rank owns, where it has sent nothing yet. Args: after: see
+        """Sends the experts that this rank owns, if it has not sent them yet. Args: after: see
         `send_weights`.
 
         Returns:
-            What the engines are told; None where there are none.
+            The `Sender.end` result, which the engines verify; None if there are no such experts.
         """
         if not isinstance(self._prepared, StageSend):
             raise _nothing_prepared()
         return self._prepared.send_own()
 
     def forget_weights(self) -> None:
-        """Removes what this rank left for the engines to fetch."""
+        """Removes data that this rank left for the engines to fetch."""
         if self._stage_send is not None:
             self._stage_send.forget()
 
     def own_tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of the policy's tensors that this rank is to write, by Hugging Face name.
-        All ranks must call it."""
+        """Returns shape and dtype of the policy's tensors that this rank will write, by Hugging
+        Face name. All ranks must call it."""
         self.onload(("parameters",))
         policy = self.policy
         finish_gather(policy.model)
@@ -451,7 +453,8 @@ class Trainer:
         return self._export.own()
 
     def write_tensors(self, entries: dict[str, Entry]) -> None:
-        """Writes them to where they go. All ranks must call it, after `own_tensors`.
+        """Writes the tensors of `own_tensors` into their files. All ranks must call it, after
+        `own_tensors`.
 
         Raises:
             UserError: they cannot be written.
@@ -463,19 +466,20 @@ class Trainer:
 
     @property
     def _moving_reference(self) -> list[nn.Module]:
-        """The reference's chunks where they change, and so belong into checkpoints; else none."""
+        """The reference's chunks if they are refreshed, and so belong in checkpoints; else an empty
+        list."""
         reference = self.policy.reference
         moves = self.config.model.reference_refresh_every is not None
         return reference.model if reference is not None and moves else []
 
     def place(self) -> str:
-        """Device of this rank, releases of its libraries, and a digest of the code; see
+        """Returns this rank's device, its library releases, and a digest of the code; see
         `computes_on`."""
         return self._computes_on
 
     def prove(self, share: RankShare, plan: MicroBatchPlan) -> RankProof:
-        """Log-probs of a canary and sums of tensors, which show what this rank holds. All ranks
-        must call it."""
+        """Returns log-probs of a canary batch and sums of tensors, which show the weights and state
+        that this rank holds. All ranks must call it."""
         self.onload(("parameters", "optimizer", "reference"))
         policy, moving = self.policy, self._moving_reference
         finish_gather(policy.model)
@@ -487,9 +491,9 @@ class Trainer:
         return RankProof(log_probs if policy.layout.last_stage else {}, *state_sums(policy, moving))
 
     def save(self, folder: str) -> None:
-        """Begins to write this rank's part of a checkpoint into an existing, empty folder, and
-        returns as soon as training may go on. All ranks must call it, and `finish_save` before the
-        next."""
+        """Begins to write this rank's part of a checkpoint into an existing, empty folder. Returns
+        as soon as training may continue. All ranks must call it, and `finish_save` before the next
+        `save`."""
         self.onload(("parameters", "optimizer", "reference"))
         policy = self.policy
         finish_gather(policy.model)
@@ -499,36 +503,36 @@ class Trainer:
 
     def saved(self) -> bool:
         """Returns True once this rank's part is written or has failed; `finish_save` then waits for
-        the others."""
+        the other ranks."""
         return self._saving is None or self._saving.written()
 
     def wait_saved(self) -> None:
-        """Waits until this rank's part is written, or failed to be."""
+        """Waits until this rank's part is written or has failed."""
         if self._saving is not None:
             self._saving.wait()
 
     def finish_save(self) -> dict[str, Sum]:
-        """Waits until all of the checkpoint is written. All ranks must call it.
+        """Waits until the whole checkpoint is written. All ranks must call it.
 
         Returns:
             Lengths and checksums of the files that this rank wrote, by name.
 
         Raises:
-            UserError: it could not be written.
+            UserError: the checkpoint could not be written.
         """
         saving, self._saving = self._saving, None
         return {} if saving is None else saving.finish()
 
     def verify(self, folder: str) -> None:
-        """Reads this rank's share of a checkpoint's tensor files. Raises DataError where one is not
-        as it was written; nothing is held against a checkpoint of an earlier release, which has no
-        checksums."""
+        """Verifies this rank's share of a checkpoint's tensor files. Raises DataError if a file
+        changed since it was written. A checkpoint of an earlier release has no checksums and always
+        passes."""
         sums, layout = read_manifest(Path(folder)) or {}, self.policy.layout
         mine = shares(tensors_of(sums), layout.world)[layout.rank]
         check_bytes(Path(folder), mine, self.config.checkpoint.writers)
 
     def load(self, folder: str) -> None:
-        """Continues from a checkpoint folder. All ranks must call it."""
+        """Resumes from a checkpoint folder. All ranks must call it."""
         self.onload()
         policy = self.policy
         checkpoint.load(
@@ -541,8 +545,7 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Drops a checkpoint that is not finished, and leaves the engines and the process
-        groups."""
+        """Drops an unfinished checkpoint, and leaves the engines and the process groups."""
         if self._saving is not None:
             self._saving.drop()
         if self._stage_send is not None:

@@ -1,1 +1,1 @@
-"""The sink: the interface of whatever takes down what a run reports."""
+"""Defines the sink, the interface of everything that records a run's reports."""

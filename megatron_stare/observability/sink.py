@@ -1,6 +1,7 @@
-"""Interface of the sinks, which take down what a run reports: files, terminals, services.
+"""Interface of sinks, which record what a run reports: files, terminals, services.
 
-`monitor.py` calls them; ours are in `sinks/`, a user's own is named by its dotted path.
+`monitor.py` calls them. Built-in sinks are in `sinks/`; a user's own sink is named by its dotted
+path.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.registry import Extension, resolve, settings_of
 
-if TYPE_CHECKING:  # imports torch, which `status` and `--help` need not
+if TYPE_CHECKING:  # imports torch, which `status` and `--help` do not need
     from megatron_stare.records.rollout_batch import RolloutBatch
 
 WHERE = "observability.sinks"
@@ -33,12 +34,12 @@ SINKS = {
 
 @dataclass(frozen=True)
 class Alert:
-    """Something the person should look into.
+    """A problem that the user should look into.
 
-    name: what it is, in words that hold while its values change.
-    text: what was measured, at the step it was last seen.
-    metric, value: the figure that tells it most directly, at that step; "" and NaN where no single
-    one does.
+    name: the problem, in words that stay true while its values change.
+    text: the measurement at the step at which it was last seen.
+    metric, value: the metric that shows it most directly, at that step; "" and NaN if no single
+    metric does.
     """
 
     name: str
@@ -50,7 +51,7 @@ class Alert:
     value: float = math.nan
 
     def announce(self) -> str:
-        """The line for a log: that it began, or that it is over."""
+        """Returns a line for a log about its beginning or end."""
         if not self.over:
             return f"step {self.first_step}: {self.text}"
         once = self.last_step == self.first_step
@@ -62,75 +63,76 @@ class Alert:
 
 @dataclass(frozen=True)
 class RunOutline:
-    """Which run it is. `dir` is the run directory, `config` the resolved configuration."""
+    """Identifies a run. `dir` is the run directory, `config` the resolved configuration."""
 
     dir: Path
     config: Config
 
 
 class Sink:
-    """Takes down what a run reports; every method but those that are wanted may be left as it is.
+    """Records what a run reports. Subclasses override only the methods they need.
 
-    Made with its settings alone, the keyword-only parameters of its constructor, as a run is
-    checked, and so by `--dry-run` too: nothing is opened before `start`. All calls come from the
-    driver's one thread. What `start` and `resume` raise ends the run before it costs anything.
-    Later, an error is told once and the run goes on, and so do the calls, since a full disk or a
-    lost network may pass; only if the sink is `essential` does it end the run.
+    A sink is constructed whenever a run is checked, so by `--dry-run` too; it must open nothing
+    before `start`. Its settings are the keyword-only parameters of its constructor. All calls come
+    from the driver's thread. An error in `start` or `resume` ends the run before it costs anything.
+    A later error is reported once, and the run and the calls continue, since a full disk or a lost
+    network may recover; only an `essential` sink's error ends the run.
     """
 
-    essential: ClassVar[bool] = False  # the run stops rather than go on without it
+    essential: ClassVar[bool] = False  # its errors end the run
 
     def start(self, run: RunOutline) -> None:
-        """A new run begins."""
+        """Begins a new run."""
 
     def resume(self, run: RunOutline, step: int, rows: Sequence[Mapping[str, float]]) -> None:
-        """In the place of `start`: a run is continued after `step`. Whatever was taken down of
-        later steps, and of evaluations after them, is to be dropped, for they are made again.
+        """Replaces `start` when a run resumes after `step`. Must drop all records of later steps
+        and of evaluations after them, because these are repeated.
 
         Args:
             step: 0 for a run that ended before its first checkpoint.
-            rows: the metrics of the steps that count, oldest first, each with its number under
+            rows: metrics of the steps up to `step`, oldest first, each with its number under
                 "step".
         """
         self.start(run)
 
     def step(self, step: int, metrics: Mapping[str, float], batch: RolloutBatch) -> None:
-        """A step is done: its metrics, and what it was trained on with `batch.trajectories`."""
+        """Receives a finished step: its metrics, and its training data with
+        `batch.trajectories`."""
 
     def alerts(self, changed: Sequence[Alert], active: Sequence[Alert]) -> None:
-        """After every step: the alerts that began or are over with it, and all that hold, with
-        their newest figures."""
+        """Receives, after every step, the alerts that began or ended with it, and all active alerts
+        with their newest values."""
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        """An evaluation is done; see evaluation/evaluate.py for the record."""
+        """Receives a finished evaluation; see evaluation/evaluate.py for the record."""
 
     def note(self, text: str) -> None:
-        """A remark for the person who watches."""
+        """Receives a remark for the user."""
 
     def begin_phase(self, name: str) -> None:
-        """A phase begins: start, rollout, log_probs, update, sync, eval or checkpoint. They may be
-        nested."""
+        """Begins a phase: start, rollout, log_probs, update, sync, eval or checkpoint. Phases may
+        be nested."""
 
     def end_phase(self, name: str) -> None:
-        """The innermost phase is over, or has failed."""
+        """Ends the innermost phase, which may have failed."""
 
     def progress(self, done: int, total: int) -> None:
-        """Responses finished, of those wanted in this phase."""
+        """Receives the number of finished responses, and of those wanted in this phase."""
 
     def finish(self, run: RunOutline) -> None:
-        """The run has made all its steps. The only call for a run that `--resume` finds
+        """Ends a run that has made all its steps. The only call for a run that `--resume` finds
         finished."""
 
     def close(self) -> None:
-        """Ends it, however the run ended and also after a `start` that failed."""
+        """Closes the sink, however the run ended, and even after a failed `start`."""
 
 
 def make_sinks(listed: Sequence[Extension | str]) -> dict[str, Sink]:
-    """The sinks of these names or dotted paths, with their settings.
+    """Makes the sinks of these names or dotted paths, with their settings.
 
     Raises:
-        ConfigError: there is none, it is not a Sink, it cannot be made, a setting is wrong, a
-            package that it needs is not installed, or none of them keeps a run's record.
+        ConfigError: a sink does not exist, is no Sink, cannot be constructed, has a wrong setting,
+            or needs a package that is not installed; or no sink keeps the run's record.
     """
     sinks: dict[str, Sink] = {}
     for extension in map(Extension.read, listed):
@@ -143,7 +145,7 @@ def make_sinks(listed: Sequence[Extension | str]) -> dict[str, Sink]:
             sinks[name] = kind(**settings)
         except UserError:
             raise
-        except Exception as error:  # whatever a user's class raises
+        except Exception as error:  # any error of a user's class
             raise ConfigError(
                 f"{name!r} cannot be made: {type(error).__name__}: {error}", where=WHERE
             ) from error

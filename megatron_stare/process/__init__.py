@@ -1,2 +1,2 @@
-"""One operating-system process and its surroundings: signals, time limit, addresses, memory, what
-is installed."""
+"""Handles one operating-system process and its surroundings: signals, time limit, addresses,
+memory, installed packages."""

@@ -1,15 +1,15 @@
-"""Signals as an orderly end: the main thread takes them, the driver's thread ends where it looks
-for them.
+"""Turns signals into an orderly end: the main thread receives them, and the driver's thread stops
+where it polls.
 
-`on_driver_thread` runs a command on a thread of its own. A signal raises nothing by itself: the
-main thread notes it, and the driver's thread raises KeyboardInterrupt at its next `poll`. So no
-signal is lost in a destructor, in a library's lock or in Ray's start, and none cuts short what
-closes processes down.
+`on_driver_thread` runs a command on a separate thread. A signal raises nothing immediately: the
+main thread records it, and the driver's thread raises KeyboardInterrupt at its next `poll`. So no
+signal is lost in a destructor, a library's lock or Ray's start, and none interrupts the shutdown of
+processes.
 
-The first SIGINT or SIGTERM ends a run that makes steps after the update under way, so that its last
-whole step can be saved, or at once while responses are sampled; SIGUSR1 ends it after the step.
-There is a limit (`makes_steps`), after which the run ends wherever it polls. A second Ctrl-C ends
-the process and what it started at once, without saving.
+The first SIGINT or SIGTERM ends a run that makes steps after the current update, so that its last
+whole step can be saved, or at once while responses are sampled. SIGUSR1 ends the run after the
+step. After a time limit (`makes_steps`) the run ends wherever it polls. A second Ctrl-C ends the
+process and everything it started at once, without saving.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 AFTER_STEP = signal.SIGUSR1
 DRIVER = "driver"  # name of the thread that runs the command
-GUARD_S = 0.02  # between two times that handlers are put back while Ray starts
-TICK_S = 0.2  # between two looks for a signal, of what cannot be woken by one
+GUARD_S = 0.02  # between restorations of the handlers while Ray starts
+TICK_S = 0.2  # between checks for a signal in waits that a signal cannot wake
 # seconds after a signal until the driver's thread must poll; Slurm kills 30 s after SIGTERM
 UNHEARD_S = 20.0
-# A second SIGINT within this time counts as the first: launchers forward a signal that their group
-# has had too.
+# A second SIGINT within this time counts as the first: a launcher may forward a signal that its
+# process group also received.
 SAME_S = 0.5
-KILLED_S = 1.0  # for killed processes to go
-# Exit code of a run that was told to end, or was out of time, and can be resumed: EX_TEMPFAIL
+KILLED_S = 1.0  # for killed processes to disappear
+# Exit code of a run that was told to end, or ran out of time, and can be resumed: EX_TEMPFAIL
 TO_BE_CONTINUED = 75
-# modules whose processes end with their starter, and clean up after it
+# modules whose processes clean up and exit by themselves when their parent ends
 LEAVE_BY_THEMSELVES = (
     "megatron_stare.hangs.watcher",
     "megatron_stare.rollout.engines.sglang.serve",
@@ -59,62 +59,63 @@ LEAVE_BY_THEMSELVES = (
 
 @dataclass(frozen=True)
 class Standing:
-    """How far a run got."""
+    """Progress that a run has made."""
 
     run_dir: Path
-    step: int  # the last that was finished; 0: none
-    steps: int  # that the run has
-    checkpoint: int | None  # the step of the newest complete one
+    step: int  # the last finished step; 0: none
+    steps: int  # number of the run's steps
+    checkpoint: int | None  # step of the newest complete checkpoint
 
 
 class Interruption:
-    """The signal that ends this command, if any, and where the command may be ended now.
+    """The signal that ends this command, if any, and the points at which the command may end.
 
-    Fields without an underscore are read anywhere; the lock orders what both threads decide on.
+    Fields without an underscore may be read from any thread; the lock protects what both threads
+    change.
     """
 
     def __init__(self, driver: threading.Thread | None = None) -> None:
-        self.number: int | None = None  # of the signal that counts
+        self.number: int | None = None  # of the signal that applies
         self.time_is_up = False  # the run ended by itself because of --stop-after
-        self.standing: Standing | None = None  # filled in as the run closes, where there was one
-        self.grace_s: float | None = None  # of a run that makes steps; None: every signal may raise
-        self.deadline: float | None = None  # by time.monotonic, of what is done before closing
+        self.standing: Standing | None = None  # set when the run closes; None if there was no run
+        self.grace_s: float | None = None  # set while the run makes steps; None: all signals raise
+        self.deadline: float | None = None  # end of the work before closing, time.monotonic
         self.raised = False
-        self.gave_up = False  # the update under way did not end in time
-        self._driver = driver  # the thread that polls; None: nobody takes signals
+        self.gave_up = False  # the current update did not end in time
+        self._driver = driver  # the thread that polls; None: no signals are handled
         self._lock = threading.Lock()
-        self._open_to: set[int] = set()  # signals that may raise now, though steps are made
-        self._closing = 0  # how many `uninterrupted` are open
-        # deadline (time.monotonic) by which the driver's thread has to poll
+        self._open_to: set[int] = set()  # signals that may raise now although steps are made
+        self._closing = 0  # number of open `uninterrupted` contexts
+        # deadline (time.monotonic) by which the driver's thread must poll
         self._heard_by: float | None = None
-        # ends the event loop of the driver's thread; None: it has none
+        # stops the event loop of the driver's thread; None: there is no loop
         self._cancel: Callable[[], None] | None = None
-        self.stands: Callable[[], Standing | None] = lambda: None  # asked by a sudden end
-        self.folders: list[Path] = []  # that a sudden end removes
+        self.stands: Callable[[], Standing | None] = lambda: None  # called by a sudden end
+        self.folders: list[Path] = []  # removed by a sudden end
         self._taken_at = 0.0
-        self._guarding = False  # handlers are put back again and again
-        self._put_back = threading.Event()  # they were, since the guard ended
-        self.wake: Callable[[], None] = lambda: None  # has the main thread look
+        self._guarding = False  # handlers are restored repeatedly
+        self._put_back = threading.Event()  # set once handlers are restored after the guard
+        self.wake: Callable[[], None] = lambda: None  # wakes the main thread
 
     @property
     def exit_code(self) -> int:
-        """Exit code of a run that this ended."""
+        """Exit code of a run that this signal or --stop-after ended."""
         if self.time_is_up or (
             self.number == AFTER_STEP and self.standing is not None and not self.gave_up
         ):
             return TO_BE_CONTINUED
         return 128 + (self.number or signal.SIGINT)
 
-    # of the main thread
+    # methods for the main thread
 
     def take(self, number: int) -> bool:
-        """Notes a signal. Returns whether the process is to end at once."""
+        """Records a signal. Returns True if the process must end at once."""
         name = signal.Signals(number).name
         with self._lock:
             # cancels the alarm of Ray's core, which would abort three seconds after a signal
             signal.alarm(0)
             now, before = time.monotonic(), self.number
-            # whoever waits for a step to end may be in a hurry after all
+            # a user who waits for the step to end may become impatient
             hurries = before == AFTER_STEP and number != AFTER_STEP and not self.raised
             if before is not None and not hurries:
                 if number == signal.SIGINT and now > self._taken_at + SAME_S:
@@ -137,11 +138,11 @@ class Interruption:
             return False
 
     def look(self) -> float | None:
-        """Does what is due now. Returns seconds until this is to be called again; None: when a
-        signal comes.
+        """Performs actions that are due. Returns seconds until the next call; None: call again at
+        the next signal.
 
         Raises:
-            TimeoutError: the driver's thread cannot be told to end.
+            TimeoutError: the driver's thread does not poll.
         """
         with self._lock:
             if self._guarding:
@@ -159,12 +160,12 @@ class Interruption:
             return TICK_S
 
     def _look(self) -> None:
-        """Wakes the driver's thread and sets its limit, if the signal may raise now."""
+        """Wakes the driver's thread and sets its deadline, if the signal may raise now."""
         if not self._may_raise():
             self._heard_by = None
             return
         if self._heard_by is None:
-            # what is open to it may be deaf for as long as an update would have had
+            # code that is open to the signal may run without polling for as long as an update
             self._heard_by = (
                 max(time.monotonic(), 0.0 if self.gave_up else self.deadline or 0.0) + UNHEARD_S
             )
@@ -177,12 +178,12 @@ class Interruption:
         return self.grace_s is None or self.number in self._open_to or self.gave_up
 
     def last_words(self) -> Standing | None:
-        """How far the run got, as far as can be told while it is under way."""
+        """Returns how far the run got, if this can be determined while it runs."""
         with contextlib.suppress(Exception):
             return self.standing or self.stands()
         return None
 
-    # of the driver's thread
+    # methods for the driver's thread
 
     @property
     def drives(self) -> bool:
@@ -190,7 +191,7 @@ class Interruption:
         return self._driver is threading.current_thread()
 
     def poll(self) -> None:
-        """See the function of this name."""
+        """See the function `poll`."""
         if self.number is None or not self.drives:
             return
         with self._lock:
@@ -200,26 +201,26 @@ class Interruption:
         raise KeyboardInterrupt
 
     def guard(self, on: bool) -> None:
-        """Has the main thread put its handlers back: again and again from here on, or once more and
-        then no longer."""
+        """Makes the main thread restore its handlers: repeatedly from now on if `on`, else once
+        more."""
         self._put_back.clear()
         self._guarding = on
         self.wake()
         self._put_back.wait(UNHEARD_S)
 
     def put_back(self, handlers: Mapping[int, Any]) -> None:
-        """Puts these handlers in the place of whatever is there, on the main thread."""
+        """Installs these handlers in place of the current ones; on the main thread."""
         for number, handler in handlers.items():
             signal.signal(number, handler)
         self._put_back.set()
 
     def open_to(self, numbers: Sequence[int]) -> None:
-        """Lets these signals raise, and no others."""
+        """Allows these signals to raise, and no others."""
         with self._lock:
             self._open_to = set(numbers)
 
     def closing(self, by: int) -> None:
-        """Counts what must not be cut short."""
+        """Counts sections that must not be interrupted."""
         with self._lock:
             self._closing += by
 
@@ -227,7 +228,8 @@ class Interruption:
     def cancelling(
         self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]
     ) -> Iterator[None]:
-        """While open, a signal that may raise cancels the task, and raises when that has ended."""
+        """While open, a signal that may raise cancels the task; KeyboardInterrupt follows when the
+        task has ended."""
         told = False
 
         def cancel() -> None:
@@ -254,19 +256,19 @@ _current = Interruption()
 def on_driver_thread(
     body: Callable[[Interruption], int], last_words: Callable[[Interruption], str]
 ) -> int:
-    """Runs a command on a thread of its own while the main thread, which calls this, takes SIGINT,
-    SIGTERM and SIGUSR1.
+    """Runs a command on a separate thread while the calling main thread handles SIGINT, SIGTERM and
+    SIGUSR1.
 
-    A signal that is ignored (nohup, a shell's `&`) stays ignored. On another thread than the main
-    one the command is run right here, and no signal is taken.
+    An ignored signal (nohup, a shell's `&`) stays ignored. If the caller is not the main thread,
+    the command runs on the caller's thread and no signal is handled.
 
     Args:
-        body: the command; KeyboardInterrupt comes to it where it polls. Returns the exit code.
-        last_words: printed when a second Ctrl-C, or a driver's thread that does not poll, ends the
-            process at once.
+        body: the command; receives KeyboardInterrupt where it polls. Returns the exit code.
+        last_words: returns the message to print when the process ends at once, after a second
+            Ctrl-C or because the driver's thread does not poll.
 
     Raises:
-        BaseException: what the command raised.
+        BaseException: the exception that the command raised.
     """
     global _current
     if threading.current_thread() is not threading.main_thread():
@@ -328,15 +330,14 @@ def on_driver_thread(
 
 
 def _written(pipe: int) -> None:
-    with contextlib.suppress(BlockingIOError):  # it is full, and so wakes already
+    with contextlib.suppress(BlockingIOError):  # a full pipe wakes the reader anyway
         os.write(pipe, b"\0")
 
 
 @contextlib.contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Keeps the handlers of signals, while open and after. Ray's core puts a handler of SIGTERM in
-    their place as it starts, which prints where every thread is; Ray in a main thread sets one
-    more."""
+    """Keeps this process's signal handlers while Ray starts. Ray's core replaces the handler of
+    SIGTERM with one that prints every thread's stack, and Ray on a main thread sets another."""
     if _current.drives:
         _current.guard(True)
         try:
@@ -354,26 +355,26 @@ def handlers_kept() -> Iterator[None]:
 
 
 def _end_at_once(interruption: Interruption, last_words: Callable[[Interruption], str]) -> None:
-    """Ends this process and what it has started, whatever they are at."""
+    """Kills all child processes and ends this process, whatever they are doing."""
     interruption.gave_up = True
     started = _below(psutil.Process())
-    for process in started:  # from the top: Ray's agent starts a worker again that has ended
+    for process in started:  # top down: Ray's agent restarts a worker that has ended
         with contextlib.suppress(psutil.Error):
             process.kill()
     psutil.wait_procs(started, timeout=KILLED_S)
     for folder in interruption.folders:
         shutil.rmtree(folder, ignore_errors=True)
-    # asked last, because the driver's thread goes on until os._exit
+    # last, because the driver's thread continues until os._exit
     interruption.standing = interruption.last_words()
     if os.isatty(1):
-        os.write(1, b"\x1b[?25h\n")  # the cursor, which the live panel hides
+        os.write(1, b"\x1b[?25h\n")  # shows the cursor, which the live panel hides
     with contextlib.suppress(Exception):
         _say(last_words(interruption))
     os._exit(128 + (interruption.number or signal.SIGINT))
 
 
 def _below(process: psutil.Process) -> list[psutil.Process]:
-    """Everything that a process has started, from the top, without what ends with its starter."""
+    """Returns all descendants of a process, top down, except those that exit with their parent."""
     found, ahead = [], deque([process])
     while ahead:
         with contextlib.suppress(psutil.Error):
@@ -386,20 +387,22 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 
 
 def poll() -> None:
-    """Raises KeyboardInterrupt where a signal came that may end the command here. Costs next to
-    nothing otherwise; does nothing on another thread than the driver's."""
+    """Raises KeyboardInterrupt if a signal came that may end the command here.
+
+    Otherwise costs almost nothing; does nothing on other threads than the driver's.
+    """
     _current.poll()
 
 
 def raise_if_received() -> None:
-    """Raises KeyboardInterrupt where a signal came, whatever the run is at."""
+    """Raises KeyboardInterrupt if any signal came, whatever the run is doing."""
     if _current.number is not None and _current.drives:
         _current.raised = True
         raise KeyboardInterrupt
 
 
 def pause(seconds: float) -> None:
-    """Sleeps; polls meanwhile."""
+    """Sleeps, polling meanwhile."""
     until = time.monotonic() + seconds
     poll()
     while (left := until - time.monotonic()) > 0:
@@ -408,7 +411,7 @@ def pause(seconds: float) -> None:
 
 
 def wait_for(future: Future[T]) -> T:
-    """Returns the future's result, or raises its error; polls meanwhile."""
+    """Returns the future's result or raises its error; polls meanwhile."""
     poll()
     while not wait([future], timeout=TICK_S).done:
         poll()
@@ -416,19 +419,19 @@ def wait_for(future: Future[T]) -> T:
 
 
 def makes_steps(grace_s: float | None) -> None:
-    """From here on a signal raises where the state is that of a whole step.
+    """From this call on, signals raise only where the state is that of a whole step.
 
     Args:
-        grace_s: from SIGINT or SIGTERM on, seconds until the run ends wherever it polls; None: it
-            does at once again.
+        grace_s: seconds after SIGINT or SIGTERM until the run ends wherever it polls; None: signals
+            raise at once again.
     """
     _current.grace_s = grace_s
 
 
 @contextlib.contextmanager
 def open_to(*numbers: int) -> Iterator[None]:
-    """While open, these signals raise though steps are made; one that came before raises at
-    once."""
+    """Lets these signals raise while open, although the run makes steps; a signal received before
+    raises at once."""
     _current.open_to(numbers)
     try:
         poll()
@@ -439,7 +442,8 @@ def open_to(*numbers: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """While open, signals are announced and raise nothing: for what closes processes down."""
+    """Defers signals while open: they are announced but raise nothing. For code that shuts
+    processes down."""
     _current.closing(1)
     try:
         yield
@@ -448,48 +452,49 @@ def uninterrupted() -> Iterator[None]:
 
 
 def is_asked_to_end() -> bool:
-    """Returns whether a signal came: what would only serve another step need not be done."""
+    """Returns True if a signal came, so that work for another step can be skipped."""
     return _current.number is not None
 
 
 def is_to_be_saved() -> bool:
-    """Returns whether the run, which a signal or --stop-after closes, stands where its state is
-    that of a whole step."""
+    """Returns True if a signal or --stop-after ends the run and its state is that of a whole
+    step."""
     asked = _current.time_is_up or _current.number is not None
     return asked and _current.grace_s is not None and not _current.gave_up
 
 
 def seconds_left() -> float | None:
-    """For what is still done before closing; None: there is no limit."""
+    """Returns the seconds left for work before closing; None: no limit."""
     return None if _current.deadline is None else max(_current.deadline - time.monotonic(), 0.1)
 
 
 def end_for_time() -> None:
-    """Raises KeyboardInterrupt: the run has no time for another step."""
+    """Raises KeyboardInterrupt because the run has no time for another step."""
     _current.time_is_up = True
     raise KeyboardInterrupt
 
 
 def stopped_at(standing: Standing) -> None:
-    """Notes how far the run that is being interrupted got."""
+    """Records how far the interrupted run got."""
     _current.standing = standing
 
 
 def stands_at(ask: Callable[[], Standing | None]) -> None:
-    """Has a sudden end ask this, on another thread, how far the run got."""
+    """Sets the function that a sudden end calls, on another thread, to learn how far the run
+    got."""
     _current.stands = ask
 
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Gives a temporary folder, which a sudden end removes as well."""
+    """Creates a temporary folder, which a sudden end removes too."""
     with tempfile.TemporaryDirectory() as name:
         _current.folders.append(Path(name))
         yield Path(name)
 
 
 class ClosingStack(contextlib.ExitStack):
-    """An ExitStack that no signal cuts short."""
+    """An ExitStack that no signal interrupts."""
 
     def __exit__(self, *exception: object) -> bool:
         with uninterrupted():
@@ -497,8 +502,8 @@ class ClosingStack(contextlib.ExitStack):
 
 
 def run_whole(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Runs the coroutine that is made to its end, as asyncio.run does. Interrupted as `run_on` is,
-    but leaves nothing under way."""
+    """Runs a coroutine to its end, like asyncio.run, and leaves no task behind. Signals act as in
+    `run_on`."""
     loop = asyncio.new_event_loop()
     try:
         return run_on(loop, make)
@@ -514,9 +519,10 @@ def run_whole(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 def run_on(loop: asyncio.AbstractEventLoop, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Returns the result of the coroutine that is made, in a loop that stays.
+    """Runs a coroutine in an existing loop and returns its result.
 
-    A signal that may raise cancels the coroutine, and raises when that has ended.
+    A signal that may raise cancels the coroutine; KeyboardInterrupt follows when the coroutine has
+    ended.
     """
     if not _current.drives:
         return loop.run_until_complete(make())
@@ -532,13 +538,13 @@ def what_now(
     options: Sequence[str],
     ended: str | None = None,
 ) -> str:
-    """Message on where the run stopped and how it goes on; two lines.
+    """Formats two lines: where the run stopped, and the command that continues it.
 
     Args:
-        ended: how, in a word or two; None: by the signal, or by --stop-after.
-        command: that starts the run, up to its overrides, without run.dir where the run had a
+        ended: how the run ended, in a few words; None: by the signal or --stop-after.
+        command: command that starts the run, up to its overrides; without run.dir if the run had a
             directory.
-        options: that follow, without --resume where the run had a directory.
+        options: options after the overrides; without --resume if the run had a directory.
     """
     begun = ended or f"interrupted ({signal.Signals(interruption.number or signal.SIGINT).name})"
     if interruption.time_is_up:

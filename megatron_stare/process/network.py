@@ -1,5 +1,4 @@
-"""Network of a machine, as a run needs it: the address of an interface, ports that are free, and
-what listens."""
+"""Finds interface addresses, free ports and listeners on a machine."""
 
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ from megatron_stare.errors import ConfigError
 
 LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
 CONNECT_S = 10.0
-TRIED = 100  # ports of a range, before it is taken for full
+TRIED = 100  # ports tried before a range counts as full
 
 
 def interface_address(name: str) -> str:
-    """The IPv4 address of a network interface of this machine.
+    """Returns the IPv4 address of a network interface of this machine.
 
     Raises:
-        ConfigError: there is no such interface, or it has none.
+        ConfigError: the interface does not exist, or has no IPv4 address.
     """
     found = psutil.net_if_addrs()
     for address in found.get(name, ()):
@@ -36,7 +35,8 @@ def interface_address(name: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the network interface of this machine that has an IPv4 address; None: none has."""
+    """Returns the name of this machine's network interface with an IPv4 address; None if there is
+    none."""
     for name, found in sorted(psutil.net_if_addrs().items()):
         if any(each.family == socket.AF_INET and each.address == address for each in found):
             return name
@@ -44,8 +44,7 @@ def interface_of(address: str) -> str | None:
 
 
 def require_own_address(host: str, where: str) -> None:
-    """Raises ConfigError, of the setting `where`, for an address that this machine does not
-    have."""
+    """Raises ConfigError, naming the setting `where`, if this machine does not have the address."""
     try:
         with socket.socket() as probe:
             probe.bind((host, 0))
@@ -68,11 +67,11 @@ def require_own_address(host: str, where: str) -> None:
 
 
 def free_port(host: str, ports: Sequence[int]) -> int:
-    """A TCP port of an address of this machine that is free now, one of those given, drawn at
-    random; 0 stands for any.
+    """Returns a free TCP port of this machine's address `host`, drawn at random from `ports`; 0
+    means any port.
 
     Raises:
-        ConfigError: none of them can be listened on.
+        ConfigError: none of the ports can be listened on.
     """
     for port in random.SystemRandom().sample(ports, min(TRIED, len(ports))):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -90,12 +89,12 @@ def free_port(host: str, ports: Sequence[int]) -> int:
 
 
 class Listener:
-    """Listener at a host:port, somewhere on the network.
+    """A listener at a host:port on the network.
 
     Args:
-        address: without a port, or with one that is no number, nothing is known of it, and it
-            counts as there.
-        own: another address of this machine, which is tried too where the host is this machine.
+        address: host:port. Without a port, or if the port is no number, it cannot be checked and
+            counts as listening.
+        own: another address of this machine, tried too if the host is this machine.
     """
 
     def __init__(self, address: str, own: str) -> None:
@@ -108,10 +107,10 @@ class Listener:
         self._hosts = (
             [] if not known else [host, own] if host in ("localhost", LOOPBACK) else [host]
         )
-        self._there = time.monotonic()  # when it was, last
+        self._there = time.monotonic()  # last time that it was reachable
 
     def missing(self, timeout_s: float = CONNECT_S) -> Exception | None:
-        """Why no connection is made now; None: one is."""
+        """Returns the reason if no connection can be made now; None if it can."""
         reason: Exception | None = None
         for host in self._hosts:
             try:
@@ -125,11 +124,11 @@ class Listener:
         return reason
 
     def require(self, what: str, where: str, fix: str) -> None:
-        """Raises ConfigError, which begins with `what`, where nothing listens there."""
+        """Raises ConfigError, starting with `what`, if nothing listens there."""
         if (reason := self.missing()) is not None:
             why = getattr(reason, "strerror", None) or reason
             raise ConfigError(f"{what} {self.address}: {why}", where=where, fix=fix)
 
     def gone(self, after_s: float, timeout_s: float) -> bool:
-        """Tells whether nothing listens now, nor has for `after_s` seconds."""
+        """Returns True if nothing listens now, and nothing has for `after_s` seconds."""
         return self.missing(timeout_s) is not None and time.monotonic() - self._there > after_s

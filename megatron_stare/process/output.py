@@ -1,8 +1,8 @@
-"""Files of a run that keep what its workers print, beside its other results.
+"""Keeps the output of a run's workers in files beside its other results.
 
-Ray's own files lie in each node's /tmp and end with the node. The driver names a folder of the run
-directory; every rank and engine that Ray hosts then appends its stdout and stderr to a file of its
-own there, and an engine leaves the end of its server's log when that server ends.
+Ray keeps its own files in each node's /tmp, where they vanish with the node. The driver names a
+folder in the run directory. Every rank and engine that Ray hosts appends its stdout and stderr to
+its own file there. When an engine's server ends, the engine adds the end of the server's log.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-FOLDER = "MEGATRON_STARE_OUTPUT"  # the variable that workers find the folder in
+FOLDER = "MEGATRON_STARE_OUTPUT"  # environment variable with the folder, for workers
 TAIL_BYTES = 1 << 20  # of a server's log
 
 
 @contextlib.contextmanager
 def kept_output(folder: Path) -> Iterator[None]:
-    """Has workers that are started while this is open keep their output in the folder."""
+    """Makes workers that start while this is open keep their output in the folder."""
     before = os.environ.get(FOLDER)
     os.environ[FOLDER] = str(folder.resolve())
     try:
@@ -44,8 +44,8 @@ def keep_own_output(role: str) -> Path | None:
         role: names the file: "training ranks 3" is written to training_ranks_3.log.
 
     Returns:
-        The file; None if there is no folder, or this node cannot write to it: the output then goes
-        where it went before.
+        The file; None if there is no folder, or this node cannot write to it. The output then stays
+            where it was.
     """
     file = _file(role)
     if file is None:
@@ -63,7 +63,7 @@ def keep_own_output(role: str) -> Path | None:
 
 
 def leave_tail(role: str, said: str) -> None:
-    """Appends the end of a log to the file of a role, if there is a folder."""
+    """Appends the end of a log to a role's file, if there is a folder."""
     if (file := _file(role)) is not None:
         with contextlib.suppress(OSError), file.open("ab") as log:
             log.write(said.encode(errors="replace")[-TAIL_BYTES:])

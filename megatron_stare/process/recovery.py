@@ -1,9 +1,9 @@
-"""How often a run is started again after a loss, and when; and the file in its directory that says
-so of each time.
+"""Decides how often and when a run restarts after a loss, and records each restart in the run
+directory.
 
-For the driver, which opens a run again when it has lost a worker, and for the supervisor
-(supervision.py), which starts the driver again. So nothing here may import what a run computes
-with.
+Used by the driver, which reopens a run after losing a worker, and by the supervisor
+(supervision.py), which restarts the driver. This module must therefore not import anything that a
+run computes with.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-# one line for every restart after a loss, with its reason
+# one line per restart after a loss, with the reason
 RESTARTS_FILE = "restarts.jsonl"
 
 
 @dataclass(frozen=True)
 class RecoveryRule:
-    """The section `faults.run` of the configuration, which explains it."""
+    """The settings of `faults.run`; documented in the configuration."""
 
     attempts: int = 3
     window_steps: int = 10
@@ -30,8 +30,8 @@ class RecoveryRule:
 
     @classmethod
     def of(cls, section: Any) -> RecoveryRule:
-        """Rule of a section: its model, or what was read of a config.yaml. Fields left out keep
-        their defaults."""
+        """Makes the rule from a section: its model, or a dict read from a config.yaml. Missing
+        fields keep their defaults."""
         values = section if isinstance(section, dict) else vars(section)
         return cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
 
@@ -39,24 +39,24 @@ class RecoveryRule:
 class Attempts:
     """The restarts of one run, as one process counts them.
 
-    A restart counts until the run has come `window_steps` steps beyond the furthest it had come
-    before it. Steps that are only made again are no progress: a run that always dies before its
-    next checkpoint ends.
+    A restart stops counting once the run is `window_steps` steps beyond the furthest step before
+    that restart. Repeated steps are no progress, so a run that always dies before its next
+    checkpoint ends.
     """
 
     def __init__(self, rule: RecoveryRule) -> None:
         self.rule = rule
-        self.furthest = 0  # the last step of all before a loss
-        self._reached: list[int] = []  # the furthest step at each restart that counts
+        self.furthest = 0  # the furthest step before any loss
+        self._reached: list[int] = []  # the furthest step at each counting restart
 
     @property
     def counting(self) -> int:
-        """Restarts that count now."""
+        """Number of restarts that count now."""
         return len(self._reached)
 
     def lost(self, step: int) -> float | None:
-        """The run was lost after so many steps. Seconds until it is started again, which then
-        counts as one more restart; None: it is not."""
+        """Records that the run was lost after `step`. Returns seconds until its restart, which
+        counts from then on; None: no restart."""
         rule = self.rule
         self.furthest = max(self.furthest, step)
         self._reached = [
@@ -70,13 +70,12 @@ class Attempts:
 
 
 def note_restart(run_dir: Path, by: str, why: str, step: int, wait_s: float) -> None:
-    """Adds a line to the run's restarts.jsonl; on disk, as far as this process goes, when it
-    returns.
+    """Adds a line to the run's restarts.jsonl; this process has written it when the call returns.
 
     Args:
-        by: driver, or supervisor.
-        step: the last that was finished.
-        wait_s: until the start, seconds.
+        by: driver or supervisor.
+        step: last finished step.
+        wait_s: seconds until the restart.
     """
     record = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -94,7 +93,7 @@ def note_restart(run_dir: Path, by: str, why: str, step: int, wait_s: float) -> 
 
 
 def restarts_of(run_dir: Path) -> int:
-    """How often a run was started again after a loss."""
+    """Returns how often a run was restarted after a loss."""
     try:
         return (run_dir / RESTARTS_FILE).read_bytes().count(b"\n")
     except FileNotFoundError:

@@ -1,8 +1,7 @@
-"""Files that come with the project besides its code: `configs/`, `assets/` and `tools/`.
+"""Finds files that ship with the project besides its code: `configs/`, `assets/` and `tools/`.
 
-In a checkout they lie beside the package; a wheel carries them inside it, in `share/` (setup.py
-copies them there). A config that ships names its files relative to where it ships, so that it works
-from any folder.
+In a checkout they are beside the package; a wheel contains them in its `share/` (setup.py copies
+them there). Shipped configs name files relative to that place, so they work from any folder.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SHARE = _PACKAGE / "share"
-# the repository's folder; None where a wheel was installed
+# the repository's folder; None if installed from a wheel
 CHECKOUT = None if _SHARE.is_dir() else _PACKAGE.parent
 SHIPPED = CHECKOUT or _SHARE
 
@@ -30,8 +29,8 @@ _PATHS = (("model", "path"), ("model", "reference_path"), ("data", "path"), ("da
 
 
 def find_config(path: str | Path, beside: str | Path = ".") -> Path:
-    """`path` where there is such a file, seen from the folder `beside`; else the config that ships
-    under this name, with or without `configs/` before it."""
+    """Returns `path`, relative to `beside`, if that file exists; else the shipped config of this
+    name, with or without `configs/` in front."""
     here = Path(beside) / path
     for folder in (SHIPPED, SHIPPED / "configs"):
         shipped = (folder / path).resolve()
@@ -41,8 +40,7 @@ def find_config(path: str | Path, beside: str | Path = ".") -> Path:
 
 
 def resolve_paths(path: Path, tree: dict[str, Any]) -> None:
-    """Makes what a config that ships names, and what ships with it, absolute; leaves a user's
-    config as it is.
+    """Makes a shipped config's paths to shipped files absolute; does not change a user's config.
 
     Args:
         path: the config's file.
@@ -61,7 +59,8 @@ def resolve_paths(path: Path, tree: dict[str, Any]) -> None:
 
 
 def tool(name: str) -> Path:
-    """The script of one of TOOLS. It is to be run as one: it imports what lies beside it."""
+    """Returns the script of one of TOOLS. Run it as a script, because it imports files beside
+    it."""
     return SHIPPED / "tools" / f"{name}.py"
 
 

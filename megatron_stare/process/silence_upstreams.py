@@ -1,5 +1,5 @@
-"""Silences known harmless messages of upstreams, at import and in normal use; here and nowhere
-else."""
+"""Silences known harmless messages of upstreams, at import and in normal use; no other module
+does."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import logging
 import os
 import warnings
 
-# deprecations between megatron-core and torch, matched by the message's start: torch blames whoever
-# called
+# deprecations between megatron-core and torch, matched by the message's start, because torch
+# attributes them to the caller
 DEPRECATIONS = (
     r"`torch\.distributed\.\w+` is deprecated",
     r"`load_state_dict` is deprecated",
     r"Please use DTensor instead and we are deprecating ShardedTensor",
 )
-# torch's warnings in every process when megatron-core 0.19 reads non-tensors of a checkpoint,
-# through an older interface
+# torch's warnings in every process when megatron-core 0.19 reads a checkpoint's non-tensors through
+# an older interface
 OF_A_RESUME = (
     (
         r"torch\.distributed is disabled, unavailable or uninitialized, assuming the intent is to"
@@ -23,8 +23,8 @@ OF_A_RESUME = (
     ),
     r"The argument order of load has been changed",
 )
-# By logging module: notes of megatron-core 0.19, and of torch as it imports it, on interfaces that
-# are used here on purpose (docs/decisions.md says why).
+# By logging module: notes of megatron-core 0.19, and of torch when megatron-core imports it, about
+# interfaces that are used here on purpose (docs/decisions.md gives the reasons).
 LOGGED = {
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.core.distributed.distributed_data_parallel": (
@@ -37,11 +37,12 @@ LOGGED = {
 
 
 def quiet_upstreams() -> None:
-    """Silences upstreams in this process, before it imports them; processes that are forked from it
-    inherit that.
+    """Silences upstreams in this process, before it imports them; forked processes inherit the
+    filters.
 
-    megatron-core says at import what it does without CUDA libraries, and later what would be faster
-    with them; README says it once. transformers draws bars over files that take a blink.
+    megatron-core reports at import what it does without CUDA libraries, and later what would be
+    faster with them; README reports it once. transformers draws progress bars even for files that
+    load instantly.
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
@@ -54,7 +55,7 @@ def quiet_upstreams() -> None:
 
 
 class _Without(logging.Filter):
-    """Drops messages that begin in one way."""
+    """Drops messages that start with a given text."""
 
     def __init__(self, start: str) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ class _Without(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(self._start)
 
-    def __eq__(self, other: object) -> bool:  # a filter that is there already is not added again
+    def __eq__(self, other: object) -> bool:  # so that the same filter is not added twice
         return isinstance(other, _Without) and other._start == self._start
 
     def __hash__(self) -> int:

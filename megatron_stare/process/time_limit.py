@@ -1,5 +1,5 @@
-"""`--stop-after`: how long a run may take, and whether one more step, and the save after it, still
-fit."""
+"""Implements `--stop-after`: checks that one more step, and the save after it, fit into a run's
+time limit."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megatron_stare.errors import ConfigError
 
 _DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
 _SECONDS = (86_400, 3_600, 60, 1)
-_NEWEST = 10  # steps whose longest is what the next is expected to take
-_ROOM = 1.1  # times what is expected: steps grow with their responses
+_NEWEST = 10  # steps; the next is expected to take as long as the longest of these
+_ROOM = 1.1  # factor on the expected time: steps grow with their responses
 CLOSING_S = 10.0  # for workers, servers and files
 
 
 def seconds_of(text: str) -> float:
-    """Seconds of a duration such as 3h50m, 90m, 2h, 1d12h, 45s or 5400.
+    """Parses a duration such as 3h50m, 90m, 2h, 1d12h, 45s or 5400 into seconds.
 
     Raises:
-        ConfigError: it is none of these, or no time at all.
+        ConfigError: the text is no duration, or is zero.
     """
     found = _DURATION.fullmatch(text)
     total = (
@@ -39,12 +39,12 @@ def seconds_of(text: str) -> float:
 
 
 class TimeLimit:
-    """Seconds from `begun` on. Steps are expected to take what the longest of the newest took, a
-    save what the longest took so far; before either is known, nothing is said against the first.
+    """Time limit counted from `begun`. A step is expected to take as long as the longest recent
+    step, a save as long as the longest save so far; the first of either counts as zero.
 
     Args:
-        limit_s: None: there is no limit.
-        begun: by `clock`.
+        limit_s: None: no limit.
+        begun: time on `clock`.
     """
 
     def __init__(
@@ -55,23 +55,23 @@ class TimeLimit:
         self._step_begun: float | None = None
 
     def begin_steps(self) -> None:
-        """A session comes to its steps. What was between them and the last step of a session before
-        is no step: that step was lost, and the run was opened again."""
+        """Starts a session's steps. The time since the last step of an earlier session does not
+        count as a step: that step was lost, and the run was reopened."""
         self._step_begun = None
 
     def begin_step(self) -> None:
-        """The step before, with all that came after it, is over."""
+        """Ends the previous step, including everything after it, and begins the next."""
         now = self._clock()
         if self._step_begun is not None:
             self._steps.append(now - self._step_begun)
         self._step_begun = now
 
     def passed_before_another(self, save_s: float) -> bool:
-        """Tells whether one more step, and the save after it, would pass the limit; to be asked
-        after `begin_step`.
+        """Returns True if one more step and its save would exceed the limit; call it after
+        `begin_step`.
 
         Args:
-            save_s: the longest that a save took so far.
+            save_s: longest save so far, seconds.
         """
         if self._limit_s is None:
             return False

@@ -1,26 +1,27 @@
-"""Keeps MKL's first vector-maths call of a process off several threads at once.
+"""Keeps a process's first vector-maths call into MKL on a single thread.
 
-ATen hands contiguous `cos`, `exp`, `log` and their like to MKL, each of its threads a chunk. MKL
-2024.2, which is in torch 2.13.0, chooses its kernels in a process's first call, and under no lock:
-a thread that reads while another writes takes the AVX2 low-accuracy kernel for its chunk, once,
-without a word. An error of 1.5e-4 in RoPE's first `cos` is 1e-3 nats in a log-prob, and an engine
-that caches its cosines keeps it. https://github.com/pytorch/pytorch/issues/188792
+ATen passes contiguous `cos`, `exp`, `log` and similar calls to MKL, one chunk per thread. MKL
+2024.2, which torch 2.13.0 contains, chooses its kernels in a process's first call, without a lock.
+A thread that reads the choice while another writes it uses the AVX2 low-accuracy kernel for its
+chunk, once and silently. An error of 1.5e-4 in RoPE's first `cos` becomes 1e-3 nats in a log-prob,
+and an engine that caches its cosines keeps the error.
+https://github.com/pytorch/pytorch/issues/188792
 
-The packages that compute (`algorithms`, `megatron`, `ops`, `rollout`) settle the choice when they
-are imported, so before anything in them runs: trainer ranks, engines, tools, benchmarks, and the
-processes of servers that load this project's plug-in, have done it before torch starts a thread.
-What is settled lies in the process's memory: a forked child inherits it, a spawned one imports the
-package again. Done twice it costs microseconds and no more.
+The packages that compute (`algorithms`, `megatron`, `ops`, `rollout`) call `settle` on import,
+before any of their code runs. Trainer ranks, engines, tools, benchmarks, and servers that load this
+project's plug-in have thus settled the choice before torch starts a thread. The choice is in the
+process's memory: a forked child inherits it, a spawned child imports the package again. A second
+call costs microseconds.
 
-May go when torch's wheels carry oneMKL 2025.0 or newer, or a release that this project pins closes
-the issue.
+Remove this once torch's wheels contain oneMKL 2025.0 or newer, or a release that this project pins
+closes the issue.
 """
 
 from __future__ import annotations
 
 import torch
 
-# every function that ATen/cpu/vml.h hands to MKL
+# every function that ATen/cpu/vml.h passes to MKL
 FUNCTIONS = (
     "acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp",
     "log", "log10", "log2", "sin", "sqrt", "tan", "tanh", "trunc",

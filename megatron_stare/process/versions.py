@@ -1,9 +1,9 @@
-"""Says which code this is and what it computes on: releases of packages, commit and digest of our
-own, the device.
+"""Identifies the code and what it computes on: releases of packages, commit and digest of this
+package, the device.
 
-Equal words of `computes_on` mean equal bits: they name what decides the last bits of a rank's
-numbers besides its layout. Torch is imported there alone, since the doctor runs where it may be
-missing.
+Equal results of `computes_on` imply bit-equal numbers in the same layout: they name everything else
+that decides a number's last bits. Torch is imported only there, because the doctor may run without
+it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pathlib import Path
 import megatron_stare
 from megatron_stare import __version__
 
-# reported beside torch where they are installed
+# reported beside torch if installed
 LIBRARIES = ("megatron-core", "transformer-engine", "flash-attn")
-_TIMEOUT_S = 5.0  # git on a disk that hangs must not keep a run
+_TIMEOUT_S = 5.0  # git on a hanging disk must not block a run
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Releases of those packages that are installed."""
+    """Returns the releases of those packages that are installed."""
     found = {}
     for name in packages:
         try:
@@ -41,7 +41,7 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 @functools.cache
 def code_digest() -> str:
-    """SHA-256 of the package's modules, as they are when it is first asked for."""
+    """Returns the SHA-256 of the package's modules at the time of the first call."""
     package, digest = Path(megatron_stare.__file__).parent, hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         digest.update(f"{file.relative_to(package)}\n".encode() + file.read_bytes())
@@ -49,8 +49,8 @@ def code_digest() -> str:
 
 
 def computes_on() -> str:
-    """Device, releases of libraries, and a digest of this package's code: an upgrade may make sums
-    in another order."""
+    """Returns device, library releases, and a digest of this package's code: an upgrade may change
+    the order of sums."""
     import torch
 
     libraries = (f"{name} {release}" for name, release in versions(LIBRARIES).items())
@@ -78,10 +78,10 @@ def _cpu_info() -> str:
 
 
 def origin() -> dict[str, str]:
-    """Says where the numbers of a run come from.
+    """Returns the origin of a run's numbers.
 
-    `date` (local time with its offset, ISO 8601), `host`, `version`, and `commit` where this
-    package is a checkout under git, with `+changes` where tracked files differ from it.
+    `date` (local time with its offset, ISO 8601), `host`, `version`, and in a git checkout
+    `commit`, with `+changes` if tracked files differ from it.
     """
     found = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -90,7 +90,7 @@ def origin() -> dict[str, str]:
     }
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         top = _git("rev-parse", "--show-toplevel")
-        # False where an installed package lies inside another repository
+        # False if an installed package is inside another repository
         if Path(top) == Path(__file__).parents[2]:
             changed = _git("status", "--porcelain", "--untracked-files=no")
             found["commit"] = _git("rev-parse", "--short=12", "HEAD") + (

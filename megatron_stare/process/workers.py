@@ -1,6 +1,5 @@
-"""Workers behind one interface, wherever they live. Runners (cluster/) implement it; whoever has
-work for them - the trainer's group, the engines' pool - speaks through it.
-"""
+"""One interface for workers of every kind. Runners (cluster/) implement it; the trainer's group and
+the engines' pool use it."""
 
 from __future__ import annotations
 
@@ -10,8 +9,8 @@ from typing import Any
 
 from megatron_stare.errors import UserError
 
-# A call under way, or its result: an ObjectRef with Ray, the value itself inline. As an argument of
-# other calls it travels between workers without passing through the driver.
+# A running call, or its result: an ObjectRef with Ray, the value itself inline. As an argument of
+# another call it passes between workers without the driver.
 Handle = Any
 
 
@@ -31,7 +30,7 @@ class Workers(ABC):
 
     @abstractmethod
     def start_on(self, worker: int, method: str, *args: Any) -> Handle:
-        """Starts a call on one worker and returns at once where it can."""
+        """Starts a call on one worker; returns at once if the workers are processes."""
 
     @abstractmethod
     def wait(
@@ -40,35 +39,40 @@ class Workers(ABC):
         on_done: Callable[[int], None] | None = None,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """The results, in order. Raises what a worker raised. `on_done` is told each handle's
-        number as it finishes; `timeout_s` is the longest wait for one of them, seconds, where it is
-        not that of every call."""
+        """Returns the results in order, or raises a worker's error.
+
+        Calls `on_done` with a handle's number when that handle finishes. `timeout_s`, seconds,
+        replaces the longest wait for one call.
+        """
 
     @abstractmethod
     async def result(self, handle: Handle) -> Any:
-        """Async `wait` for one handle; does not block the event loop where workers are processes.
+        """Async `wait` for one handle; does not block the event loop if workers are processes.
 
-        Ends with the result, the worker's error or end, or the limit of one call.
+        Returns the result, or raises the worker's error, its loss or the timeout of one call.
         """
 
     @abstractmethod
     def share(self, value: Any) -> Handle:
-        """Puts a value where every worker can take it from, once."""
+        """Stores a value once, where every worker can fetch it."""
 
     def replace(self, worker: int) -> None:
-        """Ends one worker, however it stands, and makes it anew where it was. Waits until that is
-        done; may be called from any thread, while nobody else calls this worker. Raises UserError
-        where it cannot be made."""
+        """Ends one worker, whatever its state, and recreates it in the same place. Returns when it
+        is ready.
+
+        May be called from any thread, while nobody else calls this worker. Raises UserError if the
+        worker cannot be created.
+        """
         raise WorkerLostError(f"{type(self).__name__} cannot make a worker anew")
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the workers; they clean up first where they can. Closing twice is allowed."""
+        """Ends the workers, which clean up first if they can. Closing twice is allowed."""
 
     def start(self, method: str, *args: Any) -> list[Handle]:
         """Starts a call on every worker."""
         return [self.start_on(worker, method, *args) for worker in range(len(self))]
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Every worker's result."""
+        """Returns every worker's result."""
         return self.wait(self.start(method, *args))

@@ -1,1 +1,1 @@
-"""Megatron on this device: process groups and layout, and what a CPU answers for CUDA."""
+"""Runs Megatron on this device: process groups and layout, and CPU substitutes for CUDA calls."""

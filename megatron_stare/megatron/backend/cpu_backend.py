@@ -1,9 +1,9 @@
 """Lets unpatched megatron-core run on a machine without CUDA, and build models without data on any
 machine.
 
-Everything is a reversible substitution inside one context, entered around each call into Megatron
-and refused where CUDA is available, unless the model is one without data. docs/architecture.md
-lists what megatron-core asks of CUDA on the paths used here.
+All substitutions are reversible and made inside one context, entered around each call into
+Megatron. The context refuses to open if CUDA is available, unless the model has no data.
+docs/architecture.md lists the CUDA calls that megatron-core makes on the paths used here.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _CUDA_TYPES = {
 
 @contextlib.contextmanager
 def substituted(owner: Any, name: str, value: Any, *, absent: bool = False) -> Iterator[None]:
-    """While open, `owner.name` is `value`; afterwards what it was, or absent again.
+    """Sets `owner.name` to `value` while the context is open, then restores or removes it.
 
     Args:
         absent: whether the name may be missing before.
 
     Raises:
-        AttributeError: the name is missing: this release of the upstream is not the one that was
-            looked at.
+        AttributeError: the name is missing, so this release of the upstream is not the one this
+            code was written for.
     """
     before = vars(owner).get(name, _ABSENT)
     if before is _ABSENT and not absent:
@@ -57,8 +57,8 @@ def substituted(owner: Any, name: str, value: Any, *, absent: bool = False) -> I
 
 
 class _CudaMeansOurs(TorchFunctionMode):
-    """`device="cuda"` means this rank's, `.cuda()` is self, memory is not pinned, `.type()` answers
-    with the CUDA names that optimizers look for."""
+    """Redirects torch's CUDA requests: `device="cuda"` means this rank's device, `.cuda()` returns
+    self, memory is not pinned, and `.type()` returns the CUDA names that optimizers look for."""
 
     def __torch_function__(
         self,
@@ -85,8 +85,8 @@ class _CudaMeansOurs(TorchFunctionMode):
 
 
 class _InertStream:
-    """Stands where mixture-of-experts layers want a side stream for copies to the host; here there
-    are none."""
+    """Replaces the side stream that mixture-of-experts layers use for copies to the host; a CPU has
+    none."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -99,29 +99,29 @@ class _InertStream:
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Stands in for Megatron's copy to the host; tensors are on the host already."""
+    """Replaces Megatron's copy to the host; tensors are on the host already."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _get_random_state(
     device: Any = "cuda", clone: bool = False, graph_safe: bool = False
 ) -> torch.Tensor:
-    """The state of the one generator that there is, where recomputation asks for the device's."""
+    """Returns the CPU generator's state when recomputation asks for the CUDA generator's."""
     return torch.get_rng_state()
 
 
 def _set_random_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
-    """Sets what `_get_random_state` gave."""
+    """Restores a state that `_get_random_state` returned."""
     torch.set_rng_state(new_state)
 
 
 @contextlib.contextmanager
 def cpu_backend() -> Iterator[None]:
-    """While open, megatron-core's CUDA calls mean the CPU, or the meta device. Every attribute is
-    restored on exit.
+    """Redirects megatron-core's CUDA calls to the CPU or the meta device; restores every attribute
+    on exit.
 
     Raises:
-        RuntimeError: CUDA is available and the model has data, so nothing must be substituted.
+        RuntimeError: CUDA is available and the model has data, so nothing may be substituted.
     """
     if uses_cuda():
         raise RuntimeError("cpu_backend() on a machine with CUDA would hide the GPU from Megatron")
@@ -143,24 +143,24 @@ def cpu_backend() -> Iterator[None]:
 
 
 def backend() -> contextlib.AbstractContextManager[None]:
-    """Context for every call into Megatron: nothing where this rank uses CUDA, else the CPU
+    """Returns the context for every call into Megatron: empty if this rank uses CUDA, else the CPU
     substitutions."""
     return contextlib.nullcontext() if uses_cuda() else cpu_backend()
 
 
 def uses_cuda() -> bool:
-    """Returns True if the device of this rank is a CUDA device; does not initialise CUDA."""
+    """Returns True if this rank's device is a CUDA device; does not initialise CUDA."""
     return torch.cuda.is_available() and not _on_meta
 
 
 def has_transformer_engine() -> bool:
-    """Returns True if layers, attention included, are Transformer Engine's; False: they are
-    Megatron's local ones."""
+    """Returns True if layers, attention included, are Transformer Engine's; False if they are
+    Megatron's local layers."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def device() -> torch.device:
-    """The device of this rank."""
+    """Returns the device of this rank."""
     if uses_cuda():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("meta" if _on_meta else "cpu")
@@ -171,7 +171,7 @@ _on_meta = False
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """While open, the device of this process is the meta device, with CUDA or without: what is
-    built has names, shapes and dtypes, and no data."""
+    """Makes the meta device this process's device, with or without CUDA: models built meanwhile
+    have names, shapes and dtypes, but no data."""
     with substituted(sys.modules[__name__], "_on_meta", True):
         yield

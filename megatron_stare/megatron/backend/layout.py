@@ -1,4 +1,4 @@
-"""Joins the process group and cuts it into Megatron's parallel groups. The only reader of
+"""Joins the process group and cuts it into Megatron's parallel groups. No other module reads
 Megatron's global state."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_stare.megatron.backend.cpu_backend import backend, uses_cuda
 
 @dataclass(frozen=True)
 class Layout:
-    """This rank's place, and the groups it speaks to."""
+    """This rank's place in the parallel layout, and its process groups."""
 
     rank: int
     world: int
@@ -33,13 +33,13 @@ class Layout:
     cp_rank: int
     cp: int
     ep: int
-    expert_dp_rank: int  # among the replicas of its experts
+    expert_dp_rank: int  # its index among the replicas of this rank's experts
     tp_group: ProcessGroup
-    # ranks that hold different tokens of the batch: of other data and of other chunks
+    # ranks that hold different tokens of the batch: other sequences, or other chunks of them
     dp_group: ProcessGroup
     cp_group: ProcessGroup  # ranks that hold different chunks of the same sequences
     stage_group: ProcessGroup  # all ranks of this pipeline stage
-    model_group: ProcessGroup  # ranks that hold the whole model between them, this one among them
+    model_group: ProcessGroup  # ranks that together hold the whole model, this rank included
 
     @property
     def last_stage(self) -> bool:
@@ -47,7 +47,7 @@ class Layout:
 
     @property
     def is_reporting_rank(self) -> bool:
-        """Marks the one rank that reports results: last stage, first of its tensor, data and
+        """True on the one rank that reports results: last stage, first of its tensor, data and
         context groups."""
         return self.last_stage and self.tp_rank == self.dp_rank == self.cp_rank == 0
 
@@ -59,16 +59,16 @@ def join(
     per process.
 
     Args:
-        init_method: where the ranks meet, 'tcp://host:port' or 'file:///path'.
-        seed: of Megatron's random states.
+        init_method: rendezvous address of the ranks, 'tcp://host:port' or 'file:///path'.
+        seed: seed of Megatron's random states.
         timeout_s: longest wait for a collective, seconds.
 
     Raises:
-        UserError: the ranks cannot meet there.
+        UserError: this rank cannot reach the rendezvous.
     """
     cuda = torch.cuda.is_available()
-    # A former model is a reference cycle; its process groups keep dozens of threads that wake up
-    # all the time.
+    # Free an old model, which is a reference cycle: its process groups keep dozens of threads that
+    # wake up constantly.
     gc.collect()
     try:
         dist.init_process_group(
@@ -93,10 +93,10 @@ def join(
 
 
 def cut_world(parallel: ParallelConfig, rank: int, timeout_s: float) -> Layout:
-    """Cuts the world, which is joined, into Megatron's groups.
+    """Cuts the joined world into Megatron's groups.
 
     Args:
-        timeout_s: as that of `join`; groups do not inherit the world's.
+        timeout_s: longest wait for a collective, seconds; groups do not inherit the world's.
     """
     with backend():
         parallel_state.initialize_model_parallel(
@@ -107,16 +107,17 @@ def cut_world(parallel: ParallelConfig, rank: int, timeout_s: float) -> Layout:
             else None,
             context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
-            # experts stay whole: cut ones would need gathers of uneven sizes
+            # experts stay whole: cutting them would need gathers of uneven sizes
             expert_tensor_parallel_size=1,
             distributed_timeout_minutes=timeout_s / 60,
         )
         if not uses_cuda():
-            # without dropout nothing draws from the tracker; the CUDA one cannot exist here
+            # without dropout nothing draws random numbers from the tracker; the CUDA tracker cannot
+            # exist here
             tensor_parallel.random.initialize_rng_tracker(
                 inference_rng_tracker=True, force_reset=True
             )
-    # experts are spread over data ranks
+    # experts are spread over data-parallel ranks: then only the whole world holds the whole model
     model_group = (
         parallel_state.get_model_parallel_group() if parallel.expert == 1 else dist.group.WORLD
     )
@@ -147,4 +148,4 @@ def leave() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
-    RotaryEmbedding.forward.cache_clear()  # keeps models, and with them groups
+    RotaryEmbedding.forward.cache_clear()  # its cache keeps models alive, and their groups

@@ -1,1 +1,1 @@
-"""From a rank's share of a rollout batch to the micro-batches its model is fed."""
+"""Turns a rank's share of a rollout batch into the micro-batches of its model."""

@@ -1,9 +1,9 @@
-"""One rank's part of a rollout batch: micro-batches for the model, and the flat view that methods
-see.
+"""One rank's part of a rollout batch: micro-batches for the model, and the flat view for methods.
 
 Shape legend: b rows and s positions of a micro-batch (packed: one row of all tokens); n response
-positions of a micro-batch, those of the loss mask; N those of this rank, micro-batch after
-micro-batch; B samples of the whole batch; L layers and K experts a token of a mixture of experts.
+positions of a micro-batch, those in the loss mask; N response positions of this rank, micro-batch
+after micro-batch; B samples of the whole batch; L layers and K experts per token of a mixture of
+experts.
 """
 
 from __future__ import annotations
@@ -29,29 +29,30 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Input of one pass of the model, and which of its outputs predict which response positions."""
+    """Input of one pass of the model, and the outputs that predict response positions."""
 
     tokens: Tensor  # [b, s] int64
     positions: Tensor  # [b, s] int64
-    # [n] int64, rows of the flattened [b s] outputs that predict a response token of the loss mask
+    # [n] int64, rows of the flattened [b s] outputs that predict a response token in the loss mask
     rows: Tensor
-    targets: Tensor  # [n] int64, the tokens they predict
-    span: slice  # where these n stand among the rank's N
+    targets: Tensor  # [n] int64, the tokens that `rows` predict
+    span: slice  # range of these n among the rank's N
     layout: SequenceLayout
     packing: PackedSequences | None = None
-    # [L, s, b, K] where the engine sent every token in every layer, as routers see them; stays on
-    # the host
+    # [L, s, b, K] the engine's experts of every token in every layer, in the routers' layout; stays
+    # on the host
     experts: Tensor | None = None
 
     def to(self, device: torch.device, *, bounds: bool) -> MicroBatch:
-        """On the model's device, without waiting for it. bounds: see PackedSequences.to."""
+        """Copies the tensors to the model's device without waiting for it. bounds: see
+        PackedSequences.to."""
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS}
         return replace(
             self, **moved, packing=self.packing.to(device, bounds=bounds) if self.packing else None
         )
 
     def pinned(self) -> MicroBatch:
-        """In memory that a GPU copies from by itself."""
+        """Pins the tensors in host memory, for asynchronous copies to a GPU."""
         tensors = {name: getattr(self, name).pin_memory() for name in _TENSORS}
         packing = self.packing.pinned() if self.packing else None
         experts = self.experts.pin_memory() if self.experts is not None else None
@@ -62,18 +63,18 @@ _TENSORS = ("tokens", "positions", "rows", "targets")
 
 
 class RankBatch:
-    """A share of a rollout batch as micro-batches, following the plan. They stay on the host until
-    their turn comes.
+    """A share of a rollout batch as micro-batches, following the plan. Micro-batches stay on the
+    host until they are used.
 
-    index, sequence, position: [N] int64 canonical number, sample and place in its response of every
-    position here.
-    held: [N] int64 where they stand in the share's columns.
+    index, sequence, position: [N] int64 canonical number, sample, and place in the response of
+    every position here.
+    held: [N] int64 column of every position in the share.
 
     Args:
-        share: of data-parallel rank `dp_rank`.
+        share: share of data-parallel rank `dp_rank`.
 
     Raises:
-        ValueError: the share is not that of the rank's samples.
+        ValueError: the share holds other samples than the rank's.
     """
 
     def __init__(
@@ -108,11 +109,11 @@ class RankBatch:
         ] + self.position
 
     def token_batch(self, log_prob: Tensor, entropy: Tensor) -> TokenBatch:
-        """The flat view of this rank's positions of a batch that was judged.
+        """Returns the flat view of this rank's positions. The batch must have been scored.
 
         Args:
             log_prob: [N] from the log-prob pass.
-            entropy: [N] likewise.
+            entropy: [N] from the log-prob pass.
         """
         share, here = self.share, self.device
         assert share.advantages is not None and share.carries_loss is not None
@@ -141,20 +142,19 @@ class RankBatch:
         )
 
     def mini_batch(self, number: int) -> RankBatch:
-        """The micro-batches of one optimizer step alone; their spans are still those among the
-        rank's N."""
+        """Returns the batch restricted to the micro-batches of one optimizer step; their spans
+        still refer to the rank's N."""
         part = copy.copy(self)
         part.micro_batches = self.micro_batches[self.plan.mini_batches[number]]
         return part
 
     @property
     def span(self) -> slice:
-        """The range in which the response positions of these micro-batches stand among the rank's
-        N."""
+        """The range of these micro-batches' response positions among the rank's N."""
         return slice(self.micro_batches[0].span.start, self.micro_batches[-1].span.stop)
 
     def tokens_of(self, number: int, tokens: TokenBatch) -> TokenBatch:
-        """The rank's N positions, of which only those of one mini-batch carry loss and are counted.
+        """Returns the rank's N positions with loss mask and counts restricted to one mini-batch.
 
         Args:
             tokens: from `token_batch`.
@@ -173,16 +173,16 @@ class RankBatch:
         )
 
     def _loss_lengths(self, carries_loss: Tensor) -> Tensor:
-        """[B] int64 loss positions of every sample; on the host, where the share lies."""
+        """Returns [B] int64 loss positions of every sample; on the host, like the share."""
         return torch.where(carries_loss, self.share.loss_lengths, 0)
 
 
 def _micro_batch(
     share: RankShare, chosen: Tensor, grid: Grid, done: int, layout: SequenceLayout
 ) -> tuple[MicroBatch, Tensor]:
-    """The micro-batch of the chosen samples, and [3, n] of its response positions: the sample, the
-    place in the response, the place in the share's columns."""
-    # the last entry is for padding, whose index is -1
+    """Returns the micro-batch of the chosen samples, and [3, n] for its response positions: sample,
+    place in the response, column of the share."""
+    # the last entry is for padding, whose sample is -1
     number = torch.cat([chosen, torch.zeros(1, dtype=torch.int64)])
     real = grid.sample >= 0
     sample, token = number[grid.sample], grid.token
@@ -199,7 +199,7 @@ def _micro_batch(
     tokens = torch.zeros(grid.sample.shape, dtype=torch.int64)
     tokens[real] = share.tokens[source[real]].to(torch.int64)
     targets = share.tokens[source.flatten()[rows] + 1].to(torch.int64)
-    if grid.shared is not None:  # of a row: [1, s]
+    if grid.shared is not None:  # packed: a single row, [1, s]
         tokens = tokens[:, grid.shared.fed]
         token = token[:, grid.shared.fed]
         rows = grid.shared.stands[rows]
@@ -209,18 +209,18 @@ def _micro_batch(
         dtype = share.experts.dtype
         experts = torch.full((*real.shape, *share.experts.shape[1:]), unknown(dtype), dtype=dtype)
         experts[real] = share.experts[source[real]]
-        experts = experts.permute(2, 1, 0, 3).contiguous()  # [b, s, L, K] as routers take them
+        experts = experts.permute(2, 1, 0, 3).contiguous()  # [b, s, L, K] to routers' layout
     return MicroBatch(
         tokens, token.contiguous(), rows, targets, span, layout, experts=experts
     ), where
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of the ranks' `x`, on every rank. All must call it, and all or none take its
-    gradient.
+    """Returns the sum of the ranks' `x` on every rank. All ranks must call it, and either all or
+    none of them differentiate it.
 
-    Every rank's loss is its own part of a sum: with L = sum_r L_r and y = sum_r x_r the gradient in
-    x_r is sum_q dL_q / dy, so the gradients are summed over the ranks as well.
+    Every rank's loss is its own part of a sum: with L = sum_r L_r and y = sum_r x_r, the gradient
+    in x_r is sum_q dL_q / dy, so gradients are summed over the ranks too.
     """
     return _SumOverRanks.apply(x, group)
 

@@ -1,20 +1,19 @@
-"""Sequences laid end to end (thd), as Megatron's packed_seq_params and as our CPU attention want
-them.
+"""Packs sequences end to end (thd), for Megatron's packed_seq_params and for our CPU attention.
 
-Prompts that several responses of a micro-batch have in common are passed through the model once: a
-prompt's hidden states depend on nothing behind it, so those of one sample serve all samples of its
-group. Layers are given it once, and attention alone, in which responses look back at it, repeats
-its queries, keys and values.
+Prompts that several responses of a micro-batch share pass through the model once: a prompt's hidden
+states do not depend on later tokens, so the hidden states of one sample serve its whole group. Only
+attention, in which responses look back at the prompt, repeats the prompt's queries, keys and
+values.
 
-For attention on a CPU tokens are spread to padded groups of sequences, and back, with backward
-passes that only copy. Indexing would add every gradient into a tensor of zeros, row by row; here it
-is known where each came from.
+For attention on a CPU, tokens are spread into padded groups of sequences and collected again, with
+backward passes that only copy. The backward of plain indexing would instead add gradients row by
+row into a tensor of zeros.
 
-Shape legend: t tokens of a micro-batch, b sequences of a group, s the longest of a group; under
-context parallelism m positions of the longest that this rank holds, and t / C tokens of the
-micro-batch. p places of all groups laid end to end, padding included. In `shared_columns` s
-positions of a packed row with every prompt before each of its responses, k of them the model is
-fed.
+Shape legend: t tokens of a micro-batch, b sequences of a group, s longest sequence of a group;
+under context parallelism m positions of the longest sequence that this rank holds, and t / C tokens
+of the micro-batch. p places of all groups laid end to end, padding included. In `shared_columns` s
+positions of a packed row that has every prompt before each of its responses, k of which are fed to
+the model.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megatron_stare.megatron.batching.zigzag import WHOLE, Zigzag
 
-PADDING_LIMIT = 1.25  # a group of sequences is padded by at most this factor for one attention call
+PADDING_LIMIT = 1.25  # limit on (tokens with padding) / tokens for a group of sequences
 
 
 @dataclass(frozen=True)
 class SharedColumns:
-    """The columns of a packed row that the model is fed.
+    """The columns of a packed row that are fed to the model.
 
     fed: [k] int64, ascending.
-    stands: [s] int64, of every column the place among those fed at which its token, or the same of
-        another sample, stands.
+    stands: [s] int64, for every column the index in `fed` of its token, or of another sample's copy
+        of that token.
     """
 
     fed: Tensor
@@ -51,18 +50,18 @@ class SharedColumns:
 def shared_columns(
     sample: Tensor, token: Tensor, prompts: Tensor, groups: Tensor, multiple: int
 ) -> SharedColumns:
-    """Finds the columns to feed, of a row in which sequences stand end to end.
+    """Finds the columns of a packed row to feed to the model.
 
     Args:
-        sample: [s] int64 which of the micro-batch's samples, -1: padding.
-        token: [s] int64 which of its tokens.
-        prompts: [samples] int64 tokens of each one's prompt.
-        groups: [samples] int64; samples of one group have one prompt.
-        multiple: the number of columns fed is one of this, as that of the row is.
+        sample: [s] int64 sample of the micro-batch, -1: padding.
+        token: [s] int64 token of that sample.
+        prompts: [samples] int64 prompt length of each sample.
+        groups: [samples] int64; samples of one group share one prompt.
+        multiple: the number of columns fed is a multiple of this, like the row's length.
     """
     columns = torch.arange(len(sample))
     same = groups[:, None] == groups[None]
-    first = same.int().argmax(dim=1)  # of every sample the first of its group
+    first = same.int().argmax(dim=1)  # for every sample the first of its group
     ours = sample.clamp_min(0)
     in_prompt = (sample >= 0) & (token < prompts[ours])
     starts = torch.full((len(prompts),), len(sample)).scatter_reduce_(
@@ -70,7 +69,7 @@ def shared_columns(
     )
     source = torch.where(in_prompt, starts[first[ours]] + token, columns)
     copies = (source != columns).nonzero().squeeze(1)
-    kept = copies[len(copies) - len(copies) % multiple :]  # fed all the same
+    kept = copies[len(copies) - len(copies) % multiple :]  # copies fed too, to reach the multiple
     source[kept] = kept
     fed = (source == columns).nonzero().squeeze(1)
     place = torch.empty_like(columns)
@@ -80,13 +79,14 @@ def shared_columns(
 
 @dataclass(frozen=True)
 class Spread:
-    """The token that stands at every place of padded groups.
+    """The token at every place of padded groups.
 
     index: [p] int64, a token.
-    inverse: [t] int64, a place of every token: the one that counts where it has several.
+    inverse: [t] int64, the place of every token; if a token has several, the one whose output is
+        used.
     shapes: (b, s) of every group.
-    repeated: whether tokens stand at several places whose gradients are not 0 (prompts that
-        responses share); padding, whose gradient is 0, repeats tokens as well and does not count.
+    repeated: whether tokens have several places with nonzero gradients (prompts that responses
+        share). Padding also repeats tokens, but its gradient is 0, so it does not count.
     """
 
     index: Tensor
@@ -95,15 +95,15 @@ class Spread:
     repeated: bool = False
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Spread:
-        """The same with its tensors changed: moved, or pinned."""
+        """Applies `change` to the tensors, e.g. to move or pin them."""
         return replace(self, index=change(self.index), inverse=change(self.inverse))
 
     def spread(self, tokens: Tensor, *, collected: bool = False) -> list[Tensor]:
-        """[t, ...] -> [b, s, ...] of every group.
+        """Spreads [t, ...] into [b, s, ...] of every group.
 
         Args:
-            collected: a token's gradient comes from the place in `inverse` alone, as that of
-                queries does, of whose outputs `collect` takes no other.
+            collected: take a token's gradient only from its place in `inverse`. True for queries,
+                because `collect` uses no other place of their outputs.
         """
         sums = self.repeated and not collected
         places = _Spread.apply(tokens, self.index, None if sums else self.inverse)
@@ -111,7 +111,7 @@ class Spread:
         return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def collect(self, places: Tensor) -> Tensor:
-        """[p, ...] -> [t, ...], of every token the place in `inverse`."""
+        """Collects [p, ...] into [t, ...], taking every token from its place in `inverse`."""
         return _Collect.apply(places, self.inverse)
 
 
@@ -128,7 +128,7 @@ class _Spread(Function):
         if inverse is not None:
             return gradient.contiguous().index_select(0, inverse), None, None
         rows = gradient.reshape(len(index), -1)
-        # the sum over a token's places, in their order: the kernel that embeddings have for it
+        # sums over a token's places, in their order: torch's kernel for embeddings
         summed = torch.ops.aten.embedding_dense_backward(rows, index, ctx.tokens, -1, False)
         return summed.unflatten(1, gradient.shape[1:]), None, None
 
@@ -149,32 +149,34 @@ class _Collect(Function):
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's parameters, and the tokens' places in an attention over padded groups.
+    """Megatron's parameters of packed sequences, and the tokens' places in an attention over padded
+    groups.
 
-    Without `cu_seqlens_q` rotary embeddings are those of each token's position
-    (megatron/model/model.py): Megatron's own for packed sequences without fusion cuts the tokens
-    into sequences in every layer, and on a device waits for it.
+    Without `cu_seqlens_q`, rotary embeddings follow each token's position
+    (megatron/model/model.py). Megatron's own unfused embedding for packed sequences cuts the tokens
+    into sequences in every layer, and waits for the device each time.
 
-    queries: of this rank's tokens; padding repeats a sequence's last one.
-    keys, positions: under context parallelism alone, where queries are a part of the keys.
+    queries: places of this rank's tokens; padding repeats a sequence's last token.
+    keys, positions: set only under context parallelism, where queries are a subset of the keys.
     """
 
     queries: Spread | None = None
-    keys: Spread | None = None  # of the tokens of all ranks, laid end to end in order of rank
-    # [t] int64, where each of them stands in its sequence; for latent attention
+    keys: Spread | None = None  # tokens of all ranks, concatenated in rank order
+    # [t] int64, each token's position in its sequence; for latent attention
     tokens: Tensor | None = None
-    # each [b, m] int64 on the host: where a group's queries stand in their sequence
+    # each [b, m] int64 on the host: positions of a group's queries in their sequences
     positions: tuple[Tensor, ...] = ()
 
     def pinned(self) -> PackedSequences:
-        """In memory that a GPU copies from by itself."""
+        """Pins the tensors in host memory, for asynchronous copies to a GPU."""
         return self._each(lambda tensor: tensor.pin_memory())
 
     def to(self, device: torch.device, *, bounds: bool) -> PackedSequences:
-        """On a device.
+        """Copies the tensors to a device.
 
         Args:
-            bounds: with cu_seqlens, which Transformer Engine's kernels read there.
+            bounds: whether to include cu_seqlens, which Transformer Engine's kernels read on the
+                device.
         """
         other = self._each(lambda tensor: tensor.to(device, non_blocking=True))
         if not bounds:
@@ -182,7 +184,7 @@ class PackedSequences(PackedSeqParams):
         return other
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> PackedSequences:
-        """A copy with other tensors."""
+        """Returns a copy with changed tensors."""
         assert self.queries is not None and self.cu_seqlens_q is not None
         other = copy(self)
         other.cu_seqlens_q = other.cu_seqlens_kv = change(self.cu_seqlens_q)
@@ -197,12 +199,12 @@ def pack(
     place: Zigzag = WHOLE,
     shared: SharedColumns | None = None,
 ) -> PackedSequences:
-    """The description of sequences of these lengths laid end to end, in order.
+    """Describes sequences of these lengths laid end to end, in order.
 
     Args:
-        place: which of their positions this rank holds.
-        shared: which of the tokens the model is fed, and in the place of which others; not where
-            ranks hold parts.
+        place: the positions that this rank holds.
+        shared: the columns to feed to the model if samples share prompts; must be None if ranks
+            hold parts of sequences.
     """
     held = [length // place.ranks for length in lengths]
     groups = _alike(lengths)
@@ -230,10 +232,10 @@ def pack(
 
 
 def _spread(lengths: list[int], groups: list[list[int]], order: Tensor | None = None) -> Spread:
-    """Sequences of these lengths in these groups.
+    """Spreads sequences of these lengths over these groups.
 
     Args:
-        order: [t] int64 where every token really stands; None: in order.
+        order: [t] int64 actual place of every token; None: in order.
     """
     index, shapes = [], []
     inverse = torch.empty(sum(lengths), dtype=torch.int64)
@@ -249,8 +251,8 @@ def _spread(lengths: list[int], groups: list[list[int]], order: Tensor | None = 
 
 
 def _rows(lengths: list[int], members: list[int]) -> tuple[Tensor, Tensor]:
-    """[b, s] int64 where the tokens of some of the sequences stand, and [b, s] bool which of these
-    are not padding."""
+    """Returns [b, s] int64 places of these sequences' tokens, and [b, s] bool, False for
+    padding."""
     sizes = torch.tensor(lengths)
     starts, size = (sizes.cumsum(0) - sizes)[members][:, None], sizes[members][:, None]
     column = torch.arange(int(size.max()))
@@ -258,8 +260,8 @@ def _rows(lengths: list[int], members: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _alike(lengths: list[int]) -> list[list[int]]:
-    """Numbers of the sequences in groups of like length, so that padding a group to its longest
-    costs little."""
+    """Groups sequences of similar length, so that padding each group to its longest costs little.
+    Returns sequence numbers."""
     groups: list[list[int]] = []
     longest = tokens = 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

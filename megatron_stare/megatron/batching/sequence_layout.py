@@ -1,5 +1,4 @@
-"""How the sequences of a micro-batch lie over the ranks that compute it together. One object
-decides it.
+"""Decides how the sequences of a micro-batch are laid out over the ranks that compute it together.
 
 Shape legend: b rows and s positions of a micro-batch (packed: one row of all tokens), n response
 positions that this rank computes, H hidden size.
@@ -34,11 +33,10 @@ from megatron_stare.megatron.batching.zigzag import WHOLE, Zigzag
 
 @dataclass(frozen=True)
 class Grid:
-    """Which sample of a micro-batch ([b, s], -1: padding) and which of its tokens ([b, s]) stands
-    at every position.
+    """The sample of a micro-batch ([b, s], -1: padding) and its token ([b, s]) at every position.
 
-    shared: of a packed row in which prompts stand more often than the model is fed them; None: it
-    is fed all positions.
+    shared: for a packed row that repeats prompts, the columns to feed to the model; None: all
+    positions.
     """
 
     sample: Tensor
@@ -46,83 +44,79 @@ class Grid:
     shared: SharedColumns | None = None
 
     def stretched(self, rows: int, columns: int) -> Grid:
-        """With padding on the right and below."""
+        """Returns the grid with padding added on the right and below."""
         more = (0, columns - self.sample.shape[1], 0, rows - self.sample.shape[0])
         sample = torch.nn.functional.pad(self.sample, more, value=-1)
         token = torch.arange(columns).expand(rows, columns).clone()
-        token[:, self.token.shape[1] :] -= self.token.shape[1]  # packed, a sequence of its own
+        token[:, self.token.shape[1] :] -= self.token.shape[1]  # packed: padding is a sequence too
         token[: self.token.shape[0], : self.token.shape[1]] = self.token
         return Grid(sample, token)
 
 
 class SequenceLayout(ABC):
-    """Layout of sequences over positions and ranks, as micro-batches, the head and a step's sums
-    need it.
+    """Layout of sequences over positions and ranks, for micro-batches, the head and a step's sums.
 
-    A position brings its sample and token along, so that targets, canonical numbers and masks
-    follow a split by themselves. Ranks among which a sequence is split are given the same share of
-    the batch.
+    Each position carries its sample and token, so targets, canonical numbers and masks follow any
+    split. Ranks that split a sequence receive the same share of the batch.
     """
 
     @abstractmethod
     def lay_out(self, lengths: Sequence[Tensor]) -> list[Grid]:
-        """Places the tokens of every micro-batch of a rank, given the lengths of its samples ([.]
-        each)."""
+        """Places the tokens of every micro-batch of a rank; `lengths` holds its samples' lengths,
+        one tensor for each micro-batch."""
 
     @abstractmethod
     def split(self, grid: Grid) -> Grid:
-        """The positions that this rank's model is fed."""
+        """Returns the positions that are fed to this rank's model."""
 
     def share(self, grid: Grid, prompts: Tensor, groups: Tensor) -> Grid:
-        """The same grid, in which later copies of a prompt are not fed to the model where this
-        layout allows it.
+        """Marks later copies of a prompt as not fed to the model, if this layout allows it.
 
         Args:
-            prompts: [samples of the micro-batch] int64 tokens of each one's prompt.
-            groups: likewise int64; samples of one group have one prompt.
+            prompts: [samples of the micro-batch] int64 prompt length of each sample.
+            groups: [samples of the micro-batch] int64; samples of one group share one prompt.
         """
         return grid
 
     @abstractmethod
     def describe(self, grid: Grid, device: torch.device) -> PackedSequences | None:
-        """Boundaries of the sequences in a whole grid, for the attention; None: each row is one
-        sequence."""
+        """Returns the boundaries of the sequences in a whole grid, for attention; None: each row is
+        one sequence."""
 
     @abstractmethod
     def rows(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """[n, H] hidden states of the response positions, on every rank that holds columns of the
-        output layer; its backward brings the gradient to wherever they came from.
+        """Returns [n, H] hidden states of the response positions, on every rank that holds columns
+        of the output layer. Backward returns the gradients to the ranks they belong to.
 
         Args:
-            hidden: [s, b, H] the last stage's output here, or a part of its s.
-            rows: [n] int64 rows of the flattened [b, s] positions that `split` gave.
+            hidden: [s, b, H] this rank's output of the last stage, or a part of its s.
+            rows: [n] int64 rows of the flattened [b, s] positions from `split`.
         """
 
     @property
     @abstractmethod
     def group(self) -> ProcessGroup | None:
-        """Ranks that hold other tokens of the batch, over which sums, maxima and selects are
-        reduced; None: this rank holds all."""
+        """Ranks that hold other tokens of the batch, over which sums, maxima and selections are
+        reduced; None: this rank holds all tokens."""
 
     @property
     def micro_batch_group(self) -> ProcessGroup | None:
         """Ranks that hold other tokens of the same responses, in the same micro-batches; None: this
-        rank holds them whole."""
+        rank holds whole responses."""
         return None
 
 
 @dataclass(frozen=True)
 class WholeSequences(SequenceLayout):
-    """A sequence lies on all tensor-parallel ranks alike; under sequence parallelism Megatron cuts
-    the positions of a micro-batch, after the embedding, into one part a rank.
+    """Layout with whole sequences on every tensor-parallel rank. Under sequence parallelism
+    Megatron cuts a micro-batch's positions into one part per rank, after the embedding.
 
-    packed: sequences stand end to end in one row; else a row each, padded on the right.
+    packed: sequences are laid end to end in one row; if not, one row each, padded on the right.
     cut: sequence parallelism.
-    multiple: positions of a micro-batch are padded to a multiple of this, so that they can be cut.
-    each: packed sequences are each padded to a multiple of this.
-    uniform: all micro-batches are given the shape of the largest.
-    share_prompts: a prompt that stands before several responses of a micro-batch is fed to the
-    model once.
+    multiple: a micro-batch's positions are padded to a multiple of this, so that they can be cut.
+    each: each packed sequence is padded to a multiple of this.
+    uniform: all micro-batches have the shape of the largest.
+    share_prompts: a prompt that several responses of a micro-batch share is fed to the model once.
     """
 
     packed: bool = False
@@ -158,8 +152,8 @@ class WholeSequences(SequenceLayout):
         return pack(self.sequences(grid), device, shared=grid.shared) if self.packed else None
 
     def sequences(self, grid: Grid) -> list[int]:
-        """Lengths, padding included, of the sequences that stand end to end in every row of a whole
-        grid."""
+        """Returns the lengths, with padding, of the sequences laid end to end in every row of a
+        whole grid."""
         columns = grid.token.shape[1]
         if not self.packed:
             return [columns]
@@ -181,12 +175,11 @@ class WholeSequences(SequenceLayout):
 
 @dataclass(frozen=True)
 class SplitSequences(WholeSequences):
-    """Context parallelism: every sequence, padded to a multiple of twice the ranks, is cut into
-    chunks; a rank holds two of them and feeds them to its model, whose attention exchanges keys and
-    values.
+    """Layout for context parallelism: sequences are padded to a multiple of twice the ranks and cut
+    into chunks. A rank feeds two chunks to its model, whose attention exchanges keys and values.
 
     data_group: ranks that hold other data or other chunks.
-    place: of this rank among the context-parallel ones, which are `context_group`.
+    place: this rank's chunks among the ranks of `context_group`.
     """
 
     place: Zigzag = WHOLE
@@ -214,8 +207,8 @@ def sequence_layout(config: Config, layout: Layout) -> SequenceLayout:
         multiple=place.multiple * (layout.tp if parallel.sequence else 1),
         each=place.multiple,
         uniform=parallel.virtual_pipeline > 1,
-        # Transformer Engine's attention takes whole sequences; megatron/model/attention.py repeats
-        # what they share
+        # Transformer Engine's attention takes whole sequences only; megatron/model/attention.py
+        # repeats shared prompts itself
         share_prompts=shares_prompts(config) and not has_transformer_engine(),
         data_group=layout.dp_group if layout.dp * layout.cp > 1 else None,
     )
@@ -227,7 +220,8 @@ def sequence_layout(config: Config, layout: Layout) -> SequenceLayout:
 
 
 def _padded(lengths: Tensor, multiple: int) -> Grid:
-    """A row a sample, padded on the right. No sample makes a dummy of padding alone."""
+    """Lays out one row per sample, padded on the right. Without samples: one dummy row of
+    padding."""
     longest = int(lengths.max()) if len(lengths) else 1
     rows, columns = max(len(lengths), 1), longest + -longest % multiple
     token = torch.arange(columns).expand(rows, columns)
@@ -237,8 +231,9 @@ def _padded(lengths: Tensor, multiple: int) -> Grid:
 
 
 def _packed(lengths: Tensor, each: int, multiple: int) -> Grid:
-    """One row of all samples end to end, each padded to a multiple of `each`; padding to a
-    `multiple` of all, where there must be some, is a sequence of its own at the end."""
+    """Lays out one row of all samples end to end, each padded to a multiple of `each`. If the row
+    needs more padding to reach a multiple of `multiple`, that padding is a sequence of its own at
+    the end."""
     sizes = lengths + -lengths % each
     total = int(sizes.sum())
     padding = multiple if total == 0 else -total % multiple

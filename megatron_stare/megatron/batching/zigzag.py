@@ -1,5 +1,5 @@
-"""Which positions of a sequence a context-parallel rank holds: two chunks, one from either end, as
-Megatron's rotary embeddings and Transformer Engine's attention take it.
+"""Defines the positions of a sequence that a context-parallel rank holds: two chunks, one from
+either end, as Megatron's rotary embeddings and Transformer Engine's attention expect.
 
 Shape legend: L positions of a sequence, t positions of sequences laid end to end, C
 context-parallel ranks.
@@ -16,12 +16,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Zigzag:
-    """Split of sequences over C ranks that makes causal attention the same work on every rank.
+    """Split of sequences over C ranks that balances the work of causal attention.
 
-    Each sequence is cut into 2 C equal chunks; rank r holds those numbered r and 2 C - 1 - r.
+    Each sequence is cut into 2 C equal chunks; rank r holds chunks r and 2 C - 1 - r.
 
     Raises:
-        ValueError: from every method, a length that is not a multiple of 2 C (of 1 where C is 1).
+        ValueError: from every method, if a length is not a multiple of 2 C (of 1 if C is 1).
     """
 
     rank: int = 0
@@ -29,11 +29,11 @@ class Zigzag:
 
     @property
     def multiple(self) -> int:
-        """Number that lengths must be multiples of: 2 C, or 1 where C is 1."""
+        """Divisor of all lengths: 2 C, or 1 if C is 1."""
         return 2 * self.ranks if self.ranks > 1 else 1
 
     def positions(self, length: int) -> Tensor:
-        """[L / C] int64 positions of a sequence that this rank holds, ascending."""
+        """Returns [L / C] int64 positions of a sequence that this rank holds, ascending."""
         if length % self.multiple:
             raise ValueError(f"{length} positions cannot be cut into {self.multiple} equal chunks")
         if self.ranks == 1:
@@ -43,15 +43,15 @@ class Zigzag:
         return torch.cat([first, first + (self.multiple - 1 - 2 * self.rank) * chunk])
 
     def columns(self, lengths: Sequence[int]) -> Tensor:
-        """[t / C] int64 the columns that this rank holds of sequences laid end to end."""
+        """Returns [t / C] int64 columns that this rank holds of sequences laid end to end."""
         starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
         return torch.cat(
             [start + self.positions(length) for start, length in zip(starts, lengths, strict=False)]
         )
 
     def order(self, lengths: Sequence[int]) -> Tensor:
-        """[t] int64 where every column stands once the parts of all ranks are laid end to end in
-        order of rank."""
+        """Returns [t] int64 each column's place after the parts of all ranks are concatenated in
+        rank order."""
         return torch.cat(
             [Zigzag(rank, self.ranks).columns(lengths) for rank in range(self.ranks)]
         ).argsort()

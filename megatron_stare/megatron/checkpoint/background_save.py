@@ -1,9 +1,9 @@
-"""A checkpoint that is written while training goes on: staged and forked by `BackgroundSave`,
-completed by `finish`.
+"""Writes a checkpoint while training continues: `BackgroundSave` stages it and forks writers,
+`finish` completes it.
 
-A rank's writers are forked from it, so that they see its memory as it was then and nothing is
-copied that does not change meanwhile; what lies on a GPU, or in host memory that a fork shares, is
-copied first. They die with their rank.
+Writers are forked from their rank, so they see its memory as of the fork, and memory that training
+does not change is not copied. Data on a GPU, or in host memory that a fork shares, is copied first.
+Writers die with their rank.
 """
 
 from __future__ import annotations
@@ -32,36 +32,37 @@ from megatron_stare.weights.files.manifest import SHARD, Sum, SummedFile, sums_o
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 _WAIT_S = 10
-_BEGIN_S, _FORKS = 10.0, 3  # that a writer is given to begin, seconds; forks of it that are tried
-_libc = ctypes.CDLL(None)  # looked up here: loading takes a lock, which a fork may find taken
+_BEGIN_S, _FORKS = 10.0, 3  # time for a writer to start, and how often it is forked
+_libc = ctypes.CDLL(None)  # at import: loading takes a lock, which a fork could inherit locked
 
 
 class BackgroundSave:
-    """One save under way on this rank. Its caller makes no other until it is finished or dropped.
+    """A save in progress on this rank. Start no other save until it is finished or dropped.
 
     Args:
-        request: what Megatron planned; its own ways of running it either take a second import of
-            torch a save, or leave writers behind when a rank is killed.
-        folder: that is written.
+        request: Megatron's plan of the save. Megatron's own ways of running it either import torch
+            again for every save, or leave writers behind when a rank is killed.
+        folder: folder of the checkpoint.
     """
 
     def __init__(self, request: AsyncRequest, folder: str) -> None:
         self._request, self._folder = request, folder
         self._writers: list[tuple[Any, Connection]] = []
         if request.async_fn is None:
-            return  # nothing of it is this rank's
+            return  # this rank has nothing to write
         with backend():
             self._staged = request.preload_fn() if request.preload_fn else request.async_fn_args[1]
         for number, bucket in enumerate(self._staged):
             self._writers.append(self._begun(request.async_fn.args[0], number, bucket))
 
     def _begun(self, transforms: Sequence[Any], number: int, bucket: Any) -> tuple[Any, Connection]:
-        """A writer that has begun, and the pipe that its result will come through. A fork has this
-        process's locks and none of its other threads: one that waits for a lock that such a thread
-        had taken will never begin, and another is forked in its place.
+        """Returns a writer that has started, and the pipe for its result.
+
+        A fork inherits this process's locks but none of its other threads. A writer that waits for
+        a lock held by such a thread never starts, so another one is forked in its place.
 
         Raises:
-            UserError: none of them began.
+            UserError: no writer started.
         """
         context = mp.get_context("fork")
         for _ in range(_FORKS):
@@ -70,9 +71,9 @@ class BackgroundSave:
                 target=_write, args=(there, os.getpid(), transforms, number, bucket), daemon=False
             )
             writer.start()
-            there.close()  # so that a writer that dies is noticed
+            there.close()  # so that the death of a writer is noticed
             if here.poll(_BEGIN_S):
-                with contextlib.suppress(EOFError):  # it was killed, which its result will say
+                with contextlib.suppress(EOFError):  # it was killed, which `_result` reports
                     here.recv()
                 return writer, here
             writer.kill()
@@ -85,23 +86,23 @@ class BackgroundSave:
         )
 
     def written(self) -> bool:
-        """Returns True once this rank's part is on disk or could not be written; does not wait."""
+        """Returns True once this rank's part is on disk or has failed; does not wait."""
         return all(pipe.poll() for _, pipe in self._writers)
 
     def wait(self) -> None:
-        """Returns when `written`."""
+        """Waits until `written` is True."""
         for _, pipe in self._writers:
             pipe.poll(None)
 
     def finish(self) -> dict[str, Sum]:
-        """Waits for this rank's part, and with all other ranks makes the folder a checkpoint. All
-        ranks must call it.
+        """Waits for this rank's part, then makes the folder a checkpoint together with the other
+        ranks. All ranks must call it.
 
         Returns:
             Lengths and checksums of the files that this rank wrote, by name.
 
         Raises:
-            UserError: it could not be written.
+            UserError: the checkpoint could not be written.
         """
         results: dict[int, Any] = {}
         sums: dict[str, Sum] = {}
@@ -115,15 +116,15 @@ class BackgroundSave:
             try:
                 for complete in self._request.finalize_fns:
                     complete()
-            except CheckpointException as error:  # of another rank, which says what it is
+            except CheckpointException as error:  # of another rank, which reports the reason
                 raise UserError(
                     "the checkpoint could not be written", where=self._folder
                 ) from error
         return sums | self._of_the_first_rank()
 
     def _of_the_first_rank(self) -> dict[str, Sum]:
-        """Sums of what Megatron's first rank writes beside its share: metadata, and what is no
-        tensor."""
+        """Returns the sums of the files that only Megatron's first rank writes: metadata, and state
+        that is not tensors."""
         if torch.distributed.get_rank() != 0:
             return {}
         folder = Path(self._folder)
@@ -133,7 +134,7 @@ class BackgroundSave:
         )
 
     def drop(self) -> None:
-        """Ends the writers where they are."""
+        """Kills the writers."""
         for writer, _ in self._writers:
             writer.kill()
         self._end()
@@ -161,13 +162,13 @@ class BackgroundSave:
 def _write(
     pipe: Connection, parent: int, transforms: Sequence[Any], number: int, bucket: Any
 ) -> None:
-    gc.disable()  # it would free the parent's CUDA tensors
+    gc.disable()  # collection would free the parent's CUDA tensors
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(signum, signal.SIG_IGN)  # of the whole terminal; the parent decides
+        signal.signal(signum, signal.SIG_IGN)  # sent to the whole terminal; the parent decides
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)  # it was killed before
-    pipe.send(None)  # it has begun
+        os._exit(1)  # the parent was killed before prctl
+    pipe.send(None)  # reports that it has started
     results: queue.SimpleQueue = queue.SimpleQueue()
     counted: queue.Queue = queue.Queue()
     counted.put(number)
@@ -178,7 +179,7 @@ def _write(
         files.append(SummedFile(path))
         return files[-1]
 
-    # `open` is a built-in that the module does not define
+    # `open` is a built-in, so the module itself does not define it
     with substituted(filesystem_async, "open", opened, absent=True):
         FileSystemWriterAsync.write_preloaded_data(
             list(transforms), number, bucket, results, counted, use_fsync=True

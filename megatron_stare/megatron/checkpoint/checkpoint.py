@@ -1,11 +1,10 @@
-"""Distributed checkpoints of model, optimizer, schedule and random states, by
+"""Saves and loads checkpoints of model, optimizer, schedule and random states, with
 megatron.core.dist_checkpointing.
 
-All tensors are saved as parts of the whole model's, so a checkpoint loads in any layout. The random
-states are those of
-ranks: in another layout they begin anew from the run's seed. docs/checkpoints.md says what may
-change on a resume. `load_start` fills a new policy, from a Hugging Face folder or a checkpoint that
-was converted from one.
+All tensors are saved as parts of the whole model's tensors, so a checkpoint loads in any layout.
+Random states belong to ranks: in another layout they restart from the run's seed.
+docs/checkpoints.md lists what may change on a resume. `load_start` fills a new policy from a
+Hugging Face folder, or from a checkpoint converted from one.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ from megatron_stare.weights.files.torch_dist import TorchDist, check_files, is_c
 
 
 class Saver:
-    """Saves checkpoints of one layout. What it learns of the first, the others need not exchange
-    again.
+    """Saves checkpoints of one layout; later saves reuse what ranks exchanged for the first.
 
-    Each part that several data ranks hold is written by one of them, in shares of like size.
+    Each part that several data-parallel ranks hold is written by one of them, in shares of similar
+    size.
 
     Args:
-        writers: files, and processes that write them, a rank.
+        writers: number of files, and of processes that write them, per rank.
     """
 
     def __init__(self, layout: Layout, writers: int) -> None:
@@ -78,17 +77,16 @@ class Saver:
         scheduler: OptimizerParamScheduler,
         reference: Sequence[nn.Module] = (),
     ) -> BackgroundSave:
-        """Begins to write the checkpoint into `folder`, which exists and is empty. What is saved
-        may change as soon as this returns. The caller makes the folder visible when all ranks have
-        finished. All ranks must call this.
+        """Begins to write the checkpoint into `folder`, which exists and is empty. Training may
+        change the state as soon as this returns. The caller makes the folder visible when all ranks
+        have finished. All ranks must call it.
 
         Args:
-            reference: chunks of a reference policy that moves with the run; one that does not is
-                not saved.
+            reference: chunks of a reference policy that the run refreshes; a fixed reference is not
+                saved.
         """
-        # Megatron passes what its writers report through a process of its own. It costs every rank
-        # seconds and a second import of torch; here the reports are read in the process that
-        # gathers them.
+        # Megatron passes its writers' reports through a separate process, which costs every rank
+        # seconds and another import of torch. Here the process that gathers the reports reads them.
         reports = substituted(filesystem_async, "_results_queue", queue.SimpleQueue())
         with backend(), reports:
             state = _state(model, optimizer, scheduler, self._layout, reference, loading=False)
@@ -107,7 +105,7 @@ def save(
     layout: Layout,
     reference: Sequence[nn.Module] = (),
 ) -> None:
-    """Writes one checkpoint and waits for it; see `Saver.begin`."""
+    """Writes one checkpoint and waits until it is complete; see `Saver.begin`."""
     Saver(layout, writers=2).begin(folder, model, optimizer, scheduler, reference).finish()
 
 
@@ -119,10 +117,10 @@ def load(
     layout: Layout,
     reference: Sequence[nn.Module] = (),
 ) -> None:
-    """Restores what `save` wrote, in this or another layout.
+    """Restores the state that `save` wrote, in the same or another layout.
 
     Raises:
-        DataError: files are missing or cut short, or the checkpoint holds other tensors than this
+        DataError: files are missing or truncated, or the checkpoint's tensors do not match this
             model and optimizer.
     """
     check_files(folder)
@@ -132,7 +130,7 @@ def load(
         # older checkpoints do not record context parallelism
         if {"context": 1, **common.get("layout", {})} != _sizes(layout, model):
             del wanted["random"]
-        # what several data ranks hold is read by one of them, and sent to the others
+        # a part that several data-parallel ranks hold is read by one of them and sent to the others
         read_once = FullyParallelLoadStrategyWrapper(
             get_default_load_sharded_strategy(folder), layout.dp_group
         )
@@ -152,34 +150,35 @@ def load(
 
 
 def load_weights(folder: str | Path, model: Sequence[nn.Module]) -> None:
-    """Fills a model's parameters from any distributed checkpoint that holds them, such as a
+    """Fills a model's parameters from any distributed checkpoint that contains them, e.g. a
     converted one.
 
     Raises:
-        DataError: the checkpoint holds others.
+        DataError: the checkpoint does not contain these parameters.
     """
     with backend(), _explained(str(folder)):
         wanted = {f"model{i}": _parameters(chunk) for i, chunk in enumerate(model)}
         _ask_for_saved_names(wanted, folder)
         state = load_tensors(wanted, str(folder))
         for i, chunk in enumerate(model):
-            # strict=False: only extra states are left out
+            # strict=False, because only extra states are left out
             unwrap(chunk).load_state_dict(state[f"model{i}"], strict=False)
 
 
 def _as_its_own(shared: SharedMappings, part: Any) -> Any:
-    """A part whose values lie on the host, as a tensor that the writers' fork sees as it is now.
+    """Returns a part on the host with a tensor whose current values the forked writers will see.
 
-    Memory that a fork copies on write is used as it is, by a tensor of just the part's size:
-    Megatron would copy views before it returns. Memory that a fork shares is copied, and so is
-    pinned memory, which is CUDA's to map: the writers would see the next step in it."""
+    Memory that a fork copies on write is used in place, through a tensor of the part's size,
+    because Megatron would copy views before it returns. Memory that a fork shares is copied, and so
+    is pinned memory, which CUDA maps: otherwise writers would see the next step's values.
+    """
     if not isinstance(part, ShardedTensor) or part.data.device.type != "cpu":
         return part
     data, storage = part.data.detach(), part.data.untyped_storage()
     if shared.overlap(storage.data_ptr(), storage.nbytes()) or data.is_pinned():
         return replace(part, data=data.clone())
     if data.is_contiguous():
-        # through numpy the memory could not be resized
+        # memory wrapped by numpy could not be resized
         return replace(part, data=torch.from_dlpack(data))
     return part
 
@@ -189,13 +188,13 @@ def _parameters(chunk: nn.Module) -> dict[str, Any]:
     return {name: part for name, part in parts.items() if not _EXTRA_STATE.search(name)}
 
 
-# each numbered expert of a grouped GEMM has an extra state of its own
+# each numbered expert of a grouped GEMM has its own extra state
 _EXTRA_STATE = re.compile(r"_extra_state\d*$")
 
 
-# Pairs of names of one norm. Before experts, Transformer Engine's layers save it by its own name,
-# and local layers save it as if it were fused into the next linear, as it is where there are no
-# experts. In latent attention it is the other way round.
+# Pairs of names of the same norm. Before experts, Transformer Engine's layers save the norm under
+# its own name. Local layers save it as if it were fused into the next linear layer, as it is in
+# layers without experts. In latent attention the two are swapped.
 _NORMS = (
     ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
     ("q_layernorm.weight", "linear_q_up_proj.layer_norm_weight"),
@@ -204,9 +203,9 @@ _NORMS = (
 
 
 def _ask_for_saved_names(wanted: dict[str, Any], folder: str | Path) -> None:
-    """Renames norms in `wanted` to the checkpoint's names if layers of the other kind saved it.
+    """Renames norms in `wanted` to the checkpoint's names if the other kind of layers saved it.
 
-    The two kinds are Transformer Engine's layers and Megatron's local ones.
+    The two kinds are Transformer Engine's layers and Megatron's local layers.
     """
     saved = TorchDist(folder).sizes
     for part in nested_values(wanted):
@@ -218,11 +217,12 @@ def _ask_for_saved_names(wanted: dict[str, Any], folder: str | Path) -> None:
 
 @contextlib.contextmanager
 def _explained(folder: str) -> Iterator[None]:
-    """Says in our words what Megatron and torch say of a checkpoint that does not fit."""
+    """Converts Megatron's and torch's errors about a checkpoint that does not fit into a
+    DataError."""
     try:
         yield
     except (CheckpointingException, CheckpointException, KeyError, ValueError) as error:
-        if isinstance(error, CheckpointException):  # of several ranks
+        if isinstance(error, CheckpointException):  # from several ranks
             error = next(failure for failure, _ in error.failures.values())
         first_line = (str(error).strip('"').splitlines() or [type(error).__name__])[0]
         reason = first_line.split(": [")[0]  # without the list of all names
@@ -263,13 +263,13 @@ def _state(
 
 
 def _parameters_by_chunk(model: Sequence[nn.Module]) -> dict[str, Any]:
-    """The sharded state of the model. By chunk: two chunks of a virtual pipeline name their layers
-    alike."""
+    """Returns the model's sharded state by chunk, because two chunks of a virtual pipeline use the
+    same layer names."""
     return {f"model{i}": unwrap(chunk).sharded_state_dict() for i, chunk in enumerate(model)}
 
 
 def _sizes(layout: Layout, model: Sequence[nn.Module]) -> dict[str, int]:
-    """Sizes that tell whether a rank's random states are its own again."""
+    """Returns the layout's sizes; random states are restored only if these are unchanged."""
     return {
         "tensor": layout.tp,
         "pipeline": layout.pp,
@@ -296,12 +296,11 @@ def _set_random_states(states: dict[str, Any]) -> None:
 
 
 def load_start(model: list[nn.Module], path: str, shape: ModelShape, layout: Layout) -> None:
-    """Fills every parameter from the folder at `path`, of either kind; a rank reads only what it
-    holds.
+    """Fills every parameter from the folder at `path`, a Hugging Face folder or a checkpoint. Each
+    rank reads only its own parts.
 
     Raises:
-        DataError: a tensor is missing or has the wrong shape, or holds numbers that are none in
-            float16.
+        DataError: a tensor is missing, has the wrong shape, or is not finite in float16.
     """
     if is_checkpoint(Path(path)):
         load_weights(path, model)

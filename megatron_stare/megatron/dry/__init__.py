@@ -1,1 +1,1 @@
-"""Dry models: the layout of ranks and parameters without memory, for plan and preflight."""
+"""Models without memory: the layout of ranks and parameters, for plan and preflight."""

@@ -1,9 +1,8 @@
-"""Builds every rank of a layout on the meta device, and says whether they hold the model between
-them.
+"""Builds every rank of a layout on the meta device, and checks that the ranks together hold the
+model.
 
-This is for layouts that this machine could not run. `faults` checks, each for the whole world at
-once, the names of parameters, what these make of Hugging Face tensors, the checkpoint and the
-weight stream.
+For layouts that this machine could not run. `faults` checks the whole world at once: parameter
+names, the Hugging Face tensors that they form, the checkpoint and the weight stream.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from megatron_stare.weights.files.check import expected, rules
 from megatron_stare.weights.files.processes import Advance, run_parts
 from megatron_stare.weights.sync.stream_plan import Held, plan_of
 
-_COLLECTED_EVERY = 4  # ranks: a model is a reference cycle
+_COLLECTED_EVERY = 4  # ranks between two collections: a model is a reference cycle
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,11 @@ def plan_layout(
     processes: int = 1,
     advance: Advance = lambda ranks: None,
 ) -> list[RankPlan]:
-    """Plans every rank of the layout, in order of rank.
+    """Plans every rank of the layout, in rank order.
 
     Args:
-        processes: that build ranks side by side.
-        advance: called with the number of ranks that were built since it was called last.
+        processes: number of processes that build ranks in parallel.
+        advance: called with the number of ranks built since its last call.
     """
     world = parallel.world_size
     split = [
@@ -65,7 +64,7 @@ def plan_layout(
 def _build(part: _Ranks, advance: Advance) -> list[RankPlan]:
     plans = []
     collected = gc.isenabled()
-    gc.disable()  # which would go over all that is imported, again and again
+    gc.disable()  # it would scan all imported modules again and again
     gc.freeze()
     try:
         for number, rank in enumerate(part.ranks):
@@ -81,7 +80,8 @@ def _build(part: _Ranks, advance: Advance) -> list[RankPlan]:
 
 
 def extremes(plans: Sequence[RankPlan]) -> dict[str, tuple[RankPlan, RankPlan]]:
-    """The ranks that hold most and least of every item, and of their sum, "total"."""
+    """Returns the ranks that hold the most and the least of every item, and of the sum of all items
+    ("total")."""
     sizes = {item: [plan.nbytes[item] for plan in plans] for item in plans[0].nbytes}
     sizes["total"] = [sum(plan.nbytes.values()) for plan in plans]
     return {
@@ -92,7 +92,7 @@ def extremes(plans: Sequence[RankPlan]) -> dict[str, tuple[RankPlan, RankPlan]]:
 def assumptions(
     shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig
 ) -> list[str]:
-    """Lists what the bytes of a plan rest on, and what they leave out."""
+    """Lists the assumptions behind a plan's bytes, and the memory that they leave out."""
     experts = parallel.tensor * parallel.replicas // parallel.expert
     shared = f"{parallel.replicas} data-parallel replicas" + (
         f" ({experts} of an expert's)" if shape.experts else ""
@@ -130,12 +130,11 @@ def assumptions(
 def faults(
     plans: Sequence[RankPlan], shape: ModelShape, parallel: ParallelConfig, bucket_bytes: int
 ) -> list[str]:
-    """Lists what is wrong with a layout, in words; nothing where the ranks hold the model between
-    them.
+    """Lists the faults of a layout in words; empty if the ranks together hold the model.
 
     Args:
-        plans: of all ranks, in order.
-        bucket_bytes: of the weight stream.
+        plans: plans of all ranks, in order.
+        bucket_bytes: bucket size of the weight stream.
     """
     found = [f"rank {plan.rank}: {name} has data" for plan in plans for name in plan.with_data]
     found += _faults_of_replicas(plans, shape, parallel)
@@ -147,8 +146,8 @@ def faults(
 def _faults_of_replicas(
     plans: Sequence[RankPlan], shape: ModelShape, parallel: ParallelConfig
 ) -> Iterator[str]:
-    """Every data-parallel replica makes every Hugging Face tensor of config.json once, and nothing
-    else."""
+    """Yields a fault unless every data-parallel replica forms each Hugging Face tensor of
+    config.json once, and no other tensors."""
     replicas = {
         False: parallel.replicas,
         True: parallel.tensor * parallel.replicas // parallel.expert,
@@ -183,14 +182,15 @@ def _faults_of_replicas(
 
 
 def _copies(layout: str, shape: ModelShape, parallel: ParallelConfig) -> int:
-    """Counts how often a replica holds each part of a tensor: what is not cut, on every
-    tensor-parallel rank; a tied embedding, on the first and the last stage."""
+    """Counts how often a replica holds each part of a tensor. Every tensor-parallel rank holds an
+    uncut tensor; the first and the last stage both hold a tied embedding."""
     tied = shape.tied and layout == "vocab" and parallel.pipeline > 1
     return (parallel.tensor if layout == "replicated" else 1) * (2 if tied else 1)
 
 
 def _made(held: list[Held], copies: int) -> tuple[int, ...] | str:
-    """The size of what a replica's pieces make of a tensor, or what is wrong with them."""
+    """Returns the size of the tensor that a replica's pieces form, or a description of what is
+    wrong with them."""
     counts = Counter((one.piece.number, one.part) for one in held)
     if not held:
         return "nowhere"
@@ -209,8 +209,9 @@ def _made(held: list[Held], copies: int) -> tuple[int, ...] | str:
 
 
 def _faults_of_checkpoint(parts: Sequence[StatePart], shape: ModelShape) -> Iterator[str]:
-    """The ranks that write tile every tensor of the model's checkpoint, the others hold what one of
-    them writes, and the tensors are those that weights/ converts."""
+    """Yields faults of the checkpoint. The parts that ranks write must tile every tensor, other
+    ranks must hold parts that some rank writes, and the tensors must be those that weights/
+    converts."""
     by_key: dict[str, list[StatePart]] = defaultdict(list)
     for part in parts:
         by_key[part.key].append(part)
@@ -253,8 +254,8 @@ def _faults_of_checkpoint(parts: Sequence[StatePart], shape: ModelShape) -> Iter
 def _tiled(
     whole: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> bool:
-    """Says whether boxes (start, sizes) cover every element of a tensor once, by the grid of all
-    their edges."""
+    """Returns True if boxes (start, sizes) cover every element of a tensor exactly once; counts
+    over the grid of all their edges."""
     edges = []
     for dim, size in enumerate(whole):
         edges.append(
@@ -274,7 +275,8 @@ def _tiled(
 def _faults_of_stream(
     plans: Sequence[RankPlan], shape: ModelShape, bucket_bytes: int
 ) -> Iterator[str]:
-    """The weight stream carries every Hugging Face tensor whole and once."""
+    """Yields faults unless the weight stream carries every Hugging Face tensor whole and exactly
+    once."""
     try:
         plan = plan_of([plan.held for plan in plans], shape, bucket_bytes)
     except ValueError as error:

@@ -1,14 +1,14 @@
-"""Finds what one rank of a layout holds, without data, on the meta device.
+"""Finds the tensors and bytes of one rank of a layout, without data, on the meta device.
 
-`plan_rank` builds the rank with the functions that build it in a run, at its own place in the
-layout. Nothing is taken from another rank by symmetry.
+`plan_rank` builds the rank at its own place in the layout, with the same functions as a run. It
+derives nothing from other ranks by symmetry.
 
-`stage_bytes` puts ranks of many layouts together from parts that `build_parts` built once. All
-layers of a model are alike, but for leading dense ones before layers with experts, and a rank has a
-number of them, with the embedding on the first stage and the norm and the output layer on the last.
-So the tensors of one layer of a kind, cut as the layout cuts them, say what every rank of every
-pipeline, data and context layout holds: one build for each way to cut a layer (tensor and expert
-ranks). tests/megatron/test_planned_parts.py holds the sums against whole ranks, to the byte.
+`stage_bytes` combines parts that `build_parts` built once into ranks of many layouts. All layers of
+a model are alike, except leading dense layers before layers with experts. A rank holds some layers,
+plus the embedding on the first stage, and the norm and the output layer on the last. So the tensors
+of one layer of each kind, cut as in the layout, determine every rank of every pipeline, data and
+context layout: one build suffices for each way to cut a layer (tensor and expert ranks).
+tests/megatron/test_planned_parts.py compares the sums with whole ranks, to the byte.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ from megatron_stare.megatron.optimizer.optimizer import build_optimizer
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.sync.stream_plan import Held, held_pieces
 
-NO_WAIT_S = 1.0  # of collectives that return at once
+NO_WAIT_S = 1.0  # timeout of collectives, which return at once here
 ITEMS = ("parameters", "gradients", "main parameters", "moments")
-# a parameter starts at a multiple of this many elements, in a buffer that is cut over replicas
+# in a buffer cut over replicas, a parameter starts at a multiple of this many elements
 _ALIGNED = 64
-_BUCKET = 128  # and that a bucket ends at a multiple of
+_BUCKET = 128  # and a bucket ends at a multiple of this
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @contextlib.contextmanager
 def pretend(parallel: ParallelConfig, rank: int) -> Iterator[Layout]:
-    """While open, this process is the rank, and its device the meta device. Collectives return at
-    once and bring nothing of other ranks, so this is for building only."""
-    # torch wraps the hook of errors that end the process with every process group
+    """Makes this process the given rank, on the meta device, while the context is open. Collectives
+    return at once without other ranks' data, so use it only for building."""
+    # torch wraps sys.excepthook again with every process group
     hook = substituted(sys, "excepthook", sys.excepthook)
     with on_meta(), hook, substituted(dist, "new_group", _fake_group):
         dist.init_process_group(
@@ -78,34 +78,34 @@ _new_group = dist.new_group
 
 
 def _fake_group(*args: Any, **options: Any) -> Any:
-    """A group of the world's backend where gloo is asked for by name: gloo would wait for the other
-    ranks."""
+    """Creates a group with the world's backend even if gloo is requested; gloo would wait for the
+    other ranks."""
     return _new_group(*args, **{**options, "backend": None})
 
 
 @dataclass(frozen=True)
 class StatePart:
-    """A part of a tensor of the whole model's checkpoint, or of a grid of objects, where `dtype` is
-    None."""
+    """A part of a tensor of the whole model's checkpoint; if `dtype` is None, of a grid of
+    objects."""
 
     key: str
     dtype: torch.dtype | None
-    whole: tuple[int, ...]  # the sizes of the tensor
+    whole: tuple[int, ...]  # the sizes of the whole tensor
     start: tuple[int, ...]
     sizes: tuple[int, ...]
-    main: bool  # whether this rank is the one of its replicas that writes it
+    main: bool  # whether this rank is the replica that writes it
 
 
 @dataclass(frozen=True)
 class RankPlan:
     """The bytes and tensors that a rank of a layout holds.
 
-    replica: which of the data-parallel replicas its parameters belong to; expert_replica: and its
-    experts.
-    nbytes: by ITEMS.
+    replica: number of the data-parallel replica that its parameters belong to.
+    expert_replica: the same for its experts.
+    nbytes: bytes by ITEMS.
     held: its pieces of the Hugging Face tensors.
     state: its parts of the model's checkpoint.
-    with_data: what is not on the meta device, by name: nothing.
+    with_data: names of tensors that are not on the meta device; should be empty.
     """
 
     rank: int
@@ -126,7 +126,7 @@ def plan_rank(
     optimizer: OptimizerConfig,
     rank: int,
 ) -> RankPlan:
-    """Builds a rank of `parallel.world_size` without the others.
+    """Builds one rank of `parallel.world_size` without the others.
 
     Raises:
         KeyError: a parameter is not in the family's table of names.
@@ -155,13 +155,13 @@ def plan_rank(
 def _nbytes(
     chunks: list[nn.Module], optimizer: MegatronOptimizer, config: OptimizerConfig
 ) -> dict[str, int]:
-    """Bytes of the storages behind each item: padding of Megatron's buffers included, shared ones
-    counted once."""
+    """Returns the bytes of each item's storages, including padding of Megatron's buffers; shared
+    storages count once."""
     parameters = _storages(parameter for chunk in chunks for parameter in chunk.parameters())
     gradients = _storages(buffer.grad_data for buffer in gradient_buffers(chunks))
     updated = list(_updated(optimizer))
-    main = _storages(updated)  # views of the parameters, where these are float32 themselves
-    # Adam's moments, float32 for each element that this rank updates
+    main = _storages(updated)  # views of the parameters, if these are float32 themselves
+    # Adam's moments: float32 for each element that this rank updates
     moments = 2 if config.name == "adam" else 0
     return {
         "parameters": sum(parameters.values()),
@@ -179,8 +179,8 @@ def _storages(tensors: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
 
 
 def _updated(optimizer: MegatronOptimizer) -> Iterable[Tensor]:
-    """Parameters that this rank's optimizer updates: float32; a share of the replica's if it is
-    distributed."""
+    """Yields the float32 parameters that this rank's optimizer updates: a share of the replica's if
+    it is distributed."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for group in part.optimizer.param_groups:
             yield from group["params"]
@@ -198,8 +198,8 @@ def _everything(
 
 
 def _state(chunks: list[nn.Module]) -> list[StatePart]:
-    """Parts of the model's checkpoint as megatron/checkpoint/checkpoint.py saves it; where experts'
-    or gated matrices are cut in two, both halves."""
+    """Returns the parts of the model's checkpoint, as megatron/checkpoint/checkpoint.py saves it.
+    If experts' or gated matrices are saved in two halves, both are included."""
     parts = []
     with backend():
         for chunk in chunks:
@@ -222,13 +222,14 @@ def _state(chunks: list[nn.Module]) -> list[StatePart]:
 
 @dataclass(frozen=True)
 class Parts:
-    """Elements of each tensor, on one rank.
+    """Numbers of elements of each tensor on one rank.
 
-    layer: of a layer without its experts; experts: of the experts of a layer that lie on the rank.
-    whole: of both, in the order of the layer.
-    dense: of a leading dense layer.
-    head: the norm after the last layer and the output layer, which tied embeddings do not have on
-    one stage.
+    layer: a layer without its experts.
+    experts: the experts of a layer that this rank holds.
+    whole: both, in the order of the layer.
+    dense: a leading dense layer.
+    head: the norm after the last layer, and the output layer (absent if one stage has tied
+    embeddings).
     """
 
     embedding: tuple[int, ...]
@@ -240,7 +241,7 @@ class Parts:
 
 
 def build_parts(shape: ModelShape, model: ModelConfig, tensor: int, expert: int) -> Parts:
-    """Builds one layer of each kind with all that is around them."""
+    """Builds one layer of each kind, with the embedding and the head."""
     parallel = ParallelConfig(
         tensor=tensor, sequence=tensor > 1, expert=expert, data=expert // math.gcd(expert, tensor)
     )
@@ -269,7 +270,7 @@ def stage_bytes(
     optimizer: OptimizerConfig,
     stage: int,
 ) -> dict[str, int]:
-    """Bytes of the first rank of a pipeline stage, by the items of planned_rank.py."""
+    """Returns the bytes of the first rank of a pipeline stage, by ITEMS."""
     chunks = [
         _chunk(parts, shape, parallel, stage, chunk) for chunk in range(parallel.virtual_pipeline)
     ]
@@ -291,7 +292,7 @@ def stage_bytes(
 def _chunk(
     parts: Parts, shape: ModelShape, parallel: ParallelConfig, stage: int, chunk: int
 ) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
-    """Tensors of a stage's chunk, by the bucket they lie in, and its experts."""
+    """Returns the tensors of a stage's chunk by bucket, and its experts."""
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     layers = shape.layers // (stages * chunks)
     start = (chunk * stages + stage) * layers
@@ -299,12 +300,12 @@ def _chunk(
         layers = first if stage == 0 else (shape.layers - first) // (stages - 1)
         start = 0 if stage == 0 else first + (stage - 1) * layers
     dense = min(max(shape.dense_layers - start, 0), layers)
-    # experts have replicas and buffers of their own only in these layouts
+    # experts have their own replicas and buffers only in these layouts
     apart = parallel.tensor > 1 or parallel.expert > 1
     body = [*parts.dense * dense, *(parts.layer if apart else parts.whole) * (layers - dense)]
     shared: list[int] = []
     starts, ends = stage == 0 and chunk == 0, stage == stages - 1 and chunk == chunks - 1
-    across = shape.tied and stages > 1  # both ends have the matrix then, in a bucket of its own
+    across = shape.tied and stages > 1  # then both end stages hold the matrix, in its own bucket
     if across and (starts or ends):
         shared += parts.embedding
     elif starts:
@@ -315,8 +316,8 @@ def _chunk(
 
 
 def _buffer(tensors: Sequence[int], replicas: int | None) -> int:
-    """Elements of a bucket, padded as Megatron pads what it cuts over `replicas`; None: it is not
-    cut."""
+    """Returns a bucket's elements with Megatron's padding for cutting it over `replicas`; None: it
+    is not cut."""
     if replicas is None:
         return sum(tensors)
     unit = math.lcm(replicas, _BUCKET)
@@ -324,9 +325,11 @@ def _buffer(tensors: Sequence[int], replicas: int | None) -> int:
 
 
 def _share(tensors: Sequence[int], replicas: int | None) -> int:
-    """Elements that the first replica updates, of the first of as many equal parts of the bucket,
-    in which Megatron lays tensors from the last to the first; gaps between tensors are not
-    updated."""
+    """Returns the number of elements that the first replica updates.
+
+    Megatron lays a bucket's tensors from last to first and cuts the bucket into one equal part per
+    replica. The first replica updates the first part, except gaps between tensors.
+    """
     if replicas is None:
         return sum(tensors)
     end = _buffer(tensors, replicas) // replicas

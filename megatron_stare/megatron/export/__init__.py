@@ -1,1 +1,1 @@
-"""Weights out of a rank's shards: under Hugging Face names, by stage, to the engines."""
+"""Exports weights from a rank's shards: under Hugging Face names, by stage, or to the engines."""

@@ -1,10 +1,9 @@
-"""Weights on their way to engines on the trainer's own devices: the ranks that hold the model
-between them gather every bucket on each of them, and each hands the engine's rank on its device a
-handle of it.
+"""Sends weights to engines on the trainer's own devices.
 
-Of the ranks that an engine shares devices with the first collects the handles and sends them, one a
-rank of the engine; nothing passes between the devices of two engines but what the ranks of one copy
-of the model gather.
+The ranks that together hold the model gather every bucket on each of them. Each rank then gives a
+handle of the bucket to the engine's rank on the same device. The first of the ranks that share
+devices with an engine collects these handles and sends them, one per rank of the engine. Weights
+travel between devices only in that gather, among the ranks of one copy of the model.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from megatron_stare.weights.sync.target import Sender, SyncTarget
 
 
 class DeviceSend:
-    """A rank's end. All ranks must make it and make the same calls, in order: `prepare`, then
-    `send`."""
+    """A rank's end of the transfer. All ranks must create it and make the same calls, in order:
+    `prepare`, then `send`."""
 
     def __init__(
         self, model: list[nn.Module], layout: Layout, shape: ModelShape, bucket_bytes: int
@@ -35,14 +34,14 @@ class DeviceSend:
         self._model, self._layout = model, layout
         self._plan = plan_stream(shards(model, layout), shape, bucket_bytes, layout.model_group)
         self._rooms = DeviceRooms()
-        self._target: SyncTarget | None = None  # that the engines below are of
+        self._target: SyncTarget | None = None  # the engines of `_carried` belong to it
         self._carried: list[_Carried] = []  # engines with a rank on this device
 
     def prepare(self, target: SyncTarget, prove: bool) -> None:
-        """Finds the engines on this rank's device, where the target is another than before.
+        """Finds the engines on this rank's device if the target has changed.
 
         Args:
-            prove: tell the engines what proves the values.
+            prove: whether the senders compute checksums for the engines to verify.
 
         Raises:
             UserError: an engine is on no rank's device.
@@ -68,10 +67,11 @@ class DeviceSend:
         """Sends all weights. All ranks must call it.
 
         Returns:
-            What each engine is told whose handles this rank collects.
+            One `Sender.end` result, which the engine verifies, for each engine whose handles this
+                rank collects.
 
         Raises:
-            UserError: they could not be sent. The other ranks have not waited for it.
+            UserError: sending failed. The other ranks are not left waiting.
         """
         try:
             for each in self._carried:
@@ -91,19 +91,20 @@ class DeviceSend:
         return [each.result() for each in self._carried if each.leads]
 
     def close(self) -> None:
-        """Lets go of the way to the engines."""
+        """Closes the connections to the engines."""
         carried, self._carried, self._target = self._carried, [], None
         for each in carried:
             each.close()
 
 
 class _Carried:
-    """An engine of which a rank is on this rank's device.
+    """An engine with a rank on this rank's device.
 
-    What fails here is kept until `result`: the other ranks go on meeting.
+    Errors are kept until `result`, because the other ranks keep meeting.
 
     Args:
-        ranks: whose memory the engine's ranks open, in the order of these.
+        ranks: trainer ranks whose memory the engine's ranks open, in the order of the engine's
+            ranks.
     """
 
     def __init__(self, sender: Sender, rank: int, ranks: tuple[int, ...]) -> None:
@@ -112,7 +113,8 @@ class _Carried:
         self.leads = rank == ranks[0]
         self._group: ProcessGroup | None = None
         if len(self._members) > 1:
-            # handles are words: they need no GPU, whose communicators would take memory of it
+            # handles are small objects: gloo gathers them without GPU memory, which NCCL
+            # communicators would take
             self._group = dist.new_group(
                 self._members, backend="gloo", use_local_synchronization=True
             )
@@ -128,7 +130,8 @@ class _Carried:
         self._try(self._sender.begin)
 
     def hand(self, bucket: Bucket) -> None:
-        """Hands over a bucket. The one before was taken when the ranks have met after this."""
+        """Passes on a bucket's handles. The next `meet` confirms that the previous bucket was
+        taken."""
         handle = self._sender.handle(bucket)
         handles: list[Any] | None = [handle]
         if self._group is not None:

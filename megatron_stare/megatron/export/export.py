@@ -1,5 +1,5 @@
-"""The policy, or its gradients, as whole Hugging Face tensors: on the first rank, or in the files
-of the ranks that hold them. What Megatron holds is shards of the weight stream."""
+"""Exports the policy, or its gradients, as whole Hugging Face tensors: on the first rank, or to
+files that the ranks holding them write. Megatron's tensors are the shards of the weight stream."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ EXPORT_BUCKET_BYTES = 64 * 2**20
 
 
 def main_grad(parameter: nn.Parameter) -> Tensor:
-    """The gradient that Megatron's buffers hold for a parameter. Under the distributed optimizer
-    only this rank's shard of the buffers is reduced over data ranks, until `gather_gradients`."""
+    """Returns a parameter's gradient in Megatron's buffers. Under the distributed optimizer, only
+    this rank's shard of the buffers is reduced over data-parallel ranks until
+    `gather_gradients`."""
     return parameter.main_grad.view_as(parameter)  # type: ignore[attr-defined]
 
 
 def shards(
     model: list[nn.Module], layout: Layout, of: Callable[[nn.Parameter], Tensor] | None = None
 ) -> list[Shard]:
-    """This rank's weights, without autograd; or what `of` gives for each parameter in its shape."""
+    """Returns this rank's weights, detached; or the result of `of` for each parameter, in its
+    shape."""
     if of is None:
         return [
             Shard(name, weight.detach(), *part_of(name, weight, layout))
@@ -55,14 +57,14 @@ def export_hf(
     layout: Layout,
     of: Callable[[nn.Parameter], Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """All tensors by Hugging Face name, in the first rank's host memory; nothing elsewhere. All
-    ranks must call this.
+    """Returns all tensors by Hugging Face name in the first rank's host memory; nothing on other
+    ranks. All ranks must call it.
 
-    For models that one process can hold; PolicyStream is for all others.
+    For models that fit into one process; others need PolicyStream.
 
     Args:
-        of: what is exported of a parameter in the place of the weights: its gradient. Has the
-            parameter's shape.
+        of: function of a parameter that returns the tensor to export instead of its weights, e.g.
+            its gradient, in the same shape.
     """
     held, group = shards(model, layout, of), dist.group.WORLD
     buckets = stream(plan_stream(held, shape, EXPORT_BUCKET_BYTES, group), held, group)
@@ -73,11 +75,11 @@ def export_hf(
 def export_gradients(
     model: list[nn.Module], shape: ModelShape, layout: Layout, loss_scale: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """The gradients, reduced over data ranks, as export_hf gives the policy. All ranks must call
-    this, after backward; after the optimizer step they are clipped.
+    """Returns the gradients, reduced over data-parallel ranks, in the form of export_hf. All ranks
+    must call it after backward; after the optimizer step the gradients are clipped.
 
     Args:
-        loss_scale: 0-dim, what the loss was multiplied by; None: 1.
+        loss_scale: 0-dim factor of the loss; None: 1.
     """
     gather_gradients(model)
     unscaled = (
@@ -88,8 +90,8 @@ def export_gradients(
 
 @torch.no_grad()
 def gather_gradients(model: list[nn.Module]) -> None:
-    """Completes the gradient buffers where they were reduce-scattered, from the shards of the data
-    ranks; a rank's own shard stays as it is."""
+    """Completes reduce-scattered gradient buffers from the shards of the data-parallel ranks;
+    leaves a rank's own shard unchanged."""
     for chunk in model:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):  # type: ignore[misc]
             if not group.ddp_config.use_distributed_optimizer:
@@ -102,10 +104,10 @@ def gather_gradients(model: list[nn.Module]) -> None:
 
 
 class PolicyStream:
-    """A rank's end of the weight sync: planned once, run through after every change of the weights.
+    """A rank's end of the weight sync: planned once, run after every change of the weights.
 
-    All ranks must make it and make the same calls: `begin`, `next` once a bucket, `end`. Only the
-    first rank's calls return something.
+    All ranks must create it and make the same calls: `begin`, `next` for every bucket, `end`. Only
+    the first rank's calls return something.
     """
 
     def __init__(
@@ -119,28 +121,29 @@ class PolicyStream:
 
     @property
     def layouts(self) -> tuple[BucketLayout, ...]:
-        """Layout of each bucket, for whoever takes them."""
+        """The layout of each bucket, for its receivers."""
         return self.plan.layouts
 
     def begin(self, checksums: bool = True) -> None:
-        """Starts with the weights as they are.
+        """Starts streaming the current weights.
 
         Args:
-            checksums: compute those that `end` gives, else they are "".
+            checksums: whether `end` returns checksums; if not, they are "".
         """
-        # messages of a sync that an error cut short must not be taken for this one's
+        # Drains messages left over from a sync that an error interrupted, which would be mistaken
+        # for this one's.
         self._finish()
         self._buckets = stream(self.plan, shards(self._model, self._layout), dist.group.WORLD)
         self._checksums, self._computed = {}, checksums
 
     @torch.no_grad()
     def next(self) -> Tensor | None:
-        """The next bucket, flat, in host memory."""
+        """Returns the next bucket, flat, in host memory."""
         bucket = next(self._buckets)
         if bucket is None:
             return None
         bucket = Bucket(bucket.layout, bucket.flat.cpu())
-        # while the next bucket is on its way
+        # computed while the next bucket is on its way
         names = dict.fromkeys((slot.name for slot in bucket.layout.slots), "")
         self._checksums |= bucket.checksums() if self._computed else names
         return bucket.flat
@@ -156,15 +159,17 @@ class PolicyStream:
 
 
 class HfExport:
-    """A rank's end of writing the policy: a tensor-parallel group gathers the tensors that are its
-    own, bucket by bucket, on its first rank, which puts them into its files. Nobody holds the
-    model. All ranks must make it, and call `write`."""
+    """A rank's end of writing the policy; no rank ever holds the whole model.
+
+    A tensor-parallel group gathers its own tensors, bucket by bucket, on its first rank, which
+    writes them to its files. All ranks must create it, and call `write`.
+    """
 
     def __init__(
         self, model: list[nn.Module], layout: Layout, shape: ModelShape, whole: StreamPlan
     ) -> None:
-        """`whole` is the plan of the weight stream, in which every tensor comes from one
-        tensor-parallel group alone: that of the lowest ranks that hold it."""
+        """`whole` is the plan of the weight stream. In it each tensor comes from a single
+        tensor-parallel group: among those that hold it, the group with the lowest ranks."""
         self._group = layout.tp_group
         ranks = set(dist.get_process_group_ranks(self._group))
         planned = (tensor for bucket in whole.buckets for tensor in bucket.tensors)
@@ -178,7 +183,7 @@ class HfExport:
         self._plan = plan_stream(held, shape, EXPORT_BUCKET_BYTES, self._group)
 
     def own(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of what this rank will write, by name."""
+        """Returns shape and dtype of the tensors that this rank will write, by name."""
         if dist.get_rank(self._group) != SENDER:
             return {}
         return {
@@ -189,7 +194,7 @@ class HfExport:
 
     @torch.no_grad()
     def write(self, entries: Mapping[str, Entry]) -> None:
-        """Writes this rank's tensors where they go.
+        """Writes this rank's tensors into their files.
 
         Raises:
             UserError: they cannot be written.

@@ -1,5 +1,5 @@
-"""A pipeline stage's weights on their way to the engines: gathered over its ranks on the first of
-them, which sends; or experts by the ranks that own them, without a gather."""
+"""Sends a pipeline stage's weights to the engines. The stage's first rank gathers and sends them;
+experts can instead be sent by the ranks that own them, without a gather."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ from megatron_stare.weights.sync.target import Sender, SyncTarget
 
 @dataclass(frozen=True)
 class _Plans:
-    """Plans of what the stage gathers, and of what this rank sends as it lies; None: nothing."""
+    """Plans of the weights that the stage gathers, and of the experts that this rank sends itself
+    (None: none)."""
 
     gathered: StreamPlan
     own: StreamPlan | None
 
 
 class StageSend:
-    """A rank's end. All ranks must make it; those of a stage make the same calls, in order:
-    `prepare`, `send`, and `send_own` where owners send."""
+    """A rank's end of the transfer. All ranks must create it. The ranks of a stage make the same
+    calls, in order: `prepare`, `send`, and `send_own` if owners send."""
 
     def __init__(
         self,
@@ -47,8 +48,8 @@ class StageSend:
         whole: StreamPlan,
         bucket_bytes: int,
     ) -> None:
-        """`whole` is the plan of all stages' stream, in which every tensor comes from the ranks of
-        one stage alone: a tied embedding from the first."""
+        """`whole` is the plan of all stages' stream. In it each tensor comes from the ranks of one
+        stage: a tied embedding from the first stage."""
         self._model, self._layout, self._shape, self._bytes = model, layout, shape, bucket_bytes
         self._group = layout.stage_group
         ranks = set(dist.get_process_group_ranks(self._group))
@@ -58,12 +59,12 @@ class StageSend:
         experts = [tensor for tensor in mine if is_expert(tensor.pieces[0].parameter)]
         self._experts = {tensor.name for tensor in experts}
         self._owned = {tensor.name for tensor in experts if tensor.pieces[0].rank == layout.rank}
-        self._plans: dict[bool, _Plans] = {}  # by whether owners send
-        self._rooms = RoomsByTurns()  # the sender has at most one bucket when the next is gathered
-        self._own: StreamPlan | None = None  # that is still to be sent
+        self._plans: dict[bool, _Plans] = {}  # keyed by whether owners send
+        self._rooms = RoomsByTurns()  # the sender holds at most one bucket during the next gather
+        self._own: StreamPlan | None = None  # still to be sent
         self._buckets: Iterator[Bucket | None] = iter(())
         self._first: Bucket | None = None
-        self._target: SyncTarget | None = None  # that the sender is of
+        self._target: SyncTarget | None = None  # `_sender` belongs to it
         self._sender: Sender | None = None
 
     def _planned(self, owners_send: bool) -> _Plans:
@@ -77,7 +78,7 @@ class StageSend:
         return self._plans[owners_send]
 
     def _holding(self, names: set[str]) -> list[Any]:
-        """This rank's shards of these tensors."""
+        """Returns this rank's shards of these tensors."""
         held = shards(self._model, self._layout)
         return [
             shard for shard in held if names.issuperset(rule_for(shard.name, self._shape).sources)
@@ -85,13 +86,14 @@ class StageSend:
 
     @torch.no_grad()
     def prepare(self, target: SyncTarget, prove: bool) -> None:
-        """Gathers the first bucket of the weights as they are, which must not change until they are
-        sent to the target.
+        """Gathers the first bucket of the current weights, which must not change until they have
+        been sent.
 
         Args:
-            prove: tell the engines what proves the values.
+            prove: whether the sender computes checksums for the engines to verify.
         """
-        # messages of a sync that an error cut short must not be taken for this one's
+        # Drains messages left over from a sync that an error interrupted, which would be mistaken
+        # for this one's.
         self._drain()
         if target != self._target:
             self.close()
@@ -108,14 +110,14 @@ class StageSend:
 
     @torch.no_grad()
     def send(self) -> Any:
-        """Sends what the stage gathers, gathering the next bucket meanwhile, then what this rank
-        owns.
+        """Sends the buckets that the stage gathers, gathering the next meanwhile, then this rank's
+        own experts.
 
         Returns:
-            On the first rank what the engines are told; elsewhere None.
+            On the first rank the `Sender.end` result, which the engines verify; on others None.
 
         Raises:
-            UserError: it could not be sent.
+            UserError: sending failed.
         """
         if dist.get_rank(self._group) != SENDER:
             self._drain()
@@ -123,15 +125,15 @@ class StageSend:
         try:
             return self._sent(self._gathered_and_own())
         finally:
-            self._drain()  # after an error, too: the other ranks wait until their pieces are taken
+            self._drain()  # after an error too: other ranks wait until their pieces are taken
 
     @torch.no_grad()
     def send_own(self) -> Any:
-        """Sends the experts that this rank owns and has not sent. Returns what the engines are
-        told; None: it has none.
+        """Sends the experts that this rank owns, if it has not sent them yet. Returns the
+        `Sender.end` result, which the engines verify; None if there are no such experts.
 
         Raises:
-            UserError: they could not be sent.
+            UserError: sending failed.
         """
         return self._sent(self._of_own()) if self._own is not None else None
 
@@ -160,12 +162,12 @@ class StageSend:
             pass
 
     def forget(self) -> None:
-        """Removes what was left for the engines to fetch."""
+        """Removes data left for the engines to fetch."""
         if self._sender is not None:
             self._sender.forget()
 
     def close(self) -> None:
-        """Lets go of the way to the engines."""
+        """Closes the connections to the engines."""
         if self._sender is not None:
             sender, self._sender = self._sender, None
             sender.close()

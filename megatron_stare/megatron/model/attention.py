@@ -1,12 +1,13 @@
-"""Core attention for the local layer spec, over torch's scaled_dot_product_attention; over ours for
+"""Core attention of the local layer spec: torch's scaled_dot_product_attention, or our own for
 short sequences on a CPU.
 
-The stock local one builds the whole s x s matrix and knows neither causal kernels nor packed
-sequences. Padding stands on the right, so causality alone keeps it from real tokens and no mask is
-needed. Under context parallelism a rank has the queries of two chunks of every sequence, masked by
-position, and gathers the keys and values of all ranks. Shape legend: s positions, b sequences, t
-packed tokens, n heads of this rank, g query groups of this rank, d head size, m positions of a
-sequence that this rank holds; C context-parallel ranks.
+Megatron's local core attention builds the whole s x s matrix and supports neither causal kernels
+nor packed sequences. Padding is on the right, so the causal mask alone keeps it away from real
+tokens. Under context parallelism a rank holds the queries of two chunks of every sequence, masks
+them by position, and gathers the keys and values of all ranks.
+
+Shape legend: s positions, b sequences, t packed tokens, n heads of this rank, g query groups of
+this rank, d head size, m positions of a sequence that this rank holds; C context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from megatron_stare.megatron.batching.packing import PackedSequences
 from megatron_stare.megatron.batching.zigzag import Zigzag
 from megatron_stare.megatron.model.local_layers import short_attention
 
-# entries of a mask by positions that are held at a time: 64 MB once torch has made it float32
+# Largest number of mask entries built at once: 64 MB after torch converts the mask to float32.
 MASK_ENTRIES = 2**24
 
 
 class SdpaCoreAttention(nn.Module):
-    """Causal attention without dropout. Arguments are those megatron-core gives any core
-    attention."""
+    """Causal self-attention without dropout. Takes the arguments that megatron-core passes to any
+    core attention."""
 
     def __init__(
         self,
@@ -65,10 +66,10 @@ class SdpaCoreAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query [s, b, n, d], key and value [s, b, g, d] -> [s, b, n d]; packed [t, n, d], [t, g,
-        d] -> [t, n d].
+        """Maps query [s, b, n, d], key and value [s, b, g, d] to [s, b, n d]; packed: query [t, n,
+        d], key and value [t, g, d] to [t, n d].
 
-        Under context parallelism s and t are what this rank holds.
+        Under context parallelism s and t count this rank's tokens only.
         """
         if attention_mask is not None or attention_bias is not None:
             raise ValueError(
@@ -108,7 +109,7 @@ class SdpaCoreAttention(nn.Module):
         return queries.collect(torch.cat(parts)).flatten(1)
 
     def _gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Gathers keys and values of all context-parallel ranks, laid end to end in order of rank.
+        """Gathers keys and values of all context-parallel ranks, concatenated in rank order.
 
         Backward gives every rank the gradient of its own part, summed over all ranks' queries.
         """
@@ -120,11 +121,11 @@ class SdpaCoreAttention(nn.Module):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None = None
     ) -> Tensor:
-        """query [b, m, n, d], key and value [b, s, g, d] -> [b, m, n, d].
+        """Maps query [b, m, n, d], key and value [b, s, g, d] to [b, m, n, d].
 
         Args:
-            positions: [b, m] int64 on the host, where each query stands among the s keys; None: m
-                is s.
+            positions: [b, m] int64 on the host, each query's position among the s keys; None: m =
+                s.
         """
         if positions is None:
             short = (
@@ -138,8 +139,8 @@ class SdpaCoreAttention(nn.Module):
         step = max(1, MASK_ENTRIES // (key.shape[0] * key.shape[1]))
         if step >= query.shape[1]:
             return self._masked(query, key, value, positions)
-        # Backward makes a block's mask again: kept, the masks of all blocks would take the square
-        # of the length.
+        # Backward builds a block's mask again: keeping the masks of all blocks would take memory
+        # quadratic in the length.
         parts = [
             checkpoint(
                 self._masked, rows, key, value, where, use_reentrant=False, preserve_rng_state=False
@@ -151,13 +152,14 @@ class SdpaCoreAttention(nn.Module):
         return torch.cat(parts, dim=1)
 
     def _masked(self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
-        """`_attend` of some of the queries with one mask."""
+        """Runs `_attend` for a block of queries, with one mask."""
         seen = int(positions.max()) + 1
         mask = (torch.arange(seen) <= positions[..., None]).to(query.device)[:, None]
         return self._sdpa(query, key[:, :seen], value[:, :seen], mask)
 
     def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """[b, m, n, d], of the keys that `mask` [b, 1, m, s] allows; None: causal."""
+        """Returns [b, m, n, d], attending to the keys that `mask` [b, 1, m, s] allows; None:
+        causal."""
         return F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),

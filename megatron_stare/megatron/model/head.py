@@ -1,10 +1,10 @@
-"""Megatron's last hidden states on their way to log-probs and entropies.
+"""Turns Megatron's last hidden states into log-probs and entropies.
 
-Only the rows that predict a response token go through the output layer, on every tensor-parallel
-rank for its own columns. Where the configuration leaves open which way they go, the memory at hand
-decides (`choose_head`).
+Only rows that predict a response token go through the output layer; every tensor-parallel rank
+computes its own columns. If the configuration does not choose the mode, free memory does
+(`choose_head`).
 
-Shape legend: b rows and s positions of a micro-batch, n response positions of it, H hidden size.
+Shape legend: b rows and s positions of a micro-batch, n response positions in it, H hidden size.
 """
 
 from __future__ import annotations
@@ -27,18 +27,16 @@ from megatron_stare.models.shape import ModelShape
 from megatron_stare.ops.linear_head import LinearHead, Mode
 from megatron_stare.ops.vocab_parallel import Problem
 
-# Logits are taken whole up to this share of the free memory. The rest is for activations, which
-# live at the same time, and for the optimizer's moments, which come with the first step.
+# Logits are materialised up to this share of the free memory. The rest is for activations, which
+# live at the same time, and for the optimizer's moments, which the first step allocates.
 SHARE = 1 / 8
-# [n] log-probs, entropies and the micro-batch they belong to -> scalar loss, and detached [n]
-# tensors to log
+# ([n] log-probs, [n] entropies, their micro-batch) -> (scalar loss, detached [n] tensors to log)
 LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
 class HeadChoice:
-    """A way through the output layer (ops/linear_head.py), and why, for the person who started the
-    run."""
+    """A mode of the output layer (ops/linear_head.py), and the reason for it, shown to the user."""
 
     mode: Mode
     reason: str
@@ -47,13 +45,13 @@ class HeadChoice:
 def choose_head(
     coupling: Literal["token", "sequence"], logits_bytes: int, free_bytes: int
 ) -> HeadChoice:
-    """Whole logits where they fit, else chunks; of these the one that computes logits once where
+    """Chooses whole logits if they fit in memory, else chunks; chunks compute logits only once if
     the loss allows it.
 
     Args:
-        coupling: of the method; see algorithms/method.py.
-        logits_bytes: of the largest micro-batch on one rank.
-        free_bytes: on the rank that has least.
+        coupling: the method's; see algorithms/method.py.
+        logits_bytes: size of the largest micro-batch's logits on one rank.
+        free_bytes: free memory of the rank that has the least.
     """
     size = (
         f"a micro-batch's logits take up to {logits_bytes / 1e9:.3g} GB a rank,"
@@ -69,16 +67,16 @@ def choose_head(
 
 
 def largest_logits(config: Config, shape: ModelShape) -> int:
-    """Bytes of the logits [micro_batch_tokens of one rank, V of one rank], as if every token were
-    predicted."""
+    """Returns the bytes of the logits [micro_batch_tokens of one rank, V of one rank], as if every
+    token were predicted."""
     columns = shape.padded_vocab(config.parallel.tensor) // config.parallel.tensor
     rows = -(-config.batch.micro_batch_tokens // config.parallel.context)
     return rows * columns * (4 if config.model.dtype == "float32" else 2)
 
 
 def free_memory() -> int:
-    """Bytes that the rank with least of them could still take. All ranks must call it; ranks on
-    CPUs are taken to share one machine."""
+    """Returns the free bytes of the rank that has the least. All ranks must call it; ranks on CPUs
+    are assumed to share one machine."""
     if torch.cuda.is_available():
         free = (
             torch.cuda.mem_get_info()[0]
@@ -94,9 +92,9 @@ def free_memory() -> int:
 
 @dataclass(frozen=True)
 class Head:
-    """The way from hidden states to log-probs and entropies.
+    """Computes log-probs and entropies from hidden states.
 
-    entropy_gradient: whether entropies carry gradient; without it they cost nothing in backward.
+    entropy_gradient: whether entropies carry gradient; if not, they cost nothing in backward.
     mode, chunk: see ops/linear_head.py.
     """
 
@@ -110,9 +108,12 @@ class Head:
     def compute_log_probs(
         self, model: GPTModel, hidden: Tensor, micro: MicroBatch, *, second_moment: bool = False
     ) -> tuple[Tensor, ...]:
-        """hidden [s, b, H], or this rank's part of s under sequence parallelism -> log-prob and
-        entropy [n] of the micro-batch's response positions, and with `second_moment` the sums [n]
-        of the entropy sensitivity."""
+        """Maps hidden [s, b, H] to log-probs and entropies [n] of the micro-batch's response
+        positions.
+
+        Under sequence parallelism `hidden` is this rank's part of s. With `second_moment` also
+        returns the sums [n] of the entropy sensitivity.
+        """
         linear = self._linear
         if second_moment:
             linear = replace(linear, problem=replace(linear.problem, second_moment=True))
@@ -121,9 +122,10 @@ class Head:
     def loss(
         self, model: GPTModel, hidden: Tensor, micro: MicroBatch, loss_of: LossFunction
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a micro-batch, with gradient, and what it logs; see LinearHead.loss."""
+        """Returns a micro-batch's loss, with gradient, and the tensors to log; see
+        LinearHead.loss."""
         weight = output_weight(model)
-        # Megatron's own gradient buffer; its hook leaves a gradient there alone
+        # Megatron's own gradient buffer; Megatron's hook does not touch a gradient already in it
         buffer = getattr(weight, "main_grad", None)
         loss, logged = self._linear.loss(
             rows_of(hidden, micro),
@@ -149,23 +151,26 @@ class Head:
 
 
 def _is_embedding(model: GPTModel) -> bool:
-    """Says whether the output weight is this chunk's embedding too, through which autograd brings
-    it a gradient."""
+    """Returns True if the output weight is also this chunk's embedding, so that autograd brings it
+    a gradient."""
     return model.share_embeddings_and_output_weights and model.pre_process
 
 
 def _announce(weight: Tensor) -> None:
-    """Says before backward that a weight has its gradient, for Megatron's hook to count it: it
-    asserts that there is one where gradients are reduced during backward. A zero without memory of
-    its own stands in for it."""
+    """Tells Megatron's hook, before backward, that the weight's gradient is in its buffer.
+
+    If gradients are reduced during backward, the hook asserts that `weight.grad` exists. A zero
+    that occupies no memory serves as that gradient.
+    """
     weight.grad = weight.detach().new_zeros(()).expand_as(weight)
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
 
 def output_weight(model: GPTModel) -> Tensor:
-    """[V of this rank, H] of the output layer, which tied models share with the embedding."""
-    # the head stands in for the layer's forward, before which Megatron waits for parameters that
-    # are being gathered
+    """Returns the output layer's weight [V of this rank, H], which tied models share with the
+    embedding."""
+    # The head replaces the layer's forward, so it calls the hooks that wait for parameters being
+    # gathered.
     for hook in model.output_layer._forward_pre_hooks.values():
         hook(model.output_layer, ())
     if model.share_embeddings_and_output_weights:
@@ -174,6 +179,8 @@ def output_weight(model: GPTModel) -> Tensor:
 
 
 def rows_of(hidden: Tensor, micro: MicroBatch) -> Tensor:
-    """[n, H] hidden states of the response positions, on every tensor-parallel rank; backward sums
-    over the ranks, each of which adds the part of its columns."""
+    """Returns hidden states [n, H] of the response positions, on every tensor-parallel rank.
+
+    Backward sums over these ranks; each contributes the gradient from its columns.
+    """
     return micro.layout.rows(hidden, micro.rows)

@@ -1,8 +1,8 @@
-"""Multi-head latent attention of the local layer spec: Megatron's, over packed sequences without
-bounds and over tensor-parallel ranks.
+"""Megatron's multi-head latent attention for the local layer spec, extended to packed sequences
+without bounds and to tensor-parallel ranks.
 
 Shape legend: s positions and b sequences of this rank's part, t packed tokens, d columns that
-positions rotate, K those of the latent of keys and values with them.
+positions rotate, K columns of the key-value latent including the rotated ones.
 """
 
 from __future__ import annotations
@@ -23,10 +23,14 @@ from megatron_stare.megatron.batching.packing import PackedSequences
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron cuts the columns of both latents over tensor-parallel ranks and gathers them. Of the
-    columns that are rotated, one for the keys of all heads, every rank then has the gradient of its
-    own heads alone, which nothing sums: gathered here and cut by positions, they go where Megatron
-    gathers positions, whose gradients are summed."""
+    """Latent attention that sums the gradient of the rotated key columns over tensor-parallel
+    ranks.
+
+    Megatron cuts the columns of both latents over these ranks and gathers them. All heads share the
+    rotated key columns, so each rank gets their gradient from its own heads only, and nothing sums
+    it. Here the columns are gathered and cut by positions instead: Megatron later gathers
+    positions, and that gather sums gradients.
+    """
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -42,7 +46,8 @@ class LatentAttention(MLASelfAttention):
 
 
 def _cut_by_positions(_module: Any, _inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    """[s, b, K of this rank] -> [s of this rank, b, K]."""
+    """Gathers the columns and keeps this rank's positions: [s, b, K of this rank] -> [s of this
+    rank, b, K]."""
     columns, bias = output
     return scatter_to_sequence_parallel_region(
         gather_from_tensor_model_parallel_region(columns)
@@ -50,17 +55,18 @@ def _cut_by_positions(_module: Any, _inputs: Any, output: tuple[Tensor, Any]) ->
 
 
 class TokenRotary(RotaryEmbedding):
-    """Angles of each token's position in packed sequences without bounds; else Megatron's."""
+    """Rotary angles by each token's position in packed sequences without bounds; otherwise
+    Megatron's."""
 
     def get_rotary_seq_len(self, *args: Any) -> Any:
-        """The positions [t] of packed tokens, else the length; `forward` takes either."""
+        """Returns the positions [t] of packed tokens, else the length; `forward` takes either."""
         packing = args[-1]
         if isinstance(packing, PackedSequences) and packing.cu_seqlens_q is None:
             return packing.tokens
         return super().get_rotary_seq_len(*args)
 
     def forward(self, places: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """[t, 1, d] radians of packed tokens; else [s, 1, 1, d]."""
+        """Returns angles in radians: [t, 1, d] for packed tokens, else [s, 1, 1, d]."""
         if not isinstance(places, Tensor):
             return super().forward(places, *args, **kwargs)
         angles = torch.outer(places.to(self.inv_freq.dtype), self.inv_freq)

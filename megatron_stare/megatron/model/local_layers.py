@@ -1,20 +1,19 @@
-"""Operators of the layers that run without Transformer Engine: RMSNorm, SwiGLU, attention over
-short sequences.
+"""Operators of layers that run without Transformer Engine: RMSNorm, SwiGLU, attention over short
+sequences.
 
-- RMSNorm is as megatron-core's torch norm, but it also runs under sequence parallelism, and takes a
-  third of the time on a CPU. The stock one refuses sequence parallelism because its weight would
-  miss the gradient all-reduce; the attribute set here asks for that all-reduce. torch has a kernel
-  for the norm and its gradient on GPUs; on CPUs it puts them together of a dozen operations, each
-  of which reads and writes all of its input.
-- SwiGLU: megatron-core puts it together of operations that copy halves of the feed-forward layer's
-  hidden states, forward and backward; its fused one wants a compiler, and Transformer Engine brings
-  its own.
-- Short attention holds the scores whole, on a CPU. torch's kernel for CPUs starts small matrix
-  products for every head of every sequence, forward and backward; for short sequences that costs
-  more than the products. Here each is one batched product over all of them.
+- RMSNorm equals megatron-core's torch norm, but supports sequence parallelism and takes a third of
+  the time on a CPU. The stock norm refuses sequence parallelism because its weight would miss the
+  gradient all-reduce; an attribute set here requests that all-reduce. torch has a kernel for the
+  norm and its gradient on GPUs; on CPUs torch uses a dozen operations, each of which reads and
+  writes all of its input.
+- SwiGLU: megatron-core's operations copy halves of the feed-forward hidden states, forward and
+  backward. Its fused version needs a compiler, and Transformer Engine brings its own.
+- Short attention keeps all scores in memory, on a CPU. torch's CPU kernel runs small matrix
+  products for every head of every sequence, forward and backward; for short sequences that overhead
+  exceeds the products. Here one batched product covers all heads and sequences.
 
 Shape legend: H hidden size; F feed-forward size of this rank; b sequences, s positions, n heads, g
-groups of heads that share keys and values, r heads of a group, d head size; *: any leading
+groups of heads that share keys and values, r heads per group, d head size; *: any leading
 dimensions.
 """
 
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """y = weight * x / rms(x), over the last dimension, computed in at least float32."""
+    """RMS norm, y = weight * x / rms(x) over the last dimension, computed in at least float32."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
@@ -46,13 +45,13 @@ class RMSNorm(nn.Module):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """With r = 1 / sqrt(mean(x^2) + eps) and n = x r: y = w n, and for a gradient g of y that of w
-    is the sum of g n over all rows, that of x is r (g w - n mean(g w n)). (B. Zhang and R.
-    Sennrich, arXiv 1910.07467, equation 4.)"""
+    """RMS norm with its gradient. With r = 1 / sqrt(mean(x^2) + eps) and n = x r: y = w n. For a
+    gradient g of y, the gradient of w is the sum of g n over all rows, and the gradient of x is r
+    (g w - n mean(g w n)). (B. Zhang and R. Sennrich, arXiv 1910.07467, equation 4.)"""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [*, H], weight [H]; returns [*, H] in the type of x."""
+        """Maps x [*, H] and weight [H] to [*, H] in the type of x."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         r = (
             torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
@@ -76,21 +75,21 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(a) * b [*, F], of x = [a, b] [*, 2F] (N. Shazeer, arXiv 2002.05202)."""
+    """Returns silu(a) * b [*, F] for x = [a, b] [*, 2F] (N. Shazeer, arXiv 2002.05202)."""
     return _SwiGlu.apply(x)
 
 
 class SwiGlu(MegatronModule):
-    """`swiglu` as Megatron builds an activation and asks it for its part of a checkpoint, which is
-    nothing."""
+    """Wraps `swiglu` as the activation module that Megatron builds; it adds nothing to a
+    checkpoint."""
 
     def forward(self, x: Tensor) -> Tensor:
         return swiglu(x)
 
 
 class _SwiGlu(torch.autograd.Function):
-    """Bit for bit what autograd makes of the formula; both halves of the gradient are written where
-    they belong."""
+    """Equals autograd on the formula bit for bit, but writes both halves of the gradient in
+    place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -111,11 +110,10 @@ class _SwiGlu(torch.autograd.Function):
 
 
 def short_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """query [b, s, n, d], key and value [b, s, g, d] -> [b, s, n, d], each position seeing itself
-    and what is before.
+    """Causal attention: query [b, s, n, d], key and value [b, s, g, d] -> [b, s, n, d].
 
     Args:
-        scale: of the scores; None: 1 / sqrt(d).
+        scale: factor of the scores; None: 1 / sqrt(d).
     """
     return _ShortAttention.apply(
         query, key, value, query.shape[-1] ** -0.5 if scale is None else scale
@@ -123,15 +121,16 @@ def short_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | No
 
 
 class _ShortAttention(torch.autograd.Function):
-    """With P = softmax(scale Q K') and O = P V, for a gradient G of O: that of V is P'G; with D = G
-    V' that of the scores is S = P (D - sum(D P)), of Q scale S K, of K scale S'Q. (A. Vaswani et
-    al., arXiv 1706.03762, eq. 1.)"""
+    """Attention with its gradient: P = softmax(scale Q K') and O = P V. For a gradient G of O, the
+    gradient of V is P'G. With D = G V', the gradient of the scores is S = P (D - sum(D P)), the
+    gradient of Q is scale S K, and the gradient of K is scale S'Q. (A. Vaswani et al., arXiv
+    1706.03762, eq. 1.)"""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         groups, heads = key.shape[2], query.shape[2]
         rows, keys = _rows(query, groups), _rows(key, groups)
-        # contiguous: a view would keep the product of all three projections
+        # contiguous: a view would keep the joint query-key-value projection in memory
         values = _rows(value, groups).contiguous()
         length = query.shape[1]
         later = torch.full((length, length), -torch.inf, dtype=query.dtype).triu_(1)
@@ -161,7 +160,7 @@ class _ShortAttention(torch.autograd.Function):
 
 
 def _rows(x: Tensor, groups: int) -> Tensor:
-    """[b, s, n, d] -> [b g, r s, d]: what is to meet the same keys, one below the other."""
+    """Stacks the rows that share keys: [b, s, n, d] -> [b g, r s, d]."""
     b, s, n, d = x.shape
     return (
         x.reshape(b, s, groups, n // groups, d)
@@ -171,7 +170,7 @@ def _rows(x: Tensor, groups: int) -> Tensor:
 
 
 def _heads(rows: Tensor, groups: int, heads: int) -> Tensor:
-    """[b g, r s, d] -> [b, s, n, d]: undoes `_rows`."""
+    """Undoes `_rows`: [b g, r s, d] -> [b, s, n, d]."""
     many, tall, d = rows.shape
     s = tall // (heads // groups)
     return (

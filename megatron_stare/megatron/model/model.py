@@ -1,4 +1,4 @@
-"""Builds the policy as Megatron's GPTModel and fills it from a Hugging Face folder."""
+"""Builds the policy as Megatron's GPTModel and loads its weights from a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -46,10 +46,13 @@ from megatron_stare.weights.files.hf_folder import HfFolder
 
 
 class PolicyModel(GPTModel):
-    """GPTModel that ends with the hidden states [s, b, H] after the last norm, for
-    megatron/model/head.py; its own output layer would make the logits of every position. Packed
-    sequences without bounds are given the rotary embedding of each token, [t, 1, d], which Megatron
-    applies to their queries and keys [t, n, d] at once."""
+    """GPTModel that returns the hidden states [s, b, H] after the last norm, for
+    megatron/model/head.py.
+
+    GPTModel's own output layer would compute the logits of every position. For packed sequences
+    without bounds (cu_seqlens_q), Megatron receives each token's rotary embedding [t, 1, d] and
+    applies it to queries and keys [t, n, d] at once.
+    """
 
     def _preprocess(
         self,
@@ -80,7 +83,7 @@ _ROUTER_DTYPES = {"model": None, "float32": "fp32", "float64": "fp64"}
 
 
 def recomputation(model: ModelConfig) -> dict[str, Any]:
-    """Megatron's settings for activations that are computed again in backward."""
+    """Returns Megatron's settings for activations that backward recomputes."""
     if model.recompute == "none":
         return {}
     if model.recompute == "selective":
@@ -102,11 +105,11 @@ def transformer_config(
     performance: PerformanceConfig = _DEFAULT,
     moe: MoeConfig = _MOE,
 ) -> TransformerConfig:
-    """Megatron's description of the model. The loss is scaled by the method, not by Megatron."""
+    """Returns Megatron's configuration of the model. The method scales the loss, not Megatron."""
     dtype = getattr(torch, model.dtype)
     tuned = megatron_fields(performance, "model")
     if shape.latent:
-        # Megatron's kernel for latent attention knows one setting of YaRN alone
+        # Megatron's kernel for latent attention supports only one setting of YaRN
         tuned.pop("apply_rope_fusion", None)
     kind = MLATransformerConfig if shape.latent else TransformerConfig
     return kind(
@@ -128,9 +131,9 @@ def transformer_config(
         expert_tensor_parallel_size=1,
         sequence_parallel=parallel.sequence,
         pipeline_dtype=dtype,
-        # Every micro-batch has its own length. Two stages of several chunks would exchange lengths
-        # in a batch that gloo matches by order, and take one for another: there, micro-batches are
-        # given one length (microbatch.py).
+        # Every micro-batch has its own length. Stages of several chunks would exchange lengths in a
+        # batch of messages that gloo matches by order, and could confuse them. With several chunks,
+        # micro-batches therefore have one length (microbatch.py).
         variable_seq_lengths=parallel.pipeline > 1 and parallel.virtual_pipeline == 1,
         overlap_p2p_comm=False,
         params_dtype=dtype,
@@ -139,20 +142,19 @@ def transformer_config(
         use_cpu_initialization=device().type == "cpu",
         init_model_with_meta_device=device().type == "meta",
         perform_initialization=False,  # every parameter is loaded
-        calculate_per_token_loss=True,  # with num_tokens 0 Megatron divides by nothing
-        # without this function gradients are not reduced over any group
+        calculate_per_token_loss=True,  # with num_tokens 0, Megatron does not divide the loss
+        # without this function Megatron reduces gradients over no group
         finalize_model_grads_func=finalize_model_grads,
         masked_softmax_fusion=False,
         persist_layer_norm=has_transformer_engine(),
         **recomputation(model),
         **tuned,
-        # Megatron's name for an activation that the layer spec brings; experts have no place for
-        # one
+        # Megatron's switch for an activation from the layer spec; experts do not support it
         use_te_activation_func=not (
             has_transformer_engine() or shape.experts or tuned.get("bias_activation_fusion")
         ),
-        # Variable lengths in a pipeline need a dispatcher's name for any model; ranks hold
-        # different numbers of tokens.
+        # Megatron needs a dispatcher for variable lengths in a pipeline even in dense models. Ranks
+        # hold different numbers of tokens, hence alltoall.
         moe_token_dispatcher_type="alltoall",
         moe_router_dtype=_ROUTER_DTYPES[moe.router_dtype],
         moe_grouped_gemm=shape.experts > 0 and has_transformer_engine(),
@@ -160,8 +162,8 @@ def transformer_config(
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Transformer Engine's layers where it is installed and there is CUDA, else Megatron's local
-    ones with our norm, activation and attention."""
+    """Returns Transformer Engine's layers if it and CUDA are available, else Megatron's local
+    layers with our norm, activation and attention."""
     if has_transformer_engine():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
@@ -212,8 +214,8 @@ def build_policy(
     performance: PerformanceConfig = _DEFAULT,
     moe: MoeConfig = _MOE,
 ) -> list[nn.Module]:
-    """This rank's model chunks with gradient buffers, reduced over data ranks. Parameters are not
-    yet loaded."""
+    """Builds this rank's model chunks with gradient buffers, reduced over data-parallel ranks. Does
+    not load parameters."""
     parts = build_model(shape, model, parallel, layout, performance, moe)
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=distributed_optimizer,
@@ -226,7 +228,8 @@ def build_policy(
             DistributedDataParallel(config=unwrap(p).config, ddp_config=ddp, module=p)
             for p in parts
         ]
-    # The backward of the last micro-batch reduces, as Megatron's hooks count.
+    # Megatron enters no_sync for all but the last micro-batch, whose backward reduces the
+    # gradients.
     if ddp.overlap_grad_reduce:
         no_sync = [part.no_sync for part in wrapped]
         unwrap(wrapped[0]).config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
@@ -241,7 +244,7 @@ def build_model(
     performance: PerformanceConfig = _DEFAULT,
     moe: MoeConfig = _MOE,
 ) -> list[nn.Module]:
-    """This rank's model chunks, wrapped for mixed precision. Parameters are not yet loaded."""
+    """Builds this rank's model chunks, wrapped for mixed precision. Does not load parameters."""
     chunks = parallel.virtual_pipeline
     with backend():
         config = transformer_config(shape, model, parallel, performance, moe)
@@ -258,7 +261,7 @@ def build_model(
                 **family_of(shape).megatron_model(shape),
                 vp_stage=vp_stage,
             ).to(device())
-            if shape.rope_scaling:  # megatron-core knows one setting of one scaling
+            if shape.rope_scaling:  # megatron-core supports only one setting of one scaling
                 whole = unwrap(part)
                 each = (
                     [layer.self_attention for layer in whole.decoder.layers]
@@ -271,7 +274,7 @@ def build_model(
             if model.dtype != "float32":
                 part = Float16Module(config, part)
                 for _, bias in expert_biases([part]):
-                    # Megatron would make it float32 too, but after the loaded values were rounded.
+                    # Megatron would make it float32 too, but only after rounding the loaded values.
                     bias.data = bias.data.float()
             parts.append(part)
         return parts
@@ -280,9 +283,9 @@ def build_model(
 def mark_cut_parameters(part: nn.Module, shape: ModelShape) -> None:
     """Tells Megatron which parameters are cut over tensor-parallel ranks.
 
-    It would tell itself while initialising them, which is left out because they are loaded;
-    unmarked, a parameter counts as a duplicate, and the gradient norm holds the first rank's part
-    alone.
+    Megatron marks them while it initialises them, but here parameters are loaded, not initialised.
+    An unmarked parameter counts as a duplicate: the gradient norm would include only the first
+    rank's part.
     """
     tensor = unwrap(part).config.tensor_model_parallel_size
     for name, parameter in named_parameters([part]):
@@ -293,27 +296,27 @@ def mark_cut_parameters(part: nn.Module, shape: ModelShape) -> None:
             parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
         elif layout != "replicated" and "tensor_model_parallel" not in vars(parameter):
             for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
-                # on the meta device Transformer Engine's layers set the last attribute alone
+                # on the meta device Transformer Engine's layers set only the last attribute
                 vars(parameter).pop(attribute, None)
             set_tensor_model_parallel_attributes(parameter, True, 1 if layout == "row" else 0, 1)
         if is_expert(name) and tensor > 1:
-            # whole experts on every tensor-parallel rank, each of which sees its own tokens: their
-            # gradients are summed over those ranks as well. Megatron does so by itself only where
-            # experts are cut over ranks.
+            # Every tensor-parallel rank has whole experts and routes its own tokens to them, so
+            # experts' gradients are summed over these ranks too. Megatron does that by itself only
+            # if experts are cut over ranks.
             parameter.allreduce = False  # type: ignore[attr-defined]
 
 
 def named_parameters(model: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters with Megatron names whose layer and expert numbers are those of the whole model,
-    wrappers stripped."""
+    """Yields parameters with their Megatron names, without wrappers; layers and experts are
+    numbered as in the whole model."""
     for chunk in model:
         for name, parameter in unwrap(chunk).named_parameters():
             yield _whole_name(chunk, name), parameter
 
 
 def expert_biases(model: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """The routers' biases of experts, [E] float32, by names like those of parameters. No optimizer
-    moves them."""
+    """Yields the routers' expert biases, [E] float32, with names like those of parameters. No
+    optimizer updates them."""
     for chunk in model:
         for name, buffer in unwrap(chunk).named_buffers():
             if name.endswith(".expert_bias"):
@@ -321,13 +324,13 @@ def expert_biases(model: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 
 def named_weights(model: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """All that a checkpoint holds of the model: parameters, and biases of experts."""
+    """Yields all weights that a checkpoint holds: parameters and expert biases."""
     yield from named_parameters(model)
     yield from expert_biases(model)
 
 
 def _whole_name(chunk: nn.Module, name: str) -> str:
-    """A name of this chunk with the layer and expert numbers of the whole model."""
+    """Converts a chunk's parameter name to the whole model's layer and expert numbers."""
     if local := re.match(r"decoder\.layers\.(\d+)\.", name):
         layer = unwrap(chunk).decoder.layers[int(local.group(1))]
         name = f"decoder.layers.{layer.layer_number - 1}.{name[local.end() :]}"
@@ -337,7 +340,7 @@ def _whole_name(chunk: nn.Module, name: str) -> str:
     return name
 
 
-# an expert's number: of a module of its own, or of one of the weights of a grouped GEMM
+# an expert's number, in the name of its own module or of its weight in a grouped GEMM
 _EXPERT = re.compile(r"(?<=\.experts\.)(?:local_experts\.|linear_fc[12]\.weight)(\d+)")
 
 
@@ -348,7 +351,7 @@ def is_expert(name: str) -> bool:
 
 
 def part_of(name: str, weight: Tensor, layout: Layout) -> tuple[int, int]:
-    """Says which part of how many this rank holds of a weight, as `shard` and `Shard` take it."""
+    """Returns (index, count) of this rank's part of a weight, as `shard` and `Shard` take them."""
     cut = getattr(weight, "tensor_model_parallel", False) and not is_expert(name)
     return (layout.tp_rank, layout.tp) if cut else (0, 1)
 
@@ -356,16 +359,16 @@ def part_of(name: str, weight: Tensor, layout: Layout) -> tuple[int, int]:
 def hidden_states(
     chunk: nn.Module, tokens: Tensor, positions: Tensor, packing: PackedSequences | None
 ) -> Tensor:
-    """Runs a model chunk; in its own precision, where Float16Module would make the last stage's
-    output float32."""
+    """Runs a model chunk in its own precision; Float16Module would convert the last stage's output
+    to float32."""
     inside = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
     as_it_is = {"fp32_output": False} if isinstance(inside, Float16Module) else {}
     return chunk(tokens, positions, None, packed_seq_params=packing, **as_it_is)
 
 
 def finish_gather(model: list[nn.Module]) -> None:
-    """Waits for updated parameters that are gathered as the next forward goes, before anything else
-    reads them. All ranks must call it."""
+    """Waits for the updated parameters that the next forward would gather, so that other code can
+    read them. All ranks must call it."""
     for chunk in model:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             with backend():
@@ -373,15 +376,15 @@ def finish_gather(model: list[nn.Module]) -> None:
 
 
 def gradient_buffers(model: Iterable[nn.Module]) -> Iterator[Any]:
-    """Megatron's buffers, in which gradients (and under the distributed optimizer parameters) lie
-    end to end."""
+    """Yields Megatron's flat buffers of gradients; with the distributed optimizer they hold
+    parameters too."""
     for chunk in model:
         yield from chunk.buffers  # type: ignore[misc]
         yield from chunk.expert_parallel_buffers  # type: ignore[misc]
 
 
 def unwrap(chunk: Any) -> GPTModel:
-    """The GPTModel inside its wrappers."""
+    """Returns the GPTModel inside its wrappers."""
     while not isinstance(chunk, GPTModel):
         chunk = chunk.module
     return chunk
@@ -389,8 +392,8 @@ def unwrap(chunk: Any) -> GPTModel:
 
 @torch.no_grad()
 def load_hf(model: list[nn.Module], folder: HfFolder, shape: ModelShape, layout: Layout) -> None:
-    """Fills every parameter, and biases of experts, with its slice of the folder's tensors; only
-    that is read.
+    """Fills every parameter and expert bias with its slice of the folder's tensors; reads only
+    these slices.
 
     Raises:
         DataError: a tensor is missing or has the wrong shape.

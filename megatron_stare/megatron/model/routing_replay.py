@@ -1,13 +1,13 @@
-"""Routing replay: tokens go to the experts that the rollout engine chose, in the log-prob pass and
-in training alike.
+"""Routing replay: the log-prob pass and training send tokens to the experts that the rollout engine
+chose.
 
-Engine and trainer round differently, so now and then a token's k-th and next expert change places
-between them, and its log-prob moves by far more than rounding ("R3", Ma et al. 2025,
-arXiv:2510.11370). With the engine's choice given, what is left is rounding. Gates are those of the
-trainer's own logits at the experts given, so the router still learns.
+Engine and trainer round differently, so a token's k-th and (k+1)-th expert sometimes swap. The
+token's log-prob then changes by far more than rounding ("R3", Ma et al. 2025, arXiv:2510.11370).
+With the engine's choice replayed, only rounding remains. Gates come from the trainer's own logits
+at these experts, so the router still learns.
 
 Shape legend: s positions and b rows of a micro-batch on this rank, t = s b tokens of a router, L
-layers, K experts a token, E experts.
+layers, K experts per token, E experts.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ METRICS = (
     Metric(
         "routing/differs",
         "share",
-        "experts of the engine that the trainer's routers would not have chosen with the same"
-        " weights",
-        "small and steady; 0 in float32; a jump: other weights on one side",
+        "experts chosen by the engine that the trainer's routers would not have chosen with the"
+        " same weights",
+        "small and steady; 0 in float32; a jump: different weights on one side",
     ),
 )
 
@@ -40,29 +40,30 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 class GivenExperts(RouterReplay):
-    """Replay for one router: takes the experts of a micro-batch as it enters the layer.
+    """Replays the engine's experts in one router, one micro-batch at a time.
 
-    Megatron's own is told from outside whether a forward is backward's, made again for recomputed
-    activations. In a pipeline forwards and backwards take turns, so here a router tells by itself:
-    a forward that will be made again runs without gradients, and what is made again comes in the
-    order in which it was.
+    Megatron's class must be told whether a forward is a recomputation during backward. In a
+    pipeline, forwards and backwards alternate, so this class finds out by itself: a forward that
+    will be recomputed runs without gradients, and recomputations come in the order of these
+    forwards.
     """
 
     def __init__(self) -> None:
-        # not Megatron's, which enters every router of the process into one list for ever
+        # skips Megatron's constructor, which adds every router of the process to a list that never
+        # shrinks
         self._given: Tensor | None = None
         self._trains = False
         self._again: deque[Tensor | None] = deque()
-        # [2] experts given in a pass without backward, and those of them that the router chose too
+        # [2]: experts given in a pass without backward, and how many of them the router also chose
         self.counts: Tensor | None = None
 
     def begin(self, trains: bool) -> None:
-        """Before a pass. trains: its backward follows."""
+        """Prepares for a pass. trains: whether a backward follows."""
         self._given, self._trains, self.counts = None, trains, None
         self._again.clear()
 
     def give(self, experts: Tensor | None) -> None:
-        """The experts [t, K] of the micro-batch that comes next; None: the router chooses."""
+        """Sets the experts [t, K] of the next micro-batch; None: the router chooses."""
         self._given = experts
 
     def get_replay_topk(
@@ -73,8 +74,9 @@ class GivenExperts(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Scores [t, K] and numbers [t, K] of the experts that are given, of `scores` [t, E]; where
-        none is, of those with the highest scores. See Megatron's."""
+        """Returns scores [t, K] and numbers [t, K] of the given experts, from `scores` [t, E].
+        Tokens without given experts get those with the highest scores. Overrides Megatron's
+        method."""
         assert default_compute_topk is not None
         experts = self._next()
         highest, chosen = default_compute_topk(
@@ -101,14 +103,14 @@ class GivenExperts(RouterReplay):
 
 
 def install(model: list[nn.Module]) -> None:
-    """Lets every router of the model be given its experts."""
+    """Adds replay to every router of the model."""
     for chunk in model:
         for router, _ in _routers(chunk):
             router.router_replay = GivenExperts()
 
 
 def begin_pass(model: list[nn.Module], *, trains: bool) -> None:
-    """Before a pass over micro-batches."""
+    """Prepares every router for a pass over micro-batches."""
     for chunk in model:
         for router, _ in _routers(chunk):
             if router.router_replay is not None:
@@ -116,11 +118,11 @@ def begin_pass(model: list[nn.Module], *, trains: bool) -> None:
 
 
 def give_experts(chunk: nn.Module, experts: Tensor | None) -> None:
-    """Before a chunk's forward of a micro-batch; does nothing where `install` was not called.
+    """Sets the experts for a chunk's next forward; does nothing without `install`.
 
     Args:
-        experts: [L, s, b, K] on the host, of all layers of the model, s those of all
-            tensor-parallel ranks.
+        experts: [L, s, b, K] on the host, for all layers of the model; s counts the positions of
+            all tensor-parallel ranks.
     """
     for router, layer in _routers(chunk):
         if router.router_replay is None:
@@ -128,7 +130,7 @@ def give_experts(chunk: nn.Module, experts: Tensor | None) -> None:
         given = None
         if experts is not None:
             given = experts[layer]
-            # with sequence parallelism Megatron cuts the positions, which are the first dimension
+            # with sequence parallelism Megatron cuts the positions, the first dimension
             if router.config.sequence_parallel:
                 given = given.chunk(router.tp_group.size())[router.tp_group.rank()]
             given = given.flatten(0, 1)
@@ -137,20 +139,22 @@ def give_experts(chunk: nn.Module, experts: Tensor | None) -> None:
 
 @torch.no_grad()
 def routing_metrics(model: list[nn.Module], device: torch.device) -> dict[str, Tensor]:
-    """`routing/differs`, 0-dim: the share of the experts that were given in the last pass, which
-    had no backward, that the trainer's own routers would not have chosen, over all tokens and
-    layers; NaN where none was given. All ranks must call it, after `install`."""
+    """Returns `routing/differs`, 0-dim: the share of the given experts that the trainer's routers
+    would not have chosen, over all tokens and layers of the last pass; NaN if none was given.
+
+    Only after a pass without backward. All ranks must call it, after `install`.
+    """
     counts = torch.zeros(2, dtype=torch.int64, device=device)
     for chunk in model:
         for router, _ in _routers(chunk):
             if router.router_replay.counts is not None:
                 counts += router.router_replay.counts
-    dist.all_reduce(counts)  # every rank has other tokens or other layers: experts are never cut
+    dist.all_reduce(counts)  # each rank has different tokens or layers: experts are never cut
     return {"routing/differs": 1 - counts[1] / counts[0]}
 
 
 def _routers(chunk: nn.Module) -> Iterator[tuple[Any, int]]:
-    """Every router, and the number of its layer in the whole model."""
+    """Yields every router with its layer's number in the whole model."""
     for layer in unwrap(chunk).decoder.layers:
         if (router := getattr(layer.mlp, "router", None)) is not None:
             yield router, layer.layer_number - 1

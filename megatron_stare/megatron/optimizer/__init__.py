@@ -1,1 +1,1 @@
-"""The optimizers: Adam with master weights, distributed state, loss scale, offload to the host."""
+"""Optimizers: Adam with master weights, distributed state, loss scale, offload to the host."""

@@ -1,18 +1,19 @@
-"""The state of Megatron's DistributedOptimizer as parts of the whole model's tensors, each where it
-lies.
+"""Describes the state of Megatron's DistributedOptimizer as parts of the whole model's tensors,
+without gathering it.
 
-A data rank holds a stretch of each parameter, counted in elements, which ends anywhere. Of
-Megatron's own forms one gathers all stretches on every rank, one keeps them as they are and fits no
-other layout, and the one for this purpose is refused by megatron-core 0.16. Here a stretch is cut
-into boxes: its whole rows, and what is left at its ends. Boxes are parts of a tensor as any others:
-nothing is gathered, every rank writes and reads its own, in any layout.
+A data-parallel rank holds a stretch of each parameter's elements, which may begin and end within a
+row. Megatron has three formats: one gathers all stretches on every rank, one saves stretches as
+they are and fits no other layout, and megatron-core 0.16 refuses the one meant for this purpose.
+Here a stretch is cut into boxes: its whole rows, and the remainders at its ends. Boxes are ordinary
+parts of a tensor, so nothing is gathered, and every rank writes and reads its own boxes, in any
+layout.
 
-The float32 masters of 16-bit parameters are read as float32 and written back wherever the optimizer
-keeps them. Megatron's distributed optimizer updates masters of its own. Told to be precision-aware
-it updates the parameters, and the masters are the inner optimizer's: Transformer Engine's FusedAdam
-keeps of a bfloat16 parameter's the 16 bits that the parameter lacks, and others in float32;
-HybridDeviceOptimizer shows those that it updates on the host. Both call them "master_param" in
-their state.
+The float32 masters of 16-bit parameters are saved as float32 and loaded in the form that the
+optimizer keeps. By default Megatron's distributed optimizer updates its own masters. If it is
+precision-aware, it updates the parameters, and the inner optimizer keeps the masters in its state
+as "master_param". Transformer Engine's FusedAdam keeps only the 16 bits that a bfloat16 parameter
+lacks, and other masters in float32. HybridDeviceOptimizer exposes the masters that it updates on
+the host.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from torch import Tensor, nn
 
 MASTER = "master_param"
 _LOW = 0xFFFF  # the bits of a float32 number that bfloat16 lacks
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins in a tensor, and its shape
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # (start in a tensor, shape)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def read_master(updated: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """float32 [n]: what is kept itself, or its value put together anew where a part of it lies in
-    the parameter.
+    """Returns the master, float32 [n]: the tensor itself, or a joined copy if the parameter holds
+    half of its bits.
 
     Args:
-        updated: [n] what the optimizer updates.
-        state: that the optimizer has for it.
+        updated: [n] tensor that the optimizer updates.
+        state: the optimizer's state of `updated`.
     """
     kept = state.get(MASTER)
     if kept is None:
@@ -51,11 +52,11 @@ def read_master(updated: Tensor, state: Mapping[str, Any]) -> Tensor:
 
 @torch.no_grad()
 def write_master(updated: Tensor, state: Mapping[str, Any], values: Tensor | None) -> None:
-    """Makes these the master, where writing to what `read_master` gave has not done so.
+    """Stores the master, unless writing into the result of `read_master` already did.
 
     Args:
-        values: float32 [n]; None: a float32 parameter is its own master, of which there may be a
-            copy.
+        values: float32 [n]; None for a float32 parameter, which is its own master: refreshes a
+            copy, if there is one.
     """
     kept = state.get(MASTER)
     if kept is None:
@@ -71,27 +72,26 @@ def write_master(updated: Tensor, state: Mapping[str, Any], values: Tensor | Non
 
 
 def joined(rounded: Tensor, low: Tensor) -> Tensor:
-    """The float32 numbers of which these are the parts, as Transformer Engine's kernel puts them
-    together.
+    """Joins float32 numbers from their two halves, as Transformer Engine's kernel does.
 
     Args:
-        rounded: bfloat16 [n], rounded to the nearest, halves away from zero.
-        low: int16 [n], the lower 16 bits; negative where the upper ones were rounded up.
+        rounded: bfloat16 [n], rounded to nearest, ties away from zero.
+        low: int16 [n], the lower 16 bits; negative if the upper 16 were rounded up.
     """
     high = rounded.view(torch.int16) - (low < 0).to(torch.int16)
     return ((high.to(torch.int32) << 16) | (low.to(torch.int32) & _LOW)).view(torch.float32)
 
 
 def parted(values: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
-    """The parts of float32 numbers [n], for `joined`: bfloat16 and int16.
+    """Splits float32 numbers [n] into the two halves for `joined`: bfloat16 and int16.
 
     Args:
-        near: bfloat16 [n], the numbers rounded by whatever rule. All data ranks hold them, so they
-            stay: of a half that another rule has rounded towards zero, the last of 32 bits is lost
-            instead.
+        near: bfloat16 [n], the numbers rounded by any rule. All data-parallel ranks hold these
+            values, so they are kept: if that rule rounded a tie towards zero, the last of the 32
+            bits is lost instead.
     """
     bits = values.contiguous().view(torch.int32)
-    low = ((bits & _LOW) ^ 0x8000) - 0x8000  # as a signed number of 16 bits
+    low = ((bits & _LOW) ^ 0x8000) - 0x8000  # as a signed 16-bit number
     high = bits >> 16
     towards_zero = (low == -0x8000) & (near.view(torch.int16).to(torch.int32) == high)
     low = torch.where(towards_zero, 0x7FFF, low)
@@ -99,15 +99,15 @@ def parted(values: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Elements [start, stop) of a tensor of this shape, counted row by row, as boxes in the same
-    order."""
+    """Yields elements [start, stop) of a tensor of this shape, in row-major order, as boxes in the
+    same order."""
     if start >= stop:
         return
     if not shape:
         yield (), ()
         return
     row = prod(shape[1:])
-    first, last = -(-start // row), stop // row  # rows that are whole
+    first, last = -(-start // row), stop // row  # whole rows
     if first > last:  # both ends within one row
         yield from _in_row(shape, last, start - last * row, stop - last * row)
         return
@@ -125,11 +125,11 @@ def _in_row(shape: Sequence[int], number: int, start: int, stop: int) -> Iterato
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Elements [start, stop) of a parameter, which are this rank's to update.
+    """Elements [start, stop) of a parameter, which this rank updates.
 
-    updated: [stop - start] what the optimizer updates: the float32 master, or the parameter's own
-    elements.
-    state: that the optimizer has for it.
+    updated: [stop - start] the tensor that the optimizer updates: the float32 master, or the
+    parameter's own elements.
+    state: the optimizer's state of `updated`.
     """
 
     parameter: nn.Parameter
@@ -139,8 +139,8 @@ class _Stretch:
     state: Mapping[str, Any]
 
     def held(self) -> dict[str, Tensor]:
-        """The tensors for a checkpoint, [stop - start] by the name of what it is; a float32
-        parameter is saved with the model."""
+        """Returns the tensors for a checkpoint, [stop - start] each, by kind; a float32 parameter
+        is saved with the model."""
         held = {name: self.state[name] for name in MOMENTS}
         if self.parameter.dtype != torch.float32:
             held["param"] = read_master(self.updated, self.state)
@@ -150,14 +150,14 @@ class _Stretch:
 def sharded_shards(
     optimizer: DistributedOptimizer, parameters: Mapping[str, Any]
 ) -> list[list[ShardedTensor]]:
-    """This rank's part of moments and float32 masters, a list a parameter; their data are views of
-    the optimizer's, or masters that were put together.
+    """Returns this rank's parts of moments and float32 masters, one list per parameter.
 
-    Names are those of Megatron's `fully_reshardable` form, which reads what is saved by this one
-    and the other way round. A parameter that is its own master is saved with the model alone.
+    Their data are views of the optimizer's tensors, or masters joined from two halves. Names match
+    Megatron's `fully_reshardable` format, so each format loads the other's checkpoints. A parameter
+    that is its own master is saved with the model only.
 
     Args:
-        parameters: the sharded state of the model that is optimised, of the parameters themselves.
+        parameters: sharded state of the model that is optimised, holding the parameters themselves.
     """
     return [parts for _, _, parts in _shards(optimizer, parameters)]
 
@@ -165,7 +165,7 @@ def sharded_shards(
 def _shards(
     optimizer: DistributedOptimizer, parameters: Mapping[str, Any]
 ) -> Iterator[tuple[_Stretch, dict[str, Tensor], list[ShardedTensor]]]:
-    """Every stretch of this rank, what is held of it, and the same as parts of the whole model's
+    """Yields each stretch of this rank, its tensors, and these as parts of the whole model's
     tensors."""
     found, _ = extract_sharded_tensors_and_factories(dict(parameters))
     whole = {id(part.data): part for part in nested_values(found)}
@@ -179,7 +179,7 @@ def _shards(
 
 
 def _stretches(optimizer: DistributedOptimizer) -> Iterator[_Stretch]:
-    """Every parameter of which this rank has a stretch."""
+    """Yields every parameter's stretch on this rank."""
     for ranges_by_dtype in optimizer.gbuf_ranges:
         for buckets in ranges_by_dtype.values():
             for bucket in buckets:
@@ -195,24 +195,24 @@ def _stretches(optimizer: DistributedOptimizer) -> Iterator[_Stretch]:
 def _parts(
     whole: ShardedTensor | ShardedTensorFactory, start: int, stop: int, held: Mapping[str, Tensor]
 ) -> Iterator[ShardedTensor]:
-    """The stretch [start, stop) of a parameter as parts of the whole model's tensors.
+    """Yields the stretch [start, stop) of a parameter as parts of the whole model's tensors.
 
     Args:
-        held: tensors [stop - start] by the name of what they are.
+        held: tensors [stop - start] by kind.
 
     Raises:
-        ValueError: the model's checkpoint holds a copy of the parameter, which no layer of the
-            supported release has.
+        ValueError: the model's checkpoint holds a copy of the parameter; no layer of the supported
+            release does that.
     """
     pieces = nested_values(whole.build()) if isinstance(whole, ShardedTensorFactory) else [whole]
-    for piece in pieces:  # gate and up rows of one parameter lie apart in the model's tensor
+    for piece in pieces:  # gate and up rows of one parameter are apart in the model's tensor
         if piece.data.untyped_storage().data_ptr() != whole.data.untyped_storage().data_ptr():
             raise ValueError(
                 f"{whole.key} is saved from a copy, so where its moments belong cannot be told"
             )
         # elements of the parameter before this piece
         before = piece.data.storage_offset() - whole.data.storage_offset()
-        lead = piece.global_offset[: piece.prepend_axis_num]  # the layer, where layers are stacked
+        lead = piece.global_offset[: piece.prepend_axis_num]  # the layer, if layers are stacked
         at = max(start, before)
         for offset, size in boxes(
             piece.data.shape, at - before, min(stop, before + piece.data.numel()) - before
@@ -231,7 +231,7 @@ def _parts(
                     global_offset=(*lead, *begins),
                     axis_fragmentations=None,  # not a grid
                     prepend_axis_num=0,
-                    replica_id=(*piece.replica_id[:2], 0),  # no other data rank has it
+                    replica_id=(*piece.replica_id[:2], 0),  # no other data-parallel rank has it
                 )
             at += prod(size)
 
@@ -240,10 +240,10 @@ def _parts(
 def load_shards(
     optimizer: DistributedOptimizer, parameters: Mapping[str, Any], loaded: list[list[Tensor]]
 ) -> None:
-    """Puts what was loaded into the optimizer's tensors. The model's parameters are loaded before.
+    """Copies loaded tensors into the optimizer's. Load the model's parameters first.
 
     Args:
-        parameters: as for `sharded_shards`, made anew: loading has taken the former apart.
+        parameters: as for `sharded_shards`, built again, because loading consumed the first one.
     """
     for (stretch, held, parts), tensors in zip(_shards(optimizer, parameters), loaded, strict=True):
         for part, tensor in zip(parts, tensors, strict=True):

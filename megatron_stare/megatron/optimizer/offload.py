@@ -1,9 +1,8 @@
 """Moves parts of a rank's policy between its device and host memory.
 
-Memory is moved beneath the tensors: the storage of each is shrunk to nothing and grown again, so
-that everything that looks into it - parameters, their shards in the optimizer, the buckets of
-Megatron's buffers - goes on doing so. On a CPU, device and host are the same memory, and everything
-else is as on a GPU.
+Memory moves beneath the tensors: each storage is resized to zero and back. Parameters, their shards
+in the optimizer and the buckets of Megatron's buffers thus keep sharing it. On a CPU, device and
+host are the same memory; the rest works as on a GPU.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from megatron_stare.megatron.backend.cpu_backend import device, uses_cuda
 from megatron_stare.megatron.model.model import finish_gather, gradient_buffers
 from megatron_stare.megatron.optimizer.optimizer_state import chain
 
-# In this order: what several of them look into is moved with the first, as float32 parameters,
-# which are their own masters, are.
+# The order matters: a storage shared by several parts moves with the first of them. Float32
+# parameters are such a case: the optimizer holds them too, as their own masters.
 PARTS = ("parameters", "gradients", "optimizer", "reference")
 
 
 @dataclass(frozen=True)
 class _Left:
-    """A storage that holds nothing now.
+    """A storage that has been emptied.
 
-    copy: uint8 [nbytes] of what it held, in host memory; None: zeros, for what it held is not
+    copy: uint8 [nbytes] of its contents, in host memory; None: zeros, because the contents are not
     needed again.
     """
 
@@ -39,8 +38,8 @@ class _Left:
 
 
 class DeviceState:
-    """Moves the parts of a rank's policy. A part that is away must not be touched: its tensors have
-    no memory.
+    """Moves the parts of a rank's policy. Do not touch a part while it is offloaded: its tensors
+    have no memory.
 
     Args:
         reference: chunks of the reference policy, if there is one.
@@ -54,11 +53,11 @@ class DeviceState:
     ) -> None:
         self._model, self._optimizer, self._reference = model, optimizer, reference
         self._away: dict[str, list[_Left]] = {}
-        self._kept: dict[int, list[Tensor]] = {}  # pinned memory to copy to again, by size
+        self._kept: dict[int, list[Tensor]] = {}  # pinned memory for reuse, by size
 
     def storages(self) -> dict[str, list[UntypedStorage]]:
-        """Storages behind each part on this device, each storage once; includes parts that are
-        away."""
+        """Returns the storages of each part on this device, each storage once; includes offloaded
+        parts."""
         found: dict[str, list[UntypedStorage]] = {}
         seen: set[StorageWeakRef] = set()
         for part in PARTS:
@@ -71,13 +70,13 @@ class DeviceState:
         return found
 
     def offload(self, parts: Collection[str] = PARTS) -> None:
-        """Parts leave the device; gradients are forgotten. All ranks must call it. What is away
-        already stays away."""
+        """Offloads parts and discards gradients; skips parts already offloaded. All ranks must call
+        it."""
         leaving = [part for part in PARTS if part in parts and part not in self._away]
         if "parameters" in leaving:
-            finish_gather(self._model)  # of the last step, which would still write them
+            finish_gather(self._model)  # the last step's gather would still write them
         if "gradients" in leaving:
-            self._optimizer.zero_grad()  # views of the buffers, and copies in another dtype
+            self._optimizer.zero_grad()  # drops views of the buffers, and copies in another dtype
         storages = self.storages()
         for part in leaving:
             held = [storage for storage in storages[part] if storage.nbytes()]
@@ -86,10 +85,11 @@ class DeviceState:
             ]
         if uses_cuda() and leaving:
             torch.cuda.synchronize()  # copies are complete
-            torch.cuda.empty_cache()  # what torch would keep for itself, others on the device want
+            torch.cuda.empty_cache()  # hand memory that torch caches to others on the device
 
     def onload(self, parts: Collection[str] = PARTS) -> None:
-        """Parts come back as they left, gradients as zeros. What never left stays."""
+        """Brings parts back unchanged, except gradients, which become zeros. Skips parts that are
+        on the device."""
         for part in PARTS:
             if part in parts:
                 for left in self._away.pop(part, []):
@@ -115,7 +115,7 @@ class DeviceState:
             values.zero_()
             return
         values.copy_(left.copy, non_blocking=True)
-        # Pinned memory is kept: pinning takes longer than copying. Copies are on the same stream,
+        # Pinned memory is kept because pinning takes longer than copying. Copies share one stream,
         # so it is never overwritten too early.
         if uses_cuda():
             self._kept.setdefault(left.nbytes, []).append(left.copy)
@@ -145,5 +145,5 @@ def _parameters(chunks: Iterable[nn.Module]) -> Iterator[Tensor]:
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:
-    """All of a storage, uint8 [nbytes]."""
+    """Views a whole storage as uint8 [nbytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,9 +1,9 @@
-"""Builds Megatron's optimizer, with its schedule of learning rate and weight decay, and the loss
-scale of float16.
+"""Builds Megatron's optimizer, its schedule of learning rate and weight decay, and the loss scale
+of float16.
 
-float16's smallest numbers are larger than many gradients. So the loss is multiplied by the scale
-before backward (passes.py), Megatron divides the float32 gradients by it (`prepare_grads`), and it
-moves with what came of that. In float32 and bfloat16 there is none.
+Many gradients are smaller than float16's smallest numbers. The loss is therefore multiplied by the
+scale before backward (passes.py), and Megatron divides the float32 gradients by it
+(`prepare_grads`). The scale then adapts to the outcome. float32 and bfloat16 have no loss scale.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ _DEFAULT = PerformanceConfig()
 
 
 class LossScale(DynamicGradScaler):
-    """Megatron's dynamic scale, except that it moves when a step is decided, not while its gradient
-    is prepared.
+    """Megatron's dynamic loss scale, updated when a step is decided instead of when its gradient is
+    prepared.
 
-    Megatron moves it with every gradient it prepares: for a batch without a loss too, and, where
-    experts have an optimizer of their own, for each optimizer by itself, so that their gradients
-    would be divided by another scale than the loss was multiplied by.
+    Megatron updates the scale with every gradient that it prepares, even for a batch without a
+    loss. If experts have their own optimizer, each optimizer would update the scale separately:
+    their gradients would be divided by another scale than the one that multiplied the loss.
     """
 
     def update(self, found_inf: bool) -> None:
-        """Megatron's call, which changes nothing."""
+        """Does nothing; Megatron calls it while it prepares gradients."""
 
     def settle(self, *, overflow: bool) -> None:
-        """Moves the scale after a step that was taken, or left out because its gradient
+        """Updates the scale after a step that was taken, or skipped because its gradient
         overflowed."""
         super().update(overflow)
 
     @property
     def exhausted(self) -> bool:
-        """Says whether the scale is at its floor, so that an overflow is no fault of it. Waits for
+        """True if the scale is at its minimum, so that it cannot have caused an overflow. Waits for
         the device."""
         return bool(self._scale <= self.min_scale)
 
     @property
     def factor(self) -> Tensor:
-        """0-dim float32, what the loss is multiplied by. A step leaves it as it is: the next one
-        has a tensor of its own."""
+        """The factor of the loss, 0-dim float32. An update of the scale makes a new tensor and
+        leaves this one unchanged."""
         return self._scale[0]
 
 
 def install_loss_scale(optimizer: MegatronOptimizer, config: OptimizerConfig) -> None:
-    """Gives all optimizers of a chain one scale, in the place of Megatron's own, one each."""
+    """Gives all optimizers of a chain one loss scale, in place of Megatron's, one for each."""
     scale = LossScale(
         initial_scale=config.initial_loss_scale,
         min_scale=config.min_loss_scale,
@@ -73,7 +73,7 @@ def install_loss_scale(optimizer: MegatronOptimizer, config: OptimizerConfig) ->
 
 
 def loss_scale_of(optimizer: MegatronOptimizer) -> LossScale | None:
-    """The scale that was installed; None where the loss is not scaled."""
+    """Returns the installed loss scale; None if the loss is not scaled."""
     return cast("LossScale | None", getattr(_chain(optimizer)[0], "grad_scaler", None))
 
 
@@ -88,11 +88,11 @@ def build_optimizer(
     steps: int,
     performance: PerformanceConfig = _DEFAULT,
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """The optimizer and the scheduler that sets its rates before every one of the run's `steps`
+    """Builds the optimizer, and the scheduler that sets its rates before each of the run's `steps`
     optimizer steps.
 
-    Megatron applies wd_mult, which spares norms and biases, through its scheduler only, so there is
-    always one.
+    Megatron applies wd_mult, which exempts norms and biases, only through its scheduler, so there
+    is always a scheduler.
     """
     with backend():
         optimizer = get_megatron_optimizer(
@@ -127,8 +127,8 @@ def build_optimizer(
             end_wd=config.weight_decay,
             wd_incr_steps=steps,
             wd_incr_style="constant",
-            # a resumed run may have another number of steps: the configuration's schedule counts,
-            # not the checkpoint's
+            # a resumed run may have a different number of steps: the configuration's schedule
+            # applies, not the checkpoint's
             override_opt_param_scheduler=True,
             use_checkpoint_opt_param_scheduler=False,
         )
@@ -139,11 +139,12 @@ def build_optimizer(
 class Outcome:
     """The outcome of an optimizer step.
 
-    grad_norm: before clipping, of the gradient itself, not of the scaled one.
-    finite: whether it and the loss were; true where only its scaled form was not.
+    grad_norm: norm before clipping, of the unscaled gradient.
+    finite: whether gradient and loss were finite; true if only the scaled gradient was not.
     empty: no token of the batch had a loss.
-    skipped: the loss scale was too large for float16, and is the next update's again, or smaller.
-    held: the gradient norm was above what was allowed.
+    skipped: the loss scale was too large for float16; the next update retries with this scale or a
+    smaller one.
+    held: the gradient norm was above its limit.
     """
 
     grad_norm: float
@@ -166,40 +167,42 @@ def take_step(
     loss_not_finite: Tensor | None,
     norm_limit: float = math.inf,
 ) -> Outcome:
-    """Clips and steps, unless loss or gradient is not finite, the batch is empty or the norm above
-    its limit: then optimizer and schedule stay as they are. All ranks must call it, and all decide
-    the same: by the norm over all parameters, and by flags that are reduced over all ranks.
+    """Clips the gradient and steps the optimizer.
+
+    Leaves optimizer and schedule unchanged if the loss or gradient is not finite, the batch is
+    empty, or the norm is above its limit. All ranks must call it. They decide alike, by the norm
+    over all parameters and by flags reduced over all ranks.
 
     Args:
         empty: 0-dim bool, whether no token of the batch had a loss; None on ranks that do not know.
-        loss_not_finite: 0-dim bool, whether this rank's part of the loss is not; None on ranks that
-            do not know.
-        norm_limit: a step whose gradient norm before clipping is above it is held back.
+        loss_not_finite: 0-dim bool, whether this rank's part of the loss is not finite; None on
+            ranks that do not know.
+        norm_limit: largest gradient norm before clipping with which the step is taken.
     """
     with backend():
-        # all ranks return the same overflow; without a loss scale none looks
+        # all ranks return the same overflow; without a loss scale Megatron does not check
         overflow = optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
         scale = loss_scale_of(optimizer)
-        # clipping may hide a loss that is not finite, and leave a finite gradient
+        # clipping can hide a loss that is not finite and leave a finite gradient
         lost = _on_any_rank(loss_not_finite)
         if overflow or not norm < float("inf"):  # NaN too
-            # the scale is to blame only where the loss is finite and a smaller scale is left to try
+            # the scale is at fault only if the loss is finite and a smaller scale is possible
             if scale is None or lost or scale.exhausted:
                 return Outcome(norm, finite=False)
             scale.settle(overflow=True)
             return Outcome(norm, skipped=True)
         if lost:
             return Outcome(norm, finite=False)
-        # An empty batch has a gradient of 0, which all ranks see: only then do they ask whether it
-        # was empty.
+        # The gradient of an empty batch is 0, which all ranks see. Only then do they ask whether
+        # the batch was empty.
         if norm == 0 and _on_any_rank(empty):
             return Outcome(norm, empty=True)
         if norm > norm_limit:
             return Outcome(norm, held=True)
         scheduler.step(1)
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):  # experts have their own
-            # precision-aware, gradients are not where autograd has them
+            # the precision-aware optimizer keeps gradients outside `.grad`
             aside = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
             clip_grad_by_total_norm_fp32(
                 part.get_parameters(), clip_grad, norm, use_decoupled_grad=aside
@@ -211,7 +214,7 @@ def take_step(
 
 
 def _on_any_rank(flag: Tensor | None) -> bool:
-    """Says whether the flag is set on a rank that has one."""
+    """Returns True if any rank's flag is set."""
     here = (
         torch.zeros((), dtype=torch.int32, device=device())
         if flag is None

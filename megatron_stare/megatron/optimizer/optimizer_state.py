@@ -1,15 +1,14 @@
-"""The optimizer's state as parts of the whole model's tensors, in a form that does not depend on
-the layout.
+"""Describes the optimizer's state as parts of the whole model's tensors, independent of the layout.
 
-Megatron has an optimizer of its own for experts where they are cut over ranks, and one for
-everything where they are not, and saves the settings of each. Here only tensors and the number of
-steps are saved, under names without the optimizer's number: settings come from the configuration,
-and rates from the schedule before every step.
+Megatron has a separate optimizer for experts if they are cut over ranks, else one for all
+parameters, and saves the settings of each. Here only tensors and the step count are saved, under
+names without the optimizer's number. Settings come from the configuration, and rates from the
+schedule before every step.
 
-Adam's bias correction needs the number of its steps, which is read and written whatever the Adam.
-Torch's AdamW keeps a tensor for every parameter; Transformer Engine's and Apex's FusedAdam a number
-for a group, and create it only as they step, so that a fresh one shows no place for it. The place
-is found by letting the optimizer itself step a parameter of one element, instead of by its name.
+Adam's bias correction needs the step count, which is saved and restored for every kind of Adam.
+Torch's AdamW keeps a tensor per parameter. Transformer Engine's and Apex's FusedAdam keep a number
+per group, which only their first step creates, so a fresh optimizer does not show where it is. To
+find the place without relying on names, the optimizer itself steps a parameter of one element.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ STEP = "step"
 def sharded_state(
     optimizer: MegatronOptimizer, parameters: dict[str, Any], *, loading: bool
 ) -> tuple[list[Any], Any]:
-    """The state that each optimizer of the chain saves or asks for, and the number of steps (None:
-    it counts none).
+    """Returns the state that each optimizer of the chain saves or loads, and the step count (None:
+    the optimizers count no steps).
 
     Args:
-        parameters: the sharded state of the model that is optimised.
+        parameters: sharded state of the model that is optimised.
     """
     states, steps = [], []
     for part in chain(optimizer):
@@ -59,11 +58,11 @@ def sharded_state(
 def load_state(
     optimizer: MegatronOptimizer, parameters: dict[str, Any], states: list[Any], step: Any
 ) -> None:
-    """Restores what `sharded_state` named, once it is loaded.
+    """Restores the state that `sharded_state` described, after it was loaded.
 
     Args:
-        parameters: as for `sharded_state`, made anew.
-        step: that it gave when it was saved.
+        parameters: as for `sharded_state`, built again.
+        step: the step count that `sharded_state` returned when the checkpoint was saved.
     """
     taken = 0 if step is None else int(step)
     for part, state in zip(chain(optimizer), states, strict=True):
@@ -71,7 +70,8 @@ def load_state(
         if isinstance(part, DistributedOptimizer):
             load_shards(part, parameters, state["shards"])
         else:
-            # torch's own loading reads it; Transformer Engine's accepts nothing else
+            # torch's own loading reads the step from here; Transformer Engine's accepts it only
+            # here
             if place.state is not None:
                 _inner(state)["state"]["common_step"] = like(place.state, taken)
             part.load_state_dict(state)
@@ -79,17 +79,17 @@ def load_state(
 
 
 def chain(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers that are stepped one after the other."""
+    """Returns the optimizers that are stepped one after another."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def _begin(part: MegatronOptimizer, place: StepPlace) -> None:
-    """Gives parameters that were not stepped the state of that, so that there is something to save
-    or load."""
+    """Creates the state of parameters that were never stepped, so that it can be saved or
+    loaded."""
     taken = read_step(part.optimizer) or 0
     if part.config.use_precision_aware_optimizer:
-        # Megatron's own function does nothing where the optimizer is offloaded, and calls
-        # Transformer Engine's Adam with an argument too few.
+        # Megatron's own function does nothing if the optimizer is offloaded, and calls Transformer
+        # Engine's Adam with one argument too few.
         rest(part.optimizer)
     else:
         part.init_state_fn(part.optimizer, part.config)
@@ -113,8 +113,7 @@ def _whole(part: MegatronOptimizer, parameters: dict[str, Any], *, loading: bool
 
 
 def _inner(state: dict[str, Any]) -> dict[str, Any]:
-    """The part of a state that is torch's; optimizers with float32 masters have it one level
-    down."""
+    """Returns torch's part of a state; optimizers with float32 masters nest it one level deeper."""
     return state.get("optimizer", state)
 
 
@@ -124,10 +123,10 @@ def _bare(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class StepPlace:
-    """The value that an optimizer has under "step" after one step.
+    """The value that an optimizer stores under "step" after one step.
 
-    group: in its groups of parameters; None: nothing.
-    state: in the state of each of its parameters; None: nothing.
+    group: value in its parameter groups; None: no value.
+    state: value in each parameter's state; None: no value.
     """
 
     group: Any = None
@@ -135,7 +134,7 @@ class StepPlace:
 
 
 def step_place(optimizer: Optimizer) -> StepPlace:
-    """Finds where this optimizer keeps its number of steps. The optimizer is left as it was."""
+    """Finds where this optimizer keeps its step count. Leaves the optimizer unchanged."""
     if isinstance(optimizer, HybridDeviceOptimizer):
         return _place_on_the_host(optimizer)
     groups = optimizer.param_groups
@@ -155,9 +154,12 @@ def step_place(optimizer: Optimizer) -> StepPlace:
 
 
 def _place_on_the_host(optimizer: HybridDeviceOptimizer) -> StepPlace:
-    """Finds where a hybrid optimizer's optimizers of one class keep their step on the host. After a
-    step they look up a parameter's copy on the device, which only their own has; so an optimizer is
-    made as Megatron makes them."""
+    """Finds where the host optimizers of a hybrid optimizer, all of one class, keep their step
+    count.
+
+    After a step they look up each parameter's copy on the device, which only their own parameters
+    have. The probe therefore runs in a new optimizer, built as Megatron builds them.
+    """
     if not optimizer.cpu_optimizers:
         return StepPlace()
     (group,) = optimizer.cpu_optimizers[0].param_groups[:1]
@@ -169,8 +171,11 @@ def _place_on_the_host(optimizer: HybridDeviceOptimizer) -> StepPlace:
 
 @torch.no_grad()
 def rest(optimizer: Optimizer) -> None:
-    """Has an optimizer whose gradients Megatron lays aside make its state, by a step at rate 0 over
-    gradients of 0: parameters stay as they are."""
+    """Makes an optimizer create its state by a step with rate 0 and zero gradients; parameters do
+    not change.
+
+    Only for optimizers whose gradients Megatron keeps outside `.grad`.
+    """
     rates = [group["lr"] for group in optimizer.param_groups]
     ones = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [getattr(parameter, "decoupled_grad", None) for parameter in ones]
@@ -188,11 +193,11 @@ def rest(optimizer: Optimizer) -> None:
 
 
 def read_step(optimizer: Optimizer) -> int | None:
-    """The number of steps taken; None where there is none, before the first step or for an
-    optimizer without one.
+    """Returns the number of steps taken; None before the first step, or if the optimizer does not
+    count steps.
 
     Raises:
-        ValueError: it differs between parameters, which a checkpoint does not hold.
+        ValueError: parameters differ in the number, which a checkpoint cannot hold.
     """
     found = {int(value) for value in _values(optimizer)}
     if len(found) > 1:
@@ -203,7 +208,7 @@ def read_step(optimizer: Optimizer) -> int | None:
 
 
 def write_step(optimizer: Optimizer, place: StepPlace, step: int) -> None:
-    """Makes every parameter's number of steps this one, in what belongs to it alone."""
+    """Sets every parameter's step count, each in a tensor or number of its own."""
     for group in optimizer.param_groups:
         if place.group is not None:
             group[STEP] = like(place.group, step)
@@ -213,13 +218,13 @@ def write_step(optimizer: Optimizer, place: StepPlace, step: int) -> None:
 
 
 def like(kept: Any, step: int) -> Any:
-    """The step as an optimizer keeps it, of whose steps `kept` is one: a tensor of its own, or a
+    """Converts the step to the form of `kept`, an optimizer's stored step: a new tensor, or a
     number."""
     return torch.full_like(kept, step) if torch.is_tensor(kept) else type(kept)(step)
 
 
 def adam_name(optimizer: Optimizer) -> str:
-    """Names an optimizer for people: 'AdamW of torch', 'FusedAdam of transformer_engine'."""
+    """Names an optimizer for messages: 'AdamW of torch', 'FusedAdam of transformer_engine'."""
     kind = type(optimizer)
     return f"{kind.__name__} of {kind.__module__.partition('.')[0]}"
 

@@ -1,13 +1,13 @@
-"""Diagnoses an update on the last pipeline stage: its entropy forecast, and the numbers of single
+"""Diagnoses an update on the last pipeline stage: its entropy forecast, and numbers of single
 tokens.
 
-`forecast` runs after the log-prob pass, from the trainer's own loss, on [N] numbers alone.
-`measured_change` runs after the optimizer step, with one more forward pass, and says what the step
-really did to the same tokens. docs/diagnostics.md says how the two compare.
+`forecast` runs after the log-prob pass. It takes the trainer's own loss, and uses [N] numbers only.
+`measured_change` runs after the optimizer step, with one more forward pass, and measures how the
+same tokens actually changed. docs/diagnostics.md compares the two.
 
-`token_numbers` says what the update at hand makes of the tokens of some responses, from the
-trainer's own statistics and loss, without the model. `records/token_numbers.py` joins what the
-ranks find.
+`token_numbers` computes how the current update treats the tokens of some responses, from the
+trainer's own statistics and loss, without the model. `records/token_numbers.py` joins the ranks'
+results.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ METRICS = (
     Metric(
         "forecast/measured_change",
         "nats",
-        "mean entropy of the same tokens after the first update less before; see"
+        "mean entropy of the same tokens after the first update minus before; see"
         " observability.measured_every",
-        "mostly the sign of forecast/entropy_change",
+        "mostly the same sign as forecast/entropy_change",
     ),
 )
 
@@ -59,12 +59,12 @@ def forecast(
     head: Head,
     group: ProcessGroup | None,
 ) -> dict[str, Tensor]:
-    """The `forecast/*` and `gradient/*` metrics of the step that is about to be taken, over the
-    whole batch; 0-dim.
+    """Returns the `forecast/*` and `gradient/*` metrics of the coming step over the whole batch;
+    0-dim.
 
     Args:
-        objective: of the step, its tokens with sum_p2 and sum_p2_log_p.
-        head: whose temperature and vocabulary the log-probs are of.
+        objective: the step's objective, its tokens with sum_p2 and sum_p2_log_p.
+        head: head whose temperature and vocabulary the log-probs have.
         group: ranks that hold other tokens of the batch; None: this rank holds all.
     """
     tokens, sets = objective.tokens, objective.method.selects
@@ -83,11 +83,11 @@ def forecast(
 
 
 def token_norms(tokens: TokenBatch, group: ProcessGroup | None) -> dict[str, Tensor]:
-    """The norm of every token's gradient by its probability and entropy, over the rollout batch;
-    0-dim.
+    """Returns the norm of every token's gradient by its probability and entropy, over the rollout
+    batch; 0-dim.
 
     Args:
-        tokens: with sum_p2.
+        tokens: tokens with sum_p2.
         group: as in `forecast`.
     """
     return cell_metrics(answer(cell_requests(tokens), group))
@@ -96,9 +96,9 @@ def token_norms(tokens: TokenBatch, group: ProcessGroup | None) -> dict[str, Ten
 def push_of(
     tokens: TokenBatch, micro_batches: Sequence[MicroBatch], loss_of: LossFunction
 ) -> Tensor:
-    """[N] minus the slope of the loss in every token's log-prob, on-policy: what the gradient
-    multiplies (one_hot - p) by. Taken from the loss itself, so weights, masks, aggregation and
-    corrections are all in it."""
+    """Returns [N] minus the slope of the loss in every token's log-prob, on-policy: the factor of
+    (one_hot - p) in the gradient. The loss itself is differentiated, so weights, masks, aggregation
+    and corrections are included."""
     log_prob = tokens.old_log_prob.detach().requires_grad_()
     with torch.enable_grad():
         losses = [loss_of(log_prob[m.span], tokens.entropy[m.span], m)[0] for m in micro_batches]
@@ -115,12 +115,13 @@ def measured_change(
     tokens: TokenBatch | None,
     group: ProcessGroup | None,
 ) -> dict[str, Tensor]:
-    """`forecast/measured_change`: mean entropy of the batch's tokens under the weights of now, less
-    that of the log-prob pass; nats. A forward pass, which all ranks must enter together.
+    """Returns `forecast/measured_change`: the mean entropy, nats, of the batch's tokens under the
+    current weights minus that of the log-prob pass. Runs a forward pass, which all ranks must enter
+    together.
 
     Args:
-        tokens: as they were before the step; None: not on the last pipeline stage, and the answer
-            is empty.
+        tokens: tokens before the step; None on all but the last pipeline stage, where the result is
+            empty.
     """
     _, entropy = compute_log_probs(model, batch, head)
     if tokens is None:
@@ -134,17 +135,17 @@ def measured_change(
 def token_numbers(
     objective: Objective, tokens: TokenBatch, part: RankBatch, samples: Sequence[int]
 ) -> TokenNumbers:
-    """The numbers of those tokens of `samples` that stand here in the update's micro-batches; on
-    the device, which is not waited for.
+    """Returns the numbers of the tokens of `samples` in this rank's micro-batches of the update; on
+    the device, without waiting for it.
 
-    The weight is the slope of the loss in the token's log-prob, on-policy, over -(coefficient x
-    advantage): what is left of the advantage after STARE's weights, STAPO's mask, GTPO's shares,
-    importance corrections and KL terms, of a method in a user's own file too. A token without a
-    coefficient has weight 0. All ranks that hold other tokens of the same responses must call it,
-    since a method's loss may sum over them.
+    The weight is the slope of the loss in the token's log-prob, on-policy, divided by -(coefficient
+    x advantage). It is the factor of the advantage after STARE's weights, STAPO's mask, GTPO's
+    shares, importance corrections and KL terms, and works for methods in a user's own file too. A
+    token without a coefficient has weight 0. All ranks that hold other tokens of the same responses
+    must call it, since a method's loss may sum over them.
 
     Args:
-        objective: of the update.
+        objective: the update's objective.
         tokens: this rank's N positions with the log-probs and entropies of the log-prob pass.
         part: the mini-batch's micro-batches.
     """
@@ -152,7 +153,7 @@ def token_numbers(
     here = torch.isin(part.sequence, torch.tensor(samples))
     found = []
     for micro in part.micro_batches:
-        # rows are found on the host
+        # row numbers are found on the host
         rows = here[micro.span].nonzero().squeeze(1).to(part.device, non_blocking=True)
         found.append(_of_micro_batch(objective, tokens, micro, push[micro.span], rows))
     return TokenNumbers(*(torch.cat(column) for column in zip(*found, strict=True)))
@@ -162,7 +163,7 @@ def token_numbers(
 def _of_micro_batch(
     objective: Objective, tokens: TokenBatch, micro: MicroBatch, push: Tensor, rows: Tensor
 ) -> tuple[Tensor, ...]:
-    """The columns of TokenNumbers, of some `rows` [.] of the micro-batch."""
+    """Returns the columns of TokenNumbers for some `rows` [.] of the micro-batch."""
     seen = objective.tokens_of(tokens.old_log_prob[micro.span], tokens.entropy[micro.span], micro)
     statistics = objective.statistics_of(micro)
     coefficient = objective.method.coefficients(seen, statistics)

@@ -1,5 +1,4 @@
-"""Engine and trainer compared token by token where their log-probs lie: on the ranks, each for the
-positions it holds.
+"""Compares engine and trainer token by token on the ranks that hold the log-probs.
 
 Shape legend: N response positions of this rank.
 """
@@ -20,25 +19,27 @@ from megatron_stare.records.batch_statistics import Count, Max, Mean, Quantile, 
 from megatron_stare.records.log_prob_difference import LogProbDifference, Sizes
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
-# first positions of the ranges that are reported by themselves
+# first positions of the ranges that are reported separately
 POSITIONS = (0, 1, 8, 64, 512, 4096)
-# Nats. About one sampled token of a thousand is less likely than this. A logit's rounding in 16
-# bits grows with its distance from the likeliest, so such tokens show rounding rather than a fault.
+# Nats. About one sampled token in a thousand is less likely than this. A logit's rounding error in
+# 16 bits grows with its distance from the largest logit, so such tokens show rounding rather than a
+# fault.
 UNLIKELY = math.log(1e-3)
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Engine minus trainer, nats, of this rank's tokens, and what they are told apart by.
+    """Engine minus trainer, nats, for this rank's tokens, and the properties by which tokens are
+    grouped.
 
-    versions: of the weights that sampled them; of all ranks in `all_versions`.
-    expected: tokens of all ranks.
+    versions: versions of the weights that sampled the tokens; `all_versions`: those of all ranks.
+    expected: number of tokens on all ranks.
     """
 
     values: Tensor  # [N] float32
-    positions: Tensor  # [N] int64 in the response
-    longest: Tensor  # [N] bool, of the longest response of the whole batch
-    unlikely: Tensor  # [N] bool, of tokens that the trainer finds less likely than UNLIKELY
+    positions: Tensor  # [N] int64, in the response
+    longest: Tensor  # [N] bool, belongs to the longest response of the whole batch
+    unlikely: Tensor  # [N] bool, less likely than UNLIKELY for the trainer
     versions: Tensor  # [N] int64
     all_versions: Sequence[int]
     expected: int
@@ -47,7 +48,7 @@ class Compared:
     def of(
         cls, batch: RankBatch, engine: Tensor, trainer: Tensor, all_versions: Sequence[int]
     ) -> Compared:
-        """From [N] log-probs of both."""
+        """Compares [N] log-probs of engine and trainer."""
         share, here = batch.share, trainer.device
         longest = int((share.response_lengths == share.response_lengths.max()).nonzero()[0])
         return cls(
@@ -61,7 +62,7 @@ class Compared:
         )
 
     def summary(self, group: ProcessGroup | None) -> LogProbDifference:
-        """Over the tokens of all ranks of `group`, which must call it together."""
+        """Summarises the tokens of all ranks of `group`, which must call it together."""
         size, everyone = self.values.abs(), torch.ones_like(self.values, dtype=torch.bool)
         ranges = {
             first: (self.positions >= first) & (self.positions < end)
@@ -77,13 +78,13 @@ class Compared:
         asked: dict[str, Request] = {"lowest": Max(-self.values, number)}
         asked |= {name: Quantile(size, everyone, q, "nearest") for name, q in QUANTILES.items()}
         for (kind, key), part in parts.items():
-            # NaN is counted apart, as a maximum over ranks need not bring it along
+            # NaN is counted separately, because a maximum over ranks need not propagate it
             asked[f"{kind} {key} tokens"] = Count(part)
             asked[f"{kind} {key} numbers"] = Count(part & number)
             asked[f"{kind} {key} largest"] = Max(size, part & number)
             asked[f"{kind} {key} mean"] = Mean(size, part & number)
         answers = answer(asked, group)
-        # one wait for the device
+        # a single wait for the device
         table = torch.stack([scalar(answers, name).to(torch.float64) for name in asked]).tolist()
         known = dict(zip(asked, table, strict=True))
 

@@ -1,4 +1,4 @@
-"""Writes one training step in Hugging Face names, so that anyone can recompute it with plain
+"""Writes one training step under Hugging Face names, so that anyone can recompute it with plain
 transformers."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def write_tensors(
     """Writes weights.safetensors and gradients.safetensors.
 
     Args:
-        weights: before the step.
-        gradients: of the loss over the whole batch, before clipping.
+        weights: weights before the step.
+        gradients: gradients of the loss over the whole batch, before clipping.
     """
     folder.mkdir(parents=True, exist_ok=True)
     save_file(dict(weights), folder / "weights.safetensors")
@@ -39,9 +39,9 @@ def write_batch(
     """Writes batch.safetensors.
 
     Args:
-        batch: with advantages. Its columns keep their names, but `loss_mask` is called `sampled`;
-            the versions of the weights are written out, one a response position. With `experts`
-            where it names them.
+        batch: batch with advantages. Columns keep their names, except that `loss_mask` is written
+            as `sampled`. Weight versions are written for each response position. `experts` is
+            included if the batch has it.
         more: further columns, by name.
     """
     folder.mkdir(parents=True, exist_ok=True)

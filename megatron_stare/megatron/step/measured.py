@@ -20,14 +20,14 @@ METRICS = (
         "entropy/mean",
         "nats",
         "mean entropy of the policy over the tokens that carry loss, before the first update",
-        "at its target (alert: 10 steps outside a quarter of it); without one no halving in under"
-        " 40 steps (alert)",
+        "at its target (alert: 10 steps outside a quarter of it); without a target no halving in"
+        " under 40 steps (alert)",
     ),
     Metric(
         "surprisal/mean",
         "nats",
         "mean of -ln p of the tokens that carry loss",
-        "near entropy/mean, whose estimate it is",
+        "near entropy/mean, which it estimates",
     ),
     Metric(
         "rollout/logprob_diff_mean",
@@ -38,13 +38,13 @@ METRICS = (
     Metric(
         "rollout/logprob_diff_max",
         "nats",
-        "the largest of them",
+        "largest |engine's log-prob - trainer's| over the tokens that carry loss",
         "float32 below 1e-3 (alert above); in 16 bits tenths are normal",
     ),
 )
 
 
-# tensors [N] that a training pass in the place of a log-prob pass leaves behind
+# tensors [N] that a training pass logs if it replaces the log-prob pass
 LOG_PROB, ENTROPY = "pass/log_prob", "pass/entropy"
 
 
@@ -53,7 +53,7 @@ class Measured:
     """A rank's tokens [N], the statistics of all tokens of the rollout batch, and the method's
     state for its updates.
 
-    next_state: what the next step starts from; another one only where the gate lags.
+    next_state: the next step's initial state; differs from `state` only if the gate lags.
     forecast: metrics of the entropy forecast.
     """
 
@@ -64,7 +64,7 @@ class Measured:
     forecast: dict[str, Tensor] = field(default_factory=dict)
 
     def requests(self) -> dict[str, Request]:
-        """Requests for the metrics of the rollout batch, by name."""
+        """Returns requests for the metrics of the rollout batch, by name."""
         tokens = self.tokens
         drift = (tokens.old_log_prob - tokens.rollout_log_prob).abs()
         return {
@@ -78,12 +78,14 @@ class Measured:
 def measure_batch(
     method: Method, tokens: TokenBatch, state: State, group: ProcessGroup | None, *, lagged: bool
 ) -> Measured:
-    """Asks the statistics of the rollout batch. All ranks of the last pipeline stage must call it.
+    """Computes the statistics of the rollout batch. All ranks of the last pipeline stage must call
+    it.
 
     Args:
-        state: what the method remembers of the step before.
+        state: the method's state of the previous step.
         group: ranks that hold other tokens of the batch; None: this rank holds all.
-        lagged: the log-probs are not known yet, so the state stays as it is until `complete`.
+        lagged: whether log-probs are still unknown, so that the state does not change until
+            `complete`.
     """
     statistics = gather_statistics(partial(method.requests, tokens), group)
     now = state if lagged else method.control(state, statistics)
@@ -93,8 +95,9 @@ def measure_batch(
 def complete(
     measured: Measured, logged: Mapping[str, Tensor], method: Method, group: ProcessGroup | None
 ) -> Measured:
-    """With what a training pass in the place of the log-prob pass has given, and the method's state
-    moved by them for the next step. All ranks of the last pipeline stage must call it."""
+    """Adds the log-probs and entropies of a training pass that replaced the log-prob pass, and the
+    method's state for the next step computed from them. All ranks of the last pipeline stage must
+    call it."""
     log_prob, entropy = logged[LOG_PROB], logged[ENTROPY]
     tokens = replace(measured.tokens, log_prob=log_prob, old_log_prob=log_prob, entropy=entropy)
     after = measure_batch(method, tokens, measured.state, group, lagged=False)

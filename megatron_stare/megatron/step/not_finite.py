@@ -1,8 +1,8 @@
-"""Finds where on this rank a number that is not finite came from, after an update that was skipped
-because of it.
+"""Finds where numbers that are not finite came from on this rank, after an update that was skipped
+because of them.
 
-Reducing gradients over data ranks spreads what is not finite to all of them, so whether a rank's
-own gradient was finite is kept from before; all else is looked up when it is asked for.
+Reducing gradients over data-parallel ranks spreads such numbers to all of them. Whether a rank's
+own gradient was finite is therefore recorded before; the rest is looked up on request.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megatron_stare.records.batch import TokenBatch
 class NotFinite:
     """Numbers on one rank that are not finite.
 
-    own_gradient: whether the rank's own gradient, before it was reduced over data ranks, was not
-    finite.
-    weights: the first parameter with values that are not finite, in the order of the forward pass.
-    gradient: the first parameter whose gradient was not finite, in the order of the backward pass.
-    samples: of the whole batch, in ascending order, those with a log-prob, advantage or loss of
-        this rank that is not finite.
+    own_gradient: whether the rank's own gradient was not finite before it was reduced over
+        data-parallel ranks.
+    weights: the first parameter with values that are not finite, in forward order.
+    gradient: the first parameter whose gradient was not finite, in backward order.
+    samples: samples of the whole batch, ascending, that have a log-prob, advantage or loss on this
+        rank that is not finite.
     """
 
     rank: int
@@ -44,11 +44,11 @@ class NotFinite:
 
 
 class OwnGradients:
-    """The largest magnitude in this rank's gradients, by bucket, just before each is reduced over
-    data ranks.
+    """The largest magnitude in each bucket of this rank's gradients, just before the bucket is
+    reduced over data-parallel ranks.
 
-    One more pass over the gradients an update, and nothing is read from the device until
-    `not_finite` is asked.
+    Costs one more pass over the gradients per update; reads nothing from the device until
+    `not_finite`.
     """
 
     def __init__(self, model: Iterable[nn.Module]) -> None:
@@ -60,11 +60,10 @@ class OwnGradients:
     def _watched(self, group: Any, reduce: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(reduce)
         def reduce_after_a_look(*args: Any, **kwargs: Any) -> Any:
-            # with a handle the gradient is being reduced, and is no longer this rank's own
+            # with a handle the gradient is being reduced, so it is no longer this rank's own
             if group.grad_reduce_handle is None:
                 for bucket in group.buckets:
-                    # the norm of infinite order: large but finite gradients do not overflow; NaN
-                    # stays NaN
+                    # the infinity norm: large finite gradients do not overflow, and NaN stays NaN
                     self._largest[id(bucket)] = torch.linalg.vector_norm(
                         bucket.grad_data.detach(), ord=torch.inf
                     )
@@ -88,9 +87,9 @@ def look(
     """Finds the numbers on this rank that are not finite, after an update that was skipped.
 
     Args:
-        tokens: this rank's, on the last stage.
-        lost: [k] int64 samples of the last update's tokens whose loss is not finite, where this
-            rank has it.
+        tokens: this rank's tokens, on the last stage.
+        lost: [k] int64 samples of the last update's tokens whose loss is not finite, if this rank
+            has it.
     """
     named = list(named_parameters(model))
     samples: set[int] = set() if lost is None else set(lost.tolist())

@@ -1,7 +1,8 @@
-"""Objective of one optimizer step: the method's loss over its micro-batches, and metrics; on the
-last pipeline stage.
+"""Defines one optimizer step's objective on the last pipeline stage: the method's loss over the
+step's micro-batches, and metrics.
 
-Shape legend: N response positions of this rank, n those of a micro-batch, as in microbatch.py.
+Shape legend: N response positions of this rank, n response positions of a micro-batch, as in
+microbatch.py.
 """
 
 from __future__ import annotations
@@ -41,13 +42,12 @@ METRICS = (
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of one optimizer step, and what is logged of it.
+    """The loss of one optimizer step, and the metrics logged for it.
 
-    tokens: this rank's N positions; those of other mini-batches are masked, and counts are the
-    mini-batch's.
-    rows: [.] the positions of the mini-batch among the N.
-    statistics: over the mini-batch, of all ranks.
-    own: under statistics.scope micro_batch, what each micro-batch reads instead, by its span.
+    tokens: this rank's N positions; other mini-batches are masked, and counts are the mini-batch's.
+    rows: [.] positions of the mini-batch among the N.
+    statistics: statistics of the mini-batch over all ranks.
+    own: with statistics.scope micro_batch, the statistics of each micro-batch instead, by its span.
     is_log_prob_pass: whether this training pass is also the log-prob pass, so that the old log-prob
     is the current one.
     """
@@ -63,7 +63,8 @@ class Objective:
     def loss(
         self, log_prob: Tensor, entropy: Tensor, micro: MicroBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """A micro-batch's part of the loss, and tensors [n] to log; see passes.LossFunction."""
+        """Returns a micro-batch's part of the loss, and tensors [n] to log; see
+        passes.LossFunction."""
         tokens, statistics = self.tokens_of(log_prob, entropy, micro), self.statistics_of(micro)
         passed = (
             {LOG_PROB: tokens.old_log_prob, ENTROPY: tokens.entropy}
@@ -72,7 +73,7 @@ class Objective:
         )
         terms = self.method.token_loss(tokens, statistics, self.state)
         scale = self.method.coefficients(tokens, statistics)
-        # where, not multiplication: a masked position may hold a loss that is not finite
+        # torch.where instead of a product: a masked position may have a loss that is not finite
         each = torch.where(scale > 0, scale * terms.loss, 0.0)
         log_ratio = (log_prob.detach() - tokens.old_log_prob).abs()
         return each.sum(), {
@@ -83,7 +84,7 @@ class Objective:
         }
 
     def tokens_of(self, log_prob: Tensor, entropy: Tensor, micro: MicroBatch) -> TokenBatch:
-        """Tokens of a micro-batch as the method sees them, with the current log-probs [n] and
+        """Returns a micro-batch's tokens for the method, with the current log-probs [n] and
         entropies [n]."""
         rows = torch.arange(micro.span.start, micro.span.stop, device=log_prob.device)
         tokens = replace(
@@ -96,8 +97,8 @@ class Objective:
         return tokens
 
     def selected(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """[N] int8, `Method.selected` of the positions that stand in these micro-batches, 0
-        elsewhere; by the log-probs of the log-prob pass."""
+        """Returns [N] int8, `Method.selected` for the positions of these micro-batches, 0
+        elsewhere; uses the log-probs of the log-prob pass."""
         found = torch.zeros_like(self.tokens.loss_mask, dtype=torch.int8)
         for micro in micro_batches:
             seen = self.tokens_of(
@@ -107,12 +108,12 @@ class Objective:
         return found
 
     def statistics_of(self, micro: MicroBatch) -> Statistics:
-        """Statistics that the method reads for a micro-batch."""
+        """Returns the statistics that the method uses for a micro-batch."""
         return self.own.get((micro.span.start, micro.span.stop), self.statistics)
 
     def requests(self, logged: Mapping[str, Tensor]) -> dict[str, Request]:
-        """Requests for the metrics of the update, over all ranks, from the tensors that `loss` gave
-        to log."""
+        """Returns requests for the update's metrics over all ranks, from the tensors that `loss`
+        logged."""
         mask = self.tokens.loss_mask[self.rows]
         asked: dict[str, Request] = {
             "loss/policy": Sum(logged["loss/policy"], mask),
@@ -133,14 +134,14 @@ def make_objective(
     is_log_prob_pass: bool,
     known: Statistics | None = None,
 ) -> Objective:
-    """Asks the statistics of one mini-batch. All ranks of the last pipeline stage must call it.
+    """Computes the statistics of one mini-batch. All ranks of the last pipeline stage must call it.
 
     Args:
         part: the mini-batch's micro-batches on this rank.
-        tokens: the rank's N positions, the mini-batch's alone counted.
+        tokens: the rank's N positions, of which only the mini-batch's count.
         group: ranks that hold other tokens of the mini-batch; None: this rank holds all.
-        by_micro_batch: selections are of every micro-batch on its own.
-        known: statistics of the mini-batch where they are known already.
+        by_micro_batch: whether tokens are selected within each micro-batch separately.
+        known: statistics of the mini-batch if they are already known.
     """
     span = part.span
     rows = torch.arange(span.start, span.stop, device=part.device)

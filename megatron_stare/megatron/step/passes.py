@@ -1,8 +1,8 @@
 """The two passes over a batch: forward only for log-probs and entropies, forward and backward for
 the gradient.
 
-Both run Megatron's pipeline schedule over the same micro-batches, so on-policy ratios are 1.
-`Reference` is the policy that a KL term is measured against, whose log-probs are such a pass too.
+Both run Megatron's pipeline schedule over the same micro-batches, so on-policy ratios are 1. The
+log-probs of `Reference`, the policy in the KL term, come from such a pass too.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def compute_log_probs(
     second_moment: bool = False,
     keep: list[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Log-probs and entropies [N] of this rank's response positions; on the last pipeline stage
-    only, else empty.
+    """Returns log-probs and entropies [N] of this rank's response positions; empty on all but the
+    last pipeline stage.
 
     Args:
-        second_moment: also give sum p^2 and sum p^2 ln p [N] over the vocabulary.
-        keep: takes the micro-batches' last hidden states with their graph, for
-            `accumulate_gradients` to go on from; not of a model that is cut into pipeline stages.
+        second_moment: also return sum p^2 and sum p^2 ln p [N] over the vocabulary.
+        keep: list to fill with the micro-batches' last hidden states and their graph, from which
+            `accumulate_gradients` continues; not for a model with several pipeline stages.
     """
 
     def collect(chunk: nn.Module, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, ...]:
@@ -68,13 +68,12 @@ def accumulate_gradients(
     reduced over ranks.
 
     Args:
-        loss_scale: 0-dim, what the loss, and so the gradient, is multiplied by; None: 1.
-        kept: by `compute_log_probs`, of the same micro-batches and weights: the model's forward is
-            not run again. Left empty.
+        loss_scale: 0-dim factor of the loss, and so of the gradient; None: 1.
+        kept: hidden states that `compute_log_probs` kept for the same micro-batches and weights;
+            avoids another forward of the model. Emptied here.
 
     Returns:
-        The tensors that `loss_of` gave to log, laid end to end: [N] each; empty but on the last
-            stage.
+        The tensors that `loss_of` logged, concatenated: [N] each; empty on all but the last stage.
     """
 
     def scaled_loss(
@@ -86,11 +85,12 @@ def accumulate_gradients(
     def loss_function(
         chunk: nn.Module, hidden: Tensor, micro: MicroBatch
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        # Scaled before the head sees it, not by Megatron's grad_scale_func after: a head that takes
-        # gradients in the forward writes those of the logits in float16 there.
+        # The loss is scaled before the head sees it, not afterwards by Megatron's grad_scale_func:
+        # a head that computes gradients in the forward writes the logits' gradients in float16
+        # there.
         loss, logged = head.loss(unwrap(chunk), hidden, micro, scaled_loss)
-        # The loss is already scaled by counts over the whole batch: with 0 tokens Megatron divides
-        # by nothing.
+        # The loss is already divided by counts over the whole batch. With 0 tokens Megatron does
+        # not divide again.
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), logged
 
     for chunk in model:
@@ -109,14 +109,17 @@ def _run(
     forward_only: bool,
     kept: list[Tensor] | None = None,
 ) -> Any:
-    """Megatron's schedule over this rank's micro-batches; `after_hidden` turns the last hidden
-    states, those in `kept` where it has some, into what is collected."""
-    # Megatron asks for the length before sequences are split
+    """Runs Megatron's schedule over this rank's micro-batches.
+
+    `after_hidden` turns the last hidden states, taken from `kept` if it has any, into the collected
+    results.
+    """
+    # Megatron expects the length before sequences are split
     split = batch.layout.micro_batch_group
 
     def forward_step(micro_batches: Any, chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         micro: MicroBatch = next(micro_batches)
-        tell_progress()  # a pass over many may take longer than a phase may go without a word
+        tell_progress()  # a pass over many micro-batches may outlast its phase's hang limit
         if kept:
             hidden = kept.pop(0)
         else:
@@ -125,7 +128,7 @@ def _run(
         return hidden, lambda output, non_loss_data=False: after_hidden(chunk, output, micro)
 
     def on_device() -> Iterator[MicroBatch]:
-        """Each as its turn comes."""
+        """Copies each micro-batch to the device when it is needed."""
         bounds = has_transformer_engine()
         return (micro.to(batch.device, bounds=bounds) for micro in batch.micro_batches)
 
@@ -148,7 +151,7 @@ class Reference:
     """The policy of model.reference_path, in the trainer's layout, without gradients.
 
     Args:
-        shape: of the trained policy, which the reference shares.
+        shape: shape of the trained policy, which is also the reference's.
     """
 
     def __init__(self, config: Config, shape: ModelShape, layout: Layout) -> None:
@@ -160,8 +163,8 @@ class Reference:
         self._move("cpu" if self._offload else str(device()))
 
     def compute_log_probs(self, batch: RankBatch, head: Head) -> Tensor:
-        """Log-probs [N] of this rank's response positions, over the same micro-batches as the
-        policy's."""
+        """Returns log-probs [N] of this rank's response positions, over the policy's
+        micro-batches."""
         self._move(str(device()))
         log_prob, _ = compute_log_probs(self.model, batch, head)
         if self._offload:
@@ -170,7 +173,7 @@ class Reference:
 
     @torch.no_grad()
     def refresh(self, policy: list[nn.Module]) -> None:
-        """Takes over the weights of the policy, chunk by chunk, wherever the reference lies."""
+        """Copies the policy's weights chunk by chunk, wherever the reference is stored."""
         for mine, other in zip(self.model, policy, strict=True):
             for weight, current in zip(
                 unwrap(mine).parameters(), unwrap(other).parameters(), strict=True

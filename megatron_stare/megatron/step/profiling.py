@@ -1,4 +1,4 @@
-"""Traces of single steps of a rank by torch.profiler, and NVTX marks of its passes."""
+"""Traces single steps of a rank with torch.profiler, and marks its passes with NVTX."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def marked(name: str) -> Iterator[None]:
 
 
 class StepProfile:
-    """Records the operators of this process from now until `write`, and on CUDA the kernels."""
+    """Records this process's operators from now until `write`, and on CUDA its kernels."""
 
     def __init__(self) -> None:
         activities = [ProfilerActivity.CPU]

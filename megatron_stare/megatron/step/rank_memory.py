@@ -1,5 +1,5 @@
-"""Measures the memory that a rank holds, and what autograd keeps for backward on a CPU, for its
-metrics."""
+"""Measures a rank's memory for its metrics, including tensors that autograd keeps for backward on a
+CPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megatron_stare.process.memory import device_used_bytes, take_peak_bytes
 
 
 class SavedForBackward:
-    """The bytes that are kept now, and the most that were since it was last asked. Memory that
-    several saved tensors look into counts once, that of the policy itself not at all."""
+    """Bytes that autograd keeps now, and their peak since `take_peak`. Memory shared by several
+    saved tensors counts once; the policy's own memory does not count."""
 
     def __init__(self) -> None:
         self._own: frozenset[int] = frozenset()
@@ -26,7 +26,8 @@ class SavedForBackward:
 
     @contextlib.contextmanager
     def counting(self, own: Collection[UntypedStorage]) -> Iterator[None]:
-        """While open, what autograd saves counts until it is let go.
+        """Counts the tensors that autograd saves while this is open, each until autograd releases
+        it.
 
         Args:
             own: the policy's memory.
@@ -36,12 +37,12 @@ class SavedForBackward:
             yield
 
     def take_peak(self) -> int:
-        """Bytes. Counts anew from here."""
+        """Returns the peak in bytes, and restarts it."""
         peak, self._peak = self._peak, self._now
         return peak
 
     def add(self, storage: UntypedStorage) -> int | None:
-        """Address of what is counted from here on; None: it is the policy's."""
+        """Counts a saved tensor's storage. Returns its address; None if it is the policy's own."""
         address = storage.data_ptr()
         if address in self._own:
             return None
@@ -53,7 +54,7 @@ class SavedForBackward:
         return address
 
     def drop(self, address: int) -> None:
-        """One tensor fewer that looks into this memory."""
+        """Removes one tensor that shares this memory."""
         known = self._held[address]
         known[0] -= 1
         if not known[0]:
@@ -66,7 +67,7 @@ class _Kept:
     __slots__ = ("_address", "_count", "tensor")
 
     def __init__(self, tensor: Tensor, count: SavedForBackward) -> None:
-        # a signal may end this here, and then `__del__` is still called
+        # if a signal interrupts this, `__del__` is still called
         self._address: int | None = None
         self.tensor, self._count = tensor, count
         self._address = count.add(tensor.untyped_storage())
@@ -77,20 +78,23 @@ class _Kept:
 
 
 class RankMemory:
-    """The memory of the rank that has this policy."""
+    """The memory of the rank that holds this policy."""
 
     def __init__(self, policy: DeviceState) -> None:
         self._policy, self._saved = policy, SavedForBackward()
 
     def counting(self) -> contextlib.AbstractContextManager[None]:
-        """While open, what autograd keeps for backward counts to `live_mb`; on CUDA the allocator
-        knows."""
+        """Counts tensors that autograd keeps for backward towards `live_mb`; on CUDA the allocator
+        counts them."""
         return contextlib.nullcontext() if uses_cuda() else self._saved.counting(self._storages())
 
     def take_mb(self) -> dict[str, float]:
-        """10^6 bytes: `peak_mb`, the most this process held since this was asked last; without CUDA
-        `live_mb`, the policy's tensors now and the most that autograd kept since; `device_mb`, what
-        all processes hold of its GPU now; what is not known is left out."""
+        """Returns memory in 10^6 bytes. Values that cannot be measured are missing.
+
+        `peak_mb` is this process's peak since the last call. `live_mb`, without CUDA, is the size
+        of the policy's tensors now plus autograd's peak since the last call. `device_mb` is what
+        all processes hold on this GPU now.
+        """
         found = {"peak_mb": take_peak_bytes(), "device_mb": device_used_bytes()}
         if not uses_cuda():
             found["live_mb"] = (

@@ -1,8 +1,8 @@
-"""Sums over a rank's part of a run's state, two numbers a tensor, which show whether a checkpoint
+"""Sums over a rank's part of a run's state, two numbers per tensor, to check that a checkpoint
 restored all of it.
 
-The log-probs of a canary show that the weights are right, and nothing of the optimizer, whose loss
-shows only later, and not as an error. A norm is the same in any layout but for rounding in float64.
+The log-probs of a canary batch verify the weights, but not the optimizer: a lost optimizer state
+shows only later, and raises no error. Norms are equal in any layout, up to rounding in float64.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_stare.megatron.model.model import unwrap
 from megatron_stare.megatron.optimizer.optimizer_state import sharded_state
 from megatron_stare.megatron.step.step import Policy
 
-Sums = dict[str, tuple[float, float]]  # by tensor: sum of absolute values, and of squares
+Sums = dict[str, tuple[float, float]]  # by tensor: sum of absolute values, sum of squares
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RankProof:
     """Numbers that one rank contributes to a proof of the loaded state.
 
     log_probs: by policy, canonical numbers [n] of the positions here and their log-probs [n]
-        float32; of the last stage alone.
+        float32; last stage only.
     sums, counts: see `state_sums`.
     """
 
@@ -45,10 +45,9 @@ class RankProof:
 
 @torch.no_grad()
 def state_sums(policy: Policy, reference: Sequence[nn.Module]) -> tuple[Sums, dict[str, float]]:
-    """This rank's part of weights, of a reference that moves, and of the optimizer's tensors; each
-    element is one rank's, and rows that pad the vocabulary nobody's. And what is counted: Adam's
-    steps and the schedule's.
-    """
+    """Sums this rank's part of the weights, of a refreshed reference and of the optimizer's
+    tensors. Each element counts on one rank, and rows that pad the vocabulary on none. Also returns
+    Adam's and the schedule's step counts."""
     with backend():
         return _state_sums(policy, reference)
 
@@ -75,7 +74,7 @@ def _state_sums(policy: Policy, reference: Sequence[nn.Module]) -> tuple[Sums, d
 
 
 def _add(found: dict[str, list[float]], what: str, words: int, states: Iterable[Any]) -> None:
-    """Adds parts of whole tensors. Args: words: of the vocabulary."""
+    """Adds parts of whole tensors to `found`. Args: words: size of the vocabulary."""
     for state in states:
         for part in nested_values(state):
             if not isinstance(part, ShardedTensor | ShardedTensorFactory) or not is_main_replica(
@@ -83,7 +82,7 @@ def _add(found: dict[str, list[float]], what: str, words: int, states: Iterable[
             ):
                 continue
             data = part.data
-            # the rows are words; their padding depends on the layout
+            # rows are vocabulary entries; their padding depends on the layout
             if getattr(part, "allow_shape_mismatch", False):
                 data = data[: max(words - part.global_offset[0], 0)]
             for power in (1, 2):

@@ -1,8 +1,9 @@
-"""A rollout batch on one rank of the trainer, from its log-prob pass to its last optimizer step.
+"""Processes a rollout batch on one rank of the trainer, from the log-prob pass to the last
+optimizer step.
 
 `compute_log_probs` -> `measure` (statistics of the rollout batch, the method's state) -> `update`,
-once a mini-batch (gradient, clip, optimizer step). Pipeline stages but the last run the passes and
-know no numbers.
+once per mini-batch (gradient, clipping, optimizer step). Only the last pipeline stage has the
+numbers; the other stages just run the passes.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ METRICS = (
     Metric(
         "optimizer/grad_norm",
         "norm",
-        "of the gradient over all parameters, before it is clipped",
+        "norm of the gradient over all parameters, before clipping",
         "within ten times the median of the last 50 steps (alert above)",
     ),
     Metric("optimizer/lr", "rate", "learning rate of the step", "follows optimizer.schedule"),
     Metric(
         "optimizer/loss_scale",
         "factor",
-        "what the loss is multiplied by for backward; float16 alone",
+        "factor of the loss for backward; float16 only",
         "a power of 2 that halves now and then; at optimizer.min_loss_scale gradients are broken",
     ),
 )
@@ -64,10 +65,9 @@ METRICS = (
 
 @dataclass(frozen=True)
 class Policy:
-    """A rank's part of the policy, and what moves it.
+    """A rank's part of the policy, with its optimizer and reference.
 
-    reference: the policy that a KL term is measured against; None where the method has no such
-    term.
+    reference: the policy in the KL term; None if the method has no such term.
     """
 
     model: list[nn.Module]
@@ -80,9 +80,9 @@ class Policy:
 
 
 class Step:
-    """Training step on one rollout batch, as this rank sees it.
+    """Training step on one rollout batch, on this rank.
 
-    measured: the batch's tokens here and what was asked of all ranks' tokens; None but on the last
+    measured: this rank's tokens, and statistics over all ranks' tokens; None on all but the last
     pipeline stage.
     group: ranks that hold other tokens of the batch; None: this rank holds all.
     """
@@ -94,11 +94,11 @@ class Step:
         self.batch = batch
         self.group: ProcessGroup | None = batch.layout.group
         self.measured: Measured | None = None
-        # objective of the update at hand; None but on the last stage
+        # objective of the current update; None on all but the last stage
         self._objective: Objective | None = None
         # [k] samples whose loss was not finite in the last update that was not taken
         self.lost: Tensor | None = None
-        self._numbers: list[TokenNumbers] = []  # of tokens that were asked for, an entry an update
+        self._numbers: list[TokenNumbers] = []  # of watched tokens, one entry per update
         self._kept: list[Tensor] | None = (
             [] if keeps_graph(config, batch.plan.micro_batches) else None
         )
@@ -106,10 +106,10 @@ class Step:
         self._routing: dict[str, Tensor] = {}
 
     def compute_log_probs(self) -> None:
-        """The forward-only pass: log-prob and entropy of every response token under the current
-        policy.
+        """Computes log-prob and entropy of every response token under the current policy, without
+        backward.
 
-        Where the configuration skips it, both are NaN until the training pass has given them.
+        If the configuration skips this pass, both are NaN until the training pass provides them.
         """
         config, policy, batch = self._config, self._policy, self.batch
         moments: list[Tensor] = []
@@ -144,8 +144,8 @@ class Step:
 
     @torch.no_grad()
     def measure(self, state: dict[str, float]) -> None:
-        """The method's statistics over the rollout batch, and its state for this step: it moves
-        once a batch."""
+        """Computes the method's statistics over the rollout batch, and its state for this step; the
+        state changes once per batch."""
         if self.measured is None:
             return
         before = {
@@ -155,7 +155,7 @@ class Step:
         self.measured = measure_batch(self._method, tokens, before, self.group, lagged=lagged)
         self._objective = self._make_objective(0)
         if tokens.sum_p2 is not None and (first := self._objective) is not None:
-            # of several updates the first: only its policy is that of the log-prob pass
+            # the first of several updates: only its policy is the one of the log-prob pass
             found = forecast(
                 first, self.batch.mini_batch(0).micro_batches, self._policy.head, self.group
             )
@@ -170,12 +170,13 @@ class Step:
         watched: Sequence[int] = (),
         norm_limit: float = math.inf,
     ) -> tuple[dict[str, float], dict[str, float]] | None:
-        """Forward, backward, clip, optimizer step on one mini-batch; see Trainer.update."""
+        """Runs forward, backward, clipping and optimizer step on one mini-batch; see
+        Trainer.update."""
         policy = self._policy
         part = self.batch.mini_batch(self._mini_batch(number))
         if number > 0:  # `measure` made the first
             self._objective = self._make_objective(number)
-        # The last step left every parameter's grad pointing into the gradient buffer: autograd
+        # The last step left every parameter's grad pointing into the gradient buffer. Autograd
         # would add to the buffer through it, and Megatron's hook would then add the buffer to
         # itself.
         policy.optimizer.zero_grad()
@@ -244,24 +245,25 @@ class Step:
         return {**{name: float(x) for name, x in metrics.items()}, **rates}, state
 
     def token_numbers(self) -> list[TokenNumbers]:
-        """Numbers of the tokens here that updates were asked for, an entry an update. Waits for the
+        """Returns the numbers of watched tokens on this rank, one entry per update. Waits for the
         device.
 
-        On one rank of each tensor-parallel group of the last stage; none elsewhere.
+        Only on one rank of each tensor-parallel group of the last stage; an empty list on others.
         """
         mine = self._numbers if self._policy.layout.tp_rank == 0 else []
         return [part.to_host() for part in mine]
 
     def _mini_batch(self, number: int) -> int:
-        """Mini-batches are taken in order, and in every epoch again."""
+        """Maps an update's number to its mini-batch; every epoch takes the mini-batches in the same
+        order."""
         return number % len(self.batch.plan.mini_batches)
 
     @torch.no_grad()
     def _make_objective(self, number: int) -> Objective | None:
-        """Makes the objective of an update; None but on the last pipeline stage.
+        """Makes the objective of an update; None on all but the last pipeline stage.
 
-        All ranks must call it for updates after the first, whose mini-batches
-        `statistics.surprisal: current` passes through the model again.
+        All ranks must call it for updates after the first: `statistics.surprisal: current` passes
+        their mini-batches through the model again.
         """
         mini_batch = self._mini_batch(number)
         part, renewed = self.batch.mini_batch(mini_batch), None
@@ -296,7 +298,7 @@ class Step:
     def _metrics(
         self, logged: Mapping[str, Tensor], *, with_batch: bool
     ) -> Mapping[str, Tensor | float]:
-        """Everything that is logged of an update, and `with_batch` of the rollout batch; 0-dim
+        """Returns all metrics of an update, and those of the rollout batch if `with_batch`; 0-dim
         tensors."""
         if self.measured is None or self._objective is None:
             return {}
@@ -326,11 +328,11 @@ class Step:
         metrics: Mapping[str, Tensor | float],
         loss_scale: Tensor | None,
     ) -> None:
-        """Writes the weights before the first update, its loss and gradients. All ranks must call
-        it; the mini-batch is written by the driver, which has it whole."""
+        """Writes the weights before the first update, its loss and its gradients. All ranks must
+        call it. The driver writes the mini-batch, because it holds it whole."""
         policy = self._policy
         gradients = export_gradients(policy.model, policy.shape, policy.layout, loss_scale)
-        if policy.layout.rank == 0:  # which has all tensors, as the last stage has the loss
+        if policy.layout.rank == 0:  # it has all tensors, as the last stage has the loss
             write_tensors(folder, weights, gradients)
         if policy.layout.is_reporting_rank:
             write_step(folder, float(metrics["loss/policy"]), self._config)

@@ -1,8 +1,10 @@
-"""Differences between releases of megatron-core: a module a release, the same names in each.
+"""Hides the differences between releases of megatron-core: one module per release, all with the
+same names.
 
-The rest of the package neither asks for the release nor looks for what it may lack.
-tests/test_structure.py holds both. A newer release is served by the newest module. Those between
-the two are not served: 0.18 lacks a name that the older module imports (scripts/try_release.sh).
+The rest of the package neither checks the release nor handles names that a release lacks;
+tests/test_structure.py enforces both. Releases from 0.19 on use the newest module. Releases between
+0.16 and 0.19 are not supported: 0.18 lacks a name that the older module imports
+(scripts/try_release.sh).
 """
 
 from __future__ import annotations

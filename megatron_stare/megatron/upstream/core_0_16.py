@@ -1,4 +1,4 @@
-"""megatron-core 0.16, as this package uses it."""
+"""The interface of megatron-core 0.16."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-# Names that megatron-core reads without defining them where Transformer Engine is absent, or that
-# tell whether it is there.
+# Names that megatron-core reads without defining them if Transformer Engine is absent, and names
+# that tell whether Transformer Engine is installed.
 UNDEFINED = ((moe_utils, "te_general_gemm"), (multi_latent_attention, "HAVE_TE"))
-_COMMON = "common_state/shard_0_1"  # the object that 0.19 saves in the place of a file
+_COMMON = "common_state/shard_0_1"  # the object that 0.19 saves instead of a file
 
 
 def mlp_submodules(layer: ModuleSpec) -> MLPSubmodules:
-    """Finds the parts of a local layer's feed-forward network, to be replaced where they are."""
+    """Returns the feed-forward submodules of a local layer, to be replaced in place."""
     return layer.submodules.mlp.submodules
 
 
 def begin_save(
     state: dict[str, Any], folder: str, strategy: Any, *, validate: bool
 ) -> AsyncRequest:
-    """Plans a checkpoint that is written in the background.
+    """Prepares a checkpoint that is written in the background.
 
     Args:
-        validate: whether every part of a tensor is checked to be saved by just one rank.
+        validate: whether Megatron checks that exactly one rank saves each part of a tensor.
     """
     return dist_checkpointing.save(
         state, folder, strategy, validate_access_integrity=validate, async_sharded_save=True
@@ -43,8 +43,8 @@ def begin_save(
 
 
 class _LoadCommon(TorchCommonLoadStrategy):
-    """Reads what is no tensor, from its file or, in a checkpoint of 0.19, from among the
-    tensors."""
+    """Reads the part of a checkpoint that is not tensors: from its file or, in a checkpoint of
+    0.19, from an object saved among the tensors."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         if (Path(checkpoint_dir) / COMMON_STATE_FNAME).exists():
@@ -57,11 +57,11 @@ class _LoadCommon(TorchCommonLoadStrategy):
 
 
 def load_common(folder: str) -> dict[str, Any]:
-    """Reads what is no tensor of a checkpoint."""
+    """Reads the part of a checkpoint that is not tensors."""
     return _LoadCommon().load_common(folder)
 
 
 def load(state: dict[str, Any], folder: str, strategy: Any = None) -> dict[str, Any]:
-    """Reads what `state` asks for; `strategy` says how tensors are read, None: as Megatron does by
-    itself."""
+    """Reads the entries that `state` names. `strategy` reads the tensors; None uses Megatron's
+    default."""
     return dist_checkpointing.load(state, folder, strategy, _LoadCommon())

@@ -1,4 +1,4 @@
-"""megatron-core 0.19, as this package uses it."""
+"""The interface of megatron-core 0.19."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-# Names that are read without being defined where Transformer Engine is absent.
+# Names that megatron-core reads without defining them if Transformer Engine is absent.
 UNDEFINED: tuple[tuple[ModuleType, str], ...] = ()
 
 
 def mlp_submodules(layer: ModuleSpec) -> MLPSubmodules:
-    """Finds the parts of a local layer's feed-forward network, to be replaced where they are."""
-    return layer.submodules.mlp.keywords["submodules"]  # of a partial of its class
+    """Returns the feed-forward submodules of a local layer, to be replaced in place."""
+    return layer.submodules.mlp.keywords["submodules"]  # the layer is a partial of its class
 
 
 def begin_save(
     state: dict[str, Any], folder: str, strategy: Any, *, validate: bool
 ) -> AsyncRequest:
-    """Plans a checkpoint that is written in the background.
+    """Prepares a checkpoint that is written in the background.
 
     Args:
-        validate: whether every part of a tensor is checked to be saved by just one rank.
+        validate: whether Megatron checks that exactly one rank saves each part of a tensor.
     """
     return dist_checkpointing.save(
         state,
@@ -33,16 +33,16 @@ def begin_save(
         strategy,
         validate_access_integrity=validate,
         async_sharded_save=True,
-        async_strategy="mcore",  # the default one is of nvidia-resiliency-ext
+        async_strategy="mcore",  # the default strategy needs nvidia-resiliency-ext
     )
 
 
 def load_common(folder: str) -> dict[str, Any]:
-    """Reads what is no tensor of a checkpoint."""
+    """Reads the part of a checkpoint that is not tensors."""
     return dist_checkpointing.load_common_state_dict(folder)
 
 
 def load(state: dict[str, Any], folder: str, strategy: Any = None) -> dict[str, Any]:
-    """Reads what `state` asks for; `strategy` says how tensors are read, None: as Megatron does by
-    itself."""
+    """Reads the entries that `state` names. `strategy` reads the tensors; None uses Megatron's
+    default."""
     return dist_checkpointing.load(state, folder, strategy)

@@ -1,1 +1,2 @@
-"""The metrics of a step, the alerts they raise, and the monitor that tells both to every sink."""
+"""The metrics of a step, the alerts that they raise, and the monitor that passes both to every
+sink."""

@@ -1,8 +1,8 @@
-"""Conditions on the metrics of a run's steps, and the windows of earlier steps that they look back
-on. Pure.
+"""Conditions on the metrics of a run's steps, with the windows of earlier steps that they compare
+with. Pure.
 
-Each kind of condition is a class; which of them a run is held to, and what follows, is the table in
-rules.py.
+Each kind of condition is a class. The table in rules.py lists the conditions of a run and their
+consequences.
 """
 
 from __future__ import annotations
@@ -17,46 +17,45 @@ from typing import NamedTuple
 
 Row = Mapping[str, float]
 
-BAND = 0.25  # entropy within this share of its target counts as on target
-# the section of the configuration that rules with a `guard` have settings in
+BAND = 0.25  # entropy within this share of its target is on target
+# section of the configuration with the settings of rules that have a `guard`
 GUARDS = "faults.guards"
 
-# Single batches leave the band by chance; ten in a row do not, and a controller that works is back
+# Single batches leave the band by chance; ten in a row do not, and a working controller returns
 # sooner.
 OFF_TARGET_STEPS = 10
-# Without a target: entropy halves in fewer steps than this, as in the published collapses of plain
-# GRPO. Slower is the normal sharpening of a policy that learns.
+# Without a target: entropy that halves in fewer steps collapses, as in published collapses of plain
+# GRPO. A slower fall is the normal sharpening of a learning policy.
 HALVING_STEPS = 40
-# Steps that the speed is measured over, between the means of its halves: one odd batch is no fall.
+# Steps over which the fall is measured, between the means of its halves: one odd batch is no fall.
 FALL_WINDOW = 20
-# Share of the entropy at the start: above it, the fast first steps of a base model are no collapse.
+# Share of the initial entropy above which the fast first steps of a base model are no collapse.
 FALLEN_SHARE = 0.5
-START_STEPS = 5  # averaged to say what the run started with
+START_STEPS = 5  # averaged for the run's initial value
 # In 16 bits: growth of the mean difference since the run's first steps. By chance windows differ by
-# a tenth or two. Means up to TREND_MEAN are rounding, whatever they grew from.
+# a tenth or two. Means up to TREND_MEAN are rounding, whatever their initial value.
 TREND = 2.0
 TREND_MEAN = 5e-3  # nats
 # Growth stops the run only above this share of `agreement.mean`, however small the mean was before.
 TREND_FLOOR = 0.2
-GRAD_SPIKE = 10.0  # times the median; batches of one run differ by factors of two or three
-# steps the median is over: long enough to be steady, short enough to follow training
+GRAD_SPIKE = 10.0  # times the median; batches of one run differ two- or threefold
+# steps of the median: long enough to be steady, short enough to follow training
 GRAD_WINDOW = 50
-GRAD_KNOWN = 10  # steps before there is a median worth the name
-NORMAL = 1.4826  # median absolute deviations to a standard deviation, of normal figures
-# Share of the median that a spread is at least: figures that hardly move are not judged by their
-# rounding.
+GRAD_KNOWN = 10  # steps needed for a meaningful median
+NORMAL = 1.4826  # standard deviation of normal values / their median absolute deviation
+# Smallest spread, as a share of the median: values that hardly change are not judged by rounding.
 LEAST_SHARE = 0.05
 
 
 class Window:
-    """The first and the latest values of a figure, and what they measure. Pure.
+    """The first and the latest values of a metric, and statistics of them. Pure.
 
     Args:
-        steps: of the latest that are held.
-        known: finite values among them without which there is nothing to compare with.
-        first: of the run's first values that are held.
-        gaps: a step whose figure is not finite takes a place among the latest too; else it is
-            passed over.
+        steps: number of latest values to keep.
+        known: finite values required among them for a comparison.
+        first: number of the run's first values to keep.
+        gaps: whether a value that is not finite takes a place among the latest too; if not, it is
+            skipped.
     """
 
     def __init__(self, steps: int, known: int = 1, *, first: int = 0, gaps: bool = False) -> None:
@@ -66,7 +65,7 @@ class Window:
         self._known, self._gaps = known, gaps
 
     def add(self, value: float) -> None:
-        """Takes the figure of a step."""
+        """Adds the value of a step."""
         if math.isfinite(value):
             self._count += 1
             if len(self.first) < self._starts:
@@ -75,20 +74,21 @@ class Window:
             self.latest.append(value)
 
     def median(self) -> float | None:
-        """Median of the latest figures; None where there are too few."""
+        """Returns the median of the latest values; None if there are too few."""
         known = [value for value in self.latest if math.isfinite(value)]
         return statistics.median(known) if len(known) >= self._known else None
 
     def growth(self) -> float | None:
-        """Median of the latest figures over that of the first ones. None until the latest are all
-        after the first, and where the first are not above 0."""
+        """Returns the median of the latest values divided by that of the first ones. None while the
+        two overlap, and if the median of the first is not above 0."""
         if self._count < self._starts + self._steps:
             return None
         before = statistics.median(self.first)
         return statistics.median(self.latest) / before if before > 0 else None
 
     def scale(self) -> tuple[float, float] | None:
-        """Median and spread of the latest figures; None where there are too few, or all are 0."""
+        """Returns median and spread of the latest values; None if there are too few or all are
+        0."""
         if (middle := self.median()) is None:
             return None
         deviation = statistics.median(
@@ -99,9 +99,9 @@ class Window:
 
 
 class Found(NamedTuple):
-    """The answer of a condition about a step: it holds or not, and what was measured, by name.
+    """A condition's result for a step: whether it holds, and the measured values by name.
 
-    measured: empty where there was nothing to measure, or nothing to compare with.
+    measured: empty if nothing could be measured or compared.
     """
 
     holds: bool
@@ -113,29 +113,30 @@ NOTHING = Found(False)
 
 @dataclass(frozen=True)
 class Condition(ABC):
-    """A kind of condition. `str()` says it in words, for docs/guards.md.
+    """A kind of condition. `str()` describes it for docs/guards.md.
 
-    metrics: the figure that is judged; of several, the first that a step has.
+    metrics: the metric to judge; of several, the first that a step has.
     """
 
     metrics: tuple[str, ...]
 
     def window(self) -> Window:
-        """An empty window of what this looks back on."""
+        """Returns an empty window for the earlier values that this condition needs."""
         return Window(0)
 
     def figure(self, row: Row) -> float:
-        """The figure of a step; NaN where it has none, and NaN fails every comparison."""
+        """Returns the value of a step; NaN, which fails every comparison, if the step lacks the
+        metric."""
         return next((row[name] for name in self.metrics if name in row), math.nan)
 
     @abstractmethod
     def judge(self, row: Row, before: Window) -> Found:
-        """Judges a step's metrics beside the figures of the steps before it."""
+        """Judges a step's metrics against the values of earlier steps."""
 
 
 @dataclass(frozen=True)
 class Above(Condition):
-    """Any of the metrics is above a bound."""
+    """Holds if any of the metrics is above a bound."""
 
     bound: float = 0.0
 
@@ -148,7 +149,7 @@ class Above(Condition):
 
 @dataclass(frozen=True)
 class Equal(Condition):
-    """The figure is one number: a flag."""
+    """Holds if the metric equals a number: for flags."""
 
     number: float = 0.0
 
@@ -161,7 +162,7 @@ class Equal(Condition):
 
 @dataclass(frozen=True)
 class Risen(Condition):
-    """A count is above that of the step before, where that had one."""
+    """Holds if a count is above that of the previous step, or above 0 if that step had none."""
 
     def __str__(self) -> str:
         return "above the step before"
@@ -176,8 +177,8 @@ class Risen(Condition):
 
 @dataclass(frozen=True)
 class TimesMedian(Condition):
-    """The figure is many times the median of the steps before. What is not finite is another
-    rule's."""
+    """Holds if the metric is many times the median of earlier steps. Another rule covers values
+    that are not finite."""
 
     times: float = GRAD_SPIKE
     steps: int = GRAD_WINDOW
@@ -198,8 +199,8 @@ class TimesMedian(Condition):
 
 @dataclass(frozen=True)
 class Collapse(Condition):
-    """Without a target, entropy is already low against the start of the run, and still halves
-    fast."""
+    """Holds if, without a target, entropy is already low compared with the run's start and still
+    halves fast."""
 
     def __str__(self) -> str:
         return (
@@ -220,16 +221,18 @@ class Collapse(Condition):
         early, late = statistics.fmean(values[:half]), statistics.fmean(values[half:])
         if late >= early or late > FALLEN_SHARE * start:
             return NOTHING
-        # the centres of the halves are `half` steps apart
+        # the halves' centres are `half` steps apart
         halving = half * math.log(2) / math.log(early / late)
         return Found(halving < HALVING_STEPS, {"late": late, "start": start, "halving": halving})
 
 
 class _Sides(Window):
-    """Sides of the band that entropy was on, step by step: 1 above, -1 below, 0 within, NaN without
-    a target.
+    """The side of the band on which entropy was at each step: 1 above, -1 below, 0 inside, NaN
+    without a target.
 
-    The step that comes over the band counts as within, for the target has been reached."""
+    The first step that jumps over the band counts as inside, because entropy has then reached the
+    target.
+    """
 
     reached = False
 
@@ -242,8 +245,8 @@ class _Sides(Window):
 
 @dataclass(frozen=True)
 class OffTarget(Condition):
-    """Entropy is outside the band around its target for long, after it was reached: the way there
-    is no alert."""
+    """Holds if entropy is outside the band around its target for long, after it has reached the
+    target once: the initial approach raises no alert."""
 
     def __str__(self) -> str:
         return (
@@ -277,10 +280,10 @@ class OffTarget(Condition):
 
 @dataclass(frozen=True)
 class Grown(Condition):
-    """Engine's and trainer's mean difference has grown over the run, and is more than nearly
-    nothing, which may grow.
+    """Holds if the mean difference between engine and trainer has grown over the run and is not
+    negligibly small.
 
-    setting: that says `times` and `least` in a run; "": the table's hold.
+    setting: setting of a run that replaces `times` and `least`; "": the table's values apply.
     """
 
     times: float = TREND
@@ -299,11 +302,11 @@ class Grown(Condition):
 
 @dataclass(frozen=True)
 class Spike(Condition):
-    """The figure is many spreads away from the median of the steps before.
+    """Holds if the metric is many spreads away from the median of earlier steps.
 
-    both_ways: it can be too small as well.
+    both_ways: whether a value can be too small as well.
     spreads, steps, known: a run's settings; see config/guards_section.py.
-    least: a figure up to this is no spike.
+    least: a value up to this is no spike.
     """
 
     both_ways: bool = False
@@ -320,7 +323,7 @@ class Spike(Condition):
         return Window(self.steps, self.known)
 
     def limit(self, before: Window) -> float:
-        """The largest figure that is no spike; inf where there is nothing to compare with."""
+        """Returns the largest value that is no spike; inf if there is nothing to compare with."""
         if (scale := before.scale()) is None:
             return math.inf
         return max(scale[0] + self.spreads * scale[1], self.least)
@@ -341,7 +344,7 @@ class Spike(Condition):
 
 @dataclass(frozen=True)
 class Outside(Condition):
-    """The figure is outside a band, which is a run's setting."""
+    """Holds if the metric is outside a band, which is a setting of the run."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -357,10 +360,10 @@ class Outside(Condition):
 
 
 class Judge:
-    """Judges the steps of a run by some rules, and holds what they look back on.
+    """Judges the steps of a run by several conditions, and keeps the earlier values that they need.
 
     Args:
-        conditions: by any name.
+        conditions: conditions by any name.
     """
 
     def __init__(self, conditions: Mapping[str, Condition]) -> None:
@@ -368,10 +371,10 @@ class Judge:
         self.windows = {name: when.window() for name, when in conditions.items()}
 
     def judge(self, name: str, row: Row) -> Found:
-        """Judges a step's metrics beside the steps before it."""
+        """Judges a step's metrics against earlier steps."""
         return self._conditions[name].judge(row, self.windows[name])
 
     def remember(self, row: Row) -> None:
-        """Takes a step among those that the next ones are judged beside."""
+        """Adds a step to those that later steps are compared with."""
         for name, when in self._conditions.items():
             self.windows[name].add(when.figure(row))

@@ -1,7 +1,7 @@
-"""The verdict figures and settings of a run, in words and numbers.
+"""Summarises a run in figures and settings, as words and numbers.
 
-Comes from a `RunRecord`; goes to the head of the report, as cards for one run and as columns for
-several, and to the terminal when a run has finished.
+Reads a `RunRecord`. The report's head shows the figures, as cards for one run and as columns for
+several; the terminal shows them when a run has finished.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from megatron_stare.observability.metrics.scales import short
 from megatron_stare.run_dir.run_files import RunRecord, read_run, result_name
 
 Tone = Literal["", "good", "warn"]
-# of a greedy result that fell while the sampled one rose
+# note on a greedy result that fell while the sampled result rose
 NOT_OPTIMISED = "training optimises sampled responses, not this"
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure: what it is, its value, what to hold it against, and whether that is good news.
+    """One figure: its label, its value, a note for comparison, and whether it is good news.
 
-    first: it is among the few that answer whether the run worked.
+    first: whether it is among the few figures that show whether the run worked.
     """
 
     label: str
@@ -44,8 +44,8 @@ class Figure:
 
 
 def verdict(run: RunRecord) -> list[Figure]:
-    """The figures of a run, most important first. Figures that do not apply to its method are left
-    out."""
+    """Returns the figures of a run, most important first, without those that do not apply to its
+    method."""
     s = summary(run.metrics)
     figures = [
         *(replace(f, first=True) for task in run.tasks for f in _pass_at_1_of(run, task)),
@@ -86,15 +86,15 @@ def verdict(run: RunRecord) -> list[Figure]:
 
 
 def outline(run: RunRecord) -> str:
-    """Method, model and batch in a line, and where and when it was started."""
+    """Returns method, model and batch in one line."""
     prompts, samples = run.setting("batch.prompts"), run.setting("batch.samples_per_prompt")
     batch = f"{prompts} prompts × {samples} responses" if prompts and samples else None
     return " · ".join(str(part) for part in (run.method, run.setting("model.path"), batch) if part)
 
 
 def started(run: RunRecord) -> str:
-    """Date, host and commit of its starts; those one after the other in the same place as one. ""
-    for a run of a release that did not note them."""
+    """Describes date, host and commit of the run's starts; consecutive starts in the same place are
+    merged. "" if the run's release did not record them."""
     said: list[str] = []
     for place, starts in itertools.groupby(run.starts, _place):
         first, *others = starts
@@ -119,7 +119,7 @@ def _date(start: dict[str, Any]) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """A duration in its two largest units."""
+    """Formats a duration in its two largest units."""
     if seconds is None:
         return "–"
     if seconds < 60:
@@ -166,7 +166,8 @@ def _reward(s: dict[str, float | None]) -> Figure:
 
 
 def _pass_at_1_of(run: RunRecord, task: str | None) -> list[Figure]:
-    """The results on one task. A greedy one that fell is no bad news while the sampled one rose."""
+    """Returns the results on one task. A greedy result that fell is no bad news if the sampled
+    result rose."""
     on = run.on_task(task)
     labels = labels_of(on, task)
     sampled = _pass_at_1(on, labels[0], "pass1", "correct")
@@ -177,10 +178,10 @@ def _pass_at_1_of(run: RunRecord, task: str | None) -> list[Figure]:
 
 
 def labels_of(run: RunRecord, task: str | None) -> tuple[str, str]:
-    """Labels of the results on a task: sampled, then greedy.
+    """Returns the labels of the results on a task: sampled, then greedy.
 
     Args:
-        run: with the evaluations on this task alone.
+        run: the run with only the evaluations on this task.
     """
     named = f"{task}: " if task else ""
     return f"{named}{result_name(run.after or run.before or {})}, sampled", f"{named}pass@1, greedy"
@@ -226,11 +227,11 @@ CONTENTS = {
 }
 
 
-NOTE_WIDTH = 82  # characters of a note in a line of the terminal
+NOTE_WIDTH = 82  # characters per line of a note in the terminal
 
 
 def closing(run_dir: Path) -> str:
-    """Several lines: the run's figures, then the files of its directory."""
+    """Formats the run's figures, then the files of its directory, on several lines."""
     figures = verdict(read_run(run_dir))
     width = max(len(figure.label) for figure in figures)
     lines = []

@@ -1,7 +1,7 @@
 """Meanings of metrics by name, as declared beside the code that logs them.
 
-`glossary.json` is made with docs/metrics.md by tools/make_metric_docs.py, since whoever shows a
-metric must not import all that logs some.
+tools/make_metric_docs.py makes `glossary.json` together with docs/metrics.md, so that code which
+shows a metric need not import all code that logs metrics.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ FILE = Path(__file__).with_name("glossary.json")
 
 @cache
 def glossary() -> dict[str, Metric]:
-    """Every declared metric by its name; `<n>` at the end of one stands for a number."""
+    """Returns every declared metric by its name; a trailing `<n>` stands for a number."""
     return {each["name"]: Metric(**each) for each in json.loads(FILE.read_text())}
 
 
 def explained(name: str) -> Metric | None:
-    """The entry of a metric as it is logged; None of one that is a user's own."""
+    """Returns the entry of a logged metric; None for a user's own metric."""
     return glossary().get(name) or glossary().get(re.sub(r"\d+$", "<n>", name))

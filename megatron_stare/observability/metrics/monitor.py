@@ -1,7 +1,7 @@
-"""Reports of a run to all its sinks: steps, evaluations, alerts, phases and notes.
+"""Passes a run's reports to all its sinks: steps, evaluations, alerts, phases and notes.
 
-Comes from the driver loop; goes to the sinks that the configuration names. One that fails neither
-ends the run nor keeps anything from the others, unless it is the record of the run.
+The driver loop calls it. A failing sink neither ends the run nor affects other sinks, unless it
+keeps the run's record.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Derived = Callable[[RolloutBatch, Mapping[str, float]], Mapping[str, float]]
 
 
 class Monitor:
-    """Everything that a run says.
+    """Passes all reports of a run to its sinks.
 
     Args:
-        sinks: by name; the essential ones are told first, so that what others show has been
-            recorded.
-        run: which run it is.
-        own: the user's functions of a step's batch, by their paths.
+        sinks: sinks by name; essential ones are called first, so that everything shown by others
+            has been recorded.
+        run: the run's directory and configuration.
+        own: the user's functions of a step's batch, by path.
     """
 
     def __init__(
@@ -49,20 +49,20 @@ class Monitor:
         self._failed: set[str] = set()
         self._watch = Watch(run.config.model.dtype)
         self._stopwatch = Stopwatch(self._shown)
-        # metrics that are not the trainer's, read as a step is logged
+        # metrics that do not come from the trainer, read when a step is logged
         self.gauges: list[Gauge] = []
-        # metrics that are made of the batch and the other metrics, when those are known
+        # functions that compute metrics from the batch and the other metrics
         self.derived: list[Derived] = []
-        # metrics of the steps before, of a run that is continued
+        # metrics of earlier steps, in a resumed run
         self.resumed: list[dict[str, Any]] = []
 
     def start(self) -> None:
-        """A new run begins. Raises UserError where a sink cannot take it down."""
+        """Begins a new run. Raises UserError if a sink cannot record it."""
         for name, sink in self._sinks.items():
             self._begin(name, sink, lambda sink: sink.start(self._run))
 
     def resume(self, step: int) -> None:
-        """A run is continued after `step`. Raises UserError where a sink cannot take it down."""
+        """Resumes a run after `step`. Raises UserError if a sink cannot record it."""
         rows = self.resumed = [
             row for row in read_metrics(self._run.dir / METRICS_FILE) if row["step"] <= step
         ]
@@ -71,24 +71,23 @@ class Monitor:
             self._begin(name, sink, lambda sink: sink.resume(self._run, step, rows))
 
     def begin_step(self) -> None:
-        """The clock of the next step runs from here."""
+        """Starts the clock of the next step."""
         self._stopwatch = Stopwatch(self._shown)
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """The time spent inside is this phase's, and that of the step under way: metric
-        `time/<name>_s`."""
+        """Attributes the time inside to this phase of the current step: metric `time/<name>_s`."""
         return self._stopwatch(name)
 
     def progress(self, done: int, total: int) -> None:
-        """Responses finished, of those wanted in this phase."""
+        """Reports the number of finished responses, and of those wanted in this phase."""
         self._tell(lambda sink: sink.progress(done, total))
 
     def note(self, text: str) -> None:
-        """A remark for the person who watches."""
+        """Reports a remark for the user."""
         self._tell(lambda sink: sink.note(text))
 
     def log(self, step: int, batch: RolloutBatch, result: Mapping[str, float]) -> None:
-        """A step is done. On disk, as far as this process goes, when it returns.
+        """Logs a finished step; this process has written it to disk when the call returns.
 
         Args:
             result: the trainer's metrics of the step.
@@ -106,7 +105,7 @@ class Monitor:
         for name, function in self._own.items():
             try:
                 metrics |= measure(function, batch, metrics)
-            except Exception as error:  # whatever a user's function raises
+            except Exception as error:  # any error of a user's function
                 self._warn_once(
                     name, f"{name!r} of {OWN} failed: {_said(error)}; the run goes on without it"
                 )
@@ -116,17 +115,17 @@ class Monitor:
         self._tell(lambda sink: sink.alerts(changed, active))
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        """An evaluation is done. Raises UserError where it cannot be recorded."""
+        """Reports a finished evaluation. Raises UserError if it cannot be recorded."""
         self._tell(lambda sink: sink.evaluation(record))
 
     def finish(self) -> None:
-        """The run has made all its steps."""
+        """Ends a run that has made all its steps."""
         for name, sink in self._sinks.items():
             self._guarded(name, sink, lambda sink: sink.finish(self._run))
 
     def close(self) -> None:
-        """Ends every sink that was started. Raises UserError where one that is essential could not
-        be ended whole."""
+        """Closes every sink that was started. Raises UserError if an essential sink could not be
+        closed properly."""
         first: UserError | None = None
         for name, sink in reversed(self._open.items()):
             try:
@@ -146,7 +145,8 @@ class Monitor:
             self._tell(lambda sink: sink.end_phase(phase))
 
     def _begin(self, name: str, sink: Sink, call: Callable[[Sink], None]) -> None:
-        """Nothing was spent yet, so whatever cannot be taken down is better mended first."""
+        """Starts a sink. Every error ends the run, because nothing has been spent yet and the user
+        can fix the sink first."""
         self._open[name] = sink
         try:
             call(sink)
@@ -164,7 +164,7 @@ class Monitor:
             self._guarded(name, sink, call)
 
     def _guarded(self, name: str, sink: Sink, call: Callable[[Sink], None]) -> None:
-        """One call of one sink."""
+        """Calls one sink and handles its errors."""
         try:
             call(sink)
         except Exception as error:
@@ -177,7 +177,8 @@ class Monitor:
                 )
             elif not isinstance(error, OSError):
                 raise
-            # else the sink is being closed because of this failure: its remaining writes fail again
+            # otherwise the sink is being closed because of this failure, so its remaining writes
+            # fail too
             elif not known:
                 self._failed.add(name)
                 raise UserError(
@@ -187,11 +188,11 @@ class Monitor:
                 ) from error
 
     def _warn_once(self, name: str, text: str) -> None:
-        """Prints a warning about a sink or metric that fails, once for each name."""
+        """Prints a warning about a failing sink or metric, once per name."""
         if name in self._failed:
             return
         self._failed.add(name)
-        with contextlib.suppress(OSError):  # it may be the terminal that is gone
+        with contextlib.suppress(OSError):  # the terminal itself may be gone
             print(f"warning: {text}", file=sys.stderr, flush=True)
 
 

@@ -1,5 +1,5 @@
-"""Metrics of a user's own: functions of a step's batch, named in YAML. docs/howto/metric.md shows
-one."""
+"""Computes a user's own metrics: functions of a step's batch, named in YAML. Example:
+docs/howto/metric.md."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ WHERE = "observability.metrics"
 
 
 def load_metrics(names: Sequence[str]) -> dict[str, OwnMetric]:
-    """The functions of these dotted paths or `file.py:function`s.
+    """Loads the functions with these dotted paths or `file.py:function` names.
 
     Raises:
-        ConfigError: there is none of that name, or it cannot be called.
+        ConfigError: a function does not exist or is not callable.
     """
     found: dict[str, OwnMetric] = {}
     for name in names:
@@ -31,13 +31,13 @@ def load_metrics(names: Sequence[str]) -> dict[str, OwnMetric]:
 def measure(
     function: OwnMetric, batch: RolloutBatch, taken: Mapping[str, float]
 ) -> dict[str, float]:
-    """Computes the metrics that a user's function gives for a batch, and checks their names.
+    """Computes a user's metrics for a batch, and checks their names.
 
     Args:
         taken: the step's other metrics.
 
     Raises:
-        ValueError: a name has no room (`room/name`), or is that of another metric.
+        ValueError: a name has no group (`group/name`), or another metric has the same name.
         TypeError: a value is no number.
     """
     found = {name: float(value) for name, value in function(batch).items()}

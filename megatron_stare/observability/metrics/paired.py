@@ -1,7 +1,7 @@
-"""The statistics a report states about a run.
+"""Computes the statistics of a run that a report states.
 
-Comes from metrics.jsonl (as `metrics.read_metrics` returns it) and from the per-problem results in
-eval.jsonl; goes to the figures at the head of the report. Plain Python, no arrays.
+Reads metrics.jsonl (as `metrics.read_metrics` returns it) and the per-problem results in
+eval.jsonl. The figures at the head of the report show the results. Plain Python, no arrays.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from megatron_stare.evaluation.estimates import mean_of_problems, student_quantile
 from megatron_stare.observability.metrics.conditions import BAND
 
-RECENT = 20  # steps that "at the end" means
-JUDGED = 2 * RECENT  # steps below which start and end overlap, and nothing is said of a change
-HELD_SHARE = 0.9  # of the last third's steps are on target where entropy was held
+RECENT = 20  # steps at the end of a run that count as recent
+JUDGED = 2 * RECENT  # with fewer steps, start and end overlap, so no change is reported
+HELD_SHARE = 0.9  # share of the last third's steps that must be on target
 
 
 def paired_interval(
@@ -27,18 +27,19 @@ def paired_interval(
     *,
     problems: Sequence[int] | None = None,
 ) -> tuple[float, float, float]:
-    """Mean of after - before over the same prompts, with Student's confidence interval over
-    problems.
+    """Returns the mean of after - before over the same prompts, with Student's confidence interval
+    over problems.
 
-    With d_i = after_i - before_i, mean d, sample standard deviation s (n - 1) and t the
-    (1 + level)/2 quantile of Student's distribution with n - 1 degrees of freedom: d ± t s / √n.
-    Pairing removes the spread between easy and hard problems, which is most of it. With fewer than
-    some 30 problems, most of whose d_i are equal, the interval is too narrow; where every d_i is
-    equal it has no width, which says nothing about unseen problems.
+    With d_i = after_i - before_i, mean d, sample standard deviation s (n - 1) and t the (1 +
+    level)/2 quantile of Student's distribution with n - 1 degrees of freedom: d ± t s / √n. Pairing
+    removes the spread between easy and hard problems, which is most of the variance. With fewer
+    than about 30 problems, most of whose d_i are equal, the interval is too narrow. If all d_i are
+    equal, its width is 0, which implies nothing about unseen problems.
 
-    Several prompts of one problem are not independent: n is then the effective number of problems,
-    and the half width t √v with v the variance of the mean
-    (`evaluation.estimates.mean_of_problems`), which is the above where each problem has one prompt.
+    Several prompts of one problem are not independent. Then n is the effective number of problems,
+    and the half width is t √v with v the variance of the mean
+    (`evaluation.estimates.mean_of_problems`). With one prompt per problem this equals the formula
+    above.
 
     Args:
         problems: the problem of each prompt; None: all are different.
@@ -47,7 +48,7 @@ def paired_interval(
         mean difference, low, high; the last two NaN for a single problem.
 
     Raises:
-        ValueError: no pairs, or lists of different lengths.
+        ValueError: there are no pairs, or the lists differ in length.
     """
     if len(before) != len(after):
         raise ValueError(f"{len(before)} results before and {len(after)} after are not pairs")
@@ -66,16 +67,17 @@ def paired_interval(
 def compared(
     before: Mapping[str, Any], after: Mapping[str, Any], results: str
 ) -> tuple[float, float, float] | str:
-    """Two evaluations by their results a problem: `paired_interval`, or why there is none.
+    """Compares two evaluations by their results per problem: returns `paired_interval`, or the
+    reason why there is none.
 
     Args:
         results: the key of the results, "correct" or "greedy_correct".
     """
     one, two = before.get(results), after.get(results)
-    problems = after.get("problem")  # evaluations of earlier releases do not say
+    problems = after.get("problem")  # missing in evaluations of earlier releases
     if not one or not two or len(one) != len(two) or before.get("problem") not in (None, problems):
         return "different problems"
-    if before.get("decoding") != after.get("decoding"):  # eval.* may change where a run is resumed
+    if before.get("decoding") != after.get("decoding"):  # eval.* may change on a resume
         return "decoded differently"
     return paired_interval(one, two, problems=problems)
 
@@ -83,9 +85,9 @@ def compared(
 def summary(
     metrics: Sequence[Mapping[str, Any]], last_share: float = 1 / 3
 ) -> dict[str, float | None]:
-    """The figures of one run. What was not logged, or never finite, is None.
+    """Returns the figures of one run; None for a metric that was not logged or never finite.
 
-    steps, last_step             how many, and the number of the last
+    steps, last_step             number of steps, and number of the last step
     wall_s, step_s               sum and mean of the step times, s
     tokens_per_s                 mean
     entropy_last_share           mean entropy over the last `last_share` of the steps, nats
@@ -94,8 +96,8 @@ def summary(
     entropy_last, reward_last    means of the last RECENT steps
     reward_first                 mean of the first RECENT steps
     entropy_first                mean of the first RECENT steps, nats
-    gate_on_share                of all steps that logged the gate
-    gate_on_last_share           of the last `last_share` of the steps
+    gate_on_share                share of the steps with the gate on, of those that logged the gate
+    gate_on_last_share           the same for the last `last_share` of the steps
     peak_memory_gb, max_abs_log_ratio, logprob_diff_max     largest of the run
     reward_failures              sum of timeouts and crashes
     """
@@ -133,14 +135,14 @@ def summary(
 
 
 def on_target(figures: Mapping[str, float | None]) -> bool | None:
-    """Tells whether entropy was held at its target: the mean of the last third, the mean of the
-    last RECENT steps and HELD_SHARE of the steps of the last third are within BAND of it.
+    """Returns True if entropy was held at its target: the means of the last third and of the last
+    RECENT steps, and HELD_SHARE of the last third's steps, are within BAND of the target.
 
     Args:
         figures: a `summary`.
 
     Returns:
-        None where the method has no target, or fewer than JUDGED steps are made.
+        None if the method has no target, or the run has fewer than JUDGED steps.
     """
     ratio, last = figures["entropy_ratio"], figures["entropy_last"]
     if ratio is None or last is None or (figures["steps"] or 0) < JUDGED:
@@ -152,12 +154,12 @@ def on_target(figures: Mapping[str, float | None]) -> bool | None:
 
 @dataclass(frozen=True)
 class ForecastFit:
-    """How forecasts and measurements of the same steps go together.
+    """Agreement between forecasts and measurements of the same steps.
 
     scale: b of the least-squares line measured = b forecast through the origin.
-    correlation: Pearson's; NaN where one of them does not vary.
+    correlation: Pearson's; NaN if one of the two does not vary.
     same_sign: share of the steps in which both have the same sign.
-    points: steps compared.
+    points: number of steps compared.
     """
 
     scale: float
@@ -167,7 +169,8 @@ class ForecastFit:
 
 
 def forecast_fit(forecast: Sequence[float], measured: Sequence[float]) -> ForecastFit | None:
-    """The fit over steps that have both; None where there is none, or every forecast is 0."""
+    """Fits steps that have both a forecast and a measurement; None if there are none, or every
+    forecast is 0."""
     squares = sum(f * f for f in forecast)
     if not squares:
         return None

@@ -1,5 +1,5 @@
-"""Predictions of a run beside its measurements, from its metrics; for `status` and the report. No
-torch."""
+"""Compares a run's predictions with its measurements, from its metrics; for `status` and the
+report. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-PHASES = ("rollout", "log_probs", "update", "sync", "step")  # whose seconds a plan gives
-MEMORY = ("log_probs", "update")  # whose tensors
-# first steps, in which kernels are compiled and caches filled; left out if there are others
+PHASES = ("rollout", "log_probs", "update", "sync", "step")  # phases whose seconds a plan predicts
+MEMORY = ("log_probs", "update")  # phases whose memory a plan predicts
+# first steps, which compile kernels and fill caches; left out if there are others
 WARM_UP = 2
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One figure. measured: seconds and tokens as medians over steps, memory as its largest."""
+    """A predicted and measured value: medians over steps for seconds and tokens, the maximum for
+    memory."""
 
     name: str
     unit: str
@@ -25,7 +26,8 @@ class Planned:
 
 
 def planned_and_measured(rows: Sequence[Mapping[str, float]]) -> list[Planned]:
-    """Every figure that the newest step has a prediction of and some step a measurement.
+    """Returns the metrics that the plan predicts for the newest step and that some step has
+    measured.
 
     Args:
         rows: metrics by step.

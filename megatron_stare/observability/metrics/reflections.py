@@ -1,7 +1,6 @@
-"""How often responses look back at themselves: by words that the configuration names, and by the
-STARE paper's six categories among the tokens that a method selects. Pure; goes into a step's
-metrics and from there to the report.
-"""
+"""Counts how often responses reflect on themselves: by words that the configuration lists, and by
+the STARE paper's six categories among the tokens that a method selects. Pure; the results are
+metrics of a step, and so part of the report."""
 
 from __future__ import annotations
 
@@ -20,15 +19,15 @@ METRICS = (
         "response/reflections",
         "words a response",
         "occurrences of any of observability.reflection_words; missing without them",
-        "rises with response/length_mean while reward does, where thinking longer pays",
+        "rises with response/length_mean and reward if longer thinking pays",
     ),
     *(
         Metric(
             f"reflection/selected_{category}",
             "share",
-            "of the selected tokens of stored responses, those in a word of"
-            f" {category.replace('_', ' ')}; missing where none is selected",
-            f"above reflection/all_{category}: what the method picks is where a response turns",
+            "selected tokens of stored responses that are in a word of"
+            f" {category.replace('_', ' ')}; missing if no token is selected",
+            f"above reflection/all_{category}: the method selects where a response turns",
         )
         for category in CATEGORIES
     ),
@@ -36,7 +35,7 @@ METRICS = (
         Metric(
             f"reflection/all_{category}",
             "share",
-            f"of all tokens of stored responses, those in a word of {category.replace('_', ' ')}",
+            f"tokens of stored responses that are in a word of {category.replace('_', ' ')}",
             "steady or rising",
         )
         for category in CATEGORIES
@@ -45,11 +44,11 @@ METRICS = (
 
 
 def reflections(samples: Sequence[Trajectory], words: Sequence[str]) -> dict[str, float]:
-    """`response/reflections`: occurrences of any of the words a response, mean over the step's
-    samples.
+    """Returns `response/reflections`: occurrences of any of the words per response, mean over the
+    step's samples.
 
     Args:
-        words: counted as records/words.py says. None: no metric.
+        words: words to count, by the rules of records/words.py. If empty, there is no metric.
     """
     if not words:
         return {}
@@ -58,10 +57,12 @@ def reflections(samples: Sequence[Trajectory], words: Sequence[str]) -> dict[str
 
 
 def selected_reflections(samples: Sequence[Trajectory]) -> dict[str, float]:
-    """`reflection/selected_<category>` and `reflection/all_<category>`: shares of the selected
-    tokens, and of all that carry loss, that lie in a word of a category. Words are counted as
-    records/words.py says; a token that any of a word's characters stand in lies in it. Over the
-    samples whose tokens' numbers are known; {} where none is selected.
+    """Returns `reflection/selected_<category>` and `reflection/all_<category>`: shares of the
+    selected tokens, and of all tokens that carry loss, in a word of a category.
+
+    Words are found by the rules of records/words.py; a token belongs to a word if any of the word's
+    characters are in the token. Covers samples whose tokens' numbers are known; {} if no token is
+    selected.
     """
     selected, everything = Counter[str](), Counter[str]()
     for sample in samples:

@@ -1,8 +1,7 @@
 """Signs that a policy earns its reward by other means than reasoning, from the samples of one step.
 
-Comes from verified samples; goes into the step's metrics and from there to the report. Pure
-functions of the samples. None of them proves anything alone; docs/diagnostics.md says how each is
-read.
+Pure functions of verified samples; the results are metrics of the step, and so part of the report.
+None of them proves anything alone; docs/diagnostics.md explains how to read each.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 
 from megatron_stare.records.metric import Metric
 
-if TYPE_CHECKING:  # the report takes its words from here, and does without torch
+if TYPE_CHECKING:  # the report imports texts from here, and needs no torch
     from torch import Tensor
 
     from megatron_stare.records.trajectory import Trajectory
@@ -26,7 +25,7 @@ METRICS = (
         "signal/length_reward",
         "correlation",
         "Pearson's correlation of response length and reward over the verified responses",
-        "no drift towards 1 (length is paid for); NaN: one of them does not vary",
+        "no drift towards 1 (length is rewarded); NaN: one of them does not vary",
     ),
     Metric(
         "signal/length_right",
@@ -43,8 +42,8 @@ METRICS = (
     Metric(
         "signal/repetition",
         "share",
-        "4-grams of token ids that stood earlier in the same response",
-        "steady; rising: loops",
+        "4-grams of token ids that occurred earlier in the same response",
+        "steady; rising: the policy loops",
     ),
     Metric(
         "signal/format",
@@ -56,20 +55,20 @@ METRICS = (
         "signal/no_reasoning",
         "share",
         "right answers with fewer than 8 tokens before them",
-        "does not rise; rising: guessed or remembered",
+        "does not rise; rising: answers are guessed or remembered",
     ),
 )
 
-NGRAM = 4  # tokens: two in a row repeat in any prose, four hardly do
+NGRAM = 4  # tokens: sequences of two repeat in any prose, sequences of four hardly ever
 INT64_MAX = 2**63 - 1
-FEW_TOKENS = 8  # "The answer is" and a box fit; a line of working does not
+FEW_TOKENS = 8  # "The answer is" and a box fit; a line of calculation does not
 
 
 def hacking_signals(samples: Sequence[Trajectory]) -> dict[str, float]:
-    """The `signal/*` metrics of a step. Samples without a verdict are left out, but for the
-    repetition.
+    """Returns the `signal/*` metrics of a step. All but the repetition use only samples with a
+    verdict.
 
-    Metrics of where the answer stands are missing where the verifier does not say it.
+    Metrics about the answer's position are missing if the verifier does not report it.
     """
     verified = [s for s in samples if s.judged]
     right, wrong = [s for s in verified if is_right(s)], [s for s in verified if not is_right(s)]
@@ -88,18 +87,18 @@ def hacking_signals(samples: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def is_right(sample: Trajectory) -> bool:
-    """Above one half, as in the evaluation."""
+    """Returns True if the reward is above one half, as in the evaluation."""
     return (sample.reward or 0.0) > 0.5
 
 
 def has_answer(sample: Trajectory) -> bool:
-    """An answer stands in the right format, as the verifier's parser sees it."""
+    """Returns True if the verifier's parser finds an answer in the right format."""
     return sample.answer_at is not None and sample.answer_at >= 0
 
 
 def length_reward_correlation(samples: Sequence[Trajectory]) -> float:
-    """Pearson's correlation of length in tokens and reward; NaN where one of them is the same for
-    all."""
+    """Returns Pearson's correlation of length in tokens and reward; NaN if one of them is the same
+    for all."""
     try:
         return correlation([float(len(s)) for s in samples], [s.reward or 0.0 for s in samples])
     except StatisticsError:  # fewer than two, or no spread
@@ -107,25 +106,26 @@ def length_reward_correlation(samples: Sequence[Trajectory]) -> float:
 
 
 def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
-    """Share of the n-grams of token ids ([.] each response's) that stood earlier in the same
-    response; NaN where there are none.
+    """Returns the share of n-grams of token ids ([.] for each response) that occurred earlier in
+    the same response; NaN if there are none.
 
-    Every n-gram becomes one int64, in the number system whose digits are token ids, behind the
-    number of its response; numpy sorts these in a tenth of torch's time.
+    Each n-gram becomes one int64: its token ids are digits, after the response's number. numpy
+    sorts these in a tenth of torch's time.
     """
     columns = [tokens.numpy() for tokens in responses]
     lengths = np.array([len(column) for column in columns], dtype=np.int64)
-    grams = np.maximum(lengths - n + 1, 0)  # of each response
+    grams = np.maximum(lengths - n + 1, 0)  # per response
     total = int(grams.sum())
     if not total:
         return math.nan
     ids = np.concatenate(columns).astype(np.int64)
     within = np.arange(total) - np.repeat(np.cumsum(grams) - grams, grams)
     starts, base = np.repeat(np.cumsum(lengths) - lengths, grams) + within, int(ids.max()) + 1
-    # numbers are below `end`
+    # all numbers are below `end`
     numbers, end = np.repeat(np.arange(len(lengths)), grams), len(lengths)
     for i in range(n):
-        # One more digit would overflow an int64: use the number's rank instead, which is smaller.
+        # Another digit would overflow an int64, so the number is replaced by its rank, which is
+        # smaller.
         if end * base > INT64_MAX:
             numbers, end = np.unique(numbers, return_inverse=True)[1], total
         numbers, end = numbers * base + ids[starts + i], end * base
@@ -135,13 +135,13 @@ def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
 
 
 def tokens_before_answer(sample: Trajectory) -> float:
-    """Sampled tokens before the answer begins: all that the policy sampled, times the share of its
-    text that stands before it.
+    """Returns the sampled tokens before the answer: all tokens that the policy sampled, times the
+    share of the text that precedes the answer.
 
-    Only of a sample that has an answer.
+    Only for a sample that has an answer.
     """
     assert sample.answer_at is not None
-    # tokens of the policy, not of an environment
+    # the policy's tokens, not an environment's
     sampled = sum(tokens for version, tokens in sample.versions if version >= 0)
     return sampled * sample.answer_at / len(sample.said)
 

@@ -1,9 +1,8 @@
-"""The rules that the metrics of a run are held to: one table, RULES, and the alerts that follow
-from it.
+"""The rules for a run's metrics: one table, RULES, and the alerts that follow from it.
 
-`Watch` says when alerts begin and end: in a run, and from its metrics alone in `status`. What may
-end a run or send it back is judged by the driver before the step is done, with the run's settings:
-driver/guards.py and driver/agreement_watch.py.
+`Watch` determines when alerts begin and end, in a run and, from its metrics alone, in `status`.
+Before a step is done, the driver applies the rules that may end a run or roll it back, with the
+run's settings: driver/guards.py and driver/agreement_watch.py.
 """
 
 from __future__ import annotations
@@ -33,26 +32,26 @@ from megatron_stare.observability.metrics.conditions import (
 )
 from megatron_stare.observability.sink import Alert
 
-# One token budget for all: beyond a fifth, the reward says more about the budget than about the
+# All prompts share one token limit: above a fifth, the reward reflects the limit more than the
 # reasoning.
 TRUNCATED_SHARE = 0.2
-# float32 on both sides differs by rounding, 1e-6 to 1e-5. A thousandth is another model: stale or
-# misplaced weights, other sampling settings, a mask. Not checked in 16 bits: bfloat16 tokens differ
-# by tenths with nothing wrong.
+# float32 on both sides differs by rounding, 1e-6 to 1e-5. A difference of a thousandth means a
+# different model: stale or misplaced weights, other sampling settings, a mask. Not checked in 16
+# bits, where bfloat16 tokens differ by tenths without a fault.
 LOGPROB_DIFF = 1e-3
-# Nats up to which engine and trainer agree, however much less they differed before; by the model's
+# Nats up to which engine and trainer agree, however small their earlier difference; by the model's
 # dtype.
 LEAST_AGREEMENT = {"float32": LOGPROB_DIFF, "bfloat16": TREND_MEAN, "float16": 1e-3}
-# Share of groups that teach nothing: above it a step costs as much and learns from a tenth of its
-# batch.
+# Share of groups without a learning signal: above it, a step costs as much but learns from a tenth
+# of its batch.
 DEGENERATE_SHARE = 0.9
-# An alert is over after this many steps without its condition: a value at its threshold would else
-# come and go.
+# An alert ends after this many steps without its condition; otherwise a value near its threshold
+# would make it flicker.
 QUIET_STEPS = 5
 
 
 class _Numbers(dict[str, float | str]):
-    """The numbers of a text by name; NaN for one that is missing."""
+    """Values of a text's placeholders by name; NaN if one is missing."""
 
     def __missing__(self, name: str) -> float:
         return math.nan
@@ -65,17 +64,18 @@ Text = str | Callable[[Row], str]
 class Rule:
     """A row of the table.
 
-    name: of its alert, in words that hold while values change.
-    when: it holds.
-    alert: the text of its alert; "": it is none. Names in braces are metrics of the step, or what
-    was measured.
-    error: what ends the run; "": nothing does. With both, the setting `action` decides.
-    metrics: that tell of it most directly, of which an alert carries the largest; (): those that
-    are judged.
-    guard: the name of its settings in the section `guards`; "": it has none.
-    flag: the metric that is 1 in the steps in which a guard held: the driver judges it, and all
-    others read that.
-    dtype: of the models in training that it is for; "": all.
+    name: name of its alert, in words that stay true while values change.
+    when: the rule's condition.
+    alert: text of its alert; "": no alert. Names in braces are metrics of the step or measured
+    values.
+    error: text of the error that ends the run; "": the run does not end. With both, the setting
+    `action` decides.
+    metrics: metrics that show the problem most directly; an alert carries the largest. (): the
+    judged metrics.
+    guard: name of its settings in the section `guards`; "": none.
+    flag: metric that is 1 in steps in which the guard held. The driver judges the guard; other code
+    reads the flag.
+    dtype: dtype of the trained models to which it applies; "": all.
     """
 
     name: str
@@ -93,28 +93,28 @@ class Rule:
 
     @property
     def setting(self) -> str:
-        """The setting that changes the rule for a run; "" where there is none."""
+        """The setting that changes the rule for a run; "" if there is none."""
         return f"{GUARDS}.{self.guard}" if self.guard else getattr(self.when, "setting", "")
 
     def given(self, **settings: Any) -> Condition:
-        """Its condition with a run's settings in place of its own."""
+        """Returns the condition with a run's settings in place of its own."""
         return replace(self.when, **settings)
 
     @property
     def action(self) -> str:
-        """The action that follows, in words."""
+        """The consequence, in words."""
         if self.guard:
             return f"`{self.setting}.action`"
         return "alert" if self.alert else "stop"
 
 
 def said(text: Text, row: Row, found: Found) -> str:
-    """The text of a rule, filled in."""
+    """Fills in the text of a rule."""
     return text(row) if callable(text) else text.format_map(_Numbers(row, **found.measured))
 
 
 def _not_taken(row: Row) -> str:
-    # a step of several updates: their norms are averaged
+    # if a step has several updates, their norms are averaged
     if (taken := row.get("update/count", math.nan)) > 0:
         return f"a gradient was not finite, {taken:.0f} of this step's optimizer steps were taken"
     return f"gradient norm {row.get('optimizer/grad_norm', math.nan):g}, no optimizer step taken"
@@ -131,7 +131,7 @@ def _not_verified(row: Row) -> str:
     )
 
 
-# The most serious first: a narrow or low display shows the first.
+# The most serious first: a small display shows only the first.
 _TABLE = (
     Rule("no finite gradient", Equal(("update/finite",), 0.0), _not_taken),
     Rule(
@@ -159,7 +159,7 @@ _TABLE = (
     ),
     Rule(
         "spike of the gradient norm",
-        # the first metric, where a step has several updates
+        # the first metric applies if a step has several updates
         Spike(("optimizer/grad_norm_max", "optimizer/grad_norm")),
         "optimizer/grad_norm {optimizer/grad_norm:.3g} is {guard/grad_norm:.3g} spreads from"
         f" the median before it ({GUARDS}.grad_norm)",
@@ -171,7 +171,7 @@ _TABLE = (
     ),
     Rule(
         "spike of engine against trainer",
-        # the second metric, with an engine in process in float32
+        # the second metric applies to an in-process engine in float32
         Spike(("agreement/mean", "rollout/logprob_diff_mean")),
         "rollout/logprob_diff_mean {rollout/logprob_diff_mean:.3g} is {guard/agreement:.3g}"
         f" spreads from the median before it ({GUARDS}.agreement)",
@@ -254,10 +254,11 @@ RULES = {rule.name: rule for rule in _TABLE}
 
 
 class Watch:
-    """Follows a run by the metrics of its steps, and says when alerts begin and end.
+    """Follows a run by the metrics of its steps, and determines when alerts begin and end.
 
     Args:
-        dtype: of the model in training; what agreement of engine and trainer may be expected.
+        dtype: dtype of the trained model, which determines the expected agreement of engine and
+            trainer.
     """
 
     def __init__(self, dtype: str = "float32") -> None:
@@ -266,7 +267,7 @@ class Watch:
         self._judge = Judge({rule.name: _as_logged(rule) for rule in self._rules})
 
     def add(self, step: int, metrics: Row) -> list[Alert]:
-        """Takes a step; returns the alerts that began with it and those that are over with it."""
+        """Adds a step; returns the alerts that began with it and those that ended with it."""
         changed = []
         for rule in self._rules:
             found, held = self._judge.judge(rule.name, metrics), self.active.get(rule.name)
@@ -288,12 +289,11 @@ class Watch:
         return changed
 
     def restore(self, rows: Iterable[Row]) -> None:
-        """Takes the steps of a resumed run: what they did is remembered, but nothing is said about
-        them."""
+        """Adds the earlier steps of a resumed run to the windows, without alerts about them."""
         for row in rows:
             self._judge.remember(row)
 
 
 def _as_logged(rule: Rule) -> Condition:
-    """The condition of a rule on what a run has logged."""
+    """Returns the rule's condition on the metrics that a run has logged."""
     return Equal((rule.flag,), 1.0) if rule.flag else rule.when

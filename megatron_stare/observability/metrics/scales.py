@@ -1,7 +1,7 @@
-"""Numbers on their way into a picture: round tick marks, short labels, smoothing, and thinning of
-long series.
+"""Prepares numbers for pictures: round tick marks, short labels, smoothing, and thinning of long
+series.
 
-Comes from metric series; goes to `report/charts.py` and `figures.py`. Knows nothing of SVG or HTML.
+Used by `report/charts.py` and `figures.py`. Independent of SVG and HTML.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ Points = list[tuple[float, float]]  # (step, value); a NaN value is a gap in the
 
 
 def nice_ticks(low: float, high: float, count: int = 5, integer: bool = False) -> list[float]:
-    """Tick marks at multiples of 1, 2 or 5 times a power of ten, about `count` of them, that
-    enclose [low, high]."""
+    """Returns about `count` tick marks at multiples of 1, 2 or 5 times a power of ten, that enclose
+    [low, high]."""
     if high <= low:
         pad = abs(low) * 0.1 or 0.5
         low, high = low - pad, high + pad
@@ -26,12 +26,12 @@ def nice_ticks(low: float, high: float, count: int = 5, integer: bool = False) -
     if integer:
         step = max(1.0, step)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    decimals = 12 - math.floor(math.log10(step))  # of the step, however small it is
+    decimals = 12 - math.floor(math.log10(step))  # for any size of the step
     return [round(i * step, decimals) for i in range(first, last + 1)]
 
 
 def tick_label(value: float, step: float) -> str:
-    """A tick's label with the decimals its spacing needs: 0.25, 1,200, 15k, 2e-5."""
+    """Formats a tick's label with the decimals that its spacing needs: 0.25, 1,200, 15k, 2e-5."""
     if value == 0:
         return "0"
     if abs(value) >= 10_000 and step >= 100:
@@ -43,8 +43,8 @@ def tick_label(value: float, step: float) -> str:
 
 
 def short(value: float | None, digits: int = 3) -> str:
-    """A value for people: `digits` significant digits, thousands separated, en dash where there is
-    none."""
+    """Formats a value with `digits` significant digits and thousands separators; an en dash if
+    there is none."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
@@ -56,8 +56,8 @@ def short(value: float | None, digits: int = 3) -> str:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """A centred Gaussian average about a sixtieth of the series wide. Gaps stay gaps and pull
-    nothing down.
+    """Smooths with a centred Gaussian about a sixtieth of the series wide. Gaps stay gaps and do
+    not lower their neighbours.
 
     Centred, because a trailing average would draw every turn later than it happened.
     """
@@ -73,8 +73,8 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def thin(points: Points, limit: int = 700) -> Points:
-    """At most about `limit` points with the same outline: of every bucket its lowest, its highest
-    and a gap."""
+    """Reduces a series to about `limit` points with the same outline, keeping every bucket's lowest
+    and highest point and a gap."""
     if len(points) <= limit:
         return points
     size = math.ceil(2 * len(points) / limit)
@@ -91,8 +91,8 @@ def thin(points: Points, limit: int = 700) -> Points:
 
 
 def intervals_on(steps: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
-    """Intervals in which a 0/1 series is on, as (from, to) in steps; each step covers half a step
-    to either side."""
+    """Returns the intervals in which a 0/1 series is on, as (from, to) in steps; each step extends
+    half a step to either side."""
     found: list[tuple[float, float]] = []
     for step, value in zip(steps, values, strict=True):
         if not value >= 0.5:

@@ -1,5 +1,5 @@
-"""A step's figures: what the trainer reports, and what the driver sees of rewards, responses, time
-and memory."""
+"""Computes a step's metrics: the trainer's, and the driver's own of rewards, responses, time and
+memory."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ METRICS = (
     Metric(
         "reward/timeouts",
         "responses",
-        "whose verifier took longer than reward.timeout_s",
+        "responses whose verifier took longer than reward.timeout_s",
         "0; any is an alert, many stop the run (reward.max_failure_rate)",
     ),
     Metric(
         "reward/crashes",
         "responses",
-        "whose verifier raised or took its process down",
-        "0; as above",
+        "responses whose verifier raised an error or crashed its process",
+        "0; any is an alert, many stop the run (reward.max_failure_rate)",
     ),
     Metric(
         "environment/given_up",
         "responses",
-        "whose environment had begun a call that nobody knows the end of and that cannot be made"
-        " again; without loss",
+        "responses whose environment had begun a call with unknown outcome that cannot be repeated;"
+        " they carry no loss",
         "0, or a few in the step after a run was killed",
     ),
     Metric(
         "group/degenerate",
         "share",
-        "prompt groups whose rewards are all equal, which teach nothing",
+        "prompt groups whose rewards are all equal, so that they teach nothing",
         "below 0.9 (alert above); data too easy or too hard: batch.generate_prompts",
     ),
     Metric(
@@ -63,13 +63,13 @@ METRICS = (
     Metric(
         "time/rollout_s",
         "s",
-        "sampling and verifying; with rollout.staleness, waiting for them",
+        "sampling and verifying; with rollout.staleness, only the wait for them",
         "the largest part of a step with long responses",
     ),
     Metric(
         "time/log_probs_s",
         "s",
-        "log-prob pass; missing where none is made",
+        "log-prob pass; missing if there is none",
         "about a third of time/update_s with one update a batch, more with performance.keep_graph",
     ),
     Metric(
@@ -78,11 +78,11 @@ METRICS = (
         "all updates of the step: forward, backward, optimizer",
         "steady for the same number of tokens",
     ),
-    Metric("time/sync_s", "s", "weights to the engines, and the canary", "steady"),
+    Metric("time/sync_s", "s", "sending weights to the engines, and the canary", "steady"),
     Metric(
         "time/step_s",
         "s",
-        "the whole step; evaluations and checkpoints are not in it",
+        "the whole step, without evaluations and checkpoints",
         "near the sum of its phases",
     ),
     Metric(
@@ -102,7 +102,7 @@ MEMORY_EVERY_S = 10.0  # reading every process's page tables takes milliseconds
 
 
 class Stopwatch:
-    """Times the phases of one step, and shows them as they run.
+    """Times the phases of one step, and shows them while they run.
 
     Args:
         shown: opens a phase on the display, by name.
@@ -121,12 +121,12 @@ class Stopwatch:
         self.seconds[phase] = time.perf_counter() - start
 
     def total(self) -> float:
-        """Seconds since the step began."""
+        """Returns the seconds since the step began."""
         return time.perf_counter() - self._start
 
 
 class _MemoryProbe:
-    """The process tree's Pss, read now and then; the last reading in between."""
+    """The process tree's Pss, read at intervals; returns the last reading in between."""
 
     def __init__(self) -> None:
         self._read_at = -MEMORY_EVERY_S
@@ -147,7 +147,7 @@ def step_metrics(
     trainer: Mapping[str, float],
     watch: Stopwatch,
 ) -> dict[str, float]:
-    """Every metric of the step, by name."""
+    """Returns every metric of the step, by name."""
     verified = batch.verified
     lengths = batch.response_lengths.to(torch.float64)
     rewards = batch.rewards[verified]
@@ -173,7 +173,8 @@ def step_metrics(
 
 
 def degenerate_share(batch: RolloutBatch) -> float:
-    """Share of prompt groups whose rewards are all equal, and so teach nothing."""
+    """Returns the share of prompt groups whose rewards are all equal, so that they teach
+    nothing."""
     groups = int(batch.groups.max()) + 1
     rewards, of = batch.rewards[batch.verified], batch.groups[batch.verified]
     least = rewards.new_full((groups,), torch.inf).scatter_reduce_(0, of, rewards, "amin")

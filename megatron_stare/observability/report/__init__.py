@@ -1,1 +1,1 @@
-"""The run report: `page.py` makes what `page.html.jinja` shows, `charts.py` its pictures."""
+"""The run report: `page.py` prepares the content of `page.html.jinja`, `charts.py` its pictures."""

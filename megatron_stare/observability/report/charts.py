@@ -1,8 +1,8 @@
-"""Line charts over training steps as inline SVG.
+"""Draws line charts over training steps as inline SVG.
 
-Comes from the metric series of one or more runs; goes into `page.html.jinja`. Colours are CSS
-classes (c0, c1, ...), so the page's light and dark palettes apply; the numbers under the pointer
-travel along as JSON.
+Turns metric series of one or more runs into pictures for `page.html.jinja`. Colours are CSS classes
+(c0, c1, ...), so the page's light and dark palettes apply. The numbers shown at the pointer are
+attached as JSON.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from megatron_stare.observability.metrics.scales import (
 
 WIDTH, HEIGHT = 560, 262
 LEFT, RIGHT, TOP, BOTTOM = 50, 14, 12, 40
-LANE = 7  # height of one run's gate lane, where several runs share a chart
-SMOOTH_FROM = 12  # points; a shorter series is drawn as it is
-PALETTE = 6  # colours c0..c5; a seventh run starts over
-OWN_COLOUR = -1  # of what belongs to no run: a target that all runs share
-HOVER_POINTS = 400  # positions the pointer can stop at
+LANE = 7  # height of one run's gate lane, if several runs share a chart
+SMOOTH_FROM = 12  # points; shorter series are not smoothed
+PALETTE = 6  # colours c0..c5; a seventh run starts again at c0
+OWN_COLOUR = -1  # for lines that belong to no run: a target that all runs share
+HOVER_POINTS = 400  # positions at which the pointer can stop
 
 
 @dataclass(frozen=True)
 class Line:
-    """One run's series in a chart. `colour` numbers the run; `kind` is the CSS class of a line that
-    is not a run's."""
+    """One run's series in a chart. `colour` is the run's number; `kind` is the CSS class of a line
+    that represents no run."""
 
     label: str
     colour: int
@@ -43,7 +43,7 @@ class Line:
 
     @property
     def css(self) -> str:
-        """The class that gives it its colour."""
+        """The CSS class that determines its colour."""
         return self.kind or ("own" if self.colour == OWN_COLOUR else f"c{self.colour}")
 
     @property
@@ -53,8 +53,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Chart to be drawn. `targets` are drawn dashed, with a band of `band` times the target to
-    either side if not 0."""
+    """A chart to draw. `targets` are dashed; if `band` is not 0, a band extends `band` times the
+    target to either side."""
 
     title: str
     unit: str
@@ -64,16 +64,16 @@ class Chart:
     # spans of steps in which a run's gate is on
     gates: Sequence[tuple[Line, Sequence[tuple[float, float]]]] = ()
     caption: str = ""
-    raw: bool = False  # few, separate measurements: dots, no smoothing
-    y_limit: float | None = None  # top of the plot; what lies above it is cut off
-    y_floor: float | None = None  # likewise its bottom, where values reach below it
+    raw: bool = False  # few separate measurements: dots, no smoothing
+    y_limit: float | None = None  # top of the plot; values above are cut off
+    y_floor: float | None = None  # bottom of the plot, if values are below it
     exact: bool = False  # a schedule or a count: no smoothing
-    key: bool = False  # name the lines in the chart: they are not one a run
+    key: bool = False  # label the lines in the chart: they are not one per run
 
     @property
     def flat(self) -> str | None:
-        """The one value of a chart in which nothing happens; None where something does, or there is
-        nothing to see."""
+        """The constant value of a chart that never changes; None if it changes, or has nothing to
+        show."""
         values = [
             v for line in (*self.lines, *self.targets) for v in line.values if math.isfinite(v)
         ]
@@ -107,18 +107,18 @@ class _Frame:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A chart's picture, `lines` in it, and the numbers that its pointer shows."""
+    """A chart's picture, the `lines` in it, and the numbers shown at the pointer."""
 
     width: int
     height: int
-    svg: str  # numbers and names of ours: nothing in it is from outside
+    svg: str  # only our numbers and names: no external text
     lines: Sequence[Line]
     hover: dict[str, Any]
-    beyond: str  # what its edges cut off, in words; "" where nothing is
+    beyond: str  # describes values cut off at the edges; "" if there are none
 
 
 def draw(chart: Chart) -> Drawing | None:
-    """None where no run has the metric."""
+    """Draws a chart; None if no run has the metric."""
     lines = [line for line in chart.lines if any(math.isfinite(v) for v in line.values)]
     if not lines:
         return None
@@ -143,13 +143,13 @@ def _frame(chart: Chart, lines: Sequence[Line]) -> _Frame:
         v * (1 + chart.band) for target in chart.targets for v in target.values if math.isfinite(v)
     ]
     low, high = min(values), max(values)
-    # axes include 0, so that heights compare and a small wobble does not look like a cliff
+    # axes include 0, so that heights compare and small changes do not look large
     low, high = min(low, 0.0), max(high, 0.0)
     low = low if chart.y_floor is None else max(low, chart.y_floor)
     high = high if chart.y_limit is None else chart.y_limit
     x_low, x_high = min(steps), max(steps)
     if x_low < 0.05 * x_high:
-        x_low = 0  # counting starts at 1; an axis that does looks crooked
+        x_low = 0  # steps count from 1, but the axis starts at 0
     if x_low == x_high:
         x_low, x_high = x_low - 1, x_high + 1
     lanes = LANE * len(chart.gates) if len(chart.gates) > 1 else 0
@@ -159,7 +159,7 @@ def _frame(chart: Chart, lines: Sequence[Line]) -> _Frame:
 
 
 def _beyond(frame: _Frame, lines: Sequence[Line]) -> str:
-    """Marks where lines leave the plot, and says how much of them does."""
+    """Marks where lines leave the plot, and returns a description of the values outside."""
     low, high = frame.y_ticks[0], frame.y_ticks[-1]
     said = []
     for line in lines:
@@ -182,7 +182,7 @@ def _beyond(frame: _Frame, lines: Sequence[Line]) -> str:
 
 def _clip(chart: Chart, frame: _Frame) -> str:
     name = "clip-" + "".join(c if c.isalnum() else "-" for c in chart.title.lower())
-    # the margin keeps a line that runs along an edge at its full width
+    # the margin shows lines along an edge at their full width
     area = (
         f'x="{LEFT - 4}" y="{TOP - 4}" width="{WIDTH - LEFT - RIGHT + 8}"'
         f' height="{frame.bottom - TOP + 8:g}"'
@@ -223,7 +223,7 @@ def _grid(frame: _Frame) -> None:
 
 
 def _gates(frame: _Frame, chart: Chart) -> None:
-    # One run: strips behind its line. Several: strips would mix, so every run has a lane in its
+    # One run: strips behind its line. Several runs: strips would mix, so each run has a lane in its
     # colour below the plot.
     for number, (line, spans) in enumerate(chart.gates):
         alone = len(chart.gates) == 1
@@ -253,7 +253,7 @@ def _line(frame: _Frame, line: Line, chart: Chart) -> None:
     raw, smoothed = chart.raw, not chart.raw and not chart.exact and len(line.values) >= SMOOTH_FROM
     colour = line.css
     for run in _unbroken(thin(line.points)):
-        if len(run) == 1 or raw:  # a lone point between gaps has no line to show it
+        if len(run) == 1 or raw:  # a lone point between gaps has no line
             frame.parts += [
                 f'<circle class="{colour}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3"/>'
                 for x, y in run
@@ -269,7 +269,7 @@ def _line(frame: _Frame, line: Line, chart: Chart) -> None:
 
 
 def _unbroken(points: Points) -> list[Points]:
-    """The stretches between gaps."""
+    """Splits points into stretches between gaps."""
     runs: list[Points] = [[]]
     for point in points:
         if math.isfinite(point[1]):
@@ -284,7 +284,7 @@ def _path(frame: _Frame, points: Points) -> str:
 
 
 def _hover(frame: _Frame, chart: Chart, lines: Sequence[Line]) -> dict[str, Any]:
-    share = HOVER_POINTS // len(lines)  # of every line its extremes, as they are drawn
+    share = HOVER_POINTS // len(lines)  # extremes of every line, as drawn
     stops = sorted({step for line in lines for step, _ in thin(line.points, share)})
 
     def column(line: Line) -> list[str]:

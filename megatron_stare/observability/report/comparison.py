@@ -1,6 +1,6 @@
-"""Runs against the first of them: a paired test of a figure, and the settings that tell them apart.
+"""Compares runs with the first one: paired tests of figures, and the settings that differ.
 
-Comes from `RunRecord`s; goes to the report's columns.
+Turns `RunRecord`s into columns of the report.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_stare.observability.metrics.paired import RECENT, compared, paired
 from megatron_stare.observability.metrics.scales import short
 from megatron_stare.run_dir.run_files import RunRecord
 
-LAST = 1 / 3  # of the steps that both have, over which they are compared
+LAST = 1 / 3  # share of the runs' common steps over which they are compared
 _BY_STEP = (
     ("Entropy, last third", "entropy/mean", ""),
     (f"Reward, last {RECENT} steps", "reward/mean", "good"),
@@ -23,7 +23,7 @@ _BY_STEP = (
 
 
 def against(first: RunRecord, run: RunRecord) -> dict[str, Figure]:
-    """`run` less `first`, by the label of the figure that is compared."""
+    """Returns `run` minus `first`, by the label of the compared figure."""
     found: dict[str, Figure] = {}
     for task in first.tasks:
         one, two = first.on_task(task), run.on_task(task)
@@ -41,8 +41,8 @@ def against(first: RunRecord, run: RunRecord) -> dict[str, Figure]:
 
 
 def outcome(first: RunRecord, run: RunRecord) -> str:
-    """Sentence on `run` against the first: the sampled result, and entropy; reward where there is
-    no result of both."""
+    """Returns a sentence comparing `run` with the first run: the sampled result and entropy; reward
+    if the two have no common result."""
     found, task = against(first, run), first.tasks[0]
     label = labels_of(first.on_task(task), task)[0]
     name = label.partition(", ")[0]
@@ -82,8 +82,8 @@ def _problems(one: Mapping[str, Any], two: Mapping[str, Any], results: str) -> F
 
 
 def _steps(first: RunRecord, run: RunRecord, key: str, good: str) -> Figure | None:
-    """Over the last third of the steps that both have. Steps near each other are not independent:
-    blocks of RECENT are taken for one observation each."""
+    """Compares a metric over the last third of the common steps. Neighbouring steps are not
+    independent, so blocks of RECENT steps count as one observation each."""
     pair = _over_steps(first, run, key)
     if pair is None:
         return None
@@ -99,8 +99,10 @@ def _steps(first: RunRecord, run: RunRecord, key: str, good: str) -> Figure | No
 
 @dataclass(frozen=True)
 class _Pair:
-    """A metric of `run` less that of the first over the last third of the steps of both: mean and
-    interval of the difference, the two means, and how many steps those are."""
+    """A metric of `run` minus that of the first run over the last third of their common steps.
+
+    Holds mean and interval of the difference, the two means, and the number of steps.
+    """
 
     mean: float
     low: float
@@ -136,8 +138,8 @@ def _tone(low: float, high: float) -> Tone:
 
 
 def settings_that_tell(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, list[str | None]]], str]:
-    """Rows of (setting, its value in every run) of those that differ from the defaults or between
-    the runs, and what is to be said about them."""
+    """Returns rows of (setting, its value in every run) for settings that differ from the defaults
+    or between the runs, and a sentence about them."""
     trees = [_flat(run.config) for run in runs]
     defaults = [_defaults(run.config) for run in runs]
     known = all(default is not None for default in defaults)
@@ -153,7 +155,7 @@ def settings_that_tell(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, list[
     return rows, f"{said}." if known else "All, for the defaults of a method are not known here."
 
 
-_UNTOLD = ("format", "run.dir")  # said elsewhere
+_UNTOLD = ("format", "run.dir")  # shown elsewhere on the page
 
 
 def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
@@ -169,10 +171,10 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def _defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Default settings of the same method; None where there are none, as for a method in a file
-    that is not here.
+    """Returns default settings of the same method; None if unknown, e.g. for a method in a missing
+    file.
 
-    Imports the method, and with it torch, which the rest of the report does without.
+    Imports the method and thus torch, which the rest of the report does not need.
     """
     algorithm = config.get("algorithm")
     name = algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm
@@ -180,7 +182,7 @@ def _defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
         from megatron_stare.config.schema import Config
 
         model = Config.model_validate({"model": {"path": "-"}, "algorithm": {"name": name}})
-    except (ImportError, ValueError):  # pydantic's, or ours of a name that is not known
+    except (ImportError, ValueError):  # from pydantic, or ours for an unknown name
         return None
     found = _flat(model.model_dump(mode="json"))
     return {

@@ -1,8 +1,8 @@
-"""The report's charts of the entropy forecast and of the signs of reward hacking;
-docs/diagnostics.md explains each.
+"""Builds the report's charts of the entropy forecast and of signs of reward hacking;
+docs/diagnostics.md explains them.
 
-Comes from the metric series of one or more runs; goes to `page.py`. What no run recorded is left
-out.
+Turns metric series of one or more runs into charts for `page.py`; skips metrics that no run
+recorded.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from megatron_stare.observability.report.charts import PALETTE, SMOOTH_FROM, Cha
 from megatron_stare.run_dir.run_files import RunRecord
 
 FORECAST, MEASURED = "forecast/entropy_change", "forecast/measured_change"
-_DOTS = 80  # measurements that are drawn one by one
+_DOTS = 80  # number of measurements up to which each is a dot
 _QUADRANTS = (  # metric, label, class: the colours of L+ and L- in the token view
     ("forecast/mass_common_plus", "U+ common, rewarded", "plus common"),
     ("forecast/mass_rare_plus", "L+ rare, rewarded", "plus"),
     ("forecast/mass_common_minus", "U− common, punished", "minus common"),
     ("forecast/mass_rare_minus", "L− rare, punished", "minus"),
 )
-_SETS = (  # of STARE's selection: metric's end, label, class
+_SETS = (  # of STARE's selection: end of the metric's name, label, class
     ("plus", "L+", "plus"),
     ("minus", "L−", "minus"),
     ("common_plus", "U+", "plus common"),
     ("common_minus", "U−", "minus common"),
 )
-# lower ends of the cells of gradient/token_norm_<n>, but the first, as algorithms/gradient_norm.py
-# has them
+# lower ends of the cells of gradient/token_norm_<n>, except the first; the same as in
+# algorithms/gradient_norm.py
 PROBABILITIES, ENTROPIES = (0.002, 0.05, 0.5, 0.9), (0.1, 0.5, 1.5)
 _SIGNALS = (  # metric, title, unit, caption
     (
@@ -65,7 +65,7 @@ _SIGNALS = (  # metric, title, unit, caption
 
 @dataclass(frozen=True)
 class Part:
-    """A heading of the report, a sentence on what stands below it, and the charts."""
+    """A part of the report: heading, a sentence about its content, and charts."""
 
     heading: str
     about: str
@@ -73,7 +73,7 @@ class Part:
 
 
 def parts(runs: Sequence[RunRecord]) -> list[Part]:
-    """Parts of the page that have something to show."""
+    """Returns the parts of the page that have data."""
     found = [
         Part(
             "Entropy forecast",
@@ -104,7 +104,7 @@ def _change(runs: Sequence[RunRecord]) -> Chart:
     measured, forecasts, notes = [], [], []
     for run, line, rate in zip(runs, _lines(runs, MEASURED), _lines(runs, FORECAST), strict=True):
         _, lr = run.series("optimizer/lr")
-        # a step's length is its lr
+        # a step's length is proportional to its learning rate
         rates = [f * factor for f, factor in zip(rate.values, lr, strict=False)]
         pairs = [
             (s, f, m)
@@ -159,7 +159,7 @@ def _quadrants(runs: Sequence[RunRecord]) -> list[Chart]:
 def _neutral_weight(runs: Sequence[RunRecord]) -> Chart:
     lines = _lines(runs, "forecast/neutral_weight")
     sizes = sorted(abs(value) for line in lines for value in line.values if math.isfinite(value))
-    # cut at the 95th percentile: a batch without L+ is far out
+    # cut at the 95th percentile: a batch without L+ is an outlier
     limit = max(2.0, 1.2 * sizes[int(0.95 * (len(sizes) - 1))]) if sizes else 2.0
     used = []
     for i, run in enumerate(runs):
@@ -180,7 +180,7 @@ def _neutral_weight(runs: Sequence[RunRecord]) -> Chart:
 
 
 def selection(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Thresholds and counts of the tokens that STARE selects, a chart each for every run that
+    """Returns charts of the thresholds and numbers of tokens that STARE selects, for every run that
     selects any."""
     charts = []
     for run in runs:
@@ -214,8 +214,8 @@ def selection(runs: Sequence[RunRecord]) -> list[Chart]:
 
 
 def _proxy(runs: Sequence[RunRecord]) -> list[Chart]:
-    """How well the selection hits, and what the selected tokens have done in all; for runs that
-    select any."""
+    """Returns charts of how well the selection hits, and of the selected tokens' cumulative effect,
+    for runs that select any."""
     charts = []
     for run in runs:
         whose = f", {run.name}" if len(runs) > 1 else ""
@@ -237,7 +237,7 @@ def _proxy(runs: Sequence[RunRecord]) -> list[Chart]:
 
 
 def _of_sets(run: RunRecord, metric: str) -> list[Line]:
-    """A line for every set that the run selects."""
+    """Returns a line for every set that the run selects."""
     lines = [Line(label, 0, *run.series(f"{metric}_{end}"), kind) for end, label, kind in _SETS]
     return [line for line in lines if line.values]
 
@@ -296,7 +296,7 @@ def _lines(runs: Sequence[RunRecord], key: str) -> list[Line]:
 
 
 def _dashed(line: Line) -> Line:
-    """Dashes show a course, not a scatter."""
+    """Smooths a line that is drawn dashed, because dashes show a course, not single values."""
     return replace(line, values=smooth(line.values)) if len(line.values) >= SMOOTH_FROM else line
 
 
@@ -308,11 +308,11 @@ def _recorded(charts: Sequence[Chart]) -> list[Chart]:
 
 @dataclass(frozen=True)
 class TokenNorms:
-    """The norm of a token's gradient by its probability and entropy, as text.
+    """The norm of a token's gradient by the token's probability and entropy, as text.
 
-    columns: ranges of entropy. rows: range of probability, the bound sqrt(2 - 2 p) at its lower
-    end, and a cell for each range of entropy: mean norm and share of the tokens, None where there
-    is no token.
+    columns: ranges of entropy.
+    rows: range of probability, the bound sqrt(2 - 2 p) at its lower end, and one cell per range of
+    entropy: mean norm and share of the tokens, None if there is no token.
     """
 
     step: int
@@ -321,7 +321,7 @@ class TokenNorms:
 
 
 def token_norms(run: RunRecord) -> TokenNorms | None:
-    """Token norms of the newest step that measured them; None where none did."""
+    """Returns the token norms of the newest step that measured them; None if no step did."""
     row = next((row for row in reversed(run.metrics) if "gradient/token_share_0" in row), None)
     if row is None:
         return None

@@ -1,7 +1,6 @@
-"""First screen of the report in words: a sentence that sums a run up, remarks, problems.
+"""Writes the report's first screen in words: a sentence that summarises a run, remarks, problems.
 
-Comes from a `RunRecord`; goes to the top of the report. Every number in it is one of the figures
-below it.
+Reads a `RunRecord`. Every number in the text is also among the figures below it.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from megatron_stare.observability.sink import Alert
 from megatron_stare.run_dir.liveness import liveness
 from megatron_stare.run_dir.run_files import RunRecord, result_name
 
-# a run whose entropy is below this share of its target, or of its first value, has collapsed
+# entropy below this share of its target, or of its first value, has collapsed
 COLLAPSED = 0.25
-_FELL = 0.5  # of its best stretch, or of where it began: what is below this share has fallen
+_FELL = 0.5  # a value below this share of its best stretch, or of its start, has fallen
 GREEDY = (
     "Training optimises sampled responses. Greedy decoding takes the likeliest token everywhere"
     " and never meets the rest of the distribution, where sampling errs: it may lose while sampling"
@@ -38,7 +37,8 @@ Figures = Mapping[str, float | None]
 
 @dataclass(frozen=True)
 class Headline:
-    """One sentence, the greedy result beside the sampled one, and remarks that explain both."""
+    """One sentence, the greedy result for comparison with the sampled one, and remarks that explain
+    both."""
 
     sentence: str
     greedy: str = ""
@@ -46,7 +46,7 @@ class Headline:
 
 
 def headline(run: RunRecord) -> Headline:
-    """Sums up one run: how far it came, what it optimised, entropy."""
+    """Summarises one run: progress, the optimised result, entropy."""
     if not run.metrics:
         return Headline("No step is recorded yet.")
     figures = summary(run.metrics)
@@ -68,7 +68,7 @@ def headline(run: RunRecord) -> Headline:
 
 @dataclass(frozen=True)
 class Problem:
-    """An alert of the run's own rules, in all steps in which it held."""
+    """An alert of the run's own rules, over all steps in which it was active."""
 
     name: str
     when: str
@@ -76,7 +76,7 @@ class Problem:
 
 
 def problems(run: RunRecord) -> list[Problem]:
-    """Alerts that the steps of a run raise, the most serious first."""
+    """Returns the alerts that the steps of a run raise, the most serious first."""
     watch = Watch(str(run.setting("model.dtype") or "float32"))
     spells: dict[str, list[Alert]] = {}
     for row in run.metrics:
@@ -101,8 +101,8 @@ def _when(spells: Sequence[Alert], holds: bool) -> str:
 
 
 def alike(runs: Sequence[RunRecord]) -> list[str]:
-    """Which runs are the same, step for step, so that their lines cover each other, and why they
-    may be."""
+    """Describes pairs of runs that are identical step for step, so that their lines coincide, and a
+    possible reason."""
     found = []
     for later, run in enumerate(runs):
         for other in runs[:later]:
@@ -140,7 +140,7 @@ def _progress(run: RunRecord) -> str:
 
 @dataclass(frozen=True)
 class _Change:
-    """A result before and after training. word: rose, fell, or went where neither is shown."""
+    """A result before and after training. word: rose, fell, or went if neither is significant."""
 
     before: float
     after: float
@@ -156,7 +156,8 @@ class _Change:
 
 
 def _change(run: RunRecord, accuracy: str, results: str) -> _Change | None:
-    """The change over training, by the run's evaluations on one task; None where one lacks."""
+    """Returns the change over training from the run's evaluations on one task; None if one of them
+    is missing."""
     before, after = run.before or {}, run.after or {}
     if before.get(accuracy) is None or after.get(accuracy) is None:
         return None
@@ -177,7 +178,7 @@ def _signed(change: float) -> str:
 
 
 def _result(run: RunRecord, on: RunRecord, sampled: _Change | None, figures: Figures) -> str:
-    """The sampled result on the run's first task."""
+    """Describes the sampled result on the run's first task."""
     before, after = on.before or {}, on.after or {}
     name = f"sampled {result_name(after or before)}"
     if (task := run.tasks[0]) is not None:
@@ -274,7 +275,7 @@ def _above_target(row: Mapping[str, Any]) -> bool:
 
 
 def _steps_alike(run: RunRecord, other: RunRecord) -> int:
-    """How many steps from the first on have the same entropy and reward."""
+    """Counts the leading steps with the same entropy and reward."""
     keys, same = ("step", "entropy/mean", "reward/mean"), 0
     for one, two in zip(run.metrics, other.metrics, strict=False):
         if any(key not in one or one[key] != two.get(key) for key in keys):

@@ -1,9 +1,9 @@
-"""The run report: one self-contained HTML file that says how training went.
+"""The run report: one self-contained HTML file about a run's training.
 
-Comes from the files of one or more run directories (config.yaml, metrics.jsonl, eval.jsonl); goes
-to report.html. It loads nothing from anywhere, so it can be mailed, archived and opened without a
-network. Here is what it says; `page.html.jinja` is the page: the first screen, and parts that are
-folded. It is complete without its script but for the token view.
+Turns the files of one or more run directories (config.yaml, metrics.jsonl, eval.jsonl) into
+report.html. The file loads nothing else, so it can be mailed, archived and opened offline. This
+module prepares the content. `page.html.jinja` lays it out: the first screen, then folded parts.
+Without scripts only the token view is missing.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from megatron_stare.run_dir.json_lines import Record
 from megatron_stare.run_dir.liveness import how_it_stands
 from megatron_stare.run_dir.run_files import RunRecord, evaluation_figures, read_runs, result_name
 
-# Entropy that starts above this multiple of the target hides the band: a second chart leaves its
-# top out.
+# If entropy starts above this multiple of the target, the band is hard to see: a second chart cuts
+# off the top.
 _ZOOM = 2.5
 _CHARTS = (  # metric, title, unit
     ("response/length_mean", "Response length", "tokens, mean over the batch"),
@@ -51,7 +51,7 @@ _EVALUATED = (
     ("length_mean", "tokens a response"),
     ("reflection/backtracking", "words a response"),
 )
-_MORE = (  # only where some run recorded them
+_MORE = (  # only if a run recorded them
     ("response/reflections", "Reflection", "words a response, of observability.reflection_words"),
     ("group/degenerate", "Groups that teach nothing", "share whose rewards are all equal"),
     ("response/truncated", "Responses cut off", "share, at the length limit"),
@@ -59,7 +59,7 @@ _MORE = (  # only where some run recorded them
 )
 # phases in the order of a step
 _ORDER = ("rollout", "reward", "log_probs", "update", "sync")
-_BESIDE = ("step", "eval", "checkpoint")  # the whole, and what stands between steps
+_BESIDE = ("step", "eval", "checkpoint")  # the whole step, and phases between steps
 REST = "the rest"
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
@@ -73,14 +73,14 @@ TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
-    """Writes the report of one run, or of several overlaid in the same charts.
+    """Writes the report of one run, or of several runs overlaid in the same charts.
 
     Returns:
         `out`.
 
     Raises:
-        DataError: no run directory given, one of them holds nothing a run writes, `out` is the own
-            report of one of several, or it cannot be written.
+        DataError: no run directory is given, a directory contains no files of a run, `out` is the
+            own report of one of several runs, or `out` cannot be written.
     """
     if not run_dirs:
         raise DataError("no run directory given")
@@ -152,12 +152,12 @@ def _page(runs: Sequence[RunRecord]) -> str:
 
 
 def _told(row: Sequence[Figure | None]) -> bool:
-    """Tells whether a row of figures has a value in any column."""
+    """Returns True if a row of figures has a value in any column."""
     return any(figure and figure.value != "–" for figure in row)
 
 
 def _charts(runs: Sequence[RunRecord]) -> tuple[list[Chart], list[Chart]]:
-    """Charts of the first screen, and the other curves of training."""
+    """Returns the charts of the first screen, and the other curves of training."""
     entropy, *near = _entropy(runs)
     first = [entropy, Chart("Reward", "mean over the batch", _lines(runs, "reward/mean")), *near]
     charts = [Chart(title, unit, _lines(runs, key)) for key, title, unit in _CHARTS]
@@ -169,7 +169,7 @@ def _charts(runs: Sequence[RunRecord]) -> tuple[list[Chart], list[Chart]]:
     charts += [chart for chart in more if any(line.values for line in chart.lines)]
     for task in dict.fromkeys(task for run in runs for task in run.tasks):
         evals = [(run.name, i % PALETTE, run.on_task(task).evals) for i, run in enumerate(runs)]
-        # the figures already show before and after
+        # before and after are among the figures already
         if all(len(records) <= 2 for _, _, records in evals):
             continue
         lines = [
@@ -185,7 +185,7 @@ def _charts(runs: Sequence[RunRecord]) -> tuple[list[Chart], list[Chart]]:
         unit = " or ".join(
             dict.fromkeys(result_name(e) for _, _, records in evals for e in records)
         )
-        # of many tasks the first is what the sentence on top is of
+        # with several tasks, the first screen shows the task of its headline
         (first if task == runs[0].tasks[0] else charts).append(
             Chart(title, f"{unit}, sampled", lines, raw=True)
         )
@@ -194,8 +194,7 @@ def _charts(runs: Sequence[RunRecord]) -> tuple[list[Chart], list[Chart]]:
 
 
 def _more_of(title: str, evals: Sequence[tuple[str, int, Sequence[Record]]]) -> list[Chart]:
-    """Charts what evaluations say beside their mean result, where problems are answered more than
-    once."""
+    """Charts the evaluations' other results if problems are answered more than once."""
     found = [[evaluation_figures(record) for record in records] for _, _, records in evals]
     named = list(dict.fromkeys(name for figures in found for each in figures for name in each))
     largest = {
@@ -223,7 +222,7 @@ def _lines(runs: Sequence[RunRecord], key: str) -> list[Line]:
 
 def _entropy(runs: Sequence[RunRecord]) -> list[Chart]:
     targets = {
-        # runs with the same target share one band, as long as the longest
+        # runs with the same target share one band, as long as the longest run
         (min(known), max(known)): line
         for line in sorted(_lines(runs, "entropy/target"), key=lambda line: len(line.values))
         if (known := [value for value in line.values if math.isfinite(value)])
@@ -259,7 +258,7 @@ def _entropy(runs: Sequence[RunRecord]) -> list[Chart]:
 
 
 def _samples(run: RunRecord) -> list[tuple[object, object, Record | None, Record | None]]:
-    """Prompt, answer, and the samples of it before and after training."""
+    """Returns each prompt with its answer and its samples before and after training."""
     before = {s.get("prompt"): s for s in (run.before or {}).get("samples") or []}
     after = {s.get("prompt"): s for s in (run.after or {}).get("samples") or []}
     return [
@@ -275,14 +274,15 @@ def _samples(run: RunRecord) -> list[tuple[object, object, Record | None, Record
 
 @dataclass(frozen=True)
 class Part:
-    """A phase's mean seconds a step, and its share of the step."""
+    """A phase's mean seconds per step, and its share of the step."""
 
     seconds: float
     share: float
 
 
 def times(runs: Sequence[RunRecord]) -> list[tuple[str, list[Part | None]]]:
-    """Rows of (phase, its part in every run) in the order of a step; [] where no run has any."""
+    """Returns rows of (phase, its part in every run) in the order of a step; [] if no run has
+    timings."""
     columns = [_phases(run) for run in runs]
     names = dict.fromkeys(name for name in _ORDER if any(name in column for column in columns))
     names |= dict.fromkeys(name for column in columns for name in column if name != REST)
@@ -292,7 +292,7 @@ def times(runs: Sequence[RunRecord]) -> list[tuple[str, list[Part | None]]]:
 
 
 def _phases(run: RunRecord) -> dict[str, Part]:
-    """The first step is left out where there are others: it warms up."""
+    """Returns a run's phases. The first step, which warms up, is left out if there are others."""
     rows = run.metrics[1:] or run.metrics
     sums: dict[str, float] = {}
     for row in rows:
@@ -309,13 +309,13 @@ def _phases(run: RunRecord) -> dict[str, Part]:
 
 
 def write_page(page: str, out: Path, what: str) -> Path:
-    """Writes a page, and returns `out`; whoever reads it meanwhile sees the old one or the new one.
+    """Writes a page atomically, so that readers see the old or the new page, and returns `out`.
 
     Args:
-        what: it is, in an error.
+        what: name of the page in an error.
 
     Raises:
-        DataError: it cannot be written.
+        DataError: the page cannot be written.
     """
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:

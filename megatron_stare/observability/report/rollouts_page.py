@@ -1,12 +1,12 @@
 """The page of sampled responses: one self-contained HTML file that lists, filters and shows them
 token by token.
 
-Comes from the files of one run directory, or of two side by side (rollouts/, eval.jsonl,
-metrics.jsonl, config.yaml); goes to rollouts.html. As the report it loads nothing from anywhere.
-What it shows of a response is the report's own view of tokens (`token_view.*`).
+Turns the files of one run directory, or of two side by side (rollouts/, eval.jsonl, metrics.jsonl,
+config.yaml), into rollouts.html. Like the report, it loads nothing else. It shows a response with
+the report's view of tokens (`token_view.*`).
 
-The page holds what is listed at once, and blocks read on demand. A block is gzipped JSON in base64,
-of at most BLOCK responses, so that a page of tens of thousands opens without reading them.
+The page contains the list itself, and blocks that it unpacks on demand. A block is gzipped JSON in
+base64 with at most BLOCK responses, so a page with tens of thousands of responses opens quickly.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from megatron_stare.run_dir.rollout_files import SampledResponse, read_rollouts,
 from megatron_stare.run_dir.run_files import ROLLOUTS_DIR, RunRecord, read_runs
 
 MOST_RUNS = 2
-TRAINING = "training"  # the task of what was trained on, among those of evaluations
+TRAINING = "training"  # task name of training prompts, beside those of evaluations
 BLOCK = 64  # responses
-BLOCK_CHARACTERS = 1_000_000  # that a block stops growing at, of texts as of numbers
-TEXT_BYTES = 48_000_000  # of a page and run, as they stand in it
+BLOCK_CHARACTERS = 1_000_000  # size at which a block is closed, for texts and numbers alike
+TEXT_BYTES = 48_000_000  # per page and run, packed
 NUMBER_BYTES = 48_000_000
-HEAD, TAIL = 160, 70  # characters of a prompt and of a response's end that the list shows
+HEAD, TAIL = 160, 70  # characters that the list shows of a prompt and of a response's end
 
 
 def write_rollouts(run_dirs: Sequence[Path], out: Path) -> Path:
-    """Writes the sampled responses of a run, or of two with what they said to the same prompts side
+    """Writes the sampled responses of a run, or of two runs with responses to the same prompts side
     by side.
 
     Returns:
         `out`.
 
     Raises:
-        DataError: a directory holds nothing a run writes, there are no responses in any, more than
-            two runs are given, a file of theirs is damaged, or `out` cannot be written.
+        DataError: a directory contains no files of a run, no directory has responses, more than two
+            runs are given, a file is damaged, or `out` cannot be written.
     """
     if not 1 <= len(run_dirs) <= MOST_RUNS:
         raise DataError(
@@ -98,13 +98,14 @@ def _left_out(stored: Stored, named: bool) -> list[str]:
 class Stored:
     """The responses of one run.
 
-    rows: what the list shows, by column, with `prompt` and `task` by their places in `prompts` and
-        `tasks`, `at` as block and place in it, `numbers` as the block of the numbers of its tokens,
-        -1 where there are none.
-    keys: of every row, what makes it the same question in another run.
+    rows: the list's content, by column. `prompt` and `task` are indices into `prompts` and `tasks`,
+        `at` is the block and the place in it, `numbers` is the block with the tokens' numbers, -1
+        if there are none.
+    keys: for every row, a key that identifies the same question in another run.
     texts, numbers: the blocks.
-    reasons: by step, why tokens were selected.
-    left_out: responses, and responses whose numbers only, that had no room.
+    reasons: by step, the reasons why tokens were selected.
+    left_out: numbers of responses left out, and of responses whose token numbers were left out, for
+    lack of room.
     """
 
     name: str
@@ -126,14 +127,14 @@ class _Block:
     # rows of the list, with whole prompts; token numbers are not kept unpacked
     rows: Sequence[Mapping[str, Any]]
     texts: str
-    numbers: str  # "" where none of them has any
+    numbers: str  # "" if no response has token numbers
 
 
 def stored_responses(
     run: RunRecord, text_bytes: int = TEXT_BYTES, number_bytes: int = NUMBER_BYTES
 ) -> Stored:
-    """Reads the responses of a run, oldest first; of more than there is room for, an even choice of
-    the blocks.
+    """Reads the responses of a run, oldest first. If they exceed the page's size, blocks are
+    dropped evenly.
 
     Raises:
         DataError: a rollout file is damaged.
@@ -164,17 +165,18 @@ def stored_responses(
 
 
 def pairs(runs: Sequence[Stored]) -> list[list[int]]:
-    """The rows of a list: places in the one run, or in each of two of the same prompt, -1 where one
-    lacks it.
+    """Returns the rows of the list: the place in one run, or the places in both runs for the same
+    prompt, with -1 if a run lacks it.
 
-    Of two runs the same step's same sample of a prompt is one row; what is left of a prompt then
-    meets in order. A pair stands where the first run has it, what only the second has comes last.
+    In two runs, the same sample of a prompt at the same step is one row; the prompt's remaining
+    samples are paired in order. Rows are in the first run's order, then those that only the second
+    run has.
     """
     if len(runs) == 1:
         return [[place] for place in range(len(runs[0]))]
     first, second = runs
     partner: dict[int, int] = {}
-    for exact in (lambda key: key, lambda key: key[:2]):  # then by task and prompt alone
+    for exact in (lambda key: key, lambda key: key[:2]):  # first exactly, then by task and prompt
         waiting: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         taken = set(partner.values())
         for place, key in reversed(list(enumerate(second.keys))):
@@ -190,7 +192,7 @@ def pairs(runs: Sequence[Stored]) -> list[list[int]]:
 
 
 def packed(value: Any) -> str:
-    """JSON, gzipped, in base64; the same for the same value."""
+    """Packs JSON with gzip and base64; equal values give equal texts."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
 
@@ -286,7 +288,7 @@ def _add(found: Stored, row: Mapping[str, Any], place: int, numbered: bool) -> N
 
 
 def _evenly(blocks: Sequence[_Block], sizes: Sequence[int], room: int) -> list[_Block]:
-    """All, or as many of them, evenly spread, as have room; the first at least."""
+    """Returns all blocks, or as many as fit, evenly spread; at least the first."""
     total = sum(sizes)
     if total <= room:
         return list(blocks)
@@ -294,7 +296,7 @@ def _evenly(blocks: Sequence[_Block], sizes: Sequence[int], room: int) -> list[_
     used = seen = 0
     for block, size in zip(blocks, sizes, strict=True):
         seen += size
-        if not kept or used + size <= room * seen / total:  # never ahead of its share of the room
+        if not kept or used + size <= room * seen / total:  # within its share of the room
             kept.append(block)
             used += size
     return kept

@@ -1,8 +1,8 @@
-"""Which tokens of a step a method selected, and why, in words: from its settings and the numbers
-that the step logged.
+"""Explains in words which tokens a method selected in a step, and why, from its settings and the
+step's logged numbers.
 
-Comes from config.yaml and a row of metrics.jsonl; goes to the page of sampled responses. Nothing is
-computed anew: a threshold is the one that the step's own selection was made by.
+Turns config.yaml and a row of metrics.jsonl into text for the page of sampled responses. Recomputes
+nothing: thresholds are those that the step's own selection used.
 """
 
 from __future__ import annotations
@@ -14,22 +14,25 @@ from typing import Any
 
 from megatron_stare.observability.metrics.scales import short
 
-# STARE's sets: name in metrics, as it is written, letter in a rollout file, sign of the advantage,
-# state that weighs it
+# STARE's sets: name in metrics, display name, letter in a rollout file, sign of the advantage,
+# state that weights the set
 _SETS = (
     ("plus", "L+", "+", "positive", "amplify"),
     ("minus", "L−", "-", "negative", "attenuate"),
     ("common_plus", "U+", "p", "positive", "attenuate"),
     ("common_minus", "U−", "m", "negative", "amplify"),
 )
-# prefixes of the metrics that other methods log of their selections
+# prefixes of the metrics that other methods log about their selections
 _OF_METHODS = ("stapo/", "forks/", "clip_cov/", "kl_cov/")
 
 
 @dataclass(frozen=True)
 class Reasons:
-    """lines: about the step. sets: by letter of `selected` in a rollout file, how a token came into
-    that set."""
+    """Explanations of a selection.
+
+    lines: sentences about the step.
+    sets: by letter of `selected` in a rollout file, why a token is in that set.
+    """
 
     lines: tuple[str, ...] = ()
     sets: Mapping[str, str] | None = None
@@ -39,8 +42,8 @@ def selection_reasons(algorithm: Any, row: Mapping[str, float] | None) -> Reason
     """Explains which tokens one step selected, and why.
 
     Args:
-        algorithm: the section of config.yaml, or a method's name alone.
-        row: the step's metrics; None where the run has none of this step.
+        algorithm: the section of config.yaml, or only a method's name.
+        row: the step's metrics; None if the run has no metrics of this step.
     """
     settings: Mapping[str, Any] = (
         algorithm if isinstance(algorithm, Mapping) else {"name": algorithm}

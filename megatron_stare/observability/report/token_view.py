@@ -1,8 +1,7 @@
-"""Sampled responses with their tokens in colour: what `token_view.html.jinja` and `token_view.js`
-show.
+"""Prepares sampled responses with coloured tokens for `token_view.html.jinja` and `token_view.js`.
 
-Comes from rollout files; goes to any page that includes the macro. The numbers travel as they stand
-in the file.
+Reads rollout files; any page that includes the macro can show the result. The numbers are those in
+the file.
 """
 
 from __future__ import annotations
@@ -14,26 +13,25 @@ from typing import Any
 
 from megatron_stare.run_dir.rollout_files import SampledResponse, read_rollouts, rollout_files
 
-FILES = 3  # of a run: the first, one in the middle, the last
-MOST_TOKENS = 40_000  # of a page and run; some 25 bytes each
+FILES = 3  # per run: the first, a middle one, the last
+MOST_TOKENS = 40_000  # per page and run; about 25 bytes each
 
 
 @dataclass(frozen=True)
 class TokenView:
-    """Responses to choose from, and what is to be said about those that are not there."""
+    """Responses to choose from, and a text about those left out."""
 
     responses: Sequence[dict[str, Any]]
     about: str
 
     @property
     def data(self) -> dict[str, Any]:
-        """Data that the script reads."""
+        """The data for the script."""
         return {"responses": self.responses}
 
 
 def token_view(responses: Sequence[SampledResponse], about: str = "") -> TokenView:
-    """The view of those responses that have the numbers of their tokens, up to MOST_TOKENS
-    tokens."""
+    """Makes the view of the responses with token numbers, up to MOST_TOKENS tokens."""
     known = [response for response in responses if response.tokens]
     shown: list[dict[str, Any]] = []
     tokens = 0
@@ -52,10 +50,10 @@ def token_view(responses: Sequence[SampledResponse], about: str = "") -> TokenVi
 
 
 def view_of_run(directory: Path) -> TokenView | None:
-    """View of a run's rollouts whose tokens have numbers, from its first, middle and last rollout
-    file.
+    """Makes the view of a run's rollouts with token numbers, from its first, middle and last
+    rollout file.
 
-    None where no such rollout is found.
+    None if there is no such rollout.
     """
     files = rollout_files(directory / "rollouts")
     read = [

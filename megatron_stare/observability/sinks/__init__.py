@@ -1,2 +1,2 @@
-"""The sinks that ship, a file each; `observability/sink.py` is the contract and lists them by
-name."""
+"""The sinks that ship, one per file; `observability/sink.py` defines the interface and lists their
+names."""

@@ -1,5 +1,4 @@
-"""The run as a person at the console sees it: a live panel on a terminal that can show one, else
-plain lines."""
+"""Shows the run at the console: a live panel on a terminal that supports it, else plain lines."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from megatron_stare.run_dir.run_files import EVAL_FILE, result_name
 
 
 class Console(Sink):
-    """Hands everything to the display that fits stdout."""
+    """Passes all reports to the display that suits stdout."""
 
     def __init__(self) -> None:
         self._opened: RunDisplay | None = None
-        # phases under way, outermost first
+        # open phases, outermost first
         self._phases: list[contextlib.AbstractContextManager[None]] = []
 
     @property
@@ -83,7 +82,7 @@ class Console(Sink):
 
 
 def _of_several(record: Mapping[str, Any]) -> str:
-    """pass@k and maj@k of the largest k, where problems are answered more than once."""
+    """Returns pass@k and maj@k of the largest k, if problems are answered more than once."""
     told = {
         name.partition("@")[0]: f", {name} {each['value']:.3f}"
         for name, each in record.get("results", {}).items()

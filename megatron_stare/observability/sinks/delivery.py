@@ -1,9 +1,10 @@
-"""Delivers what a run reports to a service: without training waiting for it, and nothing twice.
+"""Delivers reports of a run to a service without delaying training, and nothing twice.
 
-`Background` makes calls that may hang or fail, in order, on a thread of their own. What a service
-has been given of a run stands in a small file of the run directory (`Delivered`), written before a
-step is handed over. Where a run is killed in between, the service may lack that step; it never has
-one twice. A checkpoint does not hold it: going back to one takes nothing back from a service.
+`Background` makes calls that may hang or fail, in order, on a separate thread. `Delivered` is a
+small file in the run directory that lists what the service has received; it is written before a
+step is sent. If the run is killed in between, the service may lack that step, but never has it
+twice. The list is not part of checkpoints: going back to one does not take data back from a
+service.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ from megatron_stare.errors import DataError
 class Background:
     """A thread with a bounded queue of calls.
 
-    Its errors are raised by the next `call`, for whoever asked to tell. A daemon: a call that hangs
-    does not keep the process.
+    The next `call` raises errors of earlier calls, so that the caller can report them. The thread
+    is a daemon: a call that hangs does not keep the process alive.
 
     Args:
-        name: of the thread.
-        room: calls that may wait; further ones are refused.
+        name: name of the thread.
+        room: calls that may wait; further calls are refused.
     """
 
     def __init__(self, name: str, room: int = 1000) -> None:
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(room)
         self._error: Exception | None = None
-        self.closing = threading.Event()  # what waits between attempts waits for this
+        self.closing = threading.Event()  # interrupts waits between attempts
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def call(self, function: Callable[[], None]) -> None:
-        """Has it called after those before it.
+        """Queues a call.
 
         Raises:
-            Exception: what an earlier call raised.
-            RuntimeError: too many wait already, and this one is left out.
+            Exception: the error of an earlier call.
+            RuntimeError: the queue is full; this call is dropped.
         """
         try:
             self._calls.put_nowait(function)
@@ -58,10 +59,10 @@ class Background:
             raise error
 
     def close(self, limit_s: float) -> bool:
-        """Waits until all calls are made, `limit_s` seconds at most. Returns whether they are.
+        """Waits at most `limit_s` seconds until all calls are made. Returns True if they are.
 
         Raises:
-            Exception: what the last of them raised.
+            Exception: the error of the last call.
         """
         self.closing.set()
         try:
@@ -78,17 +79,18 @@ class Background:
         while (function := self._calls.get()) is not None:
             try:
                 function()
-            except Exception as error:  # whatever a service's library raises
+            except Exception as error:  # any error of a service's library
                 self._error = error
 
 
 @dataclass
 class Delivered:
-    """id: the run's name in the service, made here. starts: how often the run was opened there.
+    """Records what a service has received.
 
-    step: the newest that was handed over. evaluated: [step, task] of evaluations that were.
-    redone: [first, last] of steps that were made again after that, and whose first figures the
-    service has.
+    id: the run's name in the service, drawn here. starts: how often the run was opened there.
+    step: the newest step that was sent. evaluated: [step, task] of evaluations that were sent.
+    redone: [first, last] of steps that were sent and then repeated; the service keeps their first
+    metrics.
     """
 
     file: Path
@@ -100,10 +102,10 @@ class Delivered:
 
     @classmethod
     def read(cls, file: Path) -> Delivered:
-        """Reads what was delivered; nothing was where there is no file.
+        """Reads the file; nothing was delivered if it does not exist.
 
         Raises:
-            DataError: it is damaged.
+            DataError: the file is damaged.
         """
         try:
             return cls(file, **json.loads(file.read_text()))
@@ -117,7 +119,7 @@ class Delivered:
             ) from error
 
     def write(self) -> None:
-        """Raises OSError."""
+        """Writes the file. Raises OSError."""
         told = {
             each.name: getattr(self, each.name)
             for each in dataclasses.fields(self)
@@ -128,6 +130,7 @@ class Delivered:
         os.replace(temporary, self.file)
 
     def goes_on_after(self, step: int) -> None:
-        """The run is continued after this step: later ones that were delivered are made again."""
+        """Records that the run resumes after this step, so that later delivered steps are
+        repeated."""
         if step < self.step and [step + 1, self.step] not in self.redone:
             self.redone.append([step + 1, self.step])

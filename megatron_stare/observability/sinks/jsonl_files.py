@@ -1,7 +1,8 @@
-"""The record of a run: metrics.jsonl, eval.jsonl, starts.jsonl and rollouts/ of its directory.
+"""Writes the record of a run: metrics.jsonl, eval.jsonl, starts.jsonl and rollouts/ in its
+directory.
 
-The report, a resume and anyone with `jq` read them. A resumed run first cuts them back to the step
-it continues from, so that they read as if the run had never stopped.
+The report, a resume and anyone with `jq` read it. A resumed run first truncates it to the step it
+resumes from, so that it reads as if the run had never stopped.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from megatron_stare.run_dir.run_files import EVAL_FILE, METRICS_FILE, ROLLOUTS_D
 
 
 class JsonlFiles(Sink):
-    """A line a step in metrics.jsonl, a line an evaluation in eval.jsonl, and now and then a file
-    of sampled rollouts.
+    """Appends a line per step to metrics.jsonl and a line per evaluation to eval.jsonl, and
+    regularly writes a file of sampled rollouts.
 
-    A line is on disk, as far as this process goes, when the call returns.
+    When a call returns, this process has written the line to disk.
     """
 
     essential = True
@@ -32,7 +33,7 @@ class JsonlFiles(Sink):
         self._files: dict[str, IO[str]] = {}
 
     def start(self, run: RunOutline) -> None:
-        """Raises DataError where the directory holds the metrics of a run."""
+        """Raises DataError if the directory already holds a run's metrics."""
         for path in (run.dir / METRICS_FILE, run.dir / EVAL_FILE):
             if path.exists() and path.stat().st_size:
                 raise DataError(

@@ -1,4 +1,4 @@
-"""Steps and evaluations as a run of MLflow, on a tracking server or in a folder."""
+"""Reports steps and evaluations as an MLflow run, on a tracking server or in a folder."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from megatron_stare.observability.sink import RunOutline
 from megatron_stare.observability.sinks.delivery import Delivered
 from megatron_stare.observability.sinks.service import Service
 
-_BATCH = 1000  # metrics that a tracking server takes at once
+_BATCH = 1000  # metrics per request that a tracking server accepts
 _PARAMS = 100
-_VALUE = 6000  # characters of a parameter
+_VALUE = 6000  # characters per parameter
 
 
 class MlflowRuns(Service):
-    """Metrics by step, under their names as far as MLflow takes them. A continued run goes on as
-    the same run there.
+    """Logs metrics by step, under their own names as far as MLflow allows. A resumed run continues
+    the same MLflow run.
 
     Args:
-        uri: tracking server, or file:/folder; None: MLFLOW_TRACKING_URI, or else the folder mlflow
-            of the run directory.
-        experiment: in MLflow.
+        uri: tracking server, or file:/folder; None: MLFLOW_TRACKING_URI, else the folder mlflow in
+            the run directory.
+        experiment: name of the MLflow experiment.
     """
 
     name, package = "mlflow", "mlflow"
@@ -47,7 +47,7 @@ class MlflowRuns(Service):
             # MLflow's newer stores need a database
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow.entities import RunTag
-        from mlflow.tracking import MlflowClient  # seconds
+        from mlflow.tracking import MlflowClient  # takes seconds
 
         self._client = MlflowClient(tracking_uri=uri)
         name = self._experiment
@@ -87,7 +87,8 @@ class MlflowRuns(Service):
 
 
 def _named(metric: str) -> str:
-    """pass@4 as pass_at_4, and `_` for what else MLflow does not take."""
+    """Renames a metric for MLflow: pass@4 becomes pass_at_4, other characters that it rejects
+    become `_`."""
     return re.sub(r"[^\w\-. :/]", "_", metric.replace("@", "_at_"), flags=re.ASCII)
 
 

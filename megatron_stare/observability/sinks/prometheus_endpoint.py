@@ -1,4 +1,4 @@
-"""The newest figures for Prometheus, served as text while the run lives."""
+"""Serves the newest metrics to Prometheus as text during the run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PREFIX = "megatron_stare_"
 
 
 class PrometheusEndpoint(Sink):
-    """A gauge a metric, named after it with `_` for what Prometheus does not take, and said in
-    words as the glossary says it. A scrape sees the newest step whole: the figures are replaced as
-    one.
+    """Serves one gauge per metric, with `_` for characters that Prometheus rejects and the
+    glossary's text as its description. All values of a step are replaced at once, so a scrape never
+    mixes two steps.
 
     Args:
-        host: address that the figures are served at; 0.0.0.0: to every machine.
-        port: that they are served at.
+        host: address to serve on; 0.0.0.0: reachable from every machine.
+        port: port to serve on.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class PrometheusEndpoint(Sink):
 
     @property
     def port(self) -> int:
-        """Port that the metrics are served at."""
+        """The port on which metrics are served."""
         return int(self._server.server_port)
 
     def collect(self) -> Iterator[Any]:

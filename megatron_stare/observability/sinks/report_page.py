@@ -1,4 +1,4 @@
-"""The report of a finished run, report.html of its directory."""
+"""Writes the report of a finished run, report.html in its directory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megatron_stare.observability.sink import RunOutline, Sink
 
 
 class ReportPage(Sink):
-    """Written once, from what the run's record says."""
+    """Writes the report once, from the run's record."""
 
     def finish(self, run: RunOutline) -> None:
         write_report([run.dir], run.dir / "report.html")

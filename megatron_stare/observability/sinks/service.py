@@ -1,9 +1,8 @@
-"""A sink that reports to a service: every step and evaluation once, whatever becomes of the run or
-of the service.
+"""Base of sinks that report to a service: every step and evaluation once, even if the run or the
+service fails.
 
-Comes from the monitor; goes to the sinks of W&B and MLflow, which say how. Their calls are made on
-a thread of their own; what the record of the run has and the service was not given yet is handed
-over when the run is continued.
+The monitor calls it; the sinks of W&B and MLflow implement the service's calls, which run on a
+separate thread. On a resume, steps in the run's record that the service lacks are sent again.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.run_dir.json_lines import read_jsonl
 from megatron_stare.run_dir.run_files import EVAL_FILE, evaluation_figures
 
-CLOSE_S = 30.0  # for what is still to be handed over when the run ends
+CLOSE_S = 30.0  # for reports still waiting when the run ends
 
 
 def need(package: str, sink: str) -> None:
-    """Raises ConfigError where an optional package is not installed."""
+    """Raises ConfigError if an optional package is not installed."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
             f"the sink {sink!r} needs the package {package}, which is not installed",
@@ -35,9 +34,9 @@ def need(package: str, sink: str) -> None:
 
 
 class Service(Sink):
-    """The part that services share.
+    """Implements the parts that services share.
 
-    name: of the sink. package: that it needs, as it is imported.
+    name: name of the sink. package: import name of the package that it needs.
     """
 
     name: ClassVar[str]
@@ -48,20 +47,19 @@ class Service(Sink):
         self._background: Background | None = None
 
     def look(self, run: RunOutline, delivered: Delivered) -> None:
-        """Takes back from `delivered` what the service can be seen to lack, of a run that is
-        continued."""
+        """Removes from `delivered` what the service evidently lacks; called when a run resumes."""
 
     @abstractmethod
     def open(self, run: RunOutline, delivered: Delivered) -> None:
-        """Begins or continues the run there. What it raises ends the run."""
+        """Begins or continues the run in the service. An error ends the run."""
 
     @abstractmethod
     def send(self, step: int, figures: Mapping[str, float]) -> None:
-        """Hands over figures of a step; finite ones alone."""
+        """Sends a step's metrics; only finite values."""
 
     @abstractmethod
     def end(self, finished: bool) -> None:
-        """Says that the run is over there, with all steps made or without."""
+        """Ends the run in the service. finished: whether all steps were made."""
 
     def start(self, run: RunOutline) -> None:
         self._begin(run, 0, [])
@@ -92,7 +90,7 @@ class Service(Sink):
                 )
 
     def abandon(self) -> None:
-        """Ends what would keep this process, of a service that hangs."""
+        """Stops a hanging service's processes that would keep this process alive."""
 
     def _begin(self, run: RunOutline, step: int, rows: Sequence[Mapping[str, float]]) -> None:
         self._finished = False
@@ -144,7 +142,7 @@ class Service(Sink):
 
 
 def under(task: str) -> str:
-    """Prefix of the names of an evaluation's figures; task "" is the run's own."""
+    """Returns the prefix for metrics of an evaluation; task "" is the run's own evaluation."""
     return f"eval/{task}/" if task else "eval/"
 
 

@@ -1,4 +1,4 @@
-"""The same figures for TensorBoard, in tensorboard/ of the run directory."""
+"""Writes metrics for TensorBoard, in tensorboard/ of the run directory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SECOND = re.compile(r"tfevents\.(\d+)\.")
 
 
 class TensorBoard(Sink):
-    """Every metric of every step, and every figure of every evaluation, as scalars."""
+    """Writes every metric of every step and evaluation as a scalar."""
 
     def __init__(self) -> None:
         self._writer: SummaryWriter | None = None
@@ -29,7 +29,7 @@ class TensorBoard(Sink):
 
     def resume(self, run: RunOutline, step: int, rows: Sequence[Mapping[str, float]]) -> None:
         _await_later_name(run.dir / TENSORBOARD_DIR)
-        # TensorBoard passes over what older files say of this step and later ones
+        # TensorBoard ignores this and later steps in older files
         self._open(run, step + 1)
 
     def step(self, step: int, metrics: Mapping[str, float], batch: RolloutBatch) -> None:
@@ -48,7 +48,7 @@ class TensorBoard(Sink):
             writer.close()
 
     def _open(self, run: RunOutline, purge_step: int | None) -> None:
-        # imported here: it takes seconds, which checks of a run do not need
+        # imported here, because it takes seconds and checks of a run do not need it
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(run.dir / TENSORBOARD_DIR), purge_step=purge_step)
@@ -61,9 +61,11 @@ class TensorBoard(Sink):
 
 
 def _await_later_name(folder: Path) -> None:
-    """Returns in a later second than the newest file's, which stands in its name: TensorBoard reads
-    files in the order of their names, and a run that is opened again at once might be read before
-    what it goes on from."""
+    """Waits until the clock is a second past the newest file's name, for at most a second.
+
+    TensorBoard reads files in the order of their names, which contain the time in seconds. Without
+    the wait, a run that is resumed at once might be read before the part that it continues.
+    """
     seconds = [int(found[1]) for path in folder.glob("*") if (found := _SECOND.search(path.name))]
     wait_s = max(seconds, default=0) + 1 - time.time()
-    time.sleep(min(max(wait_s, 0.0), 1.0))  # of clocks that differ by more no waiting is of use
+    time.sleep(min(max(wait_s, 0.0), 1.0))  # longer waits do not help if clocks differ by more

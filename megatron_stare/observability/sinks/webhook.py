@@ -1,5 +1,5 @@
-"""Alerts posted to a service: JSON to the address in an environment variable, retried, and never
-waited for."""
+"""Posts alerts to a service as JSON, with retries, without delaying training. An environment
+variable holds the address."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from megatron_stare.observability.sinks.delivery import Background, Delivered
 from megatron_stare.records.rollout_batch import RolloutBatch
 
 ROOM = 100  # alerts that may wait
-CLOSE_S = 10.0  # for those that still wait when the run ends
+CLOSE_S = 10.0  # for alerts still waiting when the run ends
 
 
 class Webhook(Sink):
-    """Posts every alert as it begins and as it is over. The address is a secret: it is in no file
-    and no message.
+    """Posts every alert when it begins and when it ends. The address is a secret: it appears in no
+    file and no message.
 
     Args:
         env: name of the environment variable that holds the address.
-        attempts: times that an alert is posted until it is given up.
+        attempts: number of attempts to post an alert.
         timeout_s: seconds that the service may take to answer.
-        back_off_s: seconds before a second attempt, doubled by each.
+        back_off_s: seconds before the second attempt; doubles with each further attempt.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Webhook(Sink):
         self._step = step
 
     def alerts(self, changed: Sequence[Alert], active: Sequence[Alert]) -> None:
-        # a step that is made again after a resume has delivered its alerts
+        # a step that is repeated after a resume has already delivered its alerts
         if self._background and changed and self._step > self._delivered.step:
             bodies = [json.dumps({**self._about, **_told(alert)}).encode() for alert in changed]
             self._background.call(
@@ -84,22 +84,23 @@ class Webhook(Sink):
             raise TimeoutError(f"alerts were not taken within {CLOSE_S:g} s of the end")
 
     def _post_all(self, step: int, bodies: Sequence[bytes], closing: Event) -> None:
-        """Raises ConnectionError where one was not taken, after all were tried."""
+        """Posts all bodies. Raises ConnectionError afterwards if one was not accepted."""
         failed = [said for body in bodies if (said := self._post(body, closing))]
         if failed:
             raise ConnectionError(
                 f"{len(failed)} alerts were not taken in {self._attempts} attempts ({failed[-1]})"
             )
-        # noted after delivery: a run that is killed here delivers twice rather than never
+        # recorded after delivery: a run killed here delivers twice rather than never
         self._delivered.step = step
         self._delivered.write()
 
     def _post(self, body: bytes, closing: Event) -> str:
-        """ "" where it was taken, else what the last attempt failed with, without the address."""
+        """Posts a body. Returns "" if it was accepted, else the last attempt's error, without the
+        address."""
         said = ""
         for attempt in range(self._attempts):
             if attempt:
-                # the end of the run cuts this wait short
+                # the run's end interrupts this wait
                 closing.wait(self._back_off_s * 2 ** (attempt - 1))
             try:
                 request = Request(self._url, body, {"Content-Type": "application/json"})
@@ -119,5 +120,5 @@ def _told(alert: Alert) -> Mapping[str, Any]:
         "metric": alert.metric or None,
         "value": alert.value if math.isfinite(alert.value) else None,
         "range": entry.healthy if entry else None,
-        "text": alert.announce(),  # also what chats show of a message
+        "text": alert.announce(),  # the text that chats show
     }

@@ -1,9 +1,9 @@
-"""Steps and evaluations as a run of W&B, online or offline.
+"""Reports steps and evaluations as a run of W&B, online or offline.
 
-W&B buffers up to a block of 32 KB, and a driver that is killed takes that with it. So the files of
-a run that is kept offline, and not what it was given, say where a continued run has to go on. They
-are logs of LevelDB's form (github.com/google/leveldb, doc/log_format.md) after a header of 7 bytes,
-of protocol buffers that the package describes.
+W&B buffers up to a block of 32 KB, which is lost if the driver is killed. The resume of an offline
+run therefore continues after the last rows in W&B's files, not after the last steps sent. They are
+logs in LevelDB's format (github.com/google/leveldb, doc/log_format.md) after a header of 7 bytes,
+with protocol buffers that the package describes.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from megatron_stare.observability.sink import RunOutline
 from megatron_stare.observability.sinks.delivery import Delivered
 from megatron_stare.observability.sinks.service import Service, under
 
-_TRAINED = "time/step_s"  # of every step, and of no evaluation
+_TRAINED = "time/step_s"  # in the rows of steps, not of evaluations
 _BLOCK, _HEADER = 32768, 7
 _WHOLE, _LAST = 1, 4
 
 
 class WeightsAndBiases(Service):
-    """A row a step and a row an evaluation, over the axis `step`.
+    """Logs one row per step and one per evaluation, over the axis `step`.
 
-    Online a continued run goes on as the same run of W&B. Offline, where W&B cannot continue one,
-    each start is a run of its own, all in one group; no step is in two of them.
+    Online, a resumed run continues the same W&B run. W&B cannot continue offline runs, so each
+    start is a separate run there, all in one group; no step is in two of them.
 
     Args:
-        project: in W&B.
-        entity: user or team in W&B; None: that of the login.
-        mode: 'offline' writes into the run directory, for `wandb sync`. None: as WANDB_MODE says,
-            or online.
+        project: W&B project.
+        entity: W&B user or team; None: that of the login.
+        mode: 'offline' writes into the run directory, for `wandb sync`. None: WANDB_MODE, else
+            online.
     """
 
     name, package = "wandb", "wandb"
@@ -69,9 +69,9 @@ class WeightsAndBiases(Service):
         ]
 
     def open(self, run: RunOutline, delivered: Delivered) -> None:
-        import wandb  # seconds
+        import wandb  # takes seconds
 
-        settings = wandb.Settings(console="off", silent=True)  # stdout is the console sink's
+        settings = wandb.Settings(console="off", silent=True)  # stdout belongs to the console sink
         mode = self._mode or wandb.setup(settings).settings.mode
         offline = mode == "offline"
         self._run: Any = wandb.init(
@@ -100,7 +100,7 @@ class WeightsAndBiases(Service):
             self._run.finish(exit_code=0 if finished else 1)
         except Exception:
             with contextlib.suppress(Exception):
-                wandb.teardown()  # or it fails once more, with a traceback, as this process ends
+                wandb.teardown()  # else it fails again, with a traceback, at exit
             raise
 
     def abandon(self) -> None:
@@ -111,8 +111,8 @@ class WeightsAndBiases(Service):
 
 
 def offline_rows(run_dir: Path) -> list[dict[str, Any]] | None:
-    """Reads the rows of all starts of a run, oldest first, as they were logged; None where it was
-    not kept offline."""
+    """Reads the rows of all starts of a run, oldest first, as logged; None if it was not
+    offline."""
     from wandb.proto import wandb_internal_pb2
 
     rows: list[dict[str, Any]] = []
@@ -133,7 +133,7 @@ def offline_rows(run_dir: Path) -> list[dict[str, Any]] | None:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """The whole ones; one that was cut off is left out."""
+    """Yields complete records; drops one that was cut off."""
     at, part = _HEADER, b""
     while at + _HEADER <= len(data):
         left = _BLOCK - at % _BLOCK

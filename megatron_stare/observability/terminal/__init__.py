@@ -1,1 +1,1 @@
-"""The terminal: plain lines of progress, and the live panel."""
+"""Shows a run on a terminal: plain lines of progress, or the live panel."""

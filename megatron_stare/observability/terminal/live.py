@@ -1,9 +1,9 @@
-"""The run as a panel that stays in place, for people at a terminal, and the choice between it and
+"""Shows a run as a panel that stays in place, for people at a terminal; chooses between it and
 plain lines.
 
-Comes from `sinks/console.py`; goes to the terminal through rich, whose thread redraws it a few
-times a second from a snapshot. The driver only stores what it has to say. Notes, warnings and
-alerts are also printed once above the panel, so that they are still there when it is gone.
+`sinks/console.py` calls it. rich draws it from a snapshot a few times a second, on a thread; the
+driver only stores values. Notes, warnings and alerts are also printed once above the panel, so that
+they remain when the panel is gone.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from megatron_stare.observability.terminal.live_panel import MAX_WIDTH, SERIES, 
 from megatron_stare.observability.terminal.progress import RemainingTime, RunDisplay, StepPrinter
 
 REFRESH_HZ = 4.0
-_KEPT = 2 * MAX_WIDTH  # values of a series: two a character of the widest panel
-_BETWEEN_STEPS = ("eval", "checkpoint")  # follow their step's figures, and belong to it still
+_KEPT = 2 * MAX_WIDTH  # values of a series: two per character of the widest panel
+_BETWEEN_STEPS = ("eval", "checkpoint")  # they follow their step's metrics but belong to that step
 
 
 def make_display(total_steps: int, out: TextIO | None = None) -> RunDisplay:
-    """A live panel where `out` is a terminal that can show one, plain lines everywhere else.
+    """Makes a live panel if `out` is a terminal that supports it, else a printer of plain lines.
 
     Args:
-        total_steps: the step the run ends with.
-        out: where to; default stdout.
+        total_steps: number of the run's last step.
+        out: output; default stdout.
     """
     out = sys.stdout if out is None else out
     dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
@@ -48,14 +48,13 @@ def make_display(total_steps: int, out: TextIO | None = None) -> RunDisplay:
 
 
 class LiveDisplay(RunDisplay):
-    """Shows the panel from construction to `close`; ends it at interpreter exit if nobody else
-    does.
+    """Shows the panel from construction to `close`, or else until the interpreter exits.
 
     Args:
-        total_steps: the step the run ends with.
-        console: where to.
+        total_steps: number of the run's last step.
+        console: output.
         auto_refresh: redraw from a thread; False: only when something is printed or closed.
-        now: seconds of a clock that never goes back.
+        now: monotonic clock, seconds.
     """
 
     def __init__(
@@ -66,13 +65,13 @@ class LiveDisplay(RunDisplay):
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total, self._console, self._now = total_steps, console, now
-        # the driver writes what follows, the redrawing thread reads it
+        # the driver writes the following fields, the redrawing thread reads them
         self._lock = threading.Lock()
         self._run_dir = self._algorithm = self._closed = ""
         self._step, self._started = 0, now()
         self._series: dict[str, deque[float]] = {key: deque(maxlen=_KEPT) for key in SERIES}
         self._remaining = RemainingTime(20)
-        self._phases: list[tuple[str, float]] = []  # under way, outermost first
+        self._phases: list[tuple[str, float]] = []  # open phases, outermost first
         self._responses: tuple[int, int] | None = None
         self._seconds: dict[str, float] = {}
         self._evaluated: dict[str, tuple[float, int]] = {}
@@ -85,18 +84,18 @@ class LiveDisplay(RunDisplay):
             refresh_per_second=REFRESH_HZ,
             auto_refresh=auto_refresh,
             redirect_stdout=console.file is sys.stdout,
-            redirect_stderr=sys.stderr.isatty(),  # what goes to a file must go on going there
+            redirect_stderr=sys.stderr.isatty(),  # stderr that goes to a file must continue to
         )
         atexit.register(self.close)
         self._live.start()
 
     def start(self, run_dir: str, algorithm: str) -> None:
-        """Says which run this is, in the panel's title."""
+        """Shows the run's name in the panel's title."""
         with self._lock:
             self._run_dir, self._algorithm = run_dir, algorithm
 
     def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Takes the steps that a resumed run has behind it into the charts."""
+        """Adds the earlier steps of a resumed run to the charts."""
         with self._lock:
             for row in rows[-_KEPT:]:
                 self._append(row)
@@ -105,7 +104,7 @@ class LiveDisplay(RunDisplay):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Shows the phase and the time in it; of phases within phases, the innermost."""
+        """Shows the innermost phase and the time spent in it."""
         start = self._now()
         with self._lock:
             self._phases.append((name, start))
@@ -119,11 +118,11 @@ class LiveDisplay(RunDisplay):
                 self._seconds[name] = self._now() - start
 
     def rollout_progress(self, done: int, total: int) -> None:
-        """Shows how many responses are finished; until the phase ends."""
+        """Shows how many responses are finished, until the phase ends."""
         self._responses = (done, total)
 
     def evaluated(self, name: str, value: float, step: int) -> None:
-        """Keeps the newest result of a task in the panel."""
+        """Shows the newest result of a task in the panel."""
         with self._lock:
             self._evaluated[name] = value, step
 
@@ -132,11 +131,11 @@ class LiveDisplay(RunDisplay):
         self._console.print(Text(text, style="dim"))
 
     def warn(self, text: str) -> None:
-        """Prints something the person should look into above the panel."""
+        """Prints a warning above the panel."""
         self._console.print(Text(f"warning: {text}", style="yellow"))
 
     def close(self) -> None:
-        """Draws the panel a last time, as it ended, and gives the terminal back."""
+        """Draws the panel's final state and releases the terminal."""
         atexit.unregister(self.close)
         with self._lock:
             if not self._closed:
@@ -146,7 +145,7 @@ class LiveDisplay(RunDisplay):
         self._live.stop()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes a finished step into numbers and charts."""
+        """Adds a finished step to numbers and charts."""
         with self._lock:
             now = self._now()
             self._remaining.add(metrics.get("time/step_s", now - self._last_call))
@@ -157,13 +156,14 @@ class LiveDisplay(RunDisplay):
                 for k, v in metrics.items()
                 if k.startswith("time/") and k != "time/step_s"
             }
-            # Phases that this step lacked are dropped. If no phase times are logged, keep our own.
+            # Phases that this step lacked are dropped. If no phase times are logged, our own are
+            # kept.
             self._seconds = measured or {
                 k: v for k, v in self._seconds.items() if k not in _BETWEEN_STEPS
             }
 
     def alerts(self, changed: Sequence[Alert], active: Sequence[Alert]) -> None:
-        """Lists those that hold in the panel, and prints the others' beginning and end above it."""
+        """Lists active alerts in the panel, and prints those that began or ended above it."""
         with self._lock:
             self._active = tuple(active)
         super().alerts(changed, active)
@@ -203,7 +203,7 @@ class LiveDisplay(RunDisplay):
             )
 
     def _panel(self) -> RenderableType:
-        # One row less than the terminal has: a panel that fills it would scroll at every redraw.
-        # Two columns less: the terminal echoes ^C at the end of the last line, and if that wrapped,
-        # the next panel would be a line too low.
+        # One row fewer than the terminal has: a panel of full height would scroll at every redraw.
+        # Two columns fewer: the terminal echoes ^C at the end of the last line; if that wrapped,
+        # the next panel would start a line too low.
         return build(self._view(), self._console.width - 2, self._console.height - 1)

@@ -1,8 +1,8 @@
-"""Small pictures made of characters: a line chart over a band, a strip of on and off, bars, and
-trend arrows.
+"""Draws small pictures with characters: a line chart over a band, an on/off strip, bars, and trend
+arrows.
 
-Comes from series of metrics; goes to `live_panel.py`. Plain strings, no colour: what they show must
-not depend on it.
+Turns series of metrics into plain strings for `live_panel.py`. Without colour, because the pictures
+must be readable without it.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from dataclasses import dataclass, field
 
 from megatron_stare.observability.metrics.scales import nice_ticks
 
-# Bits of a braille character's dots from top to bottom: its left and its right column.
+# Bits of a braille character's dots from top to bottom: left column, right column.
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
-# Heavy where the gate is on, light where it is off: [left half][right half]
+# heavy while the gate is on, light while it is off: [left half][right half]
 _STRIP = (("─", "╼"), ("╾", "━"))
 
-TREND_STEPS = 10  # compared with as many before them
-TREND_SHARE = 0.02  # of the value: less is no trend, however steady
+TREND_STEPS = 10  # compared with the same number before them
+TREND_SHARE = 0.02  # share of the value below which a change is no trend, however steady
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The vertical axis of a chart, from zero or below it to a round value.
+    """The vertical axis of a chart, from zero or below to a round value.
 
-    low: value at the lower edge.        row: value one character row covers.
+    low: value at the lower edge.        row: value range of one character row.
     band_rows: rows that the band touches; empty without a band.
-    ticks: the round values to be named, by the row that each stands in, counted from below.
+    ticks: round values to label, by their row, counted from below.
     """
 
     low: float
@@ -41,19 +41,19 @@ class Scale:
 
     @property
     def high(self) -> float:
-        """Value at the upper edge."""
+        """The value at the upper edge."""
         return self.low + self.rows * self.row
 
 
 def scale_of(values: Sequence[float], band: tuple[float, float] | None, rows: int) -> Scale:
-    """An axis from zero that encloses values and band; the same for runs with a target and without,
-    so that heights compare."""
+    """Returns an axis that includes zero, the values and the band. Runs with and without a target
+    get the same axis, so that heights compare."""
     known = [v for v in values if math.isfinite(v)]
     high = max([*known, *(band or ())], default=0.0)
     low = min([0.0, *known])
     marks = nice_ticks(low, high if high > low else low + 1.0, max(2, min(5, rows)))
     low, row = marks[0], (marks[-1] - marks[0]) / rows
-    # of two marks in a row the higher
+    # of two marks in a row, the higher
     ticks = {min(rows - 1, int((mark - low) / row + 1e-9)): mark for mark in marks}
     if band is None:
         return Scale(low, row, rows, range(0), ticks)
@@ -64,10 +64,10 @@ def scale_of(values: Sequence[float], band: tuple[float, float] | None, rows: in
 
 
 def line(values: Sequence[float], scale: Scale, width: int) -> list[str]:
-    """A continuous line, two values a character; rows from top to bottom, `width` wide. The newest
-    values that fit.
+    """Draws the newest values that fit as a line, two per character; returns rows from top to
+    bottom, `width` wide.
 
-    Values that are not finite leave a gap, values beyond the axis run along its edge. Untouched
+    Values that are not finite leave a gap; values beyond the axis follow its edge. Unused
     characters are spaces.
     """
     columns = _columns(values, width)
@@ -93,8 +93,7 @@ def _columns(values: Sequence[float], width: int) -> list[float]:
 
 
 def strip(on: Sequence[float], width: int) -> str:
-    """A 0/1 series as a line that is heavy where it is on, aligned with `line`; blank where it is
-    not known."""
+    """Draws a 0/1 series as a line, heavy while on, aligned with `line`; blank where unknown."""
     columns = _columns(on, width)
     return "".join(
         " " if math.isnan(left) and math.isnan(right) else _STRIP[left >= 0.5][right >= 0.5]
@@ -103,15 +102,15 @@ def strip(on: Sequence[float], width: int) -> str:
 
 
 def bar(share: float, width: int) -> str:
-    """A horizontal bar of `share` of `width`, to an eighth of a character, at least a sliver;
-    `width` wide."""
+    """Draws a horizontal bar over `share` of `width`, with a resolution of an eighth of a character
+    and at least an eighth; `width` wide."""
     eighths = max(1, round(min(1.0, max(0.0, share)) * width * 8))
     full, rest = divmod(eighths, 8)
     return (_EIGHTHS[8] * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
 
 
 def progress_bar(share: float, width: int) -> tuple[str, str]:
-    """The heavy part that is done and the light part that is left."""
+    """Returns the heavy part for what is done and the light part for the rest."""
     halves = round(min(1.0, max(0.0, share)) * width * 2)
     full, half = divmod(halves, 2)
     done = "━" * full + "╸" * half
@@ -119,10 +118,11 @@ def progress_bar(share: float, width: int) -> tuple[str, str]:
 
 
 def trend(values: Sequence[float]) -> str:
-    """An arrow: the last TREND_STEPS values against those before; a space while too few are known.
+    """Returns an arrow comparing the last TREND_STEPS values with those before; a space while too
+    few are known.
 
-    A change counts where it is twice its standard error and TREND_SHARE of the value: noise is no
-    trend.
+    Only a change of more than twice its standard error and TREND_SHARE of the value counts: noise
+    is no trend.
     """
     known = [v for v in values[-2 * TREND_STEPS :] if math.isfinite(v)]
     half = len(known) // 2

@@ -1,7 +1,7 @@
-"""The panel a person watches a run through, drawn from a snapshot of it for any width and height.
+"""Draws the panel of a run from a snapshot, for any width and height.
 
-Comes from `live.py`, which gathers what the driver says into a `View`; goes to rich. Pure: the same
-view gives the same panel.
+`live.py` collects the driver's reports in a `View`; rich shows the panel. Pure: the same view gives
+the same panel.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_stare.observability.terminal.live_chart import (
 )
 from megatron_stare.observability.terminal.progress import clock
 
-MAX_WIDTH = 160  # of the panel, characters; wider, the eye loses the line
+MAX_WIDTH = 160  # of the panel, characters; wider lines are hard to read
 PHASES = ("rollout", "reward", "log_probs", "update", "sync", "eval", "checkpoint")
 SERIES = (
     "entropy/mean",
@@ -45,13 +45,13 @@ SERIES = (
 )
 _SIDE = 31  # characters of the column of phases
 _AXIS = 7  # characters of the chart's labels
-_CHART_ROWS = 4  # as low as a chart may be before the one of rewards goes
+_CHART_ROWS = 4  # lowest height of a chart; below it the reward's chart is dropped
 _MOST_ROWS = 16
-_AIRY = 14  # lines of room above which one more stays empty between the parts
+_AIRY = 14  # free lines from which one more separates the parts
 _ALERTS = 3
 _LABEL, _VALUE, _GOOD, _WARN, _LIVE = "dim", "bold", "green", "yellow", "cyan"
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-# label, metric, unit after the value; what does not fit goes from the right
+# label, metric, unit after the value; entries that do not fit are dropped from the right
 _NUMBERS = (
     ("reward", "reward/mean", ""),
     ("length", "response/length_mean", ""),
@@ -66,14 +66,15 @@ _NUMBERS = (
 class View:
     """A run at one moment, as far as it is known.
 
-    series: the latest values of every metric in SERIES, oldest first, NaN where a step lacked it.
-    seconds: of every phase, the newest known.
-    phase, phase_s: the phase under way and how long it has been; "" between phases.
-    responses: finished and wanted in this phase; None where nobody counts.
-    left_s, run_s: until the last step, and since the display started.
+    series: the latest values of every metric in SERIES, oldest first; NaN if a step lacked the
+    metric.
+    seconds: the newest duration of every phase.
+    phase, phase_s: the current phase and the seconds spent in it; "" between phases.
+    responses: finished and wanted in this phase; None if not counted.
+    left_s, run_s: seconds until the last step, and since the display started.
     over: alerts that ended, newest last.
     evaluated: the newest result of every task, as (name, value, step).
-    closed: "" while the run goes on, else how it ended.
+    closed: "" while the run continues, else how it ended.
     """
 
     total: int
@@ -94,23 +95,23 @@ class View:
     shaded: bool = True  # the terminal has enough colours for a shaded band
 
     def values(self, key: str) -> Sequence[float]:
-        """A series; empty where no step had a value."""
+        """Returns a series; empty if no step had a value."""
         values = self.series.get(key, ())
         return values if any(map(math.isfinite, values)) else ()
 
 
 def build(view: View, width: int, height: int) -> RenderableType:
-    """The panel, at most `width` wide and `height` high. What matters less goes first where there
-    is no room."""
+    """Builds the panel, at most `width` wide and `height` high. Less important parts are dropped
+    first if space is short."""
     width = min(width, MAX_WIDTH)
     inner = width - 4
-    if height < 4 or inner < 36:  # no room for a frame: the one line that says where the run is
+    if height < 4 or inner < 36:  # no room for a frame: only the progress line
         return _fit(_progress(view, width), width)
     head = [_progress(view, inner), _now(view, inner)]
     numbers, alerts = _numbers(view, inner), _alerts(view)
     room = height - 2 - len(head)
     parts: list[list[Text]] = []
-    # an alert is what one looks for first, then the numbers, then the pictures
+    # alerts matter most, then numbers, then charts
     if room >= 1 and alerts:
         shown = min(_ALERTS, len(alerts), max(1, room - 7))
         if len(view.active) > shown:
@@ -121,7 +122,7 @@ def build(view: View, width: int, height: int) -> RenderableType:
     if room >= 4 and (body := _body(view, inner, room - len(parts) - (room > _AIRY))):
         parts, room = [parts[0], body, *parts[1:]], room - len(body)
     lines = list(head)
-    for part in parts:  # what room is left goes between the parts
+    for part in parts:  # remaining lines separate the parts
         if room > 0:
             lines, room = [*lines, Text()], room - 1
         lines += part
@@ -143,7 +144,7 @@ def build(view: View, width: int, height: int) -> RenderableType:
 
 def _title(view: View, width: int) -> Text:
     name, room = view.algorithm or "run", width - len(view.algorithm) - 6
-    # the end of the path tells most
+    # the end of the path is most informative
     directory = view.run_dir if len(view.run_dir) <= room else "…" + view.run_dir[-max(1, room) :]
     return Text.assemble((name, _VALUE), (f"  {directory}" if directory else "", _LABEL))
 
@@ -207,8 +208,8 @@ def _numbers(view: View, width: int) -> Text:
 
 
 def _body(view: View, width: int, room: int) -> list[Text]:
-    """The charts and, beside or in place of them, the phases. At most `room` lines, which charts
-    make use of."""
+    """Builds the charts, with the phases beside or instead of them. Charts use up to `room`
+    lines."""
     phases = _phases(view, _SIDE)[:room]
     wide = width >= 70 and bool(phases)
     chart = _charts(view, width - _SIDE - 3 if wide else width, room)
@@ -224,9 +225,10 @@ def _body(view: View, width: int, room: int) -> list[Text]:
 
 
 def _charts(view: View, width: int, room: int) -> list[Text]:
-    """The entropy and, where there is height for it, the reward: a third of it."""
+    """Builds the entropy chart and, if there is room, the reward chart, in a third of the
+    height."""
     reward, entropy = view.values("reward/mean"), view.values("entropy/mean")
-    beside = 2 if view.values("stare/gate") else 1  # the head and the gate's strip
+    beside = 2 if view.values("stare/gate") else 1  # the heading and the gate's strip
     rows = min(_MOST_ROWS, (room - beside - 1) * 2 // 3)
     if not entropy or not reward or rows < _CHART_ROWS:
         return _entropy(view, width, min(_MOST_ROWS, room - beside))
@@ -271,7 +273,7 @@ def _entropy(view: View, width: int, rows: int) -> list[Text]:
 
 
 def _reward(view: View, width: int, rows: int) -> list[Text]:
-    """The reward's own chart, as the numbers above name its value."""
+    """Builds the reward chart; its value is among the numbers above."""
     columns = width - _AXIS
     shown = view.values("reward/mean")[-2 * columns :]
     return (
@@ -296,7 +298,7 @@ def _chart_row(characters: str, row: int, scale: Scale, shaded: bool) -> Text:
     text = Text(characters, style=_LIVE)
     if in_band and shaded:
         text.stylize("on #17402a")
-    elif in_band:  # without colours the band is what is not blank
+    elif in_band:  # without colours, the band is marked where blank
         text = Text(characters.replace(" ", "░"), style=_GOOD)
     label = f"{scale.ticks[row]:.3g}" if row in scale.ticks else ""
     return Text.assemble(text, (f" {label}", _GOOD if in_band else _LABEL))

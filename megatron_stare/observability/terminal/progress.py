@@ -1,8 +1,8 @@
-"""A run as the driver shows it to people: the interface, and the plain kind of it, one line a step.
+"""The interface of a run's display, and a plain version that prints one line per step.
 
-Comes from `sinks/console.py`; goes to stdout. Plain text, so that a log of a batch job can be read
-and grepped; colour only where a person looks at a terminal. The panel for terminals is in
-`live.py`, whose `make_display` chooses.
+`sinks/console.py` calls it; it writes to stdout. Plain text, so that logs of batch jobs can be read
+and grepped; colour only on a terminal. The panel for terminals is in `live.py`; `make_display`
+there chooses.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from typing import TextIO, TypeVar
 from megatron_stare.observability.sink import Alert
 
 _DIM, _BOLD, _GREEN, _YELLOW, _RED = "2", "1", "32", "33", "31"
-Display = TypeVar("Display", bound="RunDisplay")  # typing.Self came with Python 3.11
-_OUTLIER = 3.0  # a step longer than this many medians is counted as that many
+Display = TypeVar("Display", bound="RunDisplay")  # typing.Self needs Python 3.11
+_OUTLIER = 3.0  # a longer step counts as this many medians
 
 
 class RemainingTime:
-    """Estimates the time left from a moving average of recent step times.
+    """Estimates the remaining time from a moving average of recent step times.
 
-    The first step of a process warms up caches and compilers, so it is left out as soon as there is
-    another. One long step among the recent (a stalled disk) is capped, so that it moves the
-    estimate a little and not tenfold.
+    The first step of a process warms up caches and compilers, so it is dropped once there is
+    another. One long recent step (a stalled disk) is capped, so that it changes the estimate
+    little.
 
     Args:
-        window: steps averaged over.
+        window: number of steps in the average.
     """
 
     def __init__(self, window: int) -> None:
@@ -41,7 +41,7 @@ class RemainingTime:
         self._seen = 0
 
     def add(self, seconds: float) -> None:
-        """Takes note of one step's duration."""
+        """Adds the duration of a step."""
         if not math.isfinite(seconds) or seconds < 0:
             return
         if self._seen == 1:
@@ -50,7 +50,8 @@ class RemainingTime:
         self._seen += 1
 
     def left(self, steps: int) -> float | None:
-        """Seconds that `steps` more steps will take; None before the first one is done."""
+        """Returns the seconds that `steps` more steps will take; None before the first step is
+        done."""
         if not self._recent:
             return None
         cap = _OUTLIER * statistics.median(self._recent)
@@ -58,35 +59,34 @@ class RemainingTime:
 
 
 class RunDisplay(ABC):
-    """Display of a run for a person. A context manager; `close` leaves the terminal as it was
-    found."""
+    """Shows a run to a person. A context manager; `close` restores the terminal."""
 
     def start(self, run_dir: str, algorithm: str) -> None:
-        """Says which run this is."""
+        """Shows which run this is."""
         self.note(f"run directory {run_dir}")
 
     def restore(self, rows: Sequence[Mapping[str, float]]) -> None:  # noqa: B027 - a line printed then is not shown again
-        """Takes the steps that a resumed run has behind it, as `metrics.read_metrics` returns them.
+        """Receives the earlier steps of a resumed run, as `metrics.read_metrics` returns them.
         Shows nothing."""
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The time spent inside is this phase's: rollout, reward, log_probs, update, sync, eval,
+        """Attributes the time inside to this phase: rollout, reward, log_probs, update, sync, eval,
         checkpoint."""
         yield
 
     def rollout_progress(self, done: int, total: int) -> None:  # noqa: B027 - one line a step has no place for it
-        """Responses finished, of those wanted in this phase."""
+        """Receives the number of finished responses, and of those wanted in this phase."""
 
     def evaluated(self, name: str, value: float, step: int) -> None:  # noqa: B027 - a line is printed by `note`
-        """The newest result on a task: what it is called, its value, and the step of the
+        """Receives the newest result of a task: its name, its value, and the step of the
         weights."""
 
     def alerts(self, changed: Sequence[Alert], active: Sequence[Alert]) -> None:
-        """Shows the alerts that began or are over with the step that was shown last.
+        """Shows the alerts that began or ended with the last step shown.
 
         Args:
-            active: all that hold, with their newest figures.
+            active: all active alerts with their newest values.
         """
         for alert in changed:
             self._announce(alert)
@@ -100,11 +100,11 @@ class RunDisplay(ABC):
 
     @abstractmethod
     def warn(self, text: str) -> None:
-        """Shows something the person should look into."""
+        """Shows a warning."""
 
     @abstractmethod
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows the figures of a finished step."""
+        """Shows the metrics of a finished step."""
 
     def _announce(self, alert: Alert) -> None:
         (self.note if alert.over else self.warn)(alert.announce())
@@ -117,12 +117,12 @@ class RunDisplay(ABC):
 
 
 class StepPrinter(RunDisplay):
-    """Prints one aligned line a step, and notes, warnings and alerts between them.
+    """Prints one aligned line per step, and notes, warnings and alerts between them.
 
     Args:
-        total_steps: the step the run ends with.
-        out: where to; default the stdout of the moment of the call.
-        smoothing: steps that the estimate of the time left averages over.
+        total_steps: number of the run's last step.
+        out: output; default stdout at the time of the call.
+        smoothing: number of steps in the average for the remaining time.
     """
 
     def __init__(self, total_steps: int, out: TextIO | None = None, smoothing: int = 20) -> None:
@@ -142,7 +142,7 @@ class StepPrinter(RunDisplay):
             "rate": 6,
             "time": 5,
         }
-        # columns seen so far: a value missing once leaves a dash, not a hole
+        # columns seen so far: a value that is missing once leaves a dash instead of a gap
         self._shown: set[str] = set()
         self._last_call = time.monotonic()
 
@@ -151,14 +151,14 @@ class StepPrinter(RunDisplay):
         self._write(self._paint(_DIM, text))
 
     def warn(self, text: str) -> None:
-        """Prints something the person should look into."""
+        """Prints a warning."""
         self._write(self._paint(_YELLOW, f"warning: {text}"))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Prints the line of a finished step. Metrics the method does not have leave no column.
+        """Prints the line of a finished step. Metrics that the method lacks get no column.
 
-        The time left counts training steps at their recent pace; evaluations and checkpoints come
-        on top.
+        The remaining time assumes the recent pace of training steps; evaluations and checkpoints
+        come on top.
         """
         now = time.monotonic()
         self._remaining.add(metrics.get("time/step_s", now - self._last_call))
@@ -218,8 +218,8 @@ class StepPrinter(RunDisplay):
         return "" if seconds is None else self._paint(_DIM, "left") + " " + clock(seconds)
 
     def _pad(self, name: str, text: str) -> str:
-        # Columns only ever grow: short runs stay compact, and a wide value does not make every
-        # later line jump back.
+        # Columns only grow: short runs stay compact, and after a wide value later lines stay
+        # aligned.
         self._widths[name] = max(self._widths[name], len(text))
         return text.rjust(self._widths[name])
 
@@ -234,7 +234,7 @@ class StepPrinter(RunDisplay):
 
 
 def clock(seconds: float) -> str:
-    """A duration as 5:01, 2:05:01 or 1d 02:05:01."""
+    """Formats a duration as 5:01, 2:05:01 or 1d 02:05:01."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
