@@ -14,6 +14,7 @@ import yaml
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
+from support.models import save_model
 from support.runs import ROOT
 
 from megatron_stare.cli import main
@@ -30,6 +31,7 @@ from megatron_stare.config.performance import (
 from megatron_stare.config.schema import PerformanceConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.models import read_shape
 from megatron_stare.planning.preflight import check
 
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
@@ -168,6 +170,17 @@ def test_what_does_not_go_together_is_refused_on_any_device(
     with pytest.raises(ConfigError, match=message):
         check_performance(load_config(QUICKSTART, [MODEL, *overrides]))
     check_performance(load_config(QUICKSTART, [MODEL, *overrides[:-1]]))
+
+
+def test_a_fused_rotary_embedding_is_refused_for_latent_attention(tmp_path: Path) -> None:
+    save_model(tmp_path / "latent", "deepseek_v3")
+    save_model(tmp_path / "plain", "llama")
+    latent, plain = (read_shape(str(tmp_path / name)) for name in ("latent", "plain"))
+    fused = load_config(QUICKSTART, [MODEL, "performance.rope_fusion=true"])
+    with pytest.raises(ConfigError, match="latent attention, whose rotary embedding is not fused"):
+        check_performance(fused, latent)
+    check_performance(fused, plain)
+    check_performance(load_config(QUICKSTART, [MODEL]), latent)
 
 
 @without_gpu

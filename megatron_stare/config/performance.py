@@ -18,6 +18,7 @@ import torch
 
 from megatron_stare.config.schema import Config, PerformanceConfig
 from megatron_stare.errors import ConfigError
+from megatron_stare.models.shape import ModelShape
 
 # attention on a CPU: up to so many positions float32 scores are held whole; from 128 on the kernel
 # is as quick
@@ -182,9 +183,19 @@ def shares_prompts(config: Config) -> bool:
     )
 
 
-def check_performance(config: Config) -> None:
-    """Raises ConfigError for settings that do not go together, on any device."""
+def check_performance(config: Config, shape: ModelShape | None = None) -> None:
+    """Raises ConfigError for settings that do not go together, on any device.
+
+    Args:
+        shape: of the model; None: checks of the model are left out.
+    """
     performance = config.performance
+    if performance.rope_fusion and shape is not None and shape.latent is not None:
+        raise ConfigError(
+            f"{shape.family} has latent attention, whose rotary embedding is not fused",
+            where="performance.rope_fusion",
+            fix="leave it out, or set it to false",
+        )
     for feature in FEATURES:
         if not getattr(performance, feature.name):
             continue

@@ -96,7 +96,7 @@ CONFIGURATION: dict[str, Callable[[Asked], None]] = {
     "head": lambda asked: check_head(asked.config, asked.run.method),
     "aggregation": lambda asked: check_aggregation(asked.config, asked.run.method),
     "optimizer": lambda asked: check_optimizer(asked.config),
-    "performance": lambda asked: check_performance(asked.config),
+    "performance": lambda asked: check_performance(asked.config, asked.shape),
     "environment variables": lambda asked: check_environment(asked.config),
     "device": _device,
     "layout": lambda asked: check_layout(asked.config.parallel, asked.shape),
