@@ -1,3 +1,3 @@
-"""STARE and its relatives on Megatron: stable reinforcement learning of reasoning models."""
+"""Stable reinforcement learning of reasoning models on Megatron, with STARE and related methods."""
 
 __version__ = "0.2.0"
