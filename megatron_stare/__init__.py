@@ -1,4 +1,4 @@
-"""STARE and its relatives on Megatron: stable reinforcement learning of reasoning models."""
+"""Stable reinforcement learning of reasoning models on Megatron, with STARE and related methods."""
 
 from __future__ import annotations
 

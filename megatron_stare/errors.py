@@ -1,5 +1,4 @@
-"""Errors meant for the person at the keyboard. `cli.py` prints them without a traceback and exits
-with 2."""
+"""Errors that the user can fix. `cli.py` prints them without a traceback and exits with 2."""
 
 from __future__ import annotations
 
@@ -10,12 +9,12 @@ from typing import Any
 
 
 class UserError(Exception):
-    """Something the user can mend.
+    """Error that the user can fix.
 
     Args:
-        what: what is wrong, in one sentence.
-        where: the file, line or configuration key it is about.
-        fix: what to do.
+        what: the fault, in one sentence.
+        where: file, line or configuration key of the fault.
+        fix: suggested remedy.
     """
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
@@ -36,18 +35,22 @@ def _rebuild(cls: type[UserError], what: str, where: str | None, fix: str | None
 
 
 class ConfigError(UserError):
-    """The configuration asks for something that cannot be honoured."""
+    """Error: the configuration contains something invalid or unsupported."""
 
 
 class DataError(UserError):
-    """A prompt, model or checkpoint file is missing or malformed."""
+    """Error: a prompt, model or checkpoint file is missing or malformed."""
 
 
 class UnusableCheckpointError(DataError):
-    """A run cannot be continued from a checkpoint, and can from an earlier one of its own."""
+    """Error: a checkpoint is unusable, but the run has an earlier, usable one."""
 
     def __init__(self, error: DataError, run_dir: Path, older: int) -> None:
-        """`older` is the step of that one."""
+        """Adds the earlier checkpoint to the message.
+
+        Args:
+            older: step of the earlier checkpoint.
+        """
         super().__init__(
             error.what,
             where=error.where,
@@ -60,28 +63,28 @@ class UnusableCheckpointError(DataError):
 
 
 class WeightVersionError(UserError):
-    """Tokens were sampled by weights other than the ones the trainer holds."""
+    """Error: other weights than the expected version sampled a token."""
 
 
 class RewardFailureError(UserError):
-    """Too many answers could not be verified for the reward to be trusted."""
+    """Error: too many answers could not be verified."""
 
 
 class NonFiniteError(UserError):
-    """A loss or gradient is not finite; the optimizer was not stepped."""
+    """Error: a loss or gradient is not finite, and the optimizer step was skipped."""
 
 
 class GuardError(UserError):
-    """A figure of a step is out of the bounds that the run was given."""
+    """Error: a metric of a step is out of the run's bounds."""
 
 
 class RollBack(Exception):
-    """A run is to go on from its newest checkpoint, and leave some prompts out.
+    """Signal to resume a run from its newest checkpoint without some prompts.
 
     Args:
-        step: whose figures are the reason.
-        why: what was measured.
-        prompts: cursors of those to be left out.
+        step: step that caused the rollback.
+        why: the measured reason.
+        prompts: cursors of the prompts to leave out.
     """
 
     def __init__(self, step: int, why: str, prompts: Sequence[int]) -> None:
@@ -93,7 +96,7 @@ class RollBack(Exception):
 
 
 def unknown_name(key: str, known: Iterable[str], where: str) -> ConfigError:
-    """The error for a name that is not one of `known`, with the nearest that is."""
+    """Returns the error for a name that is not in `known`, with the most similar known name."""
     known = sorted(known)
     near = difflib.get_close_matches(key, known, n=1)
     fix = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
@@ -118,8 +121,7 @@ _BOUNDS = {
 
 
 def in_words(error: Mapping[str, Any]) -> str:
-    """Says what is wrong with a value, of one of pydantic's errors; in its own words where there
-    are none of ours."""
+    """Words one of pydantic's errors about a value; keeps pydantic's message for unknown kinds."""
     kind, context = error["type"], error.get("ctx", {})
     if kind in _BOUNDS:
         words, name = _BOUNDS[kind]

@@ -1,5 +1,5 @@
-"""Finds what a configuration names: ours by its short name, a user's own by its dotted path.
-Imports no torch."""
+"""Finds the object that a configuration names, by a short name of this package or a user's dotted
+path. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from typing import Any, get_type_hints
 
 from megatron_stare.errors import ConfigError, in_words, unknown_name
 
-# Former paths of modules, which configurations or a user's files may still name, and their present
-# paths.
+# Current paths of renamed modules by former path, which a user's files may still name.
 MOVED = {
     "megatron_stare.batch": "megatron_stare.records.batch",
     "megatron_stare.bisecting.late_engine": "megatron_stare.commands.bisect.causes",
@@ -41,13 +40,13 @@ MOVED = {
 
 @dataclass(frozen=True)
 class Extension:
-    """Something that a configuration names, ours or a user's own, and settings of its own.
+    """A named extension, built in or a user's own, with its settings.
 
-    In YAML it is a name, or `{name: ..., setting: value}`. Which settings there are says whoever
-    reads them, see `settings_of`.
+    In YAML it is a name or `{name: ..., setting: value}`. Its function or class determines which
+    settings exist; see `settings_of`.
 
-    name: a short name, or a path as `resolve` takes it.
-    settings: as they were read, not checked.
+    name: a short name, or a path for `resolve`.
+    settings: unchecked settings.
     """
 
     name: str
@@ -55,7 +54,7 @@ class Extension:
 
     @classmethod
     def read(cls, value: Any) -> Extension:
-        """The extension that is written so. Raises ValueError where it has no name."""
+        """Reads an extension from its YAML value. Raises ValueError if it has no name."""
         if isinstance(value, cls):
             return value
         written = {"name": value} if isinstance(value, str) else value
@@ -67,11 +66,11 @@ class Extension:
 
     @classmethod
     def parse(cls, text: str) -> Extension:
-        """The extension whose `str` is this text."""
+        """Returns the extension whose `str` is this text."""
         return cls.read(json.loads(text) if text.startswith("{") else text)
 
     def written(self) -> str | dict[str, Any]:
-        """Form that `read` takes: the name alone where there are no settings."""
+        """Returns the value for `read`: only the name if there are no settings."""
         return {"name": self.name, **self.settings} if self.settings else self.name
 
     def __str__(self) -> str:
@@ -92,25 +91,24 @@ class Extension:
 def settings_of(
     extension: Extension, reader: Callable[..., Any], where: str, given: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The settings of an extension, checked and converted as the function or class that reads them
-    says.
+    """Checks and converts the settings of an extension.
 
-    Its settings are its keyword-only parameters, with their types and defaults.
+    The settings are the keyword-only parameters of `reader`, with their types and defaults.
 
     Args:
-        reader: what the extension names.
-        where: the configuration key, for the error.
-        given: keyword-only parameters that the run gives, which are no settings.
+        reader: function or class that the extension names.
+        where: the configuration key, for errors.
+        given: keyword-only parameters that the run passes itself, so they are not settings.
 
     Returns:
-        The settings that are written, by name; the others have their defaults.
+        The settings in the configuration, by name. Parameters that it lacks keep their defaults.
 
     Raises:
-        ConfigError: a setting that there is not (with a suggestion), one that is missing, or a
-            value of the wrong type or out of range.
+        ConfigError: a setting is unknown (with a suggestion) or missing, or its value has the wrong
+            type or is out of range.
     """
     parameters: Collection[inspect.Parameter] = ()
-    with contextlib.suppress(TypeError, ValueError):  # of something that is not Python's
+    with contextlib.suppress(TypeError, ValueError):  # no Python signature
         parameters = inspect.signature(reader).parameters.values()
     known = {
         each.name: each
@@ -138,8 +136,9 @@ def settings_of(
 
 
 def _typed(reader: Callable[..., Any], key: str, value: Any, where: str) -> Any:
-    """The value of a setting, as the annotation of its parameter has it; without one, as it is."""
-    from pydantic import TypeAdapter, ValidationError  # not needed where nothing has settings
+    """Converts a setting's value to its parameter's annotated type; unchanged without
+    annotation."""
+    from pydantic import TypeAdapter, ValidationError  # only needed for extensions with settings
     from pydantic.errors import PydanticUserError
 
     annotated = reader.__init__ if isinstance(reader, type) else reader  # type: ignore[misc]
@@ -163,17 +162,17 @@ def _typed(reader: Callable[..., Any], key: str, value: Any, where: str) -> Any:
 
 
 def resolve(name: str, known: Mapping[str, str], where: str) -> Any:
-    """The object called `name`.
+    """Returns the object called `name`.
 
     Args:
-        name: a key of `known`, `package.module.attribute` or `path/to/file.py:attribute`; of a
-            module that is in MOVED the former name too.
-        known: short name to dotted path.
-        where: the configuration key, for the error.
+        name: a key of `known`, `package.module.attribute` or `path/to/file.py:attribute`. The
+            module may have a former path from MOVED.
+        known: dotted paths by short name.
+        where: the configuration key, for errors.
 
     Raises:
-        ConfigError: unknown short name (with a suggestion), or a path that does not import (with
-            the line that fails).
+        ConfigError: the short name is unknown (with a suggestion), or the import fails (with the
+            failing line).
     """
     path, _, attribute = name.rpartition(":")
     if path.endswith(".py") and name not in known:
@@ -184,7 +183,7 @@ def resolve(name: str, known: Mapping[str, str], where: str) -> Any:
     module = MOVED.get(module, module)
     try:
         imported = importlib.import_module(module)
-    except Exception as error:  # whatever a user's module raises while it is imported
+    except Exception as error:  # a user's module may raise anything
         raise _not_imported(module, error, where) from error
     return _attribute(imported, attribute, where)
 
@@ -196,8 +195,8 @@ def _attribute(module: ModuleType, name: str, where: str) -> Any:
 
 
 def _imported_file(path: str, where: str) -> ModuleType:
-    """The module that a file makes, once a process. It is found by no `import`, and shadows
-    none."""
+    """Imports a file as a module, once per process. Its name cannot be imported, so it shadows no
+    other module."""
     file = Path(path).expanduser().resolve()
     name = f"file:{file}"
     if name in sys.modules:
@@ -210,19 +209,19 @@ def _imported_file(path: str, where: str) -> ModuleType:
             fix="correct the path, or give an absolute path",
         )
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up
+    sys.modules[name] = module  # dataclasses and pickle look up their module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever a user's file raises while it is imported
+    except Exception as error:  # a user's file may raise anything
         del sys.modules[name]
         raise _not_imported(str(file), error, where) from error
     return module
 
 
 def _not_imported(module: str, error: Exception, where: str) -> ConfigError:
-    """Says whether the module was not found, or was found and failed, and then at which line."""
+    """Returns an error that says whether the module is missing, or which line of it failed."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    # rows of MOVED whose former module is the missing one, or lies in the missing package
+    # rows of MOVED whose former module is the missing module or lies in the missing package
     if missing and (
         moved := {old: new for old, new in MOVED.items() if f"{old}.".startswith(f"{missing}.")}
     ):

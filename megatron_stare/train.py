@@ -1,11 +1,11 @@
-"""The training loop. It reads like the algorithm; everything it calls lives elsewhere.
+"""The training loop, written like the algorithm. Other modules implement its calls.
 
 next:     rollouts -> rewards -> group advantages             (driver/training_source.py)
 step:     log-probs -> statistics, gate, weights -> backward  (driver/policy_trainer.py)
-publish:  weight sync, and the proof that it arrived          (driver/training_source.py)
+publish:  weight sync and its verification                    (driver/training_source.py)
 log:      metrics, alerts and samples to every sink           (observability/metrics/monitor.py)
-steps:    checkpoint and evaluation that are due              (driver/session.py, driver/parts.py)
-session:  a lost worker: another session goes on              (driver/held_run.py)
+steps:    due checkpoints and evaluations                     (driver/session.py, driver/parts.py)
+session:  a new session after the loss of a worker            (driver/held_run.py)
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def train(
     """Trains, and returns the run directory.
 
     Args:
-        resume: continue the newest checkpoint of the run, or that of `from_step`.
-        dump_step: step whose first update batch, weights, loss and gradients are written out.
-        limit: of the run's time.
+        resume: resume from the run's newest checkpoint, or from that of `from_step`.
+        dump_step: step whose first update's batch, weights, loss and gradients are written out.
+        limit: time limit of the run.
 
     Raises:
-        UserError: something the user can mend; the last checkpoint is intact.
+        UserError: an error that the user can fix. The last checkpoint is intact.
     """
     inputs = read_inputs(config)
     if resume and (made := made_already(inputs, from_step, dump_step)):
@@ -51,7 +51,7 @@ def _session(inputs: Inputs, held: HeldRun, dump_step: int | None, limit: TimeLi
 
 
 def make_steps(run: Session) -> None:
-    """All steps that an open session gives."""
+    """Makes all remaining steps of an open session."""
     run.rollouts.publish(run.trainer.weights(), run.state.step)
     for step in run.steps():
         batch = run.rollouts.next(step)

@@ -1,7 +1,6 @@
-"""Trainer and servers on the same devices: who is there when, so that both fit that could not stand
-side by side.
+"""Moves trainer and servers on and off shared devices, since both together may not fit.
 
-    phase          of the trainer                          of the servers
+    phase          trainer memory                          server memory
     start          nothing, then everything                everything, then nothing
     rollout, eval  nothing                                 weights, cache
     log_probs      parameters, reference                   nothing
@@ -9,8 +8,8 @@ side by side.
     sync           parameters                              weights, then the cache for the canary
     checkpoint     parameters, optimizer                   weights
 
-The optimizer's state and a cache never lie on a device together. A rank brings in what a call needs
-(Trainer.onload); said here is when it has to leave, and what the servers hold.
+Optimizer state and KV cache are never on a device together. A rank loads what a call needs
+(Trainer.onload). This module decides when the trainer offloads and what the servers hold.
 """
 
 from __future__ import annotations
@@ -50,8 +49,11 @@ LEAVING: dict[str, tuple[str, ...]] = {
 def in_order(
     config: Config, trainers: Callable[[], TrainerGroup], engines: Callable[[], EnginePool]
 ) -> tuple[TrainerGroup, EnginePool]:
-    """Both, started. Servers that share the trainer's devices are started and released before it is
-    built: they size their cache by what they find free, and the trainer finds it free again."""
+    """Starts trainer and engines.
+
+    Colocated servers start first and release their memory before the trainer is built, since they
+    size their cache by the free memory.
+    """
     if not config.sglang.colocated:
         ranks = trainers()
         return ranks, engines()
@@ -61,7 +63,7 @@ def in_order(
 
 
 class Colocation:
-    """Moves trainer and servers of `in_order`. Silent without `sglang.colocated`."""
+    """Moves the trainer and servers of `in_order`. Does nothing without `sglang.colocated`."""
 
     def __init__(self, config: Config, ranks: TrainerGroup, engines: EnginePool) -> None:
         self._on = config.sglang.colocated
@@ -70,7 +72,7 @@ class Colocation:
         self.metrics: dict[str, float] = {}  # of the newest step, MB of all engines' processes
 
     def release(self) -> None:
-        """A step's last response is there: the servers leave until the next sync."""
+        """Releases the servers' memory until the next sync, after the last response of a step."""
         if not self._on:
             return
         held = self._engines.memory_mb()
@@ -79,8 +81,9 @@ class Colocation:
 
     @contextlib.contextmanager
     def syncing(self) -> Iterator[None]:
-        """Around a weight sync: the servers have room for weights before it, and for their cache
-        after it. Of the trainer the parameters stay, which the canary is scored with next."""
+        """Context manager around a weight sync. Restores the servers' weights before it and their
+        cache after it. Offloads the trainer except for the parameters, which the canary needs
+        next."""
         if not self._on:
             yield
             return
@@ -92,16 +95,14 @@ class Colocation:
         self._note("memory/engines_taken_mb", self._engines.memory_mb(), held)
 
     def synced(self) -> None:
-        """The weights have arrived and are proven: the trainer leaves until the next log-prob
-        pass."""
+        """Offloads the trainer until the next log-prob pass, after the weight sync is verified."""
         if self._on:
             self._leave(self._leaving)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Around the beginning of a checkpoint, which needs the optimizer's state: the servers'
-        caches make room. What is written is on the host, or in a fork's view of it, when it has
-        begun."""
+        """Context manager around the beginning of a checkpoint. Releases the servers' caches to
+        make room for the optimizer state. When it closes, all data to write is in host memory."""
         if not self._on or "optimizer" not in self._leaving:
             yield
             return

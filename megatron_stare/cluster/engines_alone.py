@@ -1,5 +1,5 @@
-"""Engines without a trainer, wherever they live: those of `megatron-stare eval`. Their weights are
-those of a Hugging Face folder, in place of a trainer's."""
+"""Engines without a trainer, for `megatron-stare eval`. They get their weights from a Hugging Face
+folder."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from megatron_stare.weights.sync.target import Sender, SyncTarget, WeightStream
 
 
 class EnginesAlone(Protocol):
-    """See InlineEngines and RayEngines."""
+    """Interface of InlineEngines and RayEngines."""
 
     engines: EnginePool
 
     def notes(self) -> list[str]:
-        """Lines that say where the engines were placed; none where there was nothing to choose."""
+        """Returns lines about the placement of engines; [] if there was no choice."""
         ...
 
     def share(self, value: Any) -> Handle:
-        """Puts a value where every engine can take it from, once."""
+        """Stores a value once for all engines and returns a handle of it."""
         ...
 
     def close(self) -> None: ...
@@ -44,7 +44,7 @@ def make_engines(config: Config, tell: Callable[[str], None] = unsaid) -> Engine
         tell: told, in a line, what takes seconds to start, before it does.
 
     Raises:
-        UserError: one does not come up, or cannot be placed.
+        UserError: an engine does not start or cannot be placed.
     """
     if config.runtime.runner == "inline":
         from megatron_stare.cluster.inline import InlineEngines
@@ -56,17 +56,17 @@ def make_engines(config: Config, tell: Callable[[str], None] = unsaid) -> Engine
 
 
 class FolderWeights(WeightStream):
-    """The weights of a folder on their way: read bucket by bucket, sent from this process. Used for
-    one update.
+    """Weight stream that reads a folder bucket by bucket and sends from this process. For one
+    update.
 
     Args:
         folder: checked against `shape`, tensor by tensor.
-        dtype: that the weights are cast to, as a trainer of this dtype does when it loads them.
-        bucket_bytes: no bucket is larger, but one that holds a single tensor.
-        share: puts a bucket where every engine can take it from.
+        dtype: dtype that the weights are cast to, as in a trainer with this dtype.
+        bucket_bytes: size limit of a bucket. A larger tensor gets its own bucket.
+        share: stores a bucket for all engines.
 
     Raises:
-        DataError: a tensor is missing, or has another shape.
+        DataError: a tensor is missing or has another shape.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class FolderWeights(WeightStream):
         self._sender: Sender | None = None
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
-        """See WeightStream; nobody else has a part in a bucket."""
+        """See WeightStream. A bucket needs no calls of other processes."""
         for bucket in self._read():
             self._checksums |= (
                 bucket.checksums()
@@ -98,10 +98,10 @@ class FolderWeights(WeightStream):
         return self._checksums
 
     def prepare(self, target: SyncTarget, prove: bool) -> None:
-        """Nothing is gathered ahead: a file is read as it is sent."""
+        """Does nothing, since files are read while they are sent."""
 
     def send_to(self, target: SyncTarget, prove: bool) -> list[Any]:
-        """See WeightStream. This process is the one sender."""
+        """See WeightStream. This process is the only sender."""
         self._sender = target.sender(0)
         self._sender.expect(prove, None)
         self._sender.begin()
@@ -113,7 +113,7 @@ class FolderWeights(WeightStream):
         return told
 
     def forget(self) -> None:
-        """See WeightStream. Lets go of the way to the engines as well."""
+        """See WeightStream. Also closes the sender."""
         if self._sender is not None:
             sender, self._sender = self._sender, None
             sender.forget()
@@ -130,8 +130,8 @@ class FolderWeights(WeightStream):
 def _laid_out(
     sizes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, bucket_bytes: int
 ) -> tuple[BucketLayout, ...]:
-    """Packs the tensors into buckets of at most `bucket_bytes`, in order; a larger tensor has a
-    bucket of its own."""
+    """Packs tensors in order into buckets of at most `bucket_bytes`. A larger tensor gets its own
+    bucket."""
     parts: list[list[Slot]] = [[]]
     for name, size in sizes.items():
         start = parts[-1][-1].start + parts[-1][-1].numel if parts[-1] else 0

@@ -1,5 +1,5 @@
-"""Runs everything in this process: one trainer rank and the engines, called one after another. For
-tests and study."""
+"""Runs one trainer rank and the engines in this process, called one after another. For tests and
+study."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from megatron_stare.rollout.fleet.retries import RequestRule
 
 
 class InlineWorkers(Workers):
-    """Objects of this process; a handle is the result.
+    """Workers that are objects in this process. A handle is the result itself.
 
     Args:
-        make: makes the worker of a number anew; None: none of them can be.
+        make: recreates a worker by number; None: lost workers cannot be replaced.
     """
 
     def __init__(self, workers: Sequence[Any], make: Callable[[int], Any] | None = None) -> None:
@@ -59,7 +59,7 @@ class InlineWorkers(Workers):
         on_done: Callable[[int], None] | None = None,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        return list(handles)  # all finished when they were started
+        return list(handles)  # calls finish when started
 
     async def result(self, handle: Handle) -> Any:
         # lets the event loop handle this result before the next call takes the thread
@@ -73,7 +73,7 @@ class InlineWorkers(Workers):
         """See Workers."""
         if self._make is None:
             return super().replace(worker)
-        with contextlib.suppress(Exception):  # what it speaks for is lost, whatever it says
+        with contextlib.suppress(Exception):  # the old worker is lost, so its errors do not matter
             self._workers[worker].close()
         new = self._make(worker)
         with self._closing:
@@ -92,8 +92,11 @@ class InlineWorkers(Workers):
 
 
 def inline_engines(config: Config, sites: Sequence[Site] = ()) -> InlineWorkers:
-    """All engines of a run, in this process, and how each is made anew. Args: sites: of each; none:
-    all are here."""
+    """Makes all engines of a run in this process.
+
+    Args:
+        sites: the site of each engine; empty: all are in this process.
+    """
 
     def make(number: int) -> EngineWorker:
         return EngineWorker(config, number, sites[number] if sites else HERE)
@@ -145,7 +148,7 @@ class InlineRunner:
         workers = inline_engines(
             config, [self._site(config, number) for number in range(replica_count(config))]
         )
-        self._started.append(workers)  # servers that were started
+        self._started.append(workers)  # so that `close` ends their servers
         rules = RequestRule.of(config), RestartRule.of(config)
         self._started.append(pool := EnginePool(workers, config.rollout.prove_every, *rules))
         return pool
@@ -159,7 +162,7 @@ class InlineRunner:
         return Site(parts, LOOPBACK, (LOOPBACK,) * len(nodes))
 
     def lost(self, error: Exception) -> WorkerLostError | None:
-        """See Runner. There is no other process."""
+        """See Runner. No other process can be lost."""
         return None
 
     def close(self) -> None:

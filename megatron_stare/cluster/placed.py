@@ -1,4 +1,5 @@
-"""Actual places of a plan's processes: numbered by the plan, checked against it, and shown."""
+"""Actual nodes and GPUs of a plan's processes: numbers them, checks them against the plan, and
+formats them."""
 
 from __future__ import annotations
 
@@ -11,16 +12,19 @@ from megatron_stare.planning.placement import Node, PlacementError, Plan
 
 @dataclass(frozen=True)
 class Spot:
-    """Place of a process, as the process itself reports it."""
+    """Place that a process reports for itself."""
 
     node: str  # id
-    # GPUs that the process was shown, as CUDA_VISIBLE_DEVICES has them; None: simulated ones
+    # GPUs in the process's CUDA_VISIBLE_DEVICES; None: simulated GPUs
     gpus: tuple[str, ...] | None = None
 
 
 def rank_order(plan: Plan, spots: Sequence[Spot]) -> list[int]:
-    """Which of the processes, started in the plan's order, becomes rank 0, 1, ...: on each node by
-    GPU index."""
+    """Returns the process for each rank: by GPU index on each node, nodes in the plan's order.
+
+    Args:
+        spots: places of the processes, in the order in which the plan started them.
+    """
 
     def index(number: int) -> tuple[int, str]:
         gpu = "".join((spots[number].gpus or ())[:1])
@@ -34,10 +38,10 @@ def rank_order(plan: Plan, spots: Sequence[Spot]) -> list[int]:
 
 
 def check_ranks(plan: Plan, ranks: Sequence[Spot]) -> None:
-    """Holds where the ranks are, in order, against where they were to be.
+    """Checks the actual places of the ranks, in order, against the plan.
 
     Raises:
-        PlacementError: the first that is elsewhere, or does not see one GPU of its own.
+        PlacementError: a rank is on another node, or does not see exactly one GPU of its own.
     """
     held: dict[tuple[str, str], str] = {}
     for number, (node, spot) in enumerate(zip(plan.ranks, ranks, strict=True)):
@@ -45,12 +49,11 @@ def check_ranks(plan: Plan, ranks: Sequence[Spot]) -> None:
 
 
 def check_replicas(plan: Plan, ranks: Sequence[Spot], replicas: Sequence[Spot]) -> None:
-    """Holds where the parts of replicas that take GPUs are, in order, against where they were to
-    be.
+    """Checks the actual places of replica parts on GPUs, in order, against the plan.
 
     Raises:
-        PlacementError: the first that is elsewhere, or does not see its GPUs: its own or, where
-            replicas share the trainer's, those of the ranks it shares with.
+        PlacementError: a part is on another node, or does not see its GPUs. If replicas share the
+            trainer's GPUs, these are the GPUs of the planned ranks.
     """
     held = {
         (spot.node, gpu): f"rank {rank}"
@@ -67,7 +70,7 @@ def check_replicas(plan: Plan, ranks: Sequence[Spot], replicas: Sequence[Spot]) 
 
 
 def _named(plan: Plan, part: int) -> str:
-    """A replica's number and, where it is on several nodes, which of its parts."""
+    """Returns a replica's number, with the part's number if the replica is on several nodes."""
     replica, node = divmod(part, plan.demand.replica_nodes)
     return (
         str(replica)
@@ -79,7 +82,7 @@ def _named(plan: Plan, part: int) -> str:
 def _check_spot(
     what: str, gpus: int, planned: Node, spot: Spot, held: dict[tuple[str, str], str]
 ) -> None:
-    """Adds its GPUs to those that are held, by whom."""
+    """Checks one process against the plan, and adds its GPUs to `held`."""
     if spot.node != planned.id:
         raise _elsewhere(f"{what} was to be on node {planned}, and is on {spot.node[:8]}")
     if spot.gpus is not None and len(spot.gpus) != gpus:
@@ -92,8 +95,8 @@ def _check_spot(
 
 
 def shown(plan: Plan, ranks: Sequence[Spot], part: int) -> dict[str, str]:
-    """The variable that shows a replica's part its GPUs where those are the ranks'; its own are
-    shown by who starts it."""
+    """Returns the CUDA_VISIBLE_DEVICES of a replica part that shares the ranks' GPUs. Otherwise
+    returns {}, since Ray sets the variable."""
     gpus = _shared(plan, ranks, part) if plan.demand.shared else ()
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 
@@ -112,7 +115,8 @@ def _elsewhere(what: str) -> PlacementError:
 
 
 def table(plan: Plan, ranks: Sequence[Spot] = (), replicas: Sequence[Spot] = ()) -> list[str]:
-    """The plan, a line a node; with the GPUs where the processes have said which they see."""
+    """Returns the plan as lines, one per node, with GPU indices if `ranks` and `replicas` are
+    given."""
     rows = [("node", "GPUs free", "trainer ranks", "engines")]
     for node in plan.nodes:
         own = plan.ranks_on(node)
@@ -149,7 +153,7 @@ def _counted(number: int, what: str) -> str:
 
 
 def _spans(gpus: Sequence[str]) -> str:
-    """0-3, or what they are called."""
+    """Returns GPUs as a range such as 0-3, or else as a list of names."""
     if not all(gpu.isdigit() for gpu in gpus):
         return ",".join(gpus)
     numbers = [int(gpu) for gpu in gpus]

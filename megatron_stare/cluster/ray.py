@@ -1,5 +1,5 @@
-"""Ray: joined or started here, its actors as workers, its nodes and the GPUs set aside on them. The
-only file that imports ray; what goes into the actors is ray_runner.py's matter."""
+"""Starts or joins Ray, runs workers in its actors, and reserves GPUs on its nodes. This is the only
+file that imports ray. ray_runner.py chooses the workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-# Ray reads this at import: its own SIGTERM handler would wait 30 s for work
+# read by Ray at import; otherwise its SIGTERM handler waits 30 s for running work
 os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
 
 import ray
@@ -60,11 +60,11 @@ from megatron_stare.process.output import carried_output, keep_own_output
 from megatron_stare.process.workers import Handle, WorkerLostError, Workers, WorkerSilentError
 from megatron_stare.run_dir.heartbeat import CallBeats
 
-LEFT_S = 10.0  # that workers are given to close at the end of a run
-ENDED_S = 60.0  # and one that is made anew, whose server may hang
-# seconds between looks at a cluster that is incomplete or may have lost something
+LEFT_S = 10.0  # seconds for workers to close at the end of a run
+ENDED_S = 60.0  # seconds for a worker to close before it is replaced; its server may hang
+# seconds between polls of a cluster that is incomplete or may have lost something
 PROBE_S = 1.0
-HEAD_S = 20.0  # without its control store until a cluster is given up; Ray's own limit is 60
+HEAD_S = 20.0  # seconds without a control store until a cluster counts as lost; Ray's limit is 60
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 GPU, VISIBLE, NODE_LABEL = "GPU", "CUDA_VISIBLE_DEVICES", "ray.io/node-id"
 
@@ -72,17 +72,17 @@ _joined: Listener | None = None  # the control store of the cluster that was joi
 
 
 def node_address(interface: str | None) -> str:
-    """Address of this node: of the interface, or else the one that Ray has for it.
+    """Returns this node's address on the interface, or else its address in Ray.
 
     Raises:
-        ConfigError: there is no such interface.
+        ConfigError: the interface does not exist.
     """
     return interface_address(interface) if interface else ray.util.get_node_ip_address()
 
 
 def server_address(config: Config) -> str:
-    """Address of this node by which all of the run reach what it starts here: loopback where Ray
-    was started for the run, all of which is then on one machine."""
+    """Returns the address at which the run's processes reach servers on this node. It is loopback
+    if the run started Ray, since the whole run is then on one machine."""
     return node_address(config.runtime.interface) if config.runtime.ray_address else LOOPBACK
 
 
@@ -91,8 +91,8 @@ def _node_id() -> str:
 
 
 class Actor:
-    """Hosts one worker in a Ray actor. `method` runs any call on it, so that workers know nothing
-    of Ray."""
+    """Hosts one worker in a Ray actor. `method` forwards any call, so that workers do not depend on
+    Ray."""
 
     def __init__(self) -> None:
         self._worker: Any = None
@@ -100,33 +100,32 @@ class Actor:
         self._beats = CallBeats(None, "")
 
     def build(self, kind: Callable[..., Any], pickled: bytes, role: str) -> None:
-        """Makes the worker of its pickled arguments. They are read here, where an error is the
-        worker's own: a method of the user's, say, that this node does not have. Ray would lose what
-        it says."""
+        """Makes the worker from pickled arguments. They are unpickled here, because Ray would lose
+        the message of an error, such as a user's method that is missing on this node."""
         keep_own_output(role)
         self._beats = beats_here(role, ray.get_runtime_context().get_node_id())
         with self._beats.call("build"):
             if interface := interface_of(ray.util.get_node_ip_address()):
-                # gloo's own choice is the address of the host's name, which may be loopback's
+                # gloo would resolve the host name, which may give the loopback address
                 os.environ.setdefault(GLOO_INTERFACE, interface)
             self._worker = kind(*pickle.loads(pickled))
             freeze()
 
     def address(self, interface: str | None, ports: Sequence[int] | None) -> str:
-        """host:port that is free on this node now, for the ranks to meet at.
+        """Returns a free host:port on this node for the ranks' rendezvous.
 
         Args:
-            interface: whose address it is; None: the one that Ray has for this node.
-            ports: of which it is one; None: any.
+            interface: network interface of the address; None: the node's address in Ray.
+            ports: ports to choose from; None: any.
 
         Raises:
-            UserError: there is no such interface, or none of the ports is free.
+            UserError: the interface does not exist, or none of the ports is free.
         """
         host = node_address(interface)
         return f"{host}:{free_port(host, ports or (0,))}"
 
     def open_door(self, interface: str | None, host: str | None) -> Door:
-        """Listens where a server of this node will; see `routes.require_reach`.
+        """Listens at the address of this node's future server; see `routes.require_reach`.
 
         Raises:
             ConfigError: this node lacks the interface or the address.
@@ -150,7 +149,7 @@ class Actor:
             self._door = None
 
     def leave_in(self, folder: str) -> str:
-        """Leaves a file, whose path this returns. Raises ConfigError where it cannot be written."""
+        """Creates a file in the folder and returns its path. Raises ConfigError if it cannot."""
         file = Path(folder) / f"seen-{secrets.token_hex(8)}"
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -162,16 +161,16 @@ class Actor:
         return str(file)
 
     def sees(self, file: str) -> tuple[str, bool]:
-        """Names this node, and whether the file is there."""
+        """Returns this node's name, and whether it sees the file."""
         with contextlib.suppress(OSError):
-            os.listdir(Path(file).parent)  # a network file system looks anew
+            os.listdir(Path(file).parent)  # refreshes a network file system's cache
         return socket.gethostname(), Path(file).exists()
 
     def take_away(self, file: str) -> None:
         Path(file).unlink(missing_ok=True)
 
     def spot(self, on_gpus: bool) -> Spot:
-        """Node of this process, and the GPUs that it was shown; simulated ones cannot be shown."""
+        """Returns this process's node and visible GPUs; None for simulated GPUs."""
         seen = tuple(filter(None, os.environ.get(VISIBLE, "").split(","))) if on_gpus else None
         return Spot(ray.get_runtime_context().get_node_id(), seen)
 
@@ -180,14 +179,14 @@ class Actor:
             return getattr(self._worker, name)(*args)
 
     def close(self) -> None:
-        """Closes the worker, where one was made."""
+        """Closes the worker, if one was made."""
         if self._worker is not None:
             with self._beats.call("close"):
                 self._worker.close()
 
 
 class RayPeers(Workers):
-    """Workers as another one has them: it calls them, and they end with whoever started them."""
+    """Workers that another worker may call but does not own. Their starter ends them."""
 
     def __init__(self, actors: Sequence[Any], what: str, timeout_s: float) -> None:
         self._actors, self._what, self._timeout_s = list(actors), what, timeout_s
@@ -211,8 +210,8 @@ class RayPeers(Workers):
     async def result(self, handle: Handle) -> Any:
         answer, until = asyncio.wrap_future(handle.future()), time.monotonic() + self._timeout_s
         with _worker_errors(self._what, self._timeout_s):
-            # not asyncio.wait_for, which before Python 3.12 may lose a cancellation that comes with
-            # the answer
+            # not asyncio.wait_for, which before Python 3.12 may lose a cancellation that arrives
+            # together with the answer
             while not (await asyncio.wait({answer}, timeout=_turn(until)))[0]:
                 _require_time(until)
             return answer.result()
@@ -221,27 +220,26 @@ class RayPeers(Workers):
         return ray.put(value)
 
     def close(self) -> None:
-        """They are not this worker's."""
+        """Does nothing, since these workers belong to another process."""
 
 
 class RayWorkers(RayPeers):
-    """One actor a worker; they end with this.
+    """Workers in one Ray actor each. `close` ends them.
 
     Args:
-        makers: of each actor, where it belongs: it is called again where the actor is to be made
-            anew.
+        makers: functions that start each actor in its place. Called again to replace an actor.
     """
 
     def __init__(self, makers: Sequence[Callable[[], Any]], what: str, timeout_s: float) -> None:
         super().__init__([make() for make in makers], what, timeout_s)
         self._makers = list(makers)
-        # of every actor: the class that it hosts, its pickled arguments, its role
+        # for each actor: class of its worker, pickled arguments, role
         self._built: list[tuple[Callable[..., Any], bytes, str]] = []
         self._closing = threading.Lock()
         self._closed = False
 
     def everywhere(self, name: str, *args: Any) -> list[Handle]:
-        """Starts a call of the actors themselves, not of the workers they host."""
+        """Starts a call on all actors themselves, not on the workers they host."""
         return [getattr(actor, name).remote(*args) for actor in self._actors]
 
     def renumber(self, order: Sequence[int]) -> None:
@@ -250,16 +248,16 @@ class RayWorkers(RayPeers):
         self._makers = [self._makers[number] for number in order]
 
     def died(self) -> int | None:
-        """The number of one whose process has died, as far as Ray has told; None: of none."""
+        """Returns the number of an actor that Ray reports as dead; None if there is none."""
         states = enumerate(actor._get_local_state() for actor in self._actors)
         return next((number for number, state in states if state == ActorTableData.DEAD), None)
 
     def peers(self, numbers: Sequence[int]) -> RayPeers:
-        """Some of them, for a worker that speaks to them."""
+        """Returns some of the workers, for use by another worker."""
         return RayPeers([self._actors[number] for number in numbers], self._what, self._timeout_s)
 
     def build(self, kind: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> None:
-        """Makes every actor's worker, of its arguments."""
+        """Makes every actor's worker from its arguments."""
         self._built = [
             (kind, pickle.dumps(each), f"{self._what} {n}") for n, each in enumerate(arguments)
         ]
@@ -271,9 +269,8 @@ class RayWorkers(RayPeers):
         )
 
     def replace(self, worker: int) -> None:
-        """See Workers. The new actor has the resources, the bundle and the environment of the old
-        one."""
-        _end([self._actors[worker]], ENDED_S)  # first, as it may hold what the new one is to get
+        """See Workers. The new actor has the same resources, bundle and environment."""
+        _end([self._actors[worker]], ENDED_S)  # first, since it may hold resources of the new actor
         with self._closing:
             if self._closed:
                 raise WorkerLostError(
@@ -290,13 +287,13 @@ class RayWorkers(RayPeers):
 
 
 def _end(actors: Sequence[Any], limit_s: float) -> None:
-    """Closes what actors host, as far as they do in this time, and ends them. Where Ray itself has
-    died here, it could only be waited for; see `leave_ray`."""
+    """Closes the actors' workers within `limit_s`, then kills the actors. Does nothing if Ray has
+    died, since its calls would hang; see `leave_ray`."""
     if ended(_own_node()) is not None or (
         _joined is not None and _joined.missing(PROBE_S) is not None
     ):
         return
-    with contextlib.suppress(Exception):  # they are killed next, whatever they say
+    with contextlib.suppress(Exception):  # they are killed next anyway
         ray.get([actor.close.remote() for actor in actors], timeout=limit_s)
     for actor in actors:
         ray.kill(actor)
@@ -308,11 +305,17 @@ def get(
     timeout_s: float,
     on_done: Callable[[int], None] | None = None,
 ) -> list[Any]:
-    """ray.get whose errors are the worker's own, or say which workers were lost."""
+    """Calls ray.get, and converts Ray's errors as `_worker_errors` does.
+
+    Args:
+        what: name of the workers in errors.
+        timeout_s: longest wait for the next result, seconds.
+        on_done: called with the number of each handle as it finishes.
+    """
     number = {handle: i for i, handle in enumerate(handles)}
     with _worker_errors(what, timeout_s):
-        # Results are taken as they finish, so that a rank's error is seen while another rank waits
-        # for it in a collective.
+        # Take results as they finish, so that a rank's error is raised while other ranks wait for
+        # it in a collective.
         pending = list(handles)
         until = time.monotonic() + timeout_s
         while pending:
@@ -329,14 +332,14 @@ def get(
 
 
 def _turn(until: float) -> float:
-    """Seconds of the next wait for something that is due then: Ray tells nobody that its own
-    processes have died."""
+    """Returns the seconds of the next wait, at most PROBE_S, since Ray does not report the death of
+    its own processes."""
     return min(max(until - time.monotonic(), 0.0), PROBE_S)
 
 
 def _require_time(until: float) -> None:
-    """Raises GetTimeoutError where the time is up, and WorkerLostError where what is waited for
-    cannot come."""
+    """Raises GetTimeoutError if the time is up, and WorkerLostError or UserError if Ray itself is
+    lost."""
     if (gone := ended(_own_node())) is not None:
         raise WorkerLostError(gone)
     # raise before Ray ends this process from C++
@@ -353,7 +356,7 @@ def _require_time(until: float) -> None:
 
 @contextlib.contextmanager
 def _worker_errors(what: str, timeout_s: float) -> Iterator[None]:
-    """Turns Ray's errors into the worker's own, or into one that says which workers were lost."""
+    """Converts Ray's errors into the worker's UserError, or into a WorkerLostError."""
     try:
         yield
     except RayTaskError as error:
@@ -385,11 +388,10 @@ def _worker_errors(what: str, timeout_s: float) -> Iterator[None]:
 
 
 def start_ray(config: Config) -> None:
-    """Joins the cluster of runtime.ray_address, or starts one here that only this machine can
-    reach.
+    """Joins the cluster in runtime.ray_address, or starts Ray for this machine only.
 
     Raises:
-        UserError: Ray does not start here, or does not answer there.
+        UserError: Ray does not start, or the cluster does not answer.
     """
     global _joined
     common = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
@@ -399,36 +401,36 @@ def start_ray(config: Config) -> None:
             f"is a cluster running there? `ray status --address {address}` asks it; "
             "leave the setting out to start Ray on this machine"
         )
-        # Ray takes this machine's own name for its address on the network
+        # Ray resolves this machine's own name to its network address
         head = Listener(address, ray.util.get_node_ip_address())
-        # Ray itself would try for ten minutes, and say so
+        # without this check Ray would retry, with messages, for ten minutes
         head.require("no Ray cluster can be reached at", "runtime.ray_address", fix)
         what = f"the Ray cluster at {address} cannot be joined"
         _init(what, "runtime.ray_address", fix, address=address, **common)
         _joined = head
         return
-    # Ray announces at every start that its cluster wants a token, which is as it should be
+    # silence Ray's harmless notice that the cluster requires a token
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     os.environ.setdefault(GLOO_INTERFACE, "lo")
-    # this is the coming default, and Ray prints a notice about it
+    # Ray's future default; without it Ray prints a notice
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # idle workers would take memory from ours
+    # do not start idle workers, which take memory
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    # Ray's control store would keep a record of the last hundred thousand calls, and grow for days
+    # otherwise Ray's control store records the last 100,000 calls and grows for days
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     store = config.runtime.object_store_mb * 2**20
     fix = "is the machine very busy or out of memory? Its logs are in /tmp/ray/session_latest/logs"
-    # not one that happens to run on this machine, which Ray would join where it is told nothing
+    # "local", since Ray would otherwise join a cluster that happens to run on this machine
     new = {"address": "local", "object_store_memory": store, "_node_ip_address": LOOPBACK}
     _init("Ray does not start", "runtime", fix, **new, **common)
 
 
 def _init(what: str, where: str, fix: str, **settings: Any) -> None:
     try:
-        # Ray cannot shut down a start that was interrupted half-way
+        # Ray cannot shut down an interrupted start
         with uninterrupted(), handlers_kept(), own_group():
             ray.init(**settings)
-    except Exception as error:  # Ray raises bare Exceptions where a node does not come up in time
+    except Exception as error:  # Ray raises a bare Exception if a node does not start in time
         half = None if _own_node() else half_started(error)
         gone = ended(half or _own_node())
         leave_ray()
@@ -441,7 +443,7 @@ def _init(what: str, where: str, fix: str, **settings: Any) -> None:
 
 
 def cluster_nodes(resource: str) -> list[Node]:
-    """Every node that the cluster knows of, the lost ones too, and how many GPUs it has."""
+    """Returns every node known to the cluster, lost ones too, with its total and free GPUs."""
     free = available_resources_per_node()
     return [
         Node(
@@ -456,8 +458,8 @@ def cluster_nodes(resource: str) -> list[Node]:
 
 
 def node_workers(timeout_s: float) -> tuple[list[str], RayWorkers]:
-    """The address of every node that is there, and an actor on each, which takes nothing and hosts
-    no worker yet."""
+    """Starts an actor without resources or worker on every live node; returns the nodes' addresses
+    and the actors."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     spots = [
         {"scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)}
@@ -467,7 +469,7 @@ def node_workers(timeout_s: float) -> tuple[list[str], RayWorkers]:
 
 
 def leave_ray() -> None:
-    """Ends Ray where it was started here, else leaves the cluster."""
+    """Ends Ray if it was started here, else leaves the cluster."""
     global _joined
     with nothing_left(_own_node()):
         ray.shutdown()
@@ -475,27 +477,26 @@ def leave_ray() -> None:
 
 
 def _own_node() -> Any:
-    """Ray's own record of what it started here, where it did."""
+    """Returns Ray's record of the processes it started here, if any."""
     return ray._private.worker._global_node
 
 
 def find_lost(error: Exception, workers: RayWorkers | None, what: str) -> WorkerLostError | None:
-    """See Runner. An error of any kind may be the loss of one of the workers; None: there are none
-    yet."""
+    """See Runner.lost. `workers` is None before they are started."""
     return loss_behind(
         error, _own_node(), lambda: None if workers is None else workers.died(), what
     )
 
 
 class Reservation:
-    """The GPUs of a plan, held for this run: a bundle for the ranks of a node, and one for each
-    part apart of a replica.
+    """Reservation of a plan's GPUs: one bundle for the ranks of each node, and one for each replica
+    part with its own GPUs.
 
     Args:
-        wait_s: until the cluster has set them aside, seconds.
+        wait_s: longest wait until the cluster has reserved them, seconds.
 
     Raises:
-        PlacementError: it has not in this time, or a node was lost; named.
+        PlacementError: the wait took longer, or a node was lost. The message names the nodes.
     """
 
     def __init__(self, plan: Plan, resource: str, wait_s: float) -> None:
@@ -519,17 +520,17 @@ class Reservation:
             raise
 
     def require_nodes(self) -> None:
-        """Raises PlacementError where a node of the plan was lost."""
+        """Raises PlacementError if a node of the plan was lost."""
         if error := lost_node(self.plan.nodes, cluster_nodes(self._resource)):
             raise error
 
     def rank(self, number: int) -> dict[str, Any]:
-        """Ray's options of the actor of a rank."""
+        """Returns Ray's options for the actor of a rank."""
         return {**self._takes(1), **self._bundle(self._of_node[self.plan.ranks[number]])}
 
     def part(self, number: int) -> dict[str, Any]:
-        """Ray's options of the actor of a part of a replica. One that shares takes nothing: its
-        ranks hold the GPUs."""
+        """Returns Ray's options for the actor of a replica part. A part on shared GPUs takes no
+        resources, since the ranks hold the GPUs."""
         if self.plan.demand.shared:
             return {**self._takes(0), **self._bundle(self._of_node[self.plan.parts[number]])}
         return {
@@ -557,10 +558,10 @@ class Reservation:
         """Waits until the actors have started, and returns the place of each.
 
         Args:
-            limit_s: of their start, seconds.
+            limit_s: timeout of their start, seconds.
 
         Raises:
-            UserError: one has not started; a node that was lost is named.
+            UserError: an actor has not started. If a node was lost, the error names the node.
         """
         handles = workers.everywhere("spot", self._resource == GPU)
         pending, deadline = list(handles), time.monotonic() + limit_s
@@ -571,12 +572,12 @@ class Reservation:
                 self.require_nodes()
             return workers.wait(handles, timeout_s=PROBE_S)
         except UserError:
-            self.require_nodes()  # which explains why a process died
+            self.require_nodes()  # a lost node explains the error better
             raise
 
     def release(self) -> None:
-        """Gives the GPUs back."""
-        # fails on a cluster that is gone, which has freed the group already
+        """Frees the GPUs."""
+        # fails if the cluster is gone, and then nothing is reserved any more
         with contextlib.suppress(Exception):
             remove_placement_group(self._group)
 
@@ -589,14 +590,15 @@ def start_actors(
     settings: Mapping[str, str] = MappingProxyType({}),
     own: Sequence[Mapping[str, str]] = (),
 ) -> RayWorkers:
-    """An actor for each spot, with no worker in it yet.
+    """Starts an actor for each spot, without workers.
 
     Args:
-        spots: Ray's options of each; see Reservation.
-        threads: of the CPU, of each.
-        what: they are called in errors.
-        settings: environment variables of all.
-        own: those of each.
+        spots: Ray's options for each actor; see Reservation.
+        threads: CPU threads of each actor.
+        what: name of the actors in errors.
+        timeout_s: timeout of a call, seconds.
+        settings: environment variables of all actors.
+        own: additional environment variables of each actor.
     """
     gpus = bool(ray.cluster_resources().get(GPU))
     common = {
@@ -608,8 +610,7 @@ def start_actors(
     makers = []
     for number, spot in enumerate(spots):
         variables = {**common, **(own[number] if own else {})}
-        # A worker on a CPU waits more than it computes: Ray must not refuse three workers on two
-        # cores.
+        # num_cpus=0, since workers on CPUs mostly wait: Ray must accept three workers on two cores.
         makers.append(
             ray.remote(num_cpus=0, runtime_env={"env_vars": variables}, **spot)(Actor).remote
         )

@@ -1,5 +1,4 @@
-"""The processes of a Ray that was started here: whether they are all there, and that none of them
-stays."""
+"""Watches the processes of a locally started Ray, and ends those that Ray leaves behind."""
 
 from __future__ import annotations
 
@@ -17,17 +16,17 @@ from megatron_stare.errors import UserError
 from megatron_stare.process.workers import WorkerLostError
 
 NEEDED = {"raylet": "agent (raylet)", "gcs_server": "control store (GCS)"}
-AGENT = "RAY_RAYLET_PID"  # in the environment of what the agent starts
-DEATH_S = 10.0  # in which Ray knows of a process that died
-LOOK_S = 0.1  # between two looks at what it knows
-LEFT_S = 10.0  # that workers are given to end when their agent has
+AGENT = "RAY_RAYLET_PID"  # variable in the environment of processes that the raylet starts
+DEATH_S = 10.0  # seconds within which Ray notices the death of a process
+LOOK_S = 0.1  # seconds between two queries of Ray's state
+LEFT_S = 10.0  # seconds that workers get to end after their raylet has ended
 
 
 def ended(node: Any) -> str | None:
-    """Which process has ended that nothing goes on without, in words.
+    """Returns a message if an essential Ray process has ended, else None.
 
     Args:
-        node: Ray's own record of what it started here; None: nothing.
+        node: Ray's record of the processes it started here; None: it started none.
     """
     dead = () if node is None else node.dead_processes()
     return next(
@@ -37,9 +36,12 @@ def ended(node: Any) -> str | None:
 
 
 def half_started(error: BaseException) -> Any:
-    """Ray's own record of what it had started when its start ended in this error, which nothing but
-    the frames of that start holds; None: it had come to none. Ray leaves those processes there
-    until this one ends."""
+    """Returns Ray's record of the processes that a failed start left behind; None if there are
+    none.
+
+    Ray leaves these processes running until this process ends. Only the frames in the error's
+    traceback refer to the record.
+    """
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     owners = (frame.f_locals.get("self") for frame in frames)
     return next((each for each in owners if hasattr(each, "dead_processes")), None)
@@ -47,15 +49,15 @@ def half_started(error: BaseException) -> Any:
 
 @contextlib.contextmanager
 def nothing_left(node: Any) -> Iterator[None]:
-    """While open, Ray is shut down. Where one of its processes was lost before, nobody tells its
-    workers to end, and those that do not by themselves are killed."""
+    """Context manager around a shutdown of Ray. If an essential process of Ray was lost before,
+    kills the workers that do not end by themselves, since Ray no longer ends them."""
     broken = ended(node) is not None
     agents = [each.process.pid for each in node.all_processes.get("raylet", ())] if broken else []
     started = [process for agent in agents for process in _below(agent)]
     yield
     if not broken:
         return
-    # of an agent that has died already, whose children are its no more
+    # also find the workers of a dead raylet, which are no longer its children
     workers = {
         *started,
         *(process for process in psutil.process_iter() if _agent_of(process) in agents),
@@ -68,8 +70,7 @@ def nothing_left(node: Any) -> Iterator[None]:
 
 
 def undo(half: Any) -> None:
-    """Ends what is there of a start that failed, as Ray's own record says it; None: nothing was
-    started."""
+    """Ends the processes of a failed start. `half` is the record from `half_started`."""
     if half is not None:
         with nothing_left(half):
             half.kill_all_processes(check_alive=False, wait=True)
@@ -78,15 +79,16 @@ def undo(half: Any) -> None:
 def loss_behind(
     error: Exception, node: Any, died: Callable[[], int | None], what: str
 ) -> WorkerLostError | None:
-    """Which process was lost, where an error came of it; None: it says so itself, or none was.
+    """Returns the process loss that caused an error; None if no process was lost, or the error
+    already is a WorkerLostError.
 
     Args:
-        died: the number of a worker that has died, as far as Ray has told.
-        what: these workers are called in errors.
+        died: returns the number of a worker that Ray knows to be dead.
+        what: name of these workers in errors.
     """
     if isinstance(error, WorkerLostError):
         return None
-    # A caller sees a dead process before Ray does. An error of the user's is not kept waiting.
+    # A caller may notice a dead process before Ray does. A UserError is reported without waiting.
     until = time.monotonic() + (0.0 if isinstance(error, UserError) else DEATH_S)
     while True:
         if (gone := ended(node)) is not None:
@@ -113,14 +115,14 @@ def _agent_of(process: psutil.Process) -> int | None:
 
 @contextlib.contextmanager
 def own_group() -> Iterator[None]:
-    """While open, processes that are started are in a process group of their own, and stay there.
+    """Context manager in which new processes are started in a separate process group.
 
-    A shell, and `timeout`, signal a whole group. Ray's processes would end at once, and with them
-    the ranks that are to save the last step. A process that leads its session cannot leave its
-    group, and there they stay in it.
+    A shell or `timeout` signals a whole group. That would end Ray's processes at once, and with
+    them the ranks that must save the last step. If this process leads its session, it cannot change
+    its group, and new processes stay in that group.
     """
     mine = os.getpgrp()
-    # a process group exists while it has a member
+    # keeps the new process group alive
     leader = subprocess.Popen(["sleep", "600"], preexec_fn=os.setpgrp)
     try:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Places every trainer rank and every engine on a Ray cluster, as an actor of its own."""
+"""Places every trainer rank and every engine on a Ray cluster, each in its own actor."""
 
 from __future__ import annotations
 
@@ -65,27 +65,27 @@ from megatron_stare.rollout.fleet.retries import RequestRule
 def hosted_engine(
     config: Config, number: int, parts: Workers | None = None, others: tuple[str, ...] = ()
 ) -> EngineWorker:
-    """Makes the worker of a replica in an actor, whose node's address its server is reached at."""
+    """Makes a replica's worker inside an actor. Its server listens at the actor's node."""
     return EngineWorker(config, number, Site(parts, server_address(config), others))
 
 
 def hosted_part(config: Config, number: int, node: int) -> ReplicaPart:
-    """Makes a replica's part on another of its nodes, likewise."""
+    """Makes a replica's part on one of its further nodes, inside an actor there."""
     return make_part(config, number, node, server_address(config))
 
 
 def planned(config: Config, wait_s: float, demand: Demand | None = None) -> Plan | None:
-    """Plans where ranks and replicas go on the joined cluster; None where it has no GPUs:
-    everything goes anywhere.
+    """Plans the placement of ranks and replicas on the joined cluster; returns None if it has no
+    GPUs, so that Ray may place actors anywhere.
 
     Args:
-        demand: what is to be placed; None: all of a run.
-        wait_s: for GPUs that others hold, seconds; those of a run that has just ended come back in
-            a few.
+        wait_s: longest wait for GPUs that others hold, seconds. Those of a run that has just ended
+            are free after a few seconds.
+        demand: ranks and replicas to place; None: those of the run.
 
     Raises:
-        ConfigError: the layout could never be placed there.
-        PlacementError: it cannot be now.
+        ConfigError: the cluster could never hold the layout.
+        PlacementError: the cluster cannot hold the layout now.
     """
     resource, demand = config.runtime.gpu_resource, demand or Demand.of(config)
     nodes = cluster_nodes(resource)
@@ -109,15 +109,14 @@ def planned(config: Config, wait_s: float, demand: Demand | None = None) -> Plan
 def reserve(
     config: Config, awaited: Awaited | None = None, demand: Demand | None = None
 ) -> Reservation | None:
-    """The GPUs of a run, set aside. None: the cluster has none.
+    """Reserves the GPUs of a run; returns None if the cluster has none.
 
     Args:
-        awaited: of a run that goes on after a loss: it waits for the nodes that it lacks; None:
-            what never was there is refused.
-        demand: see planned.
+        awaited: how a run restarted after a loss waits for missing nodes; None: do not wait.
+        demand: see `planned`.
 
     Raises:
-        UserError: they cannot be had, or were not in that time.
+        UserError: the GPUs cannot be reserved, or not in time.
     """
     runtime, wait_s, told = config.runtime, config.runtime.placement_s, ""
     until = time.monotonic() + (awaited.limit_s if awaited else 0.0)
@@ -130,8 +129,7 @@ def reserve(
                 )
             return None if where is None else Reservation(where, runtime.gpu_resource, wait_s)
         except (ConfigError, PlacementError) as error:
-            # The nodes at hand may be too few for the layout, and Ray may not know yet that a node
-            # is lost.
+            # Too few nodes may be left for the layout, or Ray may not have noticed a loss yet.
             if awaited is None or (left := until - time.monotonic()) <= 0:
                 raise
             if error.what != told:
@@ -144,11 +142,10 @@ def reserve(
 
 
 def preview(config: Config) -> list[str]:
-    """Placement that a run would get on the cluster that it is to join, as that stands now, in
-    lines.
+    """Returns, as lines, the placement that a run would get on its cluster now.
 
     Raises:
-        UserError: the cluster cannot be joined, or the layout never be placed there.
+        UserError: the cluster cannot be joined, or can never hold the layout.
     """
     try:
         start_ray(config)
@@ -200,7 +197,7 @@ class RayRunner:
             )
         except BaseException as error:
             lost = self.lost(error) if isinstance(error, Exception) else None
-            # another node was lost meanwhile
+            # during a restart another node was lost
             if awaited and self._reserved and isinstance(error, PlacementError):
                 lost = WorkerLostError(error.what)
             self.close()
@@ -209,11 +206,11 @@ class RayRunner:
             raise
 
     def lost(self, error: Exception) -> WorkerLostError | None:
-        """See Runner. An engine that is lost says so itself."""
+        """See Runner. Only ranks are checked, since the loss of an engine raises its own error."""
         return find_lost(error, self._ranks, "trainer rank")
 
     def notes(self) -> list[str]:
-        """Placement of ranks and engines, in lines."""
+        """Returns the placement of ranks and engines, as lines."""
         return self._table
 
     def engines_beside(self, config: Config) -> EnginePool:
@@ -234,8 +231,8 @@ class RayRunner:
         return pool
 
     def _placed(self, config: Config) -> tuple[RayWorkers, RayWorkers, RayWorkers]:
-        """Processes for ranks, for replicas and for the other nodes of these, in order, on the
-        nodes and GPUs that they were to get."""
+        """Starts the actors of ranks, of replicas, and of the replicas' further nodes, in order;
+        checks that they are on the planned nodes and GPUs."""
         settings = shared_environment(config)
         reserved, nodes = self._reserved, replica_nodes(config)
         parts = range(replica_count(config) * nodes)
@@ -262,7 +259,7 @@ class RayRunner:
         ranks.renumber(order)
         spots = [spots[number] for number in order]
         check_ranks(reserved.plan, spots)
-        blind = {VISIBLE: ""}  # what takes no GPU is shown none: another's memory would be touched
+        blind = {VISIBLE: ""}  # an actor without GPUs must see none, or it would use another's
         placed = bool(reserved.plan.parts)
         replicas, others = (
             self._start(
@@ -284,10 +281,10 @@ class RayRunner:
         return ranks, replicas, others
 
     def _require_routes(self, config: Config) -> None:
-        """Tries every way of weights to servers on other nodes before anything is made there.
+        """Tests all routes of weights to servers before any worker is made.
 
         Raises:
-            UserError: one leads nowhere.
+            UserError: a rank cannot reach a server, or a node does not see the sync folder.
         """
         route = replica_route(config)
         if route is None or not config.runtime.ray_address or self._ranks is None:
@@ -298,7 +295,7 @@ class RayRunner:
             require_folder(route.folder, self._ranks, [self._replicas, self._others])
 
     def _start(self, *arguments: Any) -> RayWorkers:
-        """See start_actors. They end with this runner."""
+        """See start_actors. The actors end with this runner."""
         self._started.append(workers := start_actors(*arguments))
         return workers
 
@@ -306,7 +303,7 @@ class RayRunner:
         config, ranks = run.config, self._ranks
         assert ranks is not None
         ports = port_share(config, 0, replica_count(config) * replica_nodes(config))
-        # of the first; the others are asked as well, because each needs the interface
+        # use the first rank's address; call all ranks, since each must have the interface
         address, *_ = ranks.wait(ranks.everywhere("address", config.runtime.interface, ports))
         self._tell(f"building the trainer of {config.model.path} ...")
         ranks.build(Trainer, [(run, rank, f"tcp://{address}") for rank in range(len(ranks))])
@@ -320,7 +317,7 @@ class RayRunner:
         return pool
 
     def _engines(self, config: Config) -> Workers:
-        """A worker for each replica, which speaks to those of its other nodes."""
+        """Makes a worker for each replica. It calls the workers on the replica's further nodes."""
         replicas, others, beside = self._replicas, self._others, replica_nodes(config) - 1
         self._tell(f"starting the engine {config.rollout.engine.name} ...")
         if not beside:
@@ -343,7 +340,7 @@ class RayRunner:
         return replicas
 
     def close(self) -> None:
-        """Ends the actors, and Ray where it was started here."""
+        """Ends the actors, and Ray if it was started here."""
         with uninterrupted():
             for each in self._started:
                 each.close()
@@ -355,8 +352,7 @@ class RayRunner:
 
 
 class RayEngines:
-    """Starts or joins Ray, then places engines alone; GPUs that a run's trainer would take stay
-    free.
+    """Starts or joins Ray and places only engines. Takes no GPUs for a trainer.
 
     Args:
         config: whose servers, if they take GPUs, have them to themselves.
@@ -396,16 +392,16 @@ class RayEngines:
             raise
 
     def notes(self) -> list[str]:
-        """Placement of the engines, in lines."""
+        """Returns the placement of the engines, as lines."""
         return self._table
 
     def share(self, value: Any) -> Handle:
-        """Puts a value where every engine can take it from, once."""
+        """Stores a value once for all engines and returns a handle of it."""
         assert self._started is not None
         return self._started.share(value)
 
     def close(self) -> None:
-        """Ends the actors, and Ray where it was started here."""
+        """Ends the actors, and Ray if it was started here."""
         with uninterrupted():
             if self._started is not None:
                 self._started.close()

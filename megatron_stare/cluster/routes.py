@@ -1,5 +1,5 @@
-"""Tries the ways of weights from ranks to servers, and the folder between them, before any of these
-is made."""
+"""Tests the network routes of weights from ranks to servers, and the sync folder, before ranks and
+servers are created."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.process.network import LOOPBACK, Listener
 from megatron_stare.process.workers import Handle
 
-TRY_S = 10.0  # that a connection within a cluster may take
+TRY_S = 10.0  # timeout of a connection within the cluster
 
 
 @dataclass(frozen=True)
 class Door:
-    """A port that is listened on where a server will be.
+    """A listening port on the node of a future server.
 
-    node: name of its node.
-    id: of the node, as the cluster has it.
+    node: name of the node.
+    id: the cluster's id of the node.
+    address: host:port.
     """
 
     node: str
@@ -27,8 +28,7 @@ class Door:
     address: str
 
     def missing(self, id: str) -> str | None:
-        """Says why it is not reached from the node of this id, where this process is; None: it
-        is."""
+        """Returns why this process, on node `id`, cannot connect to the port; None if it can."""
         if id != self.id and self.address.startswith(f"{LOOPBACK.partition('.')[0]}."):
             return f"it is the loopback of {self.node}"
         reason = Listener(self.address, LOOPBACK).missing(TRY_S)
@@ -37,30 +37,34 @@ class Door:
 
 @dataclass(frozen=True)
 class Tried:
-    """Findings of a rank. node: name of its own; unreached: by number of the server, why."""
+    """Result of a rank's connection tests.
+
+    node: name of the rank's node.
+    unreached: reason by number of each server that the rank cannot reach.
+    """
 
     node: str
     unreached: dict[int, str]
 
 
 class Hosts(Protocol):
-    """Processes that are to host workers, and can be asked before they do; see RayWorkers."""
+    """Processes that will host workers, and run these tests before; see RayWorkers."""
 
     def everywhere(self, name: str, *args: Any) -> list[Handle]:
-        """Starts a call of each."""
+        """Starts a call on each process."""
 
     def wait(self, handles: Sequence[Handle]) -> list[Any]:
-        """The results of calls, in order; raises the first error."""
+        """Returns the results of calls in order; raises the first error."""
 
 
 def require_reach(ranks: Hosts, servers: Hosts, interface: str | None, host: str | None) -> None:
-    """Has every rank connect to a port where each server will listen.
+    """Has every rank connect to a test port at each server's address.
 
     Args:
         interface, host: `runtime.interface` and `sglang.host`.
 
     Raises:
-        ConfigError: a node lacks the address, or a rank reaches a server's not.
+        ConfigError: a node lacks the address, or a rank cannot reach a server's address.
     """
     try:
         doors: list[Door] = servers.wait(servers.everywhere("open_door", interface, host))
@@ -72,7 +76,7 @@ def require_reach(ranks: Hosts, servers: Hosts, interface: str | None, host: str
 
 
 def unreachable(doors: Sequence[Door], tried: Sequence[Tried]) -> ConfigError | None:
-    """The error that counts and names what cannot be reached; None: all can."""
+    """Returns an error that names unreachable servers; None if all are reachable."""
     lost = [
         (rank, server, why)
         for rank, each in enumerate(tried)
@@ -96,10 +100,11 @@ def unreachable(doors: Sequence[Door], tried: Sequence[Tried]) -> ConfigError | 
 
 
 def require_folder(folder: str, ranks: Hosts, readers: Sequence[Hosts]) -> None:
-    """Has the first rank's node leave a file in the folder, for which all others look.
+    """Has the first rank write a file to the folder, and all other processes check that they see
+    it.
 
     Raises:
-        ConfigError: a node cannot write there, or does not see it.
+        ConfigError: the first rank cannot write there, or another process does not see the file.
     """
     left = ranks.wait(ranks.everywhere("leave_in", folder)[:1])[0]
     try:

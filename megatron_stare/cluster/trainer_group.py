@@ -1,4 +1,5 @@
-"""The trainer's ranks as the driver sees them: one object, with the verbs of the algorithm."""
+"""The driver's interface to all trainer ranks: one object with a method for each step of the
+algorithm."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from megatron_stare.weights.sync.target import SyncTarget, WeightStream
 
 
 def plan_rules(run: ResolvedRun) -> PlanRules:
-    """The rules that micro-batch plans of this run must respect."""
+    """Returns the rules for the run's micro-batch plans."""
     config, parallel = run.config, run.config.parallel
     return PlanRules(
         data_parallel=parallel.data,
@@ -47,11 +48,11 @@ def plan_rules(run: ResolvedRun) -> PlanRules:
 
 @dataclass(frozen=True)
 class StateProof:
-    """A proof of what all ranks hold, as numbers that another load of it must come to again.
+    """Numbers that characterise the state of all ranks. Ranks with the same state reproduce them.
 
-    log_probs: [N] of a canary in canonical order, nats, by the name of the policy.
-    sums: by the name of a tensor of the whole model, sums of absolute values and of squares.
-    counts: of steps, by what counts them.
+    log_probs: [N] of a canary in canonical order, nats, by name of the policy.
+    sums: sum of absolute values and sum of squares of each whole tensor, by name.
+    counts: step counters by name.
     """
 
     log_probs: Mapping[str, Sequence[float]]
@@ -65,29 +66,28 @@ class TrainerGroup:
     def __init__(self, workers: Workers, rules: PlanRules) -> None:
         self._workers = workers
         self._rules = rules
-        self._data_ranks: list[int] = workers.call("data_rank")  # of every worker
-        self._stages: list[int] = workers.call("stage")  # likewise, of the pipeline
+        self._data_ranks: list[int] = workers.call("data_rank")  # of each worker
+        self._stages: list[int] = workers.call("stage")  # pipeline stage of each worker
         self._last: tuple[RolloutBatch, MicroBatchPlan] | None = None
-        # layouts of the weights' buckets; asked for once
+        # layouts of the weights' buckets, requested from rank 0 once
         self._layouts: tuple[BucketLayout, ...] | None = None
 
     def notes(self) -> list[str]:
-        """Notes of what the trainer decided as it started; a line each."""
+        """Returns notes on decisions that the trainer made at its start, one line each."""
         return self._workers.wait([self._workers.start_on(0, "notes")])[0]
 
     def compute_log_probs(self, batch: RolloutBatch) -> None:
-        """Log-probs and entropies of every response token under the current policy, before any
-        update.
+        """Computes log-probs and entropies of every response token before the batch's updates.
 
-        The plan of the batch's mini-batches that this makes is also that of the updates.
+        The updates use the same micro-batch plan.
         """
         plan = self._plan(batch)
         self._last = batch, plan
         self._deal("compute_log_probs", batch, plan)
 
     def measure(self, state: dict[str, float]) -> None:
-        """The method's statistics over the whole batch, and its gate and controllers; they move
-        once a batch."""
+        """Computes the method's statistics over the whole batch, and advances its gate and
+        controllers. Call it once per batch."""
         self._workers.call("measure", state)
 
     def update(
@@ -97,8 +97,8 @@ class TrainerGroup:
         watched: Sequence[int] = (),
         norm_limit: float = math.inf,
     ) -> UpdateResult:
-        """Forward and backward of the weighted loss of one mini-batch, and the optimizer step. See
-        Trainer.update."""
+        """Runs forward and backward of the weighted loss on one mini-batch, and the optimizer step.
+        See Trainer.update."""
         if dump_to is not None and self._last is not None:
             batch, plan = self._last
             write_batch(Path(dump_to), batch.first(len(plan.samples(0))))
@@ -111,10 +111,10 @@ class TrainerGroup:
     def profiled(
         self, ranks: Sequence[int], folder: Path, step: int, note: Callable[[str], None]
     ) -> Iterator[None]:
-        """Has some ranks record what they do while this is open, and write it to the folder.
+        """Context manager that profiles some ranks and writes their traces to the folder.
 
         Args:
-            note: is told what could not be written; that ends no run.
+            note: receives a message for every trace that could not be written.
         """
         workers = self._workers
         workers.wait([workers.start_on(rank, "begin_profile") for rank in ranks])
@@ -127,12 +127,13 @@ class TrainerGroup:
                 note(fault)
 
     def not_finite(self) -> list[NotFinite]:
-        """Finds what is not finite on each rank, after an update that was not taken for it."""
+        """Returns the non-finite values on each rank, after an update was skipped because of
+        them."""
         return self._workers.call("not_finite")
 
     def log_probs(self) -> Tensor:
-        """[N] of the last batch's response tokens in canonical order, under the policy before its
-        updates, nats; NaN where a token carries no loss."""
+        """Returns the last batch's log-probs before its updates: [N] response tokens in canonical
+        order, nats. NaN if the loss mask is 0."""
         if self._last is None:
             raise RuntimeError("there is no batch before compute_log_probs()")
         found = torch.full((int(self._last[0].response_lengths.sum()),), torch.nan)
@@ -141,13 +142,17 @@ class TrainerGroup:
         return found
 
     def token_numbers(self) -> list[TokenNumbers]:
-        """Gathers what the ranks found of the tokens of watched samples in the last batch's
-        updates, in parts."""
+        """Returns the per-token numbers of watched samples from the last batch's updates, in one or
+        more parts per rank."""
         return [part for parts in self._workers.call("token_numbers") for part in parts]
 
     def compare(self, temperature: float | None = None) -> LogProbDifference:
-        """The engine's log-probs of the last batch with the trainer's: those of
-        `compute_log_probs`, or anew at a temperature."""
+        """Compares the engines' log-probs of the last batch with the trainer's.
+
+        Args:
+            temperature: recompute the trainer's log-probs at this temperature; None: use those of
+                `compute_log_probs`.
+        """
         if self._last is None:
             raise RuntimeError("there is no batch before compute_log_probs()")
         versions = self._last[0].run_versions.unique().tolist()
@@ -156,8 +161,12 @@ class TrainerGroup:
     def compare_with(
         self, batch: RolloutBatch, engines: Tensor, temperature: float
     ) -> list[LogProbDifference]:
-        """Compares as `compare` does, but any batch with the log-probs [S, N] of several engines,
-        in canonical order; one an engine. Leaves the last batch alone."""
+        """Compares any batch's log-probs from several engines with the trainer's; returns one
+        difference per engine. Does not change the last batch.
+
+        Args:
+            engines: [S, N] log-probs of S engines, in canonical order.
+        """
         return _reported(self._deal("compare_with", batch, self._plan(batch), engines, temperature))
 
     def _plan(self, batch: RolloutBatch) -> MicroBatchPlan:
@@ -166,8 +175,8 @@ class TrainerGroup:
     def _deal(
         self, method: str, batch: RolloutBatch, plan: MicroBatchPlan, *args: Any
     ) -> list[Any]:
-        """A call of every worker with the share of its data rank; each share is put where workers
-        take it from once."""
+        """Calls every worker with its data rank's share of the batch. Each share is stored once for
+        all workers that need it."""
         ranks = sorted(set(self._data_ranks))
         parts = batch.shares(plan.samples_of(rank) for rank in ranks)
         shares = {rank: self._workers.share(part) for rank, part in zip(ranks, parts, strict=True)}
@@ -178,13 +187,15 @@ class TrainerGroup:
         return self._workers.wait(started)
 
     def offload(self, parts: Sequence[str]) -> None:
-        """Moves parts of the policy to host memory (megatron/optimizer/offload.py); a call that
-        needs one brings it."""
+        """Offloads parts of the policy to host memory (megatron/optimizer/offload.py). A call that
+        needs a part loads it again."""
         self._workers.call("offload", parts)
 
     def memory_mb(self) -> dict[str, float]:
-        """Memory of the ranks that hold most, 10^6 bytes: `peak_mb` since this was asked last,
-        `device_mb` now; what is not known is left out."""
+        """Returns the memory of the fullest ranks in 10^6 bytes, leaving out unknown values.
+
+        `peak_mb` is the peak since the last call, `device_mb` the current use.
+        """
         found = self._workers.call("memory_mb")
         return {
             name: max(each[name] for each in found)
@@ -193,17 +204,17 @@ class TrainerGroup:
         }
 
     def refresh_reference(self) -> None:
-        """Makes the policy as it is now the reference policy."""
+        """Makes the current policy the reference policy."""
         self._workers.call("refresh_reference")
 
     def export(self) -> TrainerWeights:
-        """The policy's tensors by Hugging Face name, as buckets the engines can take."""
+        """Returns the policy's tensors by Hugging Face name, in buckets for the engines."""
         if self._layouts is None:
             (self._layouts,) = self._workers.wait([self._workers.start_on(0, "bucket_layouts")])
         return TrainerWeights(self._workers, self._layouts, self._stages)
 
     def weights(self) -> dict[str, Tensor]:
-        """The policy's tensors by Hugging Face name, here."""
+        """Returns the policy's tensors by Hugging Face name, copied to this process."""
         here: dict[str, Tensor] = {}
         stream = self.export()
         for layout, (bucket, others) in zip(stream.layouts, stream.buckets(), strict=True):
@@ -213,8 +224,8 @@ class TrainerGroup:
         return here
 
     def own_tensors(self) -> list[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-        """The tensors that each rank would write of the policy: shape and dtype by Hugging Face
-        name, each tensor once."""
+        """Returns the tensors that each rank would write in an export, as shape and dtype by
+        Hugging Face name. Every tensor belongs to one rank."""
         found = self._workers.call("own_tensors")
         whole = sorted(slot.name for layout in self.export().layouts for slot in layout.slots)
         if sorted(name for part in found for name in part) != whole:
@@ -222,20 +233,21 @@ class TrainerGroup:
         return found
 
     def write_tensors(self, entries: dict[str, Entry]) -> None:
-        """Has the ranks write the policy's tensors to where they go."""
+        """Has the ranks write the policy's tensors to the given file entries, by name."""
         self._workers.call("write_tensors", entries)
 
     @property
     def last_batch(self) -> RolloutBatch | None:
-        """The batch of the last log-prob pass; None where there was none."""
+        """Batch of the last log-prob pass, or None."""
         return self._last[0] if self._last is not None else None
 
     def place(self) -> str:
-        """The devices that the ranks compute on, in words."""
+        """Describes the devices that the ranks compute on."""
         return ", ".join(sorted(set(self._workers.call("place"))))
 
     def prove(self, batch: RolloutBatch) -> StateProof:
-        """Proves what policy, moving reference and optimizer hold; leaves the last batch alone."""
+        """Computes the proof of policy, refreshed reference and optimizer state. Does not change
+        the last batch."""
         found = self._deal("prove", batch, self._plan(batch))
         log_probs: dict[str, Tensor] = {}
         sums: dict[str, list[list[float]]] = {}
@@ -254,14 +266,14 @@ class TrainerGroup:
         )
 
     def save(self, folder: str, timeout_s: float | None = None) -> None:
-        """Begins to write a distributed checkpoint into an existing empty folder; training may go
-        on meanwhile.
+        """Begins to write a distributed checkpoint into an existing empty folder; returns when
+        training may continue.
 
         Args:
-            timeout_s: of the wait until it may, seconds; None: that of any call.
+            timeout_s: of that wait, seconds; None: the timeout of any call.
 
         Raises:
-            UserError: it may not in this time.
+            UserError: the wait took longer.
         """
         self._workers.wait(self._workers.start("save", folder), timeout_s=timeout_s)
 
@@ -273,27 +285,27 @@ class TrainerGroup:
         """Waits until every rank has written its part.
 
         Args:
-            timeout_s: of the wait, seconds; None: that of any call.
+            timeout_s: of the wait, seconds; None: the timeout of any call.
 
         Raises:
-            UserError: one has not in this time.
+            UserError: a rank did not finish within the timeout.
         """
         self._workers.wait(self._workers.start("wait_saved"), timeout_s=timeout_s)
 
     def finish_save(self) -> dict[str, Sum]:
-        """Makes a checkpoint of what the ranks have written: lengths and checksums of the files, by
-        name. Raises UserError where one of them could not write."""
+        """Finishes the checkpoint on all ranks; returns lengths and checksums of its files by name.
+        Raises UserError if a rank could not write its part."""
         return {
             name: each for sums in self._workers.call("finish_save") for name, each in sums.items()
         }
 
     def verify(self, folder: str) -> None:
-        """Reads all tensor files of a checkpoint, each rank a share of them. Raises DataError where
+        """Verifies all tensor files of a checkpoint, divided over the ranks. Raises DataError if
         one is damaged."""
         self._workers.call("verify", folder)
 
     def load(self, folder: str) -> None:
-        """Continues from a distributed checkpoint."""
+        """Loads a distributed checkpoint."""
         self._workers.call("load", folder)
 
     def close(self) -> None:
@@ -301,51 +313,50 @@ class TrainerGroup:
 
 
 def _each(told: Any) -> Sequence[Any]:
-    """Accounts that a rank gives engines: one account of what it sent, or one for each engine."""
+    """Returns as a list what a rank reports to the engines: one report for all engines, or one per
+    engine."""
     return told if isinstance(told, list) else [told]
 
 
 def _reported(results: Sequence[Any]) -> Any:
-    """The result of the one rank that reports it."""
+    """Returns the only result that is not None; one rank reports for all."""
     (result,) = (each for each in results if each is not None)
     return result
 
 
 class Runner(Protocol):
-    """Places trainer ranks and engines, and takes them away again."""
+    """Starts trainer ranks and engines, and ends them."""
 
     trainers: TrainerGroup
     engines: EnginePool
 
     def notes(self) -> list[str]:
-        """Notes of where ranks and engines were placed, a line each; none where there was nothing
-        to choose."""
+        """Returns lines about the placement of ranks and engines; [] if there was no choice."""
         ...
 
     def engines_beside(self, config: Config) -> EnginePool:
-        """More engines, of this configuration, which take none of a cluster's GPUs. They end with
-        the runner.
+        """Starts additional engines with this configuration, which use no GPUs of the cluster. They
+        end with the runner.
 
         Raises:
-            UserError: one does not come up.
+            UserError: an engine does not start.
         """
         ...
 
     def lost(self, error: Exception) -> WorkerLostError | None:
-        """Finds the process that was lost, where this error, of whatever kind, came of one that
-        died; None: none has."""
+        """Returns the process loss that caused this error; None if no process was lost."""
         ...
 
     def close(self) -> None: ...
 
 
 class TrainerWeights(WeightStream):
-    """The weights of the trainer's ranks on their way: to a target by the ranks themselves, or
-    bucket by bucket through the first of them.
+    """Weight stream of the trainer's ranks. The ranks send to a target themselves, or rank 0 hands
+    out bucket by bucket.
 
     Args:
-        layouts: what the buckets hold, in order.
-        stages: of the pipeline, that each rank is of.
+        layouts: layouts of the buckets, in order.
+        stages: pipeline stage of each rank.
     """
 
     def __init__(
@@ -353,16 +364,16 @@ class TrainerWeights(WeightStream):
     ) -> None:
         self._trainers, self._stages = trainers, stages
         self.layouts = layouts
-        # target, proof and calls that the ranks were told to prepare
+        # target, `prove` and started calls of the last `prepare`
         self._prepared: tuple[SyncTarget, bool, list[Handle]] | None = None
 
     def prepare(self, target: SyncTarget, prove: bool) -> None:
-        """See WeightStream. All ranks gather a first bucket."""
+        """See WeightStream. All ranks gather their first bucket."""
         self._prepared = target, prove, self._trainers.start("prepare_weights", target, prove)
 
     def send_to(self, target: SyncTarget, prove: bool) -> list[Any]:
-        """See WeightStream. All ranks gather a first bucket at once, and where senders must take
-        turns, the stages do, and then the owners of experts."""
+        """See WeightStream. All ranks gather their first bucket at once. If senders must take
+        turns, pipeline stages send one after another, then each owner of experts."""
         if self._prepared is None or self._prepared[:2] != (target, prove):
             self.prepare(target, prove)
         assert self._prepared is not None
@@ -383,8 +394,8 @@ class TrainerWeights(WeightStream):
         sends: list[Handle] = []
         before: list[Handle] = []
         for method, ranks in turns:
-            # Calls of a turn take the former turn's results as arguments: they start, or fail, once
-            # those have ended.
+            # A turn's calls take the previous turn's results as arguments, so that they start, or
+            # fail, after the previous turn.
             now = [self._trainers.start_on(rank, method, *before) for rank in ranks]
             sends += now
             before = now if in_turn else []
@@ -392,16 +403,16 @@ class TrainerWeights(WeightStream):
         return [one for of_rank in told if of_rank is not None for one in _each(of_rank)]
 
     def forget(self) -> None:
-        """Has the ranks remove what they left for the engines to fetch."""
+        """Has the ranks remove the files that they left for the engines."""
         self._trainers.call("forget_weights")
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
-        """See WeightStream; the calls that a bucket needs are those of the other ranks.
+        """See WeightStream. The calls that a bucket needs are those of the other ranks.
 
-        Consumes the trainer ranks' `begin_weight_stream`, `next_bucket` and `end_weight_stream`.
-        The next bucket is asked for before the one at hand is given out, so the ranks gather it
-        meanwhile; at most three buckets are alive, a third while the caller still holds the last
-        one.
+        Calls the ranks' `begin_weight_stream` and `next_bucket`; `checksums` calls
+        `end_weight_stream`. Requests the next bucket before yielding the current one, so that the
+        ranks gather it in the meantime. At most three buckets exist at a time: the next, the
+        current, and the previous one if the caller still holds it.
         """
         self._trainers.call("begin_weight_stream", checksums)
         ahead = self._trainers.start("next_bucket")

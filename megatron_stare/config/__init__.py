@@ -1,1 +1,1 @@
-"""Typed configuration: `schema.py` says what there is, `load.py` reads it."""
+"""Typed configuration: `schema.py` defines the settings, `load.py` reads them."""

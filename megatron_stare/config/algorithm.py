@@ -1,7 +1,7 @@
-"""The `algorithm` section: a union of the methods' settings, told apart by `name`.
+"""The `algorithm` section: a union of the methods' settings, discriminated by `name`.
 
-A method's settings are the fields of its class, a user's own included, and its class is tensor
-maths: reading a section imports torch. Importing this file does not.
+A method's settings are the fields of its class, which may be a user's class. Method classes import
+torch, so reading a section imports torch. Importing this file does not.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ WHERE = "algorithm.name"
 class AlgorithmConfig:
     """The method and its settings.
 
-    name: as the configuration has it, a method's short name or the dotted path of a user's own.
-    method: an instance of its class, whose fields are the settings.
+    name: a method's short name, or the dotted path of a user's class.
+    method: instance of the method's class. Its fields are the settings.
     """
 
     name: str
     method: Method
 
     def settings(self) -> dict[str, Any]:
-        """The section with every setting spelled out."""
+        """Returns the section with every setting."""
         return {"name": self.name, **dataclasses.asdict(self.method)}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -44,7 +44,7 @@ class AlgorithmConfig:
 
     @classmethod
     def read(cls, section: Any) -> AlgorithmConfig:
-        """The checked section, given as a mapping of `name` and settings, or as a name alone.
+        """Checks a section, which is a mapping of `name` and settings or only a name.
 
         Raises:
             pydantic.ValidationError: unknown method or setting, or a value out of range.
@@ -80,14 +80,14 @@ class AlgorithmConfig:
 
 
 def _unpickled(settings: dict[str, Any]) -> AlgorithmConfig:
-    """The section in another process. Raises ConfigError where the method cannot be imported
+    """Rebuilds the section in another process. Raises ConfigError if the method cannot be imported
     there."""
     _method_named(settings["name"])
     return AlgorithmConfig.read(settings)
 
 
 def _method_named(name: Any) -> type[Method]:
-    """Raises ConfigError where there is no method of this name."""
+    """Returns the method's class. Raises ConfigError for an unknown name."""
     from megatron_stare.algorithms import METHODS
     from megatron_stare.algorithms.method import Method
 
@@ -104,8 +104,8 @@ def _method_named(name: Any) -> type[Method]:
 def _refuse_unknown(
     settings_class: type, settings: Mapping[Any, Any], loc: tuple[str, ...] = ()
 ) -> None:
-    """Raises ValidationError for a key that is no field of a dataclass, or of one that is a field
-    of it."""
+    """Raises ValidationError for a key that is not a field of the dataclass, or of a dataclass
+    nested in it."""
     known = [field.name for field in dataclasses.fields(settings_class) if field.init]
     for key, value in settings.items():
         if key not in known:
@@ -118,11 +118,11 @@ def _refuse_unknown(
 
 
 def _options(settings_class: type, key: str) -> list[type]:
-    """The dataclass that a field may hold, if it is the only one."""
+    """Returns a list of the dataclass that a field may hold; [] if there is none or several."""
     try:
         annotation = typing.get_type_hints(settings_class)[key]
     except NameError:
-        return []  # what cannot be read is refused by name below
+        return []  # validation reports the unreadable type by name
     found = [
         option
         for option in (typing.get_args(annotation) or (annotation,))
@@ -134,8 +134,8 @@ def _options(settings_class: type, key: str) -> list[type]:
 def _refusal(
     error: ConfigError, loc: tuple[str, ...], value: Any, kind: str = "refused"
 ) -> ValidationError:
-    """An error that pydantic puts among those of the other sections; config_error says it in its
-    own words."""
+    """Wraps a ConfigError so that pydantic reports it with the errors of other sections.
+    `config_error` unwraps it."""
     told = PydanticCustomError(kind, "{what}", {"what": error.what, "error": error})
     return ValidationError.from_exception_data(
         "algorithm", [InitErrorDetails(type=told, loc=loc, input=value)]

@@ -1,4 +1,4 @@
-"""The configuration of a run's engines where there is no trainer beside them."""
+"""Configuration of engines that run without a trainer beside them."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from typing import Any
 
 from megatron_stare.config.schema import Config, SGLangConfig
 
-# settings of servers that were started elsewhere, as far as they say how a run treats them
+# server settings that also apply to servers started elsewhere
 _OF_OTHERS = ("dtype", "sync", "sync_folder", "seeds", "agreement_limit", "canary_prompts")
 
-SYNC_FOLDER = "weight_sync"  # in a run's directory
-# sections that only an engine in front of servers may have, see Config
+SYNC_FOLDER = "weight_sync"  # in the run directory
+# sections that only an engine with servers may have, see Config
 OF_SERVERS = ("sglang",)
 
 
 def engines_alone(config: Config, folder: str | None = None) -> Config:
-    """Engines that share no device with a trainer, and name nothing that only a trainer asks for.
+    """Returns a configuration without colocation and without routing replay, which only a trainer
+    needs.
 
     Args:
-        folder: of Hugging Face, in place of model.path, for tokenizer and stop tokens go with
-            weights; None: that one.
+        folder: Hugging Face folder that replaces model.path, so that tokenizer and stop tokens
+            match the weights; None: keep model.path.
     """
     changed: dict[str, Any] = {
         "sglang": config.sglang.model_copy(update={"colocated": False}),
@@ -32,8 +33,8 @@ def engines_alone(config: Config, folder: str | None = None) -> Config:
 
 
 def synced_in(config: Config, run_dir: Path) -> Config:
-    """Names the folder through which weights go to servers, where none is set: one in the run's,
-    which all of its nodes share."""
+    """Sets sglang.sync_folder, if not set, to a folder in the run directory, which all nodes
+    share."""
     if config.sglang.sync_folder is not None:
         return config
     sglang = config.sglang.model_copy(update={"sync_folder": str(run_dir.resolve() / SYNC_FOLDER)})
@@ -41,12 +42,11 @@ def synced_in(config: Config, run_dir: Path) -> Config:
 
 
 def evaluation_engines(config: Config) -> Config | None:
-    """The configuration of the engines that a run's evaluations have to themselves; None: there are
-    none."""
+    """Returns the configuration of the engines reserved for evaluation; None if there are none."""
     if not config.eval.engines and not config.eval.urls:
         return None
     alone = engines_alone(config)
-    # of those that training attaches to, and of how it starts its own, nothing holds for these
+    # attached servers keep only the settings in _OF_OTHERS, none about how training starts servers
     given = (
         {name: getattr(alone.sglang, name) for name in _OF_OTHERS}
         if config.eval.urls

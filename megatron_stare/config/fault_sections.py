@@ -1,5 +1,5 @@
-"""The section `faults`: what happens when something fails, be it a request, an engine, the run, a
-figure, or a hang."""
+"""The section `faults`: handling of failed requests, engines and runs, of abnormal metrics, and of
+hangs."""
 
 from __future__ import annotations
 
@@ -12,66 +12,67 @@ from pydantic import Field, model_validator
 from megatron_stare.config.section import Section
 
 Action = Literal["off", "alert", "stop", "rollback"]
-# default limit of a collective; no collective waits for a rollout, see docs/cluster.md
+# default timeout of a collective; no collective waits for a rollout, see docs/cluster.md
 COLLECTIVE_S = 1200.0
-SLOW = 5.0  # a phase may take so many times as long as usual, whatever the cap
+SLOW = 5.0  # a phase may always take this multiple of its median time, even above the cap
 
 
 class RequestFaults(Section):
-    """How long a run waits for a response, for a rollout and for a collective, and how often a lost
-    request is made again; `runtime.timeout_s` is the limit of a remote call. They are checked
-    against each other."""
+    """Timeouts of responses, rollouts and collectives, and retries of lost requests. The timeouts
+    must be consistent with each other and with `runtime.timeout_s`, the timeout of a remote
+    call."""
 
     request_s: float | None = Field(
         None,
         gt=0,
         description=(
-            "limit of one request for a response, of its tokens all together, seconds from when its"
-            " server has room for it; a later one is lost. null: runtime.timeout_s / attempts"
+            "timeout of a request for one response, in seconds from when its server admits it;"
+            " after that the request is lost. null: runtime.timeout_s / attempts"
         ),
     )
     attempts: int = Field(
         3,
         ge=1,
         description=(
-            "times that a response is asked for, of another replica where there is one; 1: once"
+            "attempts per response; a retry goes to another replica if there is one. 1: no retry"
         ),
     )
     back_off_s: float = Field(
         0.5,
         ge=0,
         description=(
-            "seconds for which a replica that lost a request is given no other, doubled by each it"
-            " loses in a row; never shorter than it took to lose it"
+            "seconds during which a replica gets no requests after it lost one, doubled by every"
+            " further loss in a row; at least the time that the lost request took"
         ),
     )
     rollout_s: float | None = Field(
         None,
         gt=0,
         description=(
-            "limit of the responses of a step, or of an evaluation, all together; null: none"
+            "timeout of all responses of a step or of an evaluation together, seconds; null: none"
         ),
     )
     collective_s: float | None = Field(
         None,
         gt=0,
         description=(
-            "limit of one collective of the trainer's ranks, in all of Megatron's groups, seconds;"
-            f" null: {COLLECTIVE_S:g}, or runtime.timeout_s where that is less"
+            "timeout of one collective of the trainer's ranks, in all of Megatron's groups,"
+            f" seconds; null: {COLLECTIVE_S:g}, or runtime.timeout_s if that is less"
         ),
     )
 
     def request_limit(self, remote_call_s: float) -> float:
-        """Seconds of one request; `remote_call_s` is runtime.timeout_s."""
+        """Returns the timeout of one request in seconds; `remote_call_s` is runtime.timeout_s."""
         return remote_call_s / self.attempts if self.request_s is None else self.request_s
 
     def collective_limit(self, remote_call_s: float) -> float:
-        """Seconds of one collective; `remote_call_s` is runtime.timeout_s."""
+        """Returns the timeout of one collective in seconds; `remote_call_s` is
+        runtime.timeout_s."""
         return min(COLLECTIVE_S, remote_call_s) if self.collective_s is None else self.collective_s
 
     def check(self, remote_call_s: float) -> None:
-        """Raises ValueError where one limit leaves another no time; `remote_call_s` is
-        runtime.timeout_s."""
+        """Raises ValueError if an operation's timeout exceeds that of the operation that contains
+        it; `remote_call_s` is runtime.timeout_s."""
         if self.collective_limit(remote_call_s) > remote_call_s:
             raise ValueError(
                 f"faults.requests.collective_s {self.collective_s:g} exceeds runtime.timeout_s"
@@ -88,14 +89,14 @@ class RequestFaults(Section):
 
 
 class EngineFaults(Section):
-    """Restarts of an engine that is lost while others are left; see docs/fleet.md. It is started
-    again, and given requests once a weight sync has been proven to be whole."""
+    """Restarts of a lost engine while other engines are left; see docs/fleet.md. A restarted engine
+    gets requests after its first verified weight sync."""
 
     most: int = Field(
         3,
         ge=0,
         description=(
-            "restarts of one engine within `window_s`; after them it stays lost. 0: it stays lost"
+            "restarts of one engine within `window_s`; after that many it stays lost. 0: no restart"
         ),
     )
     window_s: float = Field(
@@ -105,87 +106,87 @@ class EngineFaults(Section):
         10.0,
         ge=0,
         description=(
-            "seconds before a second restart, doubled by each that counts; the first is at once"
+            "seconds before a second restart, doubled by each restart that counts; the first is"
+            " immediate"
         ),
     )
     probe_s: float = Field(
         20.0,
         gt=0,
-        description=(
-            "seconds in which a server must say that it is there; one that twice does not is lost"
-        ),
+        description=("timeout of a health probe, seconds; a server that misses two is lost"),
     )
     losses: int = Field(
         5,
         ge=1,
         description=(
-            "requests that an engine loses one after the other, until it counts as lost though it"
-            " says that it is there"
+            "requests lost in a row after which an engine counts as lost, even if it answers health"
+            " probes"
         ),
     )
 
 
 class RunFaults(Section):
-    """Restarts of a run that lost a process, a node or all its engines; see docs/recovery.md. It is
-    opened again from its newest checkpoint: by the driver, or by `train --supervise` where it was
-    the driver that was lost."""
+    """Restarts of a run that lost a process, a node or all its engines; see docs/recovery.md. The
+    driver resumes the run from its newest checkpoint. If the driver itself is lost, `train
+    --supervise` does."""
 
     attempts: int = Field(
         3,
         ge=0,
         description=(
-            "restarts while the run has not come `window_steps` steps further; after them it ends"
-            " with the error. 0: it ends with the first loss"
+            "restarts without `window_steps` steps of progress; after that many the run ends with"
+            " the error. 0: it ends with the first loss"
         ),
     )
     window_steps: int = Field(
         10,
         ge=1,
         description=(
-            "steps beyond all that were made before it, after which a restart no longer counts"
+            "steps beyond the furthest step before a restart, after which that restart no longer"
+            " counts"
         ),
     )
     back_off_s: float = Field(
         2.0,
         ge=0,
-        description="seconds before a restart, doubled by each one before it that still counts",
+        description="seconds before a restart, doubled by each earlier restart that still counts",
     )
     longest_back_off_s: float = Field(
-        300.0, ge=0, description="seconds that this wait never exceeds"
+        300.0, ge=0, description="longest wait before a restart, seconds"
     )
     nodes_s: float = Field(
         600.0,
         ge=0,
         description=(
-            "seconds in which a restart waits for nodes that were lost, or others in their place,"
-            " where those that are left lack GPUs"
+            "seconds that a restart waits for lost nodes, or replacements, if the remaining nodes"
+            " lack GPUs"
         ),
     )
 
 
 class SpikeGuard(Section):
-    """When a figure counts as a spike. `spreads` are measured over the steps before it: 1.4826
-    times their median absolute deviation from their median, which of normal figures is the standard
-    deviation."""
+    """Rule for when a metric counts as a spike. One spread is 1.4826 times the median absolute
+    deviation of the metric over the steps before. For normally distributed values that is the
+    standard deviation."""
 
     action: Action = Field(
         "alert",
         description=(
-            "say so; stop the run; or roll it back to the newest checkpoint and leave the step's"
-            " prompts out"
+            "alert; stop the run; or roll it back to the newest checkpoint and leave out the step's"
+            " prompts"
         ),
     )
     spreads: float = Field(
-        20.0, gt=0, description="distance from the median, in spreads, from which on it is a spike"
+        20.0, gt=0, description="least distance of a spike from the median, in spreads"
     )
 
 
 class EntropyGuard(Section):
-    """A band that the mean entropy of a step may not leave, whatever steers it."""
+    """A band that the mean entropy of a step must stay in."""
 
-    action: Action = Field("alert", description="as of a spike")
-    low: float | None = Field(None, ge=0, description="nats, the least allowed; null: any")
-    high: float | None = Field(None, gt=0, description="nats, the most allowed; null: any")
+    action: Action = Field("alert", description="same choices as for a spike")
+    low: float | None = Field(None, ge=0, description="least allowed entropy, nats; null: any")
+    high: float | None = Field(None, gt=0, description="largest allowed entropy, nats; null: any")
 
     @model_validator(mode="after")
     def _there_is_room_between(self) -> EntropyGuard:
@@ -195,47 +196,48 @@ class EntropyGuard(Section):
 
 
 class GuardsConfig(Section):
-    """Guards against a loss or gradient that is not finite, against spikes, and against an entropy
-    out of bounds; see docs/guards.md."""
+    """Guards against non-finite loss or gradients, spikes, and entropy out of bounds; see
+    docs/guards.md."""
 
     not_finite: int = Field(
         3,
         ge=1,
-        description=(
-            "optimizer steps in a row whose loss or gradient is not finite, which stop the run"
-        ),
+        description=("optimizer steps in a row with non-finite loss or gradient that stop the run"),
     )
     dumps: int = Field(
-        10, ge=0, description="batches written out, of steps that were left out or ended the run"
+        10,
+        ge=0,
+        description="most batches to write out, of steps that were left out or ended the run",
     )
     window: int = Field(
-        50, ge=5, description="steps before a step that its figures are compared with"
+        50, ge=5, description="preceding steps that a step's metrics are compared with"
     )
     known: int = Field(
-        20, ge=5, description="steps before there is anything to compare with; at most `window`"
+        20, ge=5, description="fewest preceding steps for a comparison; at most `window`"
     )
-    # the size of a policy loss says little, and a gate that opens moves it tenfold
+    # the size of a policy loss means little, and an opening gate changes it tenfold
     loss: SpikeGuard = Field(
-        SpikeGuard(spreads=50.0), description="of `loss/policy`, both ways; judged after the update"
+        SpikeGuard(spreads=50.0),
+        description="guard of `loss/policy`, in both directions; judged after the update",
     )
     grad_norm: SpikeGuard = Field(
         SpikeGuard(),
         description=(
-            "of the largest gradient norm of a step's updates; with stop or rollback that update is"
-            " not taken"
+            "guard of the largest gradient norm of a step's updates; with stop or rollback the"
+            " update with the spike is skipped"
         ),
     )
     agreement: SpikeGuard = Field(
         SpikeGuard(),
         description=(
-            "of the mean difference of engine and trainer; where a log-prob pass compares them,"
-            " with stop or rollback no update of the step is taken"
+            "guard of the mean log-prob difference of engine and trainer; with stop or rollback,"
+            " and a log-prob pass that compares them, all updates of the step are skipped"
         ),
     )
     entropy: EntropyGuard = Field(
-        EntropyGuard(), description="the band of `entropy/mean`; judged after the update"
+        EntropyGuard(), description="guard of `entropy/mean`; judged after the update"
     )
-    rollbacks: int = Field(3, ge=0, description="most in a run; the next one stops it")
+    rollbacks: int = Field(3, ge=0, description="most rollbacks of a run; the next one stops it")
 
     @model_validator(mode="after")
     def _the_window_can_fill(self) -> GuardsConfig:
@@ -247,12 +249,12 @@ class GuardsConfig(Section):
 
 
 class HangsConfig(Section):
-    """Limits of a phase that does not end, and what is done then; see docs/black_box.md."""
+    """Detection of hanging phases, and the reaction to them; see docs/black_box.md."""
 
     enabled: bool = Field(
         True,
         description=(
-            "a process beside the run watches its phases, and keeps heartbeat.json in the run"
+            "a separate process watches the run's phases and writes heartbeat.json in the run"
             " directory"
         ),
     )
@@ -260,33 +262,34 @@ class HangsConfig(Section):
         900.0,
         gt=0,
         description=(
-            "limit of a phase that this process has not ended yet, such as the first step's"
+            "limit of a phase that this process has never finished, such as those of the first"
+            " step, seconds"
         ),
     )
     factor: float = Field(
-        10.0, ge=2, description="limit of a phase, in medians of the newest of its name"
+        10.0, ge=2, description="limit of a phase, as a multiple of its median recent time"
     )
-    floor_s: float = Field(60.0, gt=0, description="no such limit is shorter, seconds")
+    floor_s: float = Field(60.0, gt=0, description="least such limit, seconds")
     cap_s: float = Field(
         1800.0,
         gt=0,
         description=(
-            "nor longer, seconds, but where a phase usually takes more than a fifth of this"
+            "largest such limit, seconds; a phase that usually takes more than a fifth of it gets"
+            " five times its median"
         ),
     )
     end_run: bool = Field(
         False,
         description=(
-            "processes that are found to hold the run up are killed, and the driver where that does"
-            " not help"
+            "kill processes that are found to block the run, and the driver if that does not help"
         ),
     )
 
     def limit_s(self, recent: Sequence[float]) -> float:
-        """Seconds that a phase may take without getting on.
+        """Returns the seconds that a phase may take without progress.
 
         Args:
-            recent: seconds that the newest phases of its name took.
+            recent: durations of the latest phases of the same name, seconds.
         """
         if not recent:
             return self.first_s
@@ -297,23 +300,23 @@ class HangsConfig(Section):
 
 
 class FaultsConfig(Section):
-    """Faults, from a lost request to a lost run: limits, retries, restarts and guards."""
+    """Fault handling, from a lost request to a lost run: timeouts, retries, restarts and guards."""
 
     requests: RequestFaults = Field(
         RequestFaults(),
-        description="limits of responses, rollouts and collectives; lost requests are made again",
+        description="timeouts of responses, rollouts and collectives; retries of lost requests",
     )
     engines: EngineFaults = Field(
-        EngineFaults(), description="when an engine counts as lost; it is started again"
+        EngineFaults(), description="when an engine counts as lost, and its restarts"
     )
     run: RunFaults = Field(
         RunFaults(),
-        description="the run is opened again from its newest checkpoint when a process is lost",
+        description="restarts of the run from its newest checkpoint after a process is lost",
     )
     guards: GuardsConfig = Field(
         GuardsConfig(),
-        description="what is done about figures that are not finite or out of the ordinary",
+        description="reactions to metrics that are not finite or out of the ordinary",
     )
     hangs: HangsConfig = Field(
-        HangsConfig(), description="when a phase counts as one that hangs, and what is done"
+        HangsConfig(), description="when a phase counts as hanging, and the reaction"
     )

@@ -1,10 +1,8 @@
-"""The formats of what a run leaves to be read again: config.yaml, and the run_state.json in each of
-its checkpoints.
+"""Format versions of a run's config.yaml and of the run_state.json in its checkpoints.
 
-Both carry the number FORMAT under "format"; a file without one is of the first. What an older
-release wrote is brought up to date as it is read, one format at a time, and never written over but
-by the run that goes on. A change of either file that older readers or files do not fit is one more
-entry of UPGRADES here, and nothing anywhere else.
+Both files contain the number FORMAT under "format". A file without a number has format 1. Files of
+older releases are upgraded when read, one format at a time. Only a resumed run writes them again.
+An incompatible change of either file needs one more entry in UPGRADES and no other code.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from megatron_stare.errors import DataError
 Tree = dict[str, Any]
 KEY = "format"
 FORMER_CACHE_TOKENS = 20_000
-# sections of a configuration by the names they had up to the fifth format, and where they are now
+# section names up to format 5, and the current names
 RENAMED = {
     "limits": "faults.requests",
     "restarts": "faults.engines",
@@ -27,8 +25,7 @@ RENAMED = {
     "guards": "faults.guards",
     "black_box": "faults.hangs",
 }
-# settings of those formats that are now in the section `services`: the sink that reads a setting,
-# its name there, and its default
+# settings of the former section `services`: the sink that has each now, its name there, its default
 SERVICES = {
     "wandb_project": ("wandb", "project", "megatron_stare"),
     "wandb_entity": ("wandb", "entity", None),
@@ -54,16 +51,15 @@ def _has_servers(config: Tree) -> bool:
 
 
 def _servers_that_are_used(config: Tree) -> Tree:
-    """The first format allowed settings of servers beside an engine that has none, and nobody read
-    them."""
+    """Removes server settings if the engine has no servers. Format 1 allowed and ignored them."""
     if not _has_servers(config):
         config.pop("sglang", None)
     return config
 
 
 def _cache_of_the_device(config: Tree) -> Tree:
-    """The second format's default was a CPU server's cache, whatever the device; null is that on a
-    CPU."""
+    """Removes cache_tokens if it has format 2's default, which was meant for CPU servers. Today's
+    default null means the same on a CPU."""
     sglang = config.get("sglang", {})
     if sglang.get("cache_tokens") != FORMER_CACHE_TOKENS:
         return config
@@ -74,13 +70,13 @@ def _cache_of_the_device(config: Tree) -> Tree:
 
 
 def _without_rollbacks(run_state: Tree) -> Tree:
-    """No run of the fourth format went back to a checkpoint by itself."""
+    """Adds an empty list of rollbacks, which runs of format 4 could not make."""
     return {**run_state, "rollbacks": []}
 
 
 def with_new_names(config: Tree) -> Tree:
-    """The configuration with every section of RENAMED under its new name, and with settings of
-    `services` beside the sinks that read them; what is not there is not made."""
+    """Moves every section of RENAMED to its new name, and the settings of `services` to their
+    sinks. Adds no sections that the configuration lacks."""
     config = dict(config)
     if "services" in config:
         services, watched = config.pop("services") or {}, config.get("observability") or {}
@@ -97,8 +93,8 @@ def with_new_names(config: Tree) -> Tree:
 
 
 def _with_services(name: Any, services: Mapping[str, Any]) -> Any:
-    """A sink of the list with those settings of the former section that it reads and that say
-    something."""
+    """Returns a sink's entry with its settings from the former section `services` that differ from
+    the defaults."""
     settings = {
         setting: services[former]
         for former, (sink, setting, default) in SERVICES.items()
@@ -108,8 +104,7 @@ def _with_services(name: Any, services: Mapping[str, Any]) -> Any:
 
 
 def names_now(former: str) -> str:
-    """Returns the name that a setting of an earlier format has now; "" where it never had
-    another."""
+    """Returns the current name of a former setting; "" if the name is not a former one."""
     section, _, setting = former.partition(".")
     if section in RENAMED:
         return f"{RENAMED[section]}.{setting}" if setting else RENAMED[section]
@@ -120,7 +115,7 @@ def names_now(former: str) -> str:
 
 
 def names_met(config: Mapping[str, Any]) -> list[str]:
-    """The renamed sections that a configuration has, each as `limits is faults.requests now`."""
+    """Lists the renamed sections in a configuration, each as `limits is faults.requests now`."""
     met = [f"{former} is {now} now" for former, now in RENAMED.items() if former in config]
     return met + (
         ["services is settings of observability.sinks now"] if "services" in config else []
@@ -128,8 +123,8 @@ def names_met(config: Mapping[str, Any]) -> list[str]:
 
 
 def without_former_defaults(config: Tree) -> Tree:
-    """Without what earlier releases wrote down of servers beside an engine that has none; files
-    without a number, which a user gives, may have been taken from such a run."""
+    """Removes a former default of server settings if the engine has no servers. A user's file
+    without a format number may be a copy of an old run's config.yaml."""
     servers = config.get("sglang")
     return (
         _cache_of_the_device(config)
@@ -140,16 +135,16 @@ def without_former_defaults(config: Tree) -> Tree:
 
 @dataclass(frozen=True)
 class Upgrade:
-    """Functions that make files of one format those of the next; each takes a whole file, and may
-    change it."""
+    """Functions that convert files of one format to the next. Each takes a whole file and may
+    modify it."""
 
     config: Callable[[Tree], Tree] = _same
     run_state: Callable[[Tree], Tree] = _same
 
 
 def _of_unknown_inputs(run_state: Tree) -> Tree:
-    """The third format did not say what tokenizer and chat template a run was begun with, nor had
-    checkpoints checksums."""
+    """Adds empty digests of prompt inputs. Format 3 did not record tokenizer and chat template,
+    nor checksums of checkpoints."""
     return {**run_state, "inputs": {}}
 
 
@@ -161,17 +156,17 @@ UPGRADES = (
     Upgrade(config=with_new_names),  # from 5
 )
 FORMAT = 1 + len(UPGRADES)
-FIRST_WITH_CHECKSUMS = 4  # format of the checkpoints that have a list of them
+FIRST_WITH_CHECKSUMS = 4  # first format whose checkpoints contain checksums
 
 
 def config_up_to_date(tree: Mapping[str, Any], where: str | Path) -> Tree:
-    """A config.yaml of a run, of whatever format, as one of today's, without the number. See
+    """Upgrades a run's config.yaml to the current format and removes the number. See
     `_up_to_date`."""
     return _up_to_date(tree, where, [upgrade.config for upgrade in UPGRADES])
 
 
 def run_state_up_to_date(tree: Mapping[str, Any], where: str | Path) -> Tree:
-    """A run_state.json, of whatever format, as one of today's, without the number. See
+    """Upgrades a run_state.json to the current format and removes the number. See
     `_up_to_date`."""
     return _up_to_date(tree, where, [upgrade.run_state for upgrade in UPGRADES])
 
@@ -179,8 +174,8 @@ def run_state_up_to_date(tree: Mapping[str, Any], where: str | Path) -> Tree:
 def _up_to_date(
     tree: Mapping[str, Any], where: str | Path, steps: list[Callable[[Tree], Tree]]
 ) -> Tree:
-    """Raises DataError where the file was written by a release that is newer than this one, or its
-    number is none."""
+    """Applies the upgrade steps from the file's format on. Raises DataError if a newer release
+    wrote the file, or its format is no valid number."""
     tree = dict(tree)
     found = tree.pop(KEY, 1)
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:

@@ -1,8 +1,8 @@
-"""A configuration as layers: a file, over those that its `defaults` names, under what the command
-line sets.
+"""A configuration as layers: the files in `defaults` lowest, then the file itself, then the
+command line's overrides.
 
-Sections are merged key by key, and what is laid on top wins. Only settings of a method, or of
-another extension, go with it: naming another one lets go of all that lies beneath.
+Sections are merged key by key, and the upper layer wins. Exception: a layer that names another
+method or extension discards the settings of the previous one.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ NAMED = ("algorithm", "data.source", "rollout.engine", "rollout.environment", "r
 
 @dataclass(frozen=True)
 class Layer:
-    """Some settings and where they come from.
+    """Settings of one file.
 
-    source: the file, as errors name it.
-    tree: its sections.
+    source: the file's name in error messages.
+    tree: the file's sections.
     """
 
     source: str
@@ -74,14 +74,14 @@ class Override:
 
 
 def read_layers(path: str | Path) -> list[Layer]:
-    """The layers of a file, the lowest first and the file itself last.
+    """Returns the layers of a file, lowest first and the file itself last.
 
-    A layer that is named more than once lies where it was named first, so that what two layers have
-    in common does not undo what the first of them changes.
+    A layer that is named twice keeps its first position. So a base shared by two layers does not
+    undo the changes of the first.
 
     Raises:
-        ConfigError: a file that is missing, is not YAML or no mapping, or lies over itself; with
-            the files that led to it.
+        ConfigError: a file is missing, is not a YAML mapping, or includes itself. The message
+            contains the chain of files that led to it.
     """
     found: dict[Path, Layer] = {}
     _collect(path, Path(), (), found)
@@ -91,7 +91,7 @@ def read_layers(path: str | Path) -> list[Layer]:
 def _collect(
     name: str | Path, beside: Path, above: tuple[Path, ...], found: dict[Path, Layer]
 ) -> None:
-    """Adds the layers of a file or a recipe, and it on top, to those `found`; `above` are those
+    """Adds a file or recipe and the layers beneath it to `found`. `above` is the chain of files
     that led to it."""
     path = find_config(name, beside)
     if not path.is_file() and (recipe := recipe_named(name)) is not None:
@@ -107,7 +107,7 @@ def _collect(
     if here in found:
         return
     tree = read_yaml(path, chain)
-    if KEY in tree:  # a run wrote it; what people write has no number, and is of today's format
+    if KEY in tree:  # written by a run; files by users have no number and the current format
         tree = config_up_to_date(tree, path)
     resolve_paths(path, tree)
     _collect_beneath(tree, path, chain, above, found)
@@ -156,7 +156,7 @@ def _collect_beneath(
 
 
 def _compose(name: str, above: tuple[Path, ...], found: dict[Path, Layer]) -> None:
-    """Adds the layers of a recipe, and what it sets itself on top."""
+    """Adds the layers of a recipe to `found`, with the recipe's own settings on top."""
     recipe, path = recipes()[name], Path(FOLDER) / name
     if path in found:
         return
@@ -169,8 +169,11 @@ def _compose(name: str, above: tuple[Path, ...], found: dict[Path, Layer]) -> No
 
 
 def read_yaml(path: str | Path, where: str | None = None) -> dict[str, Any]:
-    """The file's mapping. Raises ConfigError where there is none; `where` names the file, if not
-    its path."""
+    """Reads a YAML mapping. Raises ConfigError if the file contains none.
+
+    Args:
+        where: name of the file in errors; None: its path.
+    """
     path, where = Path(path), where or str(path)
     try:
         tree = yaml.safe_load(path.read_text())
@@ -190,10 +193,10 @@ def read_yaml(path: str | Path, where: str | None = None) -> dict[str, Any]:
 
 
 def merged(layers: Iterable[Layer | Override]) -> dict[str, Any]:
-    """The sections that layers and then overrides come to, not validated.
+    """Merges layers and overrides into sections, without validation.
 
     Raises:
-        ConfigError: an override that is no `key.sub=value`.
+        ConfigError: an override is not of the form `key.sub=value`.
     """
     tree: dict[str, Any] = {}
     for layer in layers:
@@ -211,7 +214,7 @@ def merged(layers: Iterable[Layer | Override]) -> dict[str, Any]:
 
 
 def _parent(tree: dict[str, Any], setting: str) -> dict[str, Any]:
-    """The section that a dotted setting lies in; an empty one where there is none."""
+    """Returns the section that contains a dotted setting; {} if there is none."""
     for part in setting.split(".")[:-1]:
         tree = tree.get(part, {})
         tree = tree if isinstance(tree, dict) else {}
@@ -219,14 +222,14 @@ def _parent(tree: dict[str, Any], setting: str) -> dict[str, Any]:
 
 
 def _spell_out(tree: dict[str, Any], setting: str) -> None:
-    """A name alone, which is short for {name: ...}, as that."""
+    """Replaces the short form of a setting, a name, by {name: ...}."""
     section, key = _parent(tree, setting), setting.rpartition(".")[2]
     if isinstance(name := section.get(key), str):
         section[key] = {"name": name}
 
 
 def _name_of(tree: dict[str, Any], setting: str) -> Any:
-    """The method, or another extension, that is named; None where there is none."""
+    """Returns the name of the method or extension in a setting; None if it is not set."""
     section = _parent(tree, setting).get(setting.rpartition(".")[2])
     return section.get("name") if isinstance(section, dict) else section
 

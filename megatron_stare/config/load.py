@@ -1,5 +1,5 @@
-"""From a YAML file and dotted overrides to a checked Config, with one clear message for everything
-that is wrong."""
+"""Loads a checked Config from a YAML file and dotted overrides; raises one clear error for the
+first fault."""
 
 from __future__ import annotations
 
@@ -82,27 +82,27 @@ def load_section(path: str | Path, name: str) -> Any:
 
 
 def load_recorded(path: str | Path) -> Config:
-    """Reads the config.yaml of a run, of whatever format.
+    """Reads the config.yaml of a run, in any format up to today's.
 
     Raises:
-        UserError: as load_config, or a newer release wrote it.
+        UserError: as in load_config, or a newer release wrote the file.
     """
     return validate(config_up_to_date(read_yaml(path), path), str(path))
 
 
 def former_names(path: str | Path) -> list[str]:
-    """Says, in a line, which sections of a configuration have other names now; nothing where none
-    has.
+    """Returns one line that lists the renamed sections in a configuration; [] if there are none.
 
     Raises:
-        ConfigError: the file is missing, or is not YAML.
+        ConfigError: the file is missing or is not YAML.
     """
     met = names_met(read_yaml(path))
     return [f"{path} is of an earlier format: {', '.join(met)}"] if met else []
 
 
 def validate(tree: dict[str, Any], source: str) -> Config:
-    """Raises ConfigError naming the first thing that is wrong, and `source`, where it was set."""
+    """Validates a tree of sections. Raises ConfigError for the first fault, with `source` as the
+    place."""
     return _validated([Layer(source, tree)])
 
 
@@ -119,8 +119,7 @@ def _validated(
 
 
 def build_method(settings: Mapping[str, Any] | str) -> Method:
-    """The method that an `algorithm` section describes, without the rest of a configuration: for
-    its own tests.
+    """Builds the method of an `algorithm` section without the rest of a configuration, for tests.
 
     Raises:
         ConfigError: unknown method, unknown setting (with a suggestion), or a value out of range.
@@ -132,8 +131,8 @@ def build_method(settings: Mapping[str, Any] | str) -> Method:
 
 
 def config_error(error: ValidationError, layers: Sequence[Layer | Override]) -> ConfigError:
-    """Turns pydantic's report into one ConfigError, which names the layer or override that brought
-    it about."""
+    """Converts pydantic's report into one ConfigError that names the layer or override at
+    fault."""
     first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     loc = [str(part) for part in first["loc"]]
     source = _to_blame(first, layers)
@@ -161,8 +160,8 @@ def config_error(error: ValidationError, layers: Sequence[Layer | Override]) -> 
     return ConfigError(f"{in_words(first)} (got {first['input']!r})", where=where)
 
 
-# settings by the names that other trainers have for them; docs/from_trl.md, from_verl.md and
-# from_slime.md have more
+# settings here by their names in other trainers; docs/from_trl.md, from_verl.md and from_slime.md
+# list more
 _ELSEWHERE = {
     "learning_rate": "optimizer.lr",
     "lr_scheduler_type": "optimizer.schedule",
@@ -208,14 +207,15 @@ _ELSEWHERE = {
 
 
 def _elsewhere(name: str) -> list[str]:
-    """Dotted settings that go by this name: in another trainer, or in other sections here."""
+    """Returns the dotted settings for this name of another trainer, or with this name in other
+    sections."""
     if name in _ELSEWHERE:
         return [_ELSEWHERE[name]]
     return _having(name, Config)
 
 
 def _having(name: str, model: type[BaseModel], above: str = "") -> list[str]:
-    """The dotted settings of this name in the sections of a model, and in theirs."""
+    """Returns the dotted settings of this name in all nested sections of a model."""
     found = []
     for key, field in model.model_fields.items():
         section = field.annotation
@@ -226,15 +226,18 @@ def _having(name: str, model: type[BaseModel], above: str = "") -> list[str]:
 
 
 def _dotted(name: str, value: Any) -> list[str]:
-    """The settings that a section of this name holds, by their dotted names."""
+    """Returns the dotted names of all settings in a value; only `name` if it is no section."""
     if not isinstance(value, Mapping) or not value:
         return [name]
     return [each for key, inner in value.items() for each in _dotted(f"{name}.{key}", inner)]
 
 
 def _to_blame(wrong: ErrorDetails, layers: Sequence[Layer | Override]) -> str:
-    """The last one that sets what is wrong; of a whole section, which several may set parts of, the
-    last on which the error depends. The file that was read, where none does."""
+    """Returns the source of the last layer that sets the faulty setting.
+
+    If the fault is in a whole section, which several layers may set, returns the last layer without
+    which the error disappears. Returns the top file if no layer sets it.
+    """
     loc = [str(part) for part in wrong["loc"]]
     for number, layer in reversed(list(enumerate(layers))):
         if not loc or not layer.sets(loc):
@@ -261,20 +264,20 @@ def _has_error(tree: dict[str, Any], wrong: ErrorDetails) -> bool:
 def _keys_at(loc: list[str]) -> list[str]:
     model: type[BaseModel] = Config
     for part in loc:
-        if part.isdigit():  # the place in a list of sections
+        if part.isdigit():  # index in a list of sections
             continue
         annotation = model.model_fields[part].annotation
-        annotation = next(iter(get_args(annotation)), annotation)  # of a list, what stands in it
+        annotation = next(iter(get_args(annotation)), annotation)  # a list's element type
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             model = annotation
     return [*model.model_fields, *([] if loc else [DEFAULTS])]
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """The same configuration, with the files and folders it reads named from the root, so that it
-    means the same wherever it is read. Symbolic links stay: the Python of an environment is one."""
+    """Makes the paths of all files and folders absolute. Keeps symbolic links, since the Python of
+    a virtual environment is one."""
     data: dict[str, Any] = {}
-    # a source of the user's own reads these settings in its own way
+    # a user's source may interpret these settings differently
     if reads_files(config.data.source.name):
         data = {
             "path": _absolute(config.data.path),
@@ -308,7 +311,7 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def reads_files(source: str) -> bool:
-    """Tells whether a source of prompts reads data.path and its like as files."""
+    """Tells whether a prompt source reads data.path and similar settings as files."""
     return source in ("files", "jsonl")
 
 
@@ -317,5 +320,5 @@ def _absolute(path: str | None) -> str | None:
 
 
 def dump_yaml(config: Config) -> str:
-    """The resolved configuration, readable by load_config and load_recorded."""
+    """Returns the resolved configuration as YAML for load_config and load_recorded."""
     return yaml.safe_dump({KEY: FORMAT, **config.model_dump(mode="json")}, sort_keys=False)

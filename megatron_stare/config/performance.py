@@ -1,10 +1,9 @@
-"""Settings of `performance`, one row each: training gets faster or smaller, and what is computed
-stays the same.
+"""Settings of `performance`, one row each. They save time or memory without changing results.
 
-A row names Megatron's fields, what the setting needs, and the check of scripts/gpu_check.sh that
-proves it. A setting left at null is on once that check's result is committed (`proven`;
-tests/test_performance.py holds it against the result) and the device has what it needs. To add one:
-a row here and a field in config/schema.py.
+A row contains Megatron's fields, the requirements, and the check of scripts/gpu_check.sh that
+proves the setting. A setting left at null is on if that check's result is committed (`proven`;
+tests/test_performance.py compares it with the result) and the device meets the requirements. A new
+setting needs a row here and a field in config/schema.py.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from megatron_stare.config.schema import Config, PerformanceConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.models.shape import ModelShape
 
-# attention on a CPU: up to so many positions float32 scores are held whole; from 128 on the kernel
-# is as quick
+# attention on a CPU: up to this many positions, whole float32 scores are held; from 128 positions
+# on the kernel is as fast
 WHOLE_UP_TO = 64
 
-# which of Megatron's configurations a setting is in: TransformerConfig, its DDP's, OptimizerConfig
+# Megatron's configuration that has a field: TransformerConfig, that of DDP, or OptimizerConfig
 Part = Literal["model", "gradients", "optimizer"]
 
 
@@ -32,7 +31,7 @@ def _installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-# what a setting may need: how it is called, and whether this device has it
+# requirements of settings: the name in messages, and a test of this device
 NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
     "cuda": ("CUDA", lambda: torch.cuda.is_available()),
     "te": (
@@ -50,11 +49,11 @@ NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
 class Feature:
     """A setting that is on or off.
 
-    sets: Megatron's fields while it is on; off, they are false or 0.
-    needs: of NEEDS.
+    sets: Megatron's fields while it is on. While it is off they are false or 0.
+    needs: keys of NEEDS.
     wants: settings of the run that must be on as well.
-    check: what of scripts/gpu_check.sh proves it.
-    proven: whether the check's result, committed, says that it is right and no slower.
+    check: the check of scripts/gpu_check.sh that proves it.
+    proven: whether the check's committed result shows that it is correct and no slower.
     """
 
     name: str
@@ -105,7 +104,7 @@ FEATURES: tuple[Feature, ...] = (
 )
 
 
-# what Megatron has and a run here cannot have, with the reason
+# Megatron's features that are not supported, with the reason
 NOT_OFFERED = {
     "tp_comm_overlap": (
         "Transformer Engine's user buffers take tensors of one size alone, tokens of a micro-batch"
@@ -115,19 +114,20 @@ NOT_OFFERED = {
 
 
 def missing(feature: Feature) -> list[str]:
-    """Names of what the feature needs and the device that this process sees does not have."""
+    """Returns the names of the feature's requirements that this process's device does not meet."""
     return [name for name, there in (NEEDS[need] for need in feature.needs) if not there()]
 
 
 def is_on(performance: PerformanceConfig, feature: Feature) -> bool:
-    """Tells whether the feature is on in a run; one that was asked for is on, or was refused
-    before."""
+    """Tells whether the feature is on in a run. A feature set to true counts as on, since a check
+    raised before if it cannot be."""
     asked: bool | None = getattr(performance, feature.name)
     return feature.proven and not missing(feature) if asked is None else asked
 
 
 def megatron_fields(performance: PerformanceConfig, part: Part) -> dict[str, Any]:
-    """Every field of one of Megatron's configurations that a row sets, on or off."""
+    """Returns the values, on or off, of all fields that the rows set in one of Megatron's
+    configurations."""
     fields: dict[str, Any] = {}
     for feature in FEATURES:
         on = is_on(performance, feature)
@@ -137,7 +137,7 @@ def megatron_fields(performance: PerformanceConfig, part: Part) -> dict[str, Any
 
 
 def environment(performance: PerformanceConfig) -> dict[str, str]:
-    """Environment variables of trainer ranks, which CUDA and torch's allocator read as they
+    """Returns environment variables of trainer ranks, which CUDA and torch's allocator read at
     start."""
     named = {
         "CUDA_DEVICE_MAX_CONNECTIONS": performance.cuda_connections,
@@ -147,12 +147,11 @@ def environment(performance: PerformanceConfig) -> dict[str, str]:
 
 
 def keeps_graph(config: Config, micro_batches: int) -> bool:
-    """Tells whether the training pass goes on from the log-prob pass instead of making a forward of
-    its own.
+    """Tells whether training reuses the forward of the log-prob pass instead of running its own.
 
-    Takes one micro-batch a rank, whose activations live until its backward anyway, and one update,
-    so that the weights are those of the pass. Stages of a pipeline hand activations on, and
-    replayed routing is given to one pass at a time: with either each pass makes its own forward.
+    Requires one micro-batch per rank, whose activations are kept until backward anyway, and one
+    update, so that the weights have not changed. Pipeline stages and replayed routing need a
+    forward in each pass.
 
     Args:
         micro_batches: of a rank, in the log-prob pass.
@@ -168,10 +167,10 @@ def keeps_graph(config: Config, micro_batches: int) -> bool:
 
 
 def shares_prompts(config: Config) -> bool:
-    """Tells whether a prompt goes through the model once for all its responses of a micro-batch.
+    """Tells whether a micro-batch runs a prompt through the model once for all its responses.
 
-    The responses must lie end to end, whole, and no pass may need all micro-batches of one shape or
-    experts of each sample's own.
+    Requires packed sequences that are whole on each rank, no virtual stages, which need
+    micro-batches of equal shape, and no replayed routing, which has experts for each sample.
     """
     parallel = config.parallel
     return (
@@ -248,8 +247,8 @@ def check_performance(config: Config, shape: ModelShape | None = None) -> None:
 
 
 def check_device_performance(performance: PerformanceConfig) -> None:
-    """Raises ConfigError for a setting that was asked for and needs what the device that this
-    process sees lacks."""
+    """Raises ConfigError if a setting is true and this process's device does not meet its
+    requirements."""
     for feature in FEATURES:
         if getattr(performance, feature.name) and (lacking := missing(feature)):
             raise ConfigError(
@@ -265,8 +264,8 @@ def check_device_performance(performance: PerformanceConfig) -> None:
 
 
 def hints(performance: PerformanceConfig) -> list[str]:
-    """The settings that are off, a line each with what turns it on or why nothing does, for
-    --dry-run."""
+    """Returns one line for --dry-run about every setting that is off, with how to turn it on or why
+    it is not offered."""
     found = []
     for feature in FEATURES:
         if is_on(performance, feature):

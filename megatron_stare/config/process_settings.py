@@ -1,8 +1,8 @@
-"""Environment variables and ports of trainer ranks and servers, and which settings of theirs clash.
+"""Environment variables and ports of trainer ranks and servers, and checks for conflicts.
 
-Both ends of an NCCL group must agree on NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE. An SGLang server
-sets each to 0 before its first collective if the variable is not set, and to 1 with the flags in
-AGREED, whatever it finds. A group whose members differ hangs or fails.
+All members of an NCCL group must agree on NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE; otherwise the
+group hangs or fails. Before its first collective an SGLang server sets each variable to 0 if it is
+not set. With the flags in AGREED it always sets it to 1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ AGREED = {
 }
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 WHERE = "runtime.env"
-# what a run sets for each process, and how
+# variables that a run sets itself for each process, and how
 OWNED = {
     "CUDA_VISIBLE_DEVICES": "every process is shown the GPUs it was placed on",
     "RANK": "ranks are numbered by where they were placed",
@@ -37,8 +37,8 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def shared_environment(config: Config) -> dict[str, str]:
-    """Environment variables of trainer ranks, engines and servers alike, which `check_environment`
-    has passed."""
+    """Returns the environment variables of all trainer ranks, engines and servers. Requires a
+    configuration that passed `check_environment`."""
     shared = dict(config.runtime.env)
     if config.runtime.interface:
         shared |= dict.fromkeys(INTERFACES, config.runtime.interface)
@@ -48,19 +48,18 @@ def shared_environment(config: Config) -> dict[str, str]:
 
 
 def _of_servers(config: Config, name: str) -> str:
-    """Returns the value of one of AGREED that the run's servers end with."""
+    """Returns the value that a variable of AGREED has in the run's servers."""
     given = config.sglang.environment.get(name) or config.runtime.env.get(name)
     return given or ("1" if _forced(config, name) else "0")
 
 
 def _forced(config: Config, name: str) -> str | None:
-    """Returns the flag of the servers that sets a variable of AGREED to 1; None: there is none."""
+    """Returns the server flag in use that sets a variable of AGREED to 1; None if there is none."""
     return next((flag for flag in AGREED[name] if flag in config.sglang.flags), None)
 
 
 def check_environment(config: Config) -> None:
-    """Raises ConfigError for variables that a run sets itself, and for those that do not go
-    together."""
+    """Raises ConfigError for variables that a run sets itself, and for conflicting variables."""
     given, of_servers = config.runtime.env, config.sglang.environment
     for name, why in OWNED.items():
         if name in given:
@@ -119,8 +118,8 @@ def _check_allocators(config: Config) -> None:
 
 
 def check_ports(config: Config, replicas: int, nodes: int = 1) -> None:
-    """Raises ConfigError where runtime.ports is too short for the ranks' meeting place and two
-    ports a replica, on each of its nodes."""
+    """Raises ConfigError if runtime.ports is too small. Trainer ranks and every replica's node
+    need two ports each."""
     if not config.runtime.ports:
         return
     first, last = config.runtime.ports
@@ -135,6 +134,6 @@ def check_ports(config: Config, replicas: int, nodes: int = 1) -> None:
 
 
 def port_share(config: Config, number: int, processes: int) -> range | None:
-    """The ports of the trainer's ranks (0) or of process `number` - 1 of the replicas', one a node
-    of each; None: no range is set."""
+    """Returns the ports of the trainer's ranks (number 0) or of replica process `number` - 1; None
+    if no range is set. A replica has one process per node."""
     return config.runtime.port_share(number, processes + 1)

@@ -1,10 +1,10 @@
-"""Recipes of published runs: what each is composed of, what it reproduces, and what was published
+"""Recipes of published runs: their layers, the run that each reproduces, and the published values
 of its settings.
 
-`configs/recipes/index.yaml` composes them, of a method, a regime of lengths, a model and a cluster,
-or of another recipe and what changes; a configuration names one as recipes/NAME.
-`configs/recipes/published.yaml` has the published values by layer, each with its source's line. A
-value that differs from the published one says why.
+`configs/recipes/index.yaml` composes a recipe from layers for method, lengths, model and cluster,
+or from another recipe and changes. A configuration names a recipe as recipes/NAME.
+`configs/recipes/published.yaml` contains the published values by layer, each with its source and
+line. A recipe's value that differs from the published one comes with a reason.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ FOLDER = "recipes"
 class Recipe:
     """A row of the index.
 
-    layers: of `configs/recipes`, the lowest first, such as methods/stare; they lie over the recipe
-    `over`, if any.
-    settings: what the recipe itself sets, on top of all.
-    reproduces, result: the run in words, and the figures that were published of it, with their
-    marks.
+    layers: files of `configs/recipes`, lowest first, such as methods/stare.
+    settings: the recipe's own settings, above all layers.
+    reproduces: the published run, in words.
+    result: the run's published results, with the marks of their sources.
+    over: name of the recipe beneath the layers, if any.
     """
 
     name: str
@@ -43,19 +43,21 @@ class Recipe:
     over: str | None = None
 
     def all_layers(self) -> list[str]:
-        """Layers of the recipe beneath, and then its own."""
+        """Returns the layers of the recipe beneath, then its own."""
         beneath = recipes()[self.over].all_layers() if self.over else []
         return [*beneath, *self.layers]
 
 
 @dataclass(frozen=True)
 class Published:
-    """A value that a source publishes.
+    """A published value of a setting.
 
-    setting: dotted; an entry of a list of sections stands by its name, as in
-    eval.tasks.aime24.samples.
-    source: a mark of published.yaml's `sources` and, behind a colon, the line or the place in it.
-    here: what the recipe has, where that is another; `because` says why.
+    setting: dotted name. Entries of a list of sections are given by name, as in
+        eval.tasks.aime24.samples.
+    source: mark from published.yaml's `sources`, a colon, and the line or place in that source.
+    here: the recipe's value if it differs from the published one.
+    because: reason for the difference.
+    wanted: the value that the recipe must have.
     """
 
     setting: str
@@ -70,12 +72,11 @@ class Published:
 
 
 def recipe_named(path: str | Path) -> str | None:
-    """The name in `recipes/NAME` or `configs/recipes/NAME.yaml`; None where the path names no
-    recipe.
+    """Returns NAME of `recipes/NAME` or `configs/recipes/NAME.yaml`; None for any other path.
 
     Raises:
-        ConfigError: a name directly in recipes/ that the index does not have, with the nearest that
-            it has, or why what was asked for is refused.
+        ConfigError: the index has no such recipe. The message suggests similar names, or contains
+            the reason why the run is not offered.
     """
     path = Path(path)
     if path.parent.name != FOLDER or path.parent.parent.name not in ("", "configs"):
@@ -99,7 +100,7 @@ def recipe_named(path: str | Path) -> str | None:
 
 @cache
 def recipes() -> Mapping[str, Recipe]:
-    """All recipes by name, in the index's order."""
+    """Returns all recipes by name, in the index's order."""
     index, found = _index(), {}
     for name, row in index["recipes"].items():
         found[name] = Recipe(
@@ -120,20 +121,19 @@ def recipes() -> Mapping[str, Recipe]:
 
 
 def refused() -> Mapping[str, str]:
-    """Rows of the papers that are not made, and why."""
+    """Returns the published runs without a recipe, each with the reason."""
     return dict(_index()["refused"])
 
 
 def sources() -> Mapping[str, str]:
-    """Sources of published values, by their marks."""
+    """Returns the sources of published values by mark."""
     return dict(_tables()["sources"])
 
 
 def published(recipe: Recipe) -> list[Published]:
-    """Published values of a recipe's settings, sorted by setting.
+    """Returns the published values of a recipe's settings, sorted by setting.
 
-    Of two layers the upper one counts. Where a layer names a method, lower layers' settings of
-    `algorithm` go.
+    The upper layer wins. A layer that names a method discards lower layers' `algorithm` settings.
     """
     found = {row.setting: row for row in published(recipes()[recipe.over])} if recipe.over else {}
     for layer in [*recipe.layers, recipe.name]:
@@ -146,8 +146,8 @@ def published(recipe: Recipe) -> list[Published]:
 
 
 def value_of(tree: Mapping[str, Any], setting: str) -> Any:
-    """The value of a dotted setting in a dumped configuration; None where a section on the way is
-    null.
+    """Returns the value of a dotted setting in a dumped configuration; None if a section that
+    contains it is null.
 
     Raises:
         KeyError: there is no such setting.

@@ -1,5 +1,5 @@
-"""The configuration of a run with its names resolved, read once as it is opened and handed to all
-that work for it."""
+"""The configuration of a run with its model and method resolved, read once and passed to all parts
+of the run."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from megatron_stare.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A configuration with what its names stand for. It travels to the workers as it is."""
+    """A configuration with the model shape and method that it names. Workers receive a pickled
+    copy."""
 
     config: Config
     shape: ModelShape  # of the policy and its reference; names the model family
 
     @property
     def method(self) -> Method:
-        """The one that the algorithm section describes."""
+        """Method of the section `algorithm`."""
         return self.config.algorithm.method
 
 
 def resolve_run(config: Config, *, published: bool = False) -> ResolvedRun:
-    """Reads what the configuration names, and checks no more than that: preflight.check does.
+    """Reads the shape of the configuration's model. Makes no other checks; see preflight.check.
 
     Args:
-        published: whether the shape that ships may stand for a model that is not here
+        published: whether a shape shipped with the package may replace that of an absent model
             (models.published_shape).
 
     Raises:

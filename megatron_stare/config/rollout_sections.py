@@ -1,5 +1,5 @@
-"""The sections about responses: prompts, engines and servers, rewards, agreement with the trainer,
-evaluation."""
+"""Configuration sections about rollouts: prompts, engines and servers, rewards, agreement with the
+trainer, evaluation."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from megatron_stare.registry import Extension
 
 
 class MixtureFile(Section):
-    """A file that training prompts are mixed from."""
+    """One file of a mixture of training prompts."""
 
     path: str = Field(description="as data.path")
     weight: float = Field(
-        1.0, gt=0, allow_inf_nan=False, description="share of the prompts, against other weights"
+        1.0, gt=0, allow_inf_nan=False, description="share of the prompts, relative to the others"
     )
-    name: str | None = Field(
-        None, description="what its prompts' ids begin with; null: the file's name"
-    )
+    name: str | None = Field(None, description="prefix of its prompts' ids; null: the file's name")
 
     @property
     def label(self) -> str:
@@ -33,7 +31,7 @@ class DataConfig(Section):
 
     source: Extension = Field(
         Extension("jsonl"),
-        description="'files', by its older name 'jsonl'; 'arithmetic', 'signs' or a class path",
+        description="'files' (old name: 'jsonl'), 'arithmetic', 'signs' or a class path",
     )
     path: str | None = Field(
         None,
@@ -47,40 +45,41 @@ class DataConfig(Section):
         [], description="training prompts of source 'files' from several files, in place of `path`"
     )
     prompt_key: str | None = Field(
-        None, description="key of the prompt, dotted where it lies deeper; null: 'prompt'"
+        None, description="key of the prompt, dotted if nested; null: 'prompt'"
     )
     answer_key: str | None = Field(
         None,
         description=(
-            "key of the answer; null: the first there is of answer, label and"
+            "key of the answer; null: the first that exists among answer, label and"
             " reward_model.ground_truth"
         ),
     )
     columns: list[str] | Literal["all"] = Field(
         [],
         description=(
-            "columns of a row that a verifier is given as `columns`, dotted where they lie deeper;"
-            " all: the whole row"
+            "columns of a row that the verifier receives as `columns`, dotted if nested; all: the"
+            " whole row"
         ),
     )
     deduplicate: bool = Field(
         False,
         description=(
-            "train on a problem once a pass, and not on one whose repeats have other answers"
+            "train on a repeated problem once per pass over the data, and not at all if its answers"
+            " differ"
         ),
     )
     decontaminate: list[str] = Field(
         [],
         description=(
-            "files of evaluation problems; training leaves out what shares `ngram` words in a row"
-            " with one"
+            "files of evaluation problems; training prompts that share `ngram` consecutive words"
+            " with one of them are left out"
         ),
     )
-    ngram: int = Field(13, ge=1, description="words in a row of `decontaminate`")
+    ngram: int = Field(13, ge=1, description="consecutive words for `decontaminate`")
     template: str | None = Field(
         None,
         description=(
-            "text around a prompt, which stands at {prompt}, before the chat template; null: none"
+            "text with the placeholder {prompt}, applied before the chat template; null: none"
         ),
     )
     chat_template: bool = Field(
@@ -100,7 +99,7 @@ class DataConfig(Section):
 
 
 class RolloutConfig(Section):
-    """The engines that sample responses, and how they sample."""
+    """Engines and sampling."""
 
     engine: Extension = Field(
         Extension("local"),
@@ -110,7 +109,8 @@ class RolloutConfig(Section):
     environment: Extension = Field(
         Extension("single_turn"),
         description=(
-            "what makes a response of a prompt: 'single_turn' or a class path my_pkg.MyEnvironment"
+            "environment that turns a prompt into a response: 'single_turn' or a class path"
+            " my_pkg.MyEnvironment"
         ),
     )
     temperature: float = Field(
@@ -120,7 +120,8 @@ class RolloutConfig(Section):
     truncate_prompt: Literal["error", "drop", "left"] = Field(
         "error",
         description=(
-            "a longer prompt stops the run, is left out of the data, or loses its first tokens"
+            "a longer prompt stops the run (error), is left out of the data (drop), or loses its"
+            " first tokens (left)"
         ),
     )
     max_new_tokens: int = Field(1024, ge=1, description="longest response, tokens")
@@ -130,63 +131,63 @@ class RolloutConfig(Section):
         None,
         ge=0,
         description=(
-            "engines sample ahead of training, from weights at most this many steps old; null: not"
+            "engines sample ahead of training, with weights at most this many steps old; null:"
+            " synchronous"
         ),
     )
     stale_tokens: Literal["correct", "mask"] = Field(
         "correct",
         description=(
-            "tokens of older weights than those a step trains are weighed by algorithm.correction,"
-            " or carry no loss and stay in the context"
+            "treatment of tokens that older weights sampled: correct weights their loss by"
+            " algorithm.correction; mask excludes them from the loss but keeps them as context"
         ),
     )
     stale_from: int = Field(
         1,
         ge=1,
-        description=(
-            "`stale_tokens: mask` masks tokens of weights that are at least this many steps older"
-        ),
+        description=("least age in steps of the weights whose tokens `stale_tokens: mask` masks"),
     )
     prove_every: int = Field(
         1,
         ge=1,
         description=(
-            "weight syncs until values are proven by checksums again; else names and counts alone"
+            "every n-th weight sync verifies values by checksums; the others verify only names and"
+            " counts"
         ),
     )
     sync_bucket_mb: int = Field(
         64,
         ge=1,
         description=(
-            "largest bucket of weights on its way to the engines, MB; a larger tensor goes alone"
+            "size limit of a bucket of weights sent to the engines, MB; a larger tensor is sent"
+            " alone"
         ),
     )
 
 
 class PartialConfig(Section):
-    """Long responses are cut at the end of a step, kept, and continued in a later one; see
+    """Partial rollouts: a step cuts long responses, and a later step continues them; see
     docs/asynchrony.md."""
 
     tokens: int | None = Field(
         None,
         ge=1,
         description=(
-            "tokens by which the responses under way grow at a time, until enough groups of them"
-            " are whole for a step; fewer than rollout.max_new_tokens. null: every response is"
-            " waited for"
+            "tokens that in-flight responses grow by in a round; rounds repeat until enough groups"
+            " for a step are complete. Fewer than rollout.max_new_tokens. null: no partial rollouts"
         ),
     )
     prompts: int | None = Field(
         None,
         ge=1,
         description=(
-            "prompt groups under way at a time, at least batch.prompts; null: twice batch.prompts,"
-            " with dynamic sampling batch.generate_prompts"
+            "prompt groups in flight at a time, at least batch.prompts; null: twice batch.prompts,"
+            " or batch.generate_prompts with dynamic sampling"
         ),
     )
 
     def groups_under_way(self, prompts: int, generate_prompts: int | None) -> int:
-        """How many at a time; the arguments are those of the section `batch`."""
+        """Returns the number of prompt groups in flight. The arguments are settings of `batch`."""
         return self.prompts or generate_prompts or 2 * prompts
 
 
@@ -196,135 +197,130 @@ class SGLangConfig(Section):
     urls: list[str] = Field(
         [],
         description=(
-            "running servers to use, keyed by SGLANG_API_KEY; empty: start rollout.engines of them"
-            " here"
+            "URLs of running servers to use, with SGLANG_API_KEY as key; empty: the run starts"
+            " rollout.engines servers"
         ),
     )
     router: str | None = Field(
         None,
         description=(
-            "URL of an sglang-router in front of `urls` that is asked for responses, and for"
-            " nothing else"
+            "URL of an sglang-router in front of `urls`, used only for requests for responses"
         ),
     )
     host: str | None = Field(
         None,
         description=(
-            "IPv4 address that servers of a run listen on, which then all must have; 0.0.0.0: all"
-            " of a node. null: their own node's (runtime.interface, else Ray's), and loopback where"
-            " a run starts Ray itself"
+            "IPv4 address that all servers of a run listen on; 0.0.0.0: all addresses of a node."
+            " null: each node's own address (on runtime.interface, else Ray's), or loopback if the"
+            " run starts Ray itself"
         ),
     )
     python: str | None = Field(
         None,
         description=(
-            "Python of the environment SGLang is installed in; null: that of"
-            " scripts/setup_sglang.sh"
+            "Python of SGLang's environment; null: the environment made by scripts/setup_sglang.sh"
         ),
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description=(
-            "where servers that a run starts compute; auto: on GPUs where this machine has any"
-        ),
+        description=("device of servers that a run starts; auto: GPUs if this machine has any"),
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        None, description="of the servers' weights and activations; null: model.dtype"
+        None, description="dtype of the servers' weights and activations; null: model.dtype"
     )
-    tensor_parallel: int = Field(1, ge=1, description="ranks that a server cuts the model over")
+    tensor_parallel: int = Field(1, ge=1, description="tensor-parallel ranks of a server")
     expert_parallel: int = Field(
         1,
         ge=1,
-        description=(
-            "groups of a server's ranks that hold whole experts, a divisor of tensor_parallel"
-        ),
+        description=("expert-parallel groups of a server's ranks; a divisor of tensor_parallel"),
     )
     attention_data_parallel: int = Field(
         1,
         ge=1,
         description=(
-            "groups of a server's ranks that attend to requests of their own, likewise a divisor"
+            "data-parallel attention groups of a server's ranks; a divisor of tensor_parallel"
         ),
     )
     nodes: int = Field(
-        1, ge=1, description="nodes that a server's ranks lie on in equal parts, likewise a divisor"
+        1, ge=1, description="nodes per server, with equal ranks each; a divisor of tensor_parallel"
     )
     memory_fraction: float | None = Field(
         None,
         gt=0,
         lt=1,
-        description=(
-            "share of a GPU's memory for weights and key/value cache; null: SGLang's choice"
-        ),
+        description=("share of a GPU's memory for weights and KV cache; null: SGLang's choice"),
     )
     context_length: int | None = Field(
-        None, ge=1, description="tokens of a server's context; null: the model's"
+        None, ge=1, description="context length of a server, tokens; null: the model's"
     )
     attention_backend: str | None = Field(
-        None, description="SGLang's name of it; null: SGLang's choice"
+        None, description="SGLang's name of the attention backend; null: SGLang's choice"
     )
     cuda_graph_batch_sizes: list[int] = Field(
         [],
         description=(
-            "numbers of responses that decoding captures a CUDA graph for; empty: SGLang's choice"
+            "batch sizes for which decoding captures a CUDA graph; empty: SGLang's choice"
         ),
     )
     flags: list[str] = Field(
         [],
         description=(
-            "further arguments of sglang.launch_server, such as --chunked-prefill-size=4096"
+            "additional arguments of sglang.launch_server, such as --chunked-prefill-size=4096"
         ),
     )
     environment: dict[str, str] = Field(
-        {}, description="environment variables of the servers, beside the run's own"
+        {}, description="environment variables of the servers, in addition to the run's"
     )
     sync: Literal["tensor", "disk", "distributed"] = Field(
         "tensor",
-        description="weights travel as bytes in requests, through a folder, or in a process group",
+        description=(
+            "weights are sent as bytes in requests (tensor), through a folder (disk), or over a"
+            " process group (distributed)"
+        ),
     )
     sync_folder: str | None = Field(
-        None, description="of sync: disk, seen by all nodes; null: weight_sync in run.dir"
+        None,
+        description="folder of `sync: disk`, visible to all nodes; null: weight_sync in run.dir",
     )
     colocated: bool = Field(
         False,
         description=(
-            "servers share the trainer's device: they release their memory while it computes"
+            "servers share the trainer's device, and release their memory while it computes"
         ),
     )
-    seeds: bool = Field(
-        False, description="servers key sampling noise on the request, at a cost in speed"
-    )
+    seeds: bool = Field(False, description="servers seed sampling by request, at a cost in speed")
     cache_tokens: int | None = Field(
         None,
         ge=1,
         description=(
-            "tokens a server's key/value cache holds; null: 20,000 on a CPU, what fits"
+            "size of a server's KV cache, tokens; null: 20,000 on a CPU, as many as fit"
             " memory_fraction on GPUs"
         ),
     )
-    start_timeout_s: float = Field(300.0, gt=0, description="limit of a server's start, seconds")
+    start_timeout_s: float = Field(300.0, gt=0, description="timeout of a server's start, seconds")
     agreement_limit: float | None = Field(
         None,
         gt=0,
         description=(
-            "largest difference of a token's log-prob from the trainer's, nats; past it a run"
-            " stops. null: 1e-3 in float32, none in 16 bits, where `agreement` decides"
+            "largest difference of a token's log-prob from the trainer's, nats; above it the run"
+            " stops. null: 1e-3 in float32, none in 16 bits, where `agreement` applies"
         ),
     )
     canary_prompts: int = Field(
         4,
         ge=0,
         description=(
-            "sequences whose log-probs servers and trainer both compute after every weight sync"
+            "sequences whose log-probs are compared between servers and trainer after every weight"
+            " sync"
         ),
     )
 
 
 class AgreementConfig(Section):
-    """How far the engines' log-probs of sampled tokens may lie from the trainer's where one of them
-    computes in 16 bits: the sizes of the differences, nats. Past one of these limits a run stops;
-    docs/diagnostics.md argues what null stands for. In float32 sglang.agreement_limit, of the
-    largest difference, decides alone."""
+    """Limits for the absolute differences between the engines' and the trainer's log-probs of
+    sampled tokens, in nats, if one of them computes in 16 bits. Above a limit the run stops.
+    docs/diagnostics.md justifies the defaults for null. In float32 only sglang.agreement_limit, on
+    the largest difference, applies."""
 
     mean: float | None = Field(
         None, gt=0, description="largest mean; null: 0.025 in bfloat16, 0.003 in float16"
@@ -339,14 +335,15 @@ class AgreementConfig(Section):
         3.0,
         gt=1,
         description=(
-            "largest growth of the mean, from the first `window` steps of a run to the newest"
+            "largest growth of the mean: ratio of its medians over the newest and the run's first"
+            " `window` steps"
         ),
     )
-    window: int = Field(10, ge=3, description="steps whose median of means `trend` compares")
+    window: int = Field(10, ge=3, description="steps per window of `trend`")
 
 
 class RewardConfig(Section):
-    """How answers are verified, in worker processes."""
+    """Verification of answers, in worker processes."""
 
     verifier: Extension = Field(
         Extension("math"),
@@ -359,8 +356,8 @@ class RewardConfig(Section):
     known_answers: str | None = Field(
         None,
         description=(
-            'file of {"response": ..., "answer": ..., "reward": ...} a line that `verifier` must'
-            " judge so before the first step; null: none beside the verifier's own"
+            'file with one {"response": ..., "answer": ..., "reward": ...} per line; before the'
+            " first step `verifier` must return these rewards. null: only the verifier's own cases"
         ),
     )
     workers: int = Field(1, ge=1, description="verifier processes")
@@ -369,17 +366,17 @@ class RewardConfig(Section):
         0.05,
         ge=0,
         le=1,
-        description="share of a batch that may time out or crash before the run stops",
+        description="largest share of a batch whose verification may time out or crash",
     )
 
 
 class EvalTask(Section):
-    """A task that the policy is evaluated on. What it leaves out, or sets to null, is the run's
-    own."""
+    """A task to evaluate the policy on. Settings that are missing or null are taken from the
+    run."""
 
     name: str = Field(
         pattern=r"^[\w.@+-]+$",
-        description="in eval.jsonl, the report and TensorBoard; each has its own",
+        description="unique name in eval.jsonl, the report and TensorBoard",
     )
     source: Extension | None = Field(None, description="as data.source")
     path: str | None = Field(None, description="as data.eval_path")
@@ -394,19 +391,19 @@ class EvalTask(Section):
     verifier: Extension | None = Field(None, description="as reward.verifier")
     environment: Extension | None = Field(None, description="as rollout.environment")
     prompts: int | None = Field(
-        None, ge=1, description="problems; null: eval.prompts, and where that is 0, all"
+        None, ge=1, description="number of problems; null: eval.prompts, or all if that is 0"
     )
     samples: int | None = Field(None, ge=1, description="as eval.samples")
     k: list[int] | None = Field(None, description="as eval.k")
     offline: bool = Field(
-        False, description="leave it out of training: `megatron-stare eval` alone asks it"
+        False, description="skip the task in training; only `megatron-stare eval` evaluates it"
     )
     temperature: float | None = Field(None, gt=0, description="as rollout.temperature")
     top_p: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="only the likeliest tokens are drawn, as few as together have this probability",
+        description="nucleus sampling: sample from the fewest tokens with this total probability",
     )
     max_new_tokens: int | None = Field(None, ge=1, description="as rollout.max_new_tokens")
     greedy: bool | None = Field(None, description="as eval.greedy")
@@ -415,38 +412,41 @@ class EvalTask(Section):
 
 
 class EvalConfig(Section):
-    """Results on held-out problems, before and after training and in between; see
+    """Evaluation on held-out problems before, during and after training; see
     docs/evaluation.md."""
 
-    prompts: int = Field(0, ge=0, description="problems; 0: no evaluation, unless there are tasks")
+    prompts: int = Field(
+        0, ge=0, description="number of problems; 0: no evaluation, unless there are tasks"
+    )
     every: int = Field(0, ge=0, description="steps between evaluations; 0: only before and after")
     greedy: bool = Field(True, description="also decode greedily")
     samples: int = Field(
-        1, ge=1, description="responses a problem; its result is their mean (avg@k)"
+        1, ge=1, description="responses per problem, whose mean is its result (avg@k)"
     )
     k: list[int] = Field(
         [],
         description=(
-            "of pass@k and maj@k, none above `samples`; empty: the powers of two up to it, and it"
+            "values of k for pass@k and maj@k, none above `samples`; empty: `samples` and all"
+            " smaller powers of two"
         ),
     )
     seed: int = Field(
         20_240_917,
         ge=0,
         lt=2**31,
-        description="keys the sampling noise of every evaluation, which is not the run's",
+        description="seed of sampling in every evaluation, independent of run.seed",
     )
     engines: int = Field(
         0,
         ge=0,
-        description=(
-            "engines that evaluations have to themselves, started beside rollout.engines; 0: none"
-        ),
+        description=("engines reserved for evaluation, in addition to rollout.engines; 0: none"),
     )
-    urls: list[str] = Field([], description="likewise, running servers, as sglang.urls")
+    urls: list[str] = Field(
+        [], description="running servers reserved for evaluation, as in sglang.urls"
+    )
     tasks: list[EvalTask] = Field(
         [],
-        description="what is evaluated, see below; empty: the run's own task, on held-out problems",
+        description="tasks to evaluate, see below; empty: the run's own task on held-out problems",
     )
 
     @field_validator("tasks")

@@ -1,5 +1,4 @@
-"""Refuses layouts, experts and devices that no run can be trained with, before any process is
-started."""
+"""Checks layouts, expert settings and devices that cannot work, before any process starts."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ _OF_THE_LAYOUT = (
     "the gradient would depend on how a batch is cut, and a step is the same in every layout here:"
     " Megatron's loss is "
 )
-# why each way to balance experts that Megatron has is not done
+# why each of Megatron's methods to balance experts is not supported
 REFUSED = {
     "aux_loss": _OF_THE_LAYOUT + "of the shares of experts in a micro-batch, padding included",
     "seq_aux_loss": (
@@ -35,7 +34,8 @@ REFUSED = {
 
 
 def check_layout(parallel: ParallelConfig, shape: ModelShape) -> None:
-    """Raises ConfigError for a layout the model cannot be cut into, or that does not run here."""
+    """Raises ConfigError for a layout that the model cannot be split into, or that is not
+    supported."""
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         raise ConfigError(
             "virtual stages need a pipeline", where="parallel.virtual_pipeline", fix="set it to 1"
@@ -53,7 +53,7 @@ def check_layout(parallel: ParallelConfig, shape: ModelShape) -> None:
 
 
 def check_stages(parallel: ParallelConfig, shape: ModelShape) -> None:
-    """Raises ConfigError where the layers cannot be cut into the pipeline's stages."""
+    """Raises ConfigError if the layers cannot be split into the pipeline's stages."""
     first = parallel.first_stage_layers
     if first is None:
         if shape.layers % (parallel.pipeline * parallel.virtual_pipeline):
@@ -83,7 +83,7 @@ def check_stages(parallel: ParallelConfig, shape: ModelShape) -> None:
 
 
 def check_experts(parallel: ParallelConfig, shape: ModelShape) -> None:
-    """Raises ConfigError where experts and layout do not fit."""
+    """Raises ConfigError if experts and layout do not fit."""
     if parallel.expert > 1 and not shape.experts:
         raise ConfigError("the model has no experts", where="parallel.expert", fix="set it to 1")
     if shape.experts and shape.experts % parallel.expert:
@@ -108,8 +108,8 @@ def check_experts(parallel: ParallelConfig, shape: ModelShape) -> None:
 
 
 def check_tensor(parallel: ParallelConfig, shape: ModelShape) -> None:
-    """Raises ConfigError where heads or feed-forward columns cannot be cut over the tensor-parallel
-    ranks."""
+    """Raises ConfigError if heads, feed-forward columns or latents cannot be split over the
+    tensor-parallel ranks."""
     tp = parallel.tensor
     widths = (shape.ffn, *shape.whole_widths)
     for what, number in (
@@ -145,7 +145,8 @@ def check_tensor(parallel: ParallelConfig, shape: ModelShape) -> None:
 
 
 def check_context(parallel: ParallelConfig, shape: ModelShape) -> None:
-    """Raises ConfigError where context-parallel ranks cannot take heads of one another."""
+    """Raises ConfigError if key-value heads cannot be exchanged all-to-all between context-parallel
+    ranks."""
     heads = shape.kv_heads // parallel.tensor
     if (
         parallel.context > 1
@@ -161,8 +162,8 @@ def check_context(parallel: ParallelConfig, shape: ModelShape) -> None:
 
 
 def check_recompute(model: ModelConfig, parallel: ParallelConfig, shape: ModelShape) -> None:
-    """Raises ConfigError for activations that the model does not have, or layers that a stage
-    cannot be cut into."""
+    """Raises ConfigError for recompute settings that have no effect, name parts the model lacks, or
+    do not divide a stage's layers."""
     read = {
         "none": (),
         "selective": ("recompute_modules",),
@@ -206,15 +207,16 @@ def check_recompute(model: ModelConfig, parallel: ParallelConfig, shape: ModelSh
 
 
 def stage_layers(parallel: ParallelConfig, shape: ModelShape) -> set[int]:
-    """How many layers the chunks of the pipeline's stages have; `check_layout` has passed."""
+    """Returns the layer counts that occur in chunks of pipeline stages. Requires a layout that
+    passed `check_layout`."""
     if (first := parallel.first_stage_layers) is not None:
         return {first, (shape.layers - first) // (parallel.pipeline - 1)}
     return {shape.layers // (parallel.pipeline * parallel.virtual_pipeline)}
 
 
 def check_moe(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError for settings of experts where the model has none, and for what no run can
-    have yet."""
+    """Raises ConfigError for expert settings of a model without experts, and for unsupported
+    ones."""
     if not shape.experts:
         for name, default in MoeConfig():
             if getattr(config.moe, name) != default:
@@ -226,8 +228,8 @@ def check_moe(config: Config, shape: ModelShape) -> None:
 
 
 def check_device(config: Config, *, experts: bool) -> None:
-    """Raises ConfigError for what the device that this process sees cannot train, or not rightly
-    yet.
+    """Raises ConfigError for settings that this process's device cannot train with, or not
+    correctly.
 
     Args:
         experts: whether the model is a mixture of experts.
@@ -253,7 +255,7 @@ def _check_cuda(config: Config, experts: bool) -> None:
 
 
 def check_profile(config: Config) -> None:
-    """Raises ConfigError if a rank or a step that is to be recorded does not exist."""
+    """Raises ConfigError if a rank or step to profile does not exist."""
     asked = config.observability
     if beyond := [
         each for each in asked.profile_ranks if not 0 <= each < config.parallel.world_size

@@ -1,7 +1,7 @@
-"""The configuration of a run, as typed models. Every field carries its unit and meaning; unknown
-keys are refused.
+"""The configuration of a run as typed models. Every field has its unit and meaning. Unknown keys
+raise an error.
 
-The sections about training, responses and faults have a module each; all are imported from here.
+The sections about training, rollouts and faults have a module each. Import all sections from here.
 """
 
 from __future__ import annotations
@@ -34,86 +34,87 @@ from megatron_stare.config.training_sections import (
 )
 from megatron_stare.registry import Extension
 
-PORTS = (1024, 65535)  # below are the system's
+PORTS = (1024, 65535)  # lower ports are reserved for the system
 
 
 class RunConfig(Section):
     """The run: its name, its length, and where its results go."""
 
     name: str = Field(
-        "run", description="name of the run; part of the directory when `dir` is not given"
+        "run", description="name of the run; part of the directory's name if `dir` is not given"
     )
     dir: str | None = Field(None, description="run directory; default runs/<name>-<time>")
     seed: int = Field(1, ge=0, lt=2**31, description="seeds data order and sampling noise")
     steps: int = Field(
         100,
         ge=1,
-        description="training steps; one step is one rollout batch, of any number of updates",
+        description="training steps; one step trains on one rollout batch, in one or more updates",
     )
     checkpoint_every: int = Field(
         50, ge=0, description="steps between checkpoints; 0: only after the last step"
     )
-    keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints kept")
+    keep_checkpoints: int = Field(2, ge=1, description="number of newest checkpoints to keep")
     rollouts_every: int = Field(10, ge=1, description="steps between dumps of sampled rollouts")
     rollouts_kept: int = Field(32, ge=0, description="samples written per dump")
     tokens_kept: int = Field(
-        8, ge=0, description="of these, samples written with the numbers of every token"
+        8, ge=0, description="samples per dump that are written with the numbers of every token"
     )
 
 
 class CheckpointConfig(Section):
-    """How checkpoints are written, kept and checked; run.checkpoint_every says when, and
-    run.keep_checkpoints how many of the newest are kept beside what is asked for here. See
-    docs/checkpoints.md."""
+    """How checkpoints are written, kept and checked; see docs/checkpoints.md. run.checkpoint_every
+    sets when they are written. The run.keep_checkpoints newest are kept in addition to those kept
+    by this section."""
 
     background: bool = Field(
         True,
         description=(
-            "training goes on while a checkpoint is written; it counts once all ranks have written"
+            "training continues while a checkpoint is written; it is complete once all ranks have"
+            " written"
         ),
     )
     writers: int = Field(
-        2, ge=1, description="files, and processes that write them, a trainer rank"
+        2, ge=1, description="files per trainer rank, each written by a process of its own"
     )
     verify: bool = Field(
         True,
         description=(
-            "the ranks read all tensor files before they are loaded, and compare checksums; false:"
-            " lengths alone are looked at. Other files are always read"
+            "before a load the ranks check the checksums of all tensor files; false: only their"
+            " lengths. Other files are always checked"
         ),
     )
     self_test: bool = Field(
         True,
         description=(
-            "a few responses of the newest step, and their log-probs, are saved with the weights; a"
-            " resume computes them again before it trains"
+            "save a few responses of the newest step with their log-probs; a resume computes the"
+            " log-probs again before it trains"
         ),
     )
     grace_s: float = Field(
         20.0,
         gt=0,
         description=(
-            "seconds after SIGTERM or Ctrl-C in which an update under way may end and its state be"
-            " saved; the rest of the 30 s that Slurm and Kubernetes leave is for closing"
+            "seconds after SIGTERM or Ctrl-C to finish the current update and save its state; the"
+            " rest of the 30 s that Slurm and Kubernetes allow is for closing"
         ),
     )
     keep_every: int | None = Field(
         None,
         ge=1,
-        description="checkpoints of steps that this divides are kept for good; null: none are",
+        description="keep checkpoints of all steps that are multiples of this; null: none",
     )
     keep_best: int = Field(
-        0, ge=0, description="checkpoints kept because `best_by` is best there; 0: none"
+        0, ge=0, description="number of checkpoints to keep with the best `best_by`; 0: none"
     )
     best_by: str | None = Field(
         None,
         description=(
-            "metric that `keep_best` goes by: of the step, such as reward/mean, or of its"
-            " evaluation, such as eval/pass1, of a task eval/TASK/pass1"
+            "metric for `keep_best`: one of the step, such as reward/mean, or of its evaluation,"
+            " such as eval/pass1, or eval/TASK/pass1 for a task"
         ),
     )
     best_is: Literal["highest", "lowest"] = Field(
-        "highest", description="which values of `best_by` are the best"
+        "highest", description="whether high or low values of `best_by` are best"
     )
 
     @model_validator(mode="after")
@@ -127,15 +128,15 @@ class CheckpointConfig(Section):
 
 
 class PlanConfig(Section):
-    """The forecast of `megatron-stare plan` for this run, logged beside what the run measures; see
-    docs/planning.md. The command reads these settings, too, where it is not told otherwise."""
+    """Forecast of `megatron-stare plan` for this run, logged beside the measured values; see
+    docs/planning.md. The command uses these settings as defaults of its options."""
 
     enabled: bool = Field(
-        True, description="predict memory and time as a run starts, and log both with what it took"
+        True, description="predict memory and time at the start; log them beside the measured ones"
     )
     gpu: str | None = Field(
         None,
-        description="kind of GPU, as in `plan --gpu`; null: this machine's, without one cpu-core",
+        description="kind of GPU, as in `plan --gpu`; null: this machine's, or cpu-core if none",
     )
     prompt_tokens: float | None = Field(
         None,
@@ -148,57 +149,57 @@ class PlanConfig(Section):
     coefficients: str = Field(
         "plan_coefficients.json",
         description=(
-            "file of calibrations by GPU, that `plan --calibrate` writes; read where it exists"
+            "file of calibrations by GPU that `plan --calibrate` writes; read if it exists"
         ),
     )
 
 
 class ObservabilityConfig(Section):
-    """Observations beside training; none of them changes what is learnt. See
+    """Metrics, profiles and reports of a run; none of them changes training. See
     docs/diagnostics.md."""
 
     entropy_forecast: bool = Field(
         True,
         description=(
-            "log the first-order entropy forecast of every step, from two more sums of the log-prob"
-            " pass"
+            "log the first-order entropy forecast of every step; takes two more sums in the"
+            " log-prob pass"
         ),
     )
     measured_every: int = Field(
         10,
         ge=0,
         description=(
-            "steps between measurements of what a forecast came to, a forward pass each, and of the"
-            " norm of a token's gradient by its probability and entropy; 0: never"
+            "steps between measurements of the entropy change that was forecast (one forward pass"
+            " each) and of token gradient norms by probability and entropy; 0: never"
         ),
     )
     profile_steps: list[int] = Field(
         [],
         description=(
-            "steps whose log-prob pass and update torch.profiler records: Chrome traces in profile/"
-            " of the run directory"
+            "steps whose log-prob pass and update torch.profiler records, as Chrome traces in"
+            " profile/ of the run directory"
         ),
     )
-    profile_ranks: list[int] = Field([0], description="ranks that are recorded in these steps")
+    profile_ranks: list[int] = Field([0], description="ranks to record in `profile_steps`")
     reflection_words: list[str] = Field(
         [],
         description=(
-            "words counted in every response, such as [wait, alternatively]: metric"
-            " `response/reflections`"
+            "words to count in every response for the metric `response/reflections`, such as"
+            " [wait, alternatively]"
         ),
     )
     sinks: list[Extension] = Field(
         [Extension(name) for name in ("jsonl", "tensorboard", "console", "report")],
         description=(
-            "what the run's reports go to: 'jsonl', 'tensorboard', 'console', 'report', 'wandb',"
-            " 'mlflow', 'prometheus', 'webhook' or a class path my_pkg.MySink; with settings of its"
-            " own {name: ..., setting: value}, see docs/sinks.md"
+            "outputs of the run's reports: 'jsonl', 'tensorboard', 'console', 'report', 'wandb',"
+            " 'mlflow', 'prometheus', 'webhook' or a class path my_pkg.MySink; with settings:"
+            " {name: ..., setting: value}, see docs/sinks.md"
         ),
     )
     metrics: list[str] = Field(
         [],
         description=(
-            "functions of a step's batch whose numbers are logged too: paths my_pkg.my_metric"
+            "paths my_pkg.my_metric of functions of a step's batch that return additional metrics"
         ),
     )
 
@@ -219,50 +220,50 @@ class ObservabilityConfig(Section):
 
 
 class RuntimeConfig(Section):
-    """Processes and machines. Placement on GPUs is described in docs/cluster.md."""
+    """Processes and machines. docs/cluster.md describes placement on GPUs."""
 
     runner: Literal["ray", "inline"] = Field(
         "ray", description="'ray': actors; 'inline': everything in this process"
     )
     ray_address: str | None = Field(
-        None, description="running Ray cluster to join; default: start one here"
+        None, description="address of a running Ray cluster to join; null: start one here"
     )
     object_store_mb: int = Field(
-        128, ge=80, description="cap of a locally started Ray object store, MB"
+        128, ge=80, description="size limit of a locally started Ray object store, MB"
     )
     trainer_threads: int = Field(1, ge=1, description="CPU threads of a trainer rank")
     timeout_s: float = Field(
         1800.0,
         gt=0,
-        description="limit of one remote call, seconds; the others are in `faults.requests`",
+        description="timeout of one remote call, seconds; `faults.requests` has the other timeouts",
     )
     placement_s: float = Field(
-        60.0, ge=0, description="limit of the wait for GPUs that others still hold, seconds"
+        60.0, ge=0, description="longest wait for GPUs that other jobs still hold, seconds"
     )
     gpu_resource: str = Field(
         "GPU",
         min_length=1,
-        description="Ray's name of what ranks and engines are placed by; another: simulated GPUs",
+        description="Ray resource that ranks and engines are placed by; not GPU: simulated GPUs",
     )
     ports: list[int] = Field(
         [],
         description=(
-            "first and last port that a run listens on; empty: the kernel's choice, and 20000 to"
+            "first and last port that a run may listen on; empty: ephemeral ports, and 20000 to"
             " 31999"
         ),
     )
     interface: str | None = Field(
         None,
         description=(
-            "network interface of every node that ranks and servers meet over, such as eth0;"
-            " null: any"
+            "network interface for traffic between ranks and servers, the same on every node, such"
+            " as eth0; null: any"
         ),
     )
     env: dict[str, str] = Field(
         {},
         description=(
-            "environment variables of trainer ranks and servers, such as NCCL's; sglang.environment"
-            " adds"
+            "environment variables of trainer ranks and servers, such as NCCL's; servers also get"
+            " sglang.environment"
         ),
     )
 
@@ -276,8 +277,8 @@ class RuntimeConfig(Section):
         return value
 
     def port_share(self, number: int, shares: int) -> range | None:
-        """The ports that one of several holders may listen on: no two of them have one in common,
-        so that holders on one node cannot take each other's. None: no range is set.
+        """Returns share `number` of `shares` disjoint shares of the port range; None if no range
+        is set. Processes on one node with different shares cannot take each other's ports.
 
         Raises:
             ValueError: the range has fewer ports than there are shares.
@@ -342,7 +343,7 @@ class Config(Section):
 
     @property
     def expected_lengths(self) -> tuple[float, float]:
-        """Mean tokens of a prompt and of a response: those of `plan`, else what is assumed of every
+        """Mean tokens of a prompt and of a response, from `plan` or else the defaults of every
         run."""
         rollout, plan = self.rollout, self.plan
         return (
@@ -352,6 +353,6 @@ class Config(Section):
 
     @property
     def skips_log_prob_pass(self) -> bool:
-        """Tells whether the training pass does without a log-prob pass before it; preflight refuses
-        where it cannot."""
+        """True if steps train without a log-prob pass. Preflight raises if the run needs that
+        pass."""
         return self.statistics.gate == "lagged"

@@ -1,4 +1,4 @@
-"""The base of all sections of a configuration, and checks of values that several sections have."""
+"""Base class of all configuration sections, and checks that several sections share."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """Some settings of a run, typed. Unknown keys are refused, and nothing changes once it is
-    read."""
+    """Typed, immutable settings of a run. Unknown keys raise an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 def check_template(template: str | None) -> str | None:
-    """A prompt template as it is. Raises ValueError unless it has the place {prompt} once, and no
-    other."""
+    """Returns a prompt template unchanged. Raises ValueError unless {prompt} occurs exactly once
+    and no other placeholder does."""
     if template is None:
         return None
     doubled = "; a brace that is meant as one is written twice: {{ or }}"

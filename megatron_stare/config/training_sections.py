@@ -1,5 +1,5 @@
-"""The sections about training: the policy, its layout over ranks, batches, the optimizer, and what
-makes it fast."""
+"""Configuration sections about training: the policy, its layout over ranks, batches, the optimizer,
+and performance."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32",
         description=(
-            "parameters and activations in training, and of the local engine; beside the two short"
-            " ones the optimizer keeps float32 parameters and moments. float16 scales the loss, see"
-            " optimizer.initial_loss_scale"
+            "dtype of parameters and activations, in training and in the local engine. With"
+            " bfloat16 or float16 the optimizer keeps float32 parameters and moments. float16"
+            " scales the loss, see optimizer.initial_loss_scale"
         ),
     )
     reference_path: str | None = Field(
@@ -39,29 +39,30 @@ class ModelConfig(Section):
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
         description=(
-            "activations computed again in backward instead of kept: of the parts in"
-            " `recompute_modules`, or of whole layers"
+            "activations that backward recomputes: those of the parts in `recompute_modules`"
+            " (selective), or of whole layers (full)"
         ),
     )
     recompute_method: Literal["uniform", "block"] = Field(
         "uniform",
         description=(
-            "`recompute: full` keeps the input of every `recompute_layers` layers alone, or"
-            " recomputes only the first `recompute_layers` layers of a stage's chunk"
+            "`recompute: full` keeps only the input of every `recompute_layers` layers (uniform),"
+            " or recomputes only the first `recompute_layers` layers of a stage's chunk (block)"
         ),
     )
     recompute_layers: int = Field(1, ge=1, description="layers of `recompute_method`")
     recompute_modules: list[Literal["core_attn", "mlp", "moe"]] = Field(
         ["core_attn"],
         min_length=1,
-        description="parts of a layer that `recompute: selective` computes again",
+        description="parts of a layer that `recompute: selective` recomputes",
     )
     head: Literal["auto", "materialised", "gradient_in_forward", "recompute"] = Field(
         "auto",
         description=(
-            "logits of a micro-batch at once, by chunks whose gradient is taken in the forward"
-            " (where the loss of a token depends on its own log-prob), or by chunks that are"
-            " computed again in backward; auto: by the free memory at the start"
+            "logits of a micro-batch: all at once (materialised), in chunks whose gradient is"
+            " computed in forward (gradient_in_forward; a token's loss must depend on no other"
+            " token's log-prob), or in chunks that backward recomputes (recompute); auto: chosen by"
+            " the free memory at the start"
         ),
     )
     head_chunk_tokens: int = Field(
@@ -70,7 +71,7 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the trainer is laid out over ranks. World size = tensor * pipeline * context * data."""
+    """Layout of the trainer over ranks. World size = tensor * pipeline * context * data."""
 
     tensor: int = Field(1, ge=1, description="tensor-parallel ranks")
     pipeline: int = Field(1, ge=1, description="pipeline stages")
@@ -79,11 +80,11 @@ class ParallelConfig(Section):
         None,
         ge=1,
         description=(
-            "layers of the first pipeline stage; the others share the rest. null: all alike"
+            "layers of the first pipeline stage; the others share the rest equally. null: all equal"
         ),
     )
     context: int = Field(
-        1, ge=1, description="context-parallel ranks, which hold parts of every sequence"
+        1, ge=1, description="context-parallel ranks, which each hold a part of every sequence"
     )
     context_comm: Literal["p2p", "all_gather", "a2a"] = Field(
         "p2p", description="how GPUs exchange keys and values"
@@ -98,55 +99,51 @@ class ParallelConfig(Section):
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same parameters: those of other data and of other chunks of
-        sequences."""
+        """Number of ranks that hold the same parameters: data-parallel times context-parallel."""
         return self.data * self.context
 
     @property
     def sequence_multiple(self) -> int:
-        """The number whose multiples sequences are padded to: a context-parallel rank holds two
+        """Multiple that sequence lengths are padded to, since a context-parallel rank holds two
         chunks."""
         return 2 * self.context if self.context > 1 else 1
 
 
 class BatchConfig(Section):
-    """The rollout batch and how training walks through it."""
+    """Rollout batch, and its division into mini-batches and micro-batches."""
 
-    prompts: int = Field(32, ge=1, description="prompt groups a rollout batch, that is a step")
+    prompts: int = Field(32, ge=1, description="prompt groups per rollout batch, that is per step")
     mini_batch_prompts: int | None = Field(
         None,
         ge=1,
-        description="prompt groups an optimizer step, a divisor of `prompts`; null: all of them",
+        description="prompt groups per optimizer step, a divisor of `prompts`; null: all",
     )
-    epochs: int = Field(
-        1, ge=1, description="times the optimizer steps walk through the rollout batch"
-    )
+    epochs: int = Field(1, ge=1, description="passes of training over the rollout batch")
     generate_prompts: int | None = Field(
         None,
         ge=1,
         description=(
-            "dynamic sampling: prompt groups a round; those whose rewards are all equal are"
-            " dropped, and rounds follow until `prompts` are left. null: every group is trained on"
+            "dynamic sampling: prompt groups per round; groups with all rewards equal are dropped,"
+            " and rounds repeat until `prompts` groups remain. null: every group is trained on"
         ),
     )
     max_rounds: int = Field(
         10,
         ge=1,
         description=(
-            "rounds of dynamic sampling a step; one that is still short then takes dropped groups"
+            "most rounds of dynamic sampling per step; a step that still lacks groups takes dropped"
+            " ones"
         ),
     )
-    samples_per_prompt: int = Field(8, description="responses a prompt (the group size of GRPO)")
-    micro_batch_tokens: int = Field(
-        8192, ge=1, description="tokens a micro-batch, padding included"
-    )
+    samples_per_prompt: int = Field(8, description="responses per prompt (the group size of GRPO)")
+    micro_batch_tokens: int = Field(8192, ge=1, description="tokens per micro-batch, with padding")
     packed: bool = Field(
-        True, description="lay the sequences of a micro-batch end to end instead of padding them"
+        True, description="concatenate the sequences of a micro-batch instead of padding them"
     )
 
     @property
     def updates(self) -> int:
-        """Optimizer steps a rollout batch."""
+        """Optimizer steps per rollout batch."""
         return self.epochs * (self.prompts // (self.mini_batch_prompts or self.prompts))
 
     @field_validator("samples_per_prompt")
@@ -161,29 +158,30 @@ class BatchConfig(Section):
 
 
 class StatisticsConfig(Section):
-    """The passes that the selection of tokens, and a method's gate, are read from."""
+    """Sources of the statistics for token selection and for a method's gate."""
 
     surprisal: Literal["old", "current", "rollout"] = Field(
         "old",
         description=(
-            "surprisals, and the entropies that STAPO and 20-Entropy select by, are those of the"
-            " log-prob pass; of the policy before each optimizer step, whose mini-batch passes"
-            " through it again; or (surprisals alone) of the engine"
+            "source of surprisals, and of the entropies that STAPO and 20-Entropy select by: the"
+            " log-prob pass (old); an extra pass over the mini-batch before each optimizer step"
+            " (current); or, for surprisals only, the engine (rollout)"
         ),
     )
     gate: Literal["exact", "lagged"] = Field(
         "exact",
         description=(
-            "the gate reads this step's log-prob pass, or the training pass of the step before,"
-            " which saves the log-prob pass: with surprisal `rollout`, one optimizer step a rollout"
-            " batch, and a method that needs no other old log-probs or entropies"
+            "source of the gate: this step's log-prob pass (exact), or the previous step's training"
+            " pass (lagged), which saves the log-prob pass. lagged needs surprisal `rollout`, one"
+            " optimizer step per rollout batch, and a method without other old log-probs or"
+            " entropies"
         ),
     )
     scope: Literal["global", "micro_batch"] = Field(
         "global",
         description=(
-            "tokens are selected over the optimizer step's batch, or by micro-batch and rank, only"
-            " to compare with published code"
+            "tokens are selected over the batch of an optimizer step (global), or by micro-batch"
+            " and rank (only to compare with published code)"
         ),
     )
 
@@ -194,8 +192,8 @@ class OptimizerConfig(Section):
     name: Literal["adam", "sgd"] = Field(
         "adam",
         description=(
-            "adam is AdamW; sgd is for the single steps of tools/check_invariance.py and refused in"
-            " a run, whose checkpoints could not hold it"
+            "adam is AdamW; sgd is only for the single steps of tools/check_invariance.py, since"
+            " checkpoints cannot store its state"
         ),
     )
     lr: float = Field(1e-6, gt=0, description="peak learning rate")
@@ -204,17 +202,17 @@ class OptimizerConfig(Section):
         0,
         ge=0,
         description=(
-            "optimizer steps of linear warm-up from 0; a rollout batch takes epochs * prompts / "
+            "optimizer steps of linear warm-up from 0; a rollout batch has epochs * prompts / "
             "mini_batch_prompts of them"
         ),
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant",
         description=(
-            "shape after the warm-up, up to the last optimizer step of run.steps rollout batches"
+            "shape of the learning rate from the warm-up to the last optimizer step of the run"
         ),
     )
-    weight_decay: float = Field(0.01, ge=0, description="decoupled; norms and biases are spared")
+    weight_decay: float = Field(0.01, ge=0, description="decoupled; not for norms and biases")
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
     beta2: float = Field(0.999, ge=0, lt=1, description="decay of the second moment")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
@@ -226,34 +224,33 @@ class OptimizerConfig(Section):
         2.0**16,
         gt=0,
         description=(
-            "float16: the loss is multiplied by it before backward, the gradient divided by it"
-            " before clipping"
+            "float16: factor of the loss in backward; the gradient is divided by it before clipping"
         ),
     )
     min_loss_scale: float = Field(
         1.0,
         gt=0,
         description=(
-            "float16: the scale falls no lower; a gradient that overflows at it counts as not"
-            " finite"
+            "float16: least loss scale; a gradient that overflows at this scale counts as"
+            " non-finite"
         ),
     )
     loss_scale_window: int = Field(
         400,
         ge=1,
         description=(
-            "float16: optimizer steps in a row without overflow after which the scale grows"
+            "float16: consecutive optimizer steps without overflow after which the scale grows"
         ),
     )
     hysteresis: int = Field(
         1,
         ge=1,
-        description=(
-            "float16: of the overflows since the scale last grew, the first one that lowers it"
-        ),
+        description=("float16: overflows since the scale last grew that are needed to lower it"),
     )
-    growth_factor: float = Field(2.0, gt=1, description="float16: what the scale grows by")
-    backoff_factor: float = Field(0.5, gt=0, lt=1, description="float16: what the scale falls by")
+    growth_factor: float = Field(2.0, gt=1, description="float16: factor when the scale grows")
+    backoff_factor: float = Field(
+        0.5, gt=0, lt=1, description="float16: factor when the scale falls"
+    )
 
     @model_validator(mode="after")
     def _the_scale_starts_above_its_floor(self) -> OptimizerConfig:
@@ -271,29 +268,29 @@ class MoeConfig(Section):
     router_dtype: Literal["model", "float32", "float64"] = Field(
         "float32",
         description=(
-            "of the router's logits, the gates and the weighting of experts' outputs; model:"
+            "dtype of the router's logits, the gates and the weighting of experts' outputs; model:"
             " model.dtype"
         ),
     )
     routing_replay: bool = Field(
         False,
         description=(
-            "servers name the experts that each token went to, and the trainer sends it to the same"
-            " ones"
+            "servers return the experts chosen for each token, and the trainer routes it to the"
+            " same experts"
         ),
     )
     balance: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "expert_bias"] = Field(
         "none",
         description=(
-            "what keeps experts evenly used beside the policy's own loss, as Megatron calls it; all"
-            " but none are refused, each with its reason"
+            "Megatron's name of the expert load balancing; all values but none raise an error with"
+            " the reason"
         ),
     )
 
 
 class PerformanceConfig(Section):
-    """Settings that make training faster or smaller and change no result but in the last bits.
-    null: on where it is proven and the device has it; see docs/gpu.md."""
+    """Settings that save time or memory and change results only in the last bits. null: on if the
+    setting is proven and the device supports it; see docs/gpu.md."""
 
     rope_fusion: bool | None = Field(
         None, description="rotary embedding in one kernel; needs Transformer Engine"
@@ -305,25 +302,25 @@ class PerformanceConfig(Section):
     wgrad_fusion: bool | None = Field(
         None,
         description=(
-            "weight gradients added to their buffer by the product; needs Transformer Engine or"
-            " Apex"
+            "matrix products add weight gradients directly to their buffer; needs Transformer"
+            " Engine or Apex"
         ),
     )
     overlap_grad_reduce: bool | None = Field(
-        None, description="gradients are reduced by bucket while backward runs"
+        None, description="reduce gradients by bucket during backward"
     )
     gradient_bucket: int | None = Field(
         None,
         ge=1,
         description=(
-            "parameters a bucket of `overlap_grad_reduce`; null: as Megatron has it, 40 million"
+            "parameters per bucket of `overlap_grad_reduce`; null: Megatron's default of 40 million"
         ),
     )
     overlap_param_gather: bool | None = Field(
         None,
         description=(
-            "updated parameters are gathered while the next forward runs; needs"
-            " optimizer.distributed and `overlap_grad_reduce`"
+            "gather updated parameters during the next forward; needs optimizer.distributed and"
+            " `overlap_grad_reduce`"
         ),
     )
     batched_p2p: bool | None = Field(
@@ -332,63 +329,66 @@ class PerformanceConfig(Section):
     precision_aware_optimizer: bool | None = Field(
         None,
         description=(
-            "masters and moments in Transformer Engine's fused Adam; needs optimizer.distributed"
+            "keep master parameters and moments in Transformer Engine's fused Adam; needs"
+            " optimizer.distributed"
         ),
     )
     optimizer_offload: bool | None = Field(
         None,
         description=(
-            "masters and moments in host memory; needs Transformer Engine and optimizer.distributed"
+            "keep master parameters and moments in host memory; needs Transformer Engine and"
+            " optimizer.distributed"
         ),
     )
     keep_graph: bool = Field(
         True,
         description=(
-            "where a rank's rollout batch is one micro-batch and one update, training goes on from"
-            " the log-prob pass instead of running the model's forward again: the same numbers in"
-            " no more memory"
+            "if a rank's rollout batch is one micro-batch and one update, training reuses the"
+            " forward of the log-prob pass, with the same results and no more memory"
         ),
     )
     share_prompts: bool = Field(
         True,
         description=(
-            "a prompt is passed through the model once for all its responses of a packed"
-            " micro-batch; not with Transformer Engine's attention, context parallelism, virtual"
-            " pipeline stages or replayed routing"
+            "run a prompt through the model once for all its responses in a packed micro-batch; not"
+            " with Transformer Engine's attention, context parallelism, virtual pipeline stages or"
+            " replayed routing"
         ),
     )
     tp_comm_overlap: bool | None = Field(
         None,
         description=(
-            "tensor-parallel communication within products, which is not offered: true is refused"
+            "tensor-parallel communication overlapped with products; not supported, true raises an"
+            " error"
         ),
     )
     cuda_connections: int | None = Field(
         None,
         ge=1,
         description=(
-            "CUDA_DEVICE_MAX_CONNECTIONS of trainer ranks; 1 lets tensor parallelism overlap"
+            "CUDA_DEVICE_MAX_CONNECTIONS of trainer ranks; 1 lets tensor-parallel communication"
+            " overlap"
         ),
     )
     cuda_allocator: str | None = Field(None, description="PYTORCH_CUDA_ALLOC_CONF of trainer ranks")
 
 
 class MemoryConfig(Section):
-    """The parts that lie on a GPU in each phase; see docs/colocation.md."""
+    """Use of GPU memory in each phase; see docs/colocation.md."""
 
     offload: Literal["all", "optimizer", "none"] | None = Field(
         None,
         description=(
-            "what of the trainer leaves for host memory while servers have the device"
-            " (`sglang.colocated`): everything, or gradients and optimizer state alone, or nothing;"
-            " null: all"
+            "trainer state to offload to host memory while servers use the device"
+            " (`sglang.colocated`): everything (all), only gradients and optimizer state"
+            " (optimizer), or nothing (none); null: all"
         ),
     )
     device_gb: float | None = Field(
         None,
         gt=0,
         description=(
-            "memory of a GPU, 10^9 bytes, that a run is held against before it starts; null: of the"
-            " GPU that the driver sees, and without one nothing is held against it"
+            "memory of a GPU, 10^9 bytes, that a run must fit into before it starts; null: that of"
+            " the GPU the driver sees, or no check without a GPU"
         ),
     )

@@ -1,2 +1,2 @@
-"""The driver: opens or resumes a run, holds what it needs, trains step by step, guards, saves and
-evaluates it."""
+"""The driver: opens or resumes a run, owns its workers and files, trains step by step, and guards,
+saves and evaluates the run."""

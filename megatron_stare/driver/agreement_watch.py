@@ -1,5 +1,5 @@
-"""Watches that the engines and the trainer compute the same log-probs in every step; stops the run
-if not."""
+"""Checks in every step that the engines and the trainer compute the same log-probs; stops the run
+if they do not."""
 
 from __future__ import annotations
 
@@ -38,10 +38,9 @@ METRICS = (
 )
 
 
-# texts that never change, whose log-probs every server and the trainer compute after each weight
-# sync
+# Fixed texts. Every server and the trainer compute their log-probs after each weight sync.
 CANARY = Path(__file__).with_name("canary.txt")
-LONGEST = 64  # tokens of its longest sequence
+LONGEST = 64  # tokens of the canary's longest sequence
 CANARY_SEED = 20261121
 ROUTING = (
     "of a mixture of experts first suspect routing: each side chooses a token's experts by logits"
@@ -50,16 +49,17 @@ ROUTING = (
 
 
 class AgreementWatch:
-    """Compares after every weight sync and every log-prob pass. Logs nothing where an engine in
-    process computes in float32: there the metrics of the update say how far its log-probs are off.
-    It is held to the limit all the same."""
+    """Compares the log-probs of engines and trainer after every weight sync and log-prob pass.
+
+    With an in-process engine in float32 nothing is logged, because the update's metrics already
+    contain the difference. The limit still applies.
+    """
 
     def __init__(self, run: ResolvedRun, trainers: TrainerGroup, engines: EnginePool) -> None:
         config = run.config
         self._limits = Limits.of(config)
         self._logged = engines.served or self._limits.in_16_bits
-        # Without the log-prob pass rollouts have nothing to be compared with: the canary alone
-        # watches.
+        # Without the log-prob pass only the canary can be compared.
         self._has_log_probs = not config.skips_log_prob_pass
         self._trainers, self._engines = trainers, engines
         self._temperature = config.rollout.temperature
@@ -76,21 +76,22 @@ class AgreementWatch:
             )
 
     def lift_limits(self) -> None:
-        """Lets a run go on whatever engine and trainer differ by."""
+        """Lets the run continue however far engines and trainer differ."""
         self._limits = self._limits.lifted()
 
     def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Takes the metrics of a resumed run's steps, oldest first: the trend is that of the whole
+        """Adds a resumed run's metrics, oldest step first, so that the trend covers the whole
         run."""
         for row in rows:
             if "agreement/mean" in row:
                 self._means.add(row["agreement/mean"])
 
     def after_sync(self) -> None:
-        """Has every server and the trainer compute the canary's log-probs.
+        """Compares the canary's log-probs of every server with the trainer's.
 
         Raises:
-            AgreementError: they differ by more than the limit; says what is to blame.
+            AgreementError: the log-probs differ by more than the limit. The message names the
+                likely cause.
         """
         if not self._sequences:
             return
@@ -105,18 +106,18 @@ class AgreementWatch:
             require_agreement("log-probs of the canary", passed, verdict, "weight sync")
 
     def after_log_probs(self, step: int) -> dict[str, float]:
-        """The metrics of a rollout batch whose log-probs the trainer has just computed, and of the
-        canary before it. A batch with tokens of older weights is not judged: the canary, which the
-        newest weights compute, is.
+        """Returns the metrics of the rollout batch in the log-prob pass and of the last canary.
+
+        A batch with tokens that older weights sampled is not judged; the canary covers that step.
 
         Raises:
-            AgreementError: the log-probs differ by more than a limit, and what is to blame; or by
-                ever more.
+            AgreementError: the log-probs differ by more than a limit, and the message names the
+                likely cause; or their difference keeps growing.
         """
         if not self._has_log_probs:
             return dict(self._newest)
         sampled, where = self._trainers.compare(), f"step {step}"
-        # log-probs of older weights differ as policies do, so they are not judged
+        # log-probs under older weights differ because the policy changed, so they are not judged
         if self._older and set(sampled.of_version) - {step - 1}:
             return {**agreement_metrics(sampled, step), **self._newest} if self._logged else {}
         if passed := self._limits.passed(sampled):
@@ -138,11 +139,10 @@ class AgreementWatch:
 
 
 def require_steady(metrics: Mapping[str, float], limits: Limits, where: str) -> None:
-    """Holds a step to the rule "engine and trainer too far apart".
+    """Applies the rule "engine and trainer too far apart" to a step.
 
     Args:
-        metrics: of the step, `agreement/mean` and `agreement/trend` among them where they are
-            known.
+        metrics: of the step, with `agreement/mean` and `agreement/trend` if known.
 
     Raises:
         AgreementError: the mean difference has grown past its limit over the run.
@@ -159,14 +159,14 @@ def require_steady(metrics: Mapping[str, float], limits: Limits, where: str) -> 
 def canary_sequences(
     tokenizer: Any, vocab_size: int, sequences: int, longest: int
 ) -> list[list[int]]:
-    """Makes the canary: token sequences, the same in every run of a model, of different lengths up
-    to `longest` tokens.
+    """Returns the canary: token sequences of different lengths up to `longest` tokens, the same in
+    every run of a model.
 
-    Lines of the shipped text, each sequence from another line on, as far as the tokenizer can spell
-    them: what it gives back must be the line again. Random ids where it can spell none.
+    The sequences consist of the shipped lines that the tokenizer encodes and decodes without loss,
+    and each begins at another line. If no line qualifies, the ids are random.
 
     Args:
-        vocab_size: of the model; a server dies of a larger id.
+        vocab_size: of the model. A larger id would crash a server.
     """
     lengths = torch.linspace(longest, max(2, longest // 4), sequences).long().tolist()
     lines = [
@@ -190,7 +190,7 @@ def canary_sequences(
 
 
 def _spelled(tokenizer: Any, line: str, vocab_size: int) -> list[int]:
-    """The ids of a line without special tokens; none where the tokenizer has not all of its
+    """Returns the ids of a line without special tokens; [] if the tokenizer lacks one of its
     characters."""
     ids = tokenizer(line, add_special_tokens=False).input_ids
     text = tokenizer.decode(ids)

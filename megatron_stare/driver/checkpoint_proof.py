@@ -1,13 +1,12 @@
-"""The self-test of a resume: what a checkpoint is saved with to show, once it is loaded, that all
-of it came back.
+"""The self-test of a resume: data saved in a checkpoint that proves, after loading, that the state
+is complete.
 
-With the weights are saved a few responses of the last step and their log-probs under these weights,
-of a reference policy that moves too, and two sums a tensor of weights and optimizer. After a load
-all of it is computed again. In the layout, on the kind of device and with the libraries and the
-code of this package that saved it log-probs must be equal bit for bit. Elsewhere sums are made in
-another order: in float32 that moves a log-prob by less than LARGEST, in 16 bits by as much as
-engine and trainer may differ, whose mean is bounded (rollout/agreement/limits.py;
-docs/diagnostics.md has where that is measured).
+A checkpoint stores a few responses of the last step, their log-probs under the saved weights (and
+under a refreshed reference policy, if any), and two sums per tensor of weights and optimizer. After
+a load the ranks compute the same numbers again. With the same layout, device kind, libraries and
+package version, log-probs must be bit-identical. Otherwise summation order differs. In float32 that
+changes a log-prob by less than LARGEST. In 16 bits the mean difference may reach the bound for
+engine and trainer (rollout/agreement/limits.py; measured in docs/diagnostics.md).
 
 Shape legend: N response positions of the canary.
 """
@@ -27,10 +26,10 @@ from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.rollout.agreement.agreement import canary_batch
 from megatron_stare.rollout.agreement.limits import BOUNDS
 
-FILE = "self_test.json"  # of a checkpoint
-SEQUENCES, LONGEST = 4, 128  # of the canary, and tokens of each, prompt included
+FILE = "self_test.json"  # in a checkpoint's folder
+SEQUENCES, LONGEST = 4, 128  # sequences in the canary, and tokens per sequence with its prompt
 LARGEST = 1e-5  # nats
-SUMS = 1e-9  # share that a sum in float64 may differ by
+SUMS = 1e-9  # relative tolerance of a float64 sum
 _FIX = (
     "nothing was trained; use an earlier checkpoint, or checkpoint.self_test=false to go on all the"
     " same"
@@ -39,11 +38,11 @@ _FIX = (
 
 @dataclass(frozen=True)
 class SelfTest:
-    """Self-test as a checkpoint holds it.
+    """Self-test stored in a checkpoint.
 
-    layout: of the ranks that computed it, in words; equal words mean equal bits.
+    layout: text that describes the ranks' layout. If it is equal, log-probs must be bit-identical.
     sequences: token ids.
-    proof: what the ranks found.
+    proof: log-probs, counts and sums that the ranks computed.
     """
 
     layout: str
@@ -52,8 +51,7 @@ class SelfTest:
 
     @classmethod
     def make(cls, ranks: TrainerGroup, config: Config, batch: RolloutBatch) -> SelfTest:
-        """Makes the self-test of the weights that the ranks hold; `batch` is the last that they
-        were trained on."""
+        """Makes the self-test of the ranks' weights. `batch` is the last batch they trained on."""
         sequences = canary_of(batch)
         return cls(layout_of(ranks, config), sequences, ranks.prove(canary_batch(sequences)))
 
@@ -62,10 +60,10 @@ class SelfTest:
 
     @classmethod
     def read(cls, checkpoint: Path) -> SelfTest | None:
-        """Self-test that a checkpoint was saved with; None where it has none.
+        """Reads a checkpoint's self-test; None if it has none.
 
         Raises:
-            DataError: it cannot be read.
+            DataError: the file cannot be read.
         """
         file = checkpoint / FILE
         try:
@@ -79,10 +77,10 @@ class SelfTest:
             ) from error
 
     def check(self, ranks: TrainerGroup, config: Config, where: str) -> None:
-        """Computes all of it again.
+        """Computes the proof again and compares it with the saved proof.
 
         Raises:
-            DataError: something is not what was saved; says what.
+            DataError: a value differs from the saved value. The message names it.
         """
         now = ranks.prove(canary_batch(self.sequences))
         same = self.layout == layout_of(ranks, config)
@@ -96,8 +94,8 @@ class SelfTest:
 
 
 def canary_of(batch: RolloutBatch) -> list[list[int]]:
-    """The first tokens of the first responses of different prompts, with their prompts' last tokens
-    before them."""
+    """Returns token sequences of up to LONGEST tokens, each the end of a prompt and the start of
+    its first response, for the first SEQUENCES prompts."""
     lengths, prompts = batch.lengths.tolist(), batch.prompt_lengths.tolist()
     sequences = [part.tolist() for part in batch.tokens.split(lengths)]
     groups = batch.groups.tolist()
@@ -107,13 +105,13 @@ def canary_of(batch: RolloutBatch) -> list[list[int]]:
 
 
 def layout_of(ranks: TrainerGroup, config: Config) -> str:
-    """Layout in words, with threads and devices: all that decides in which order sums are made."""
+    """Describes layout, threads and devices in words: everything that affects summation order."""
     sizes = ", ".join(f"{name} {value}" for name, value in config.parallel.model_dump().items())
     return f"{sizes}; {config.runtime.trainer_threads} threads; {ranks.place()}"
 
 
 def differences(saved: StateProof, now: StateProof, *, same_layout: bool, dtype: str) -> list[str]:
-    """Differences of `now` from what was saved, in words; [] where there are none."""
+    """Describes how `now` differs from `saved`; [] if it does not."""
     wrong = []
     for name in sorted({*saved.log_probs, *now.log_probs}):
         said = _log_probs(
@@ -141,8 +139,11 @@ def _alike(one: float, other: float) -> bool:
 def _log_probs(
     saved: Sequence[float] | None, now: Sequence[float] | None, dtype: str | None
 ) -> str:
-    """How they differ; "" where they do not. `dtype`: of another layout; None: bits are
-    compared."""
+    """Describes how log-probs differ; "" if they are close enough.
+
+    Args:
+        dtype: sets the tolerance for another layout; None: the bits must be equal.
+    """
     if saved is None or now is None:
         return "were not saved" if saved is None else "cannot be computed"
     apart = [_apart(a, b) for a, b in zip(saved, now, strict=True)]
@@ -164,7 +165,7 @@ def _log_probs(
 
 
 def _apart(one: float, other: float) -> float:
-    """Nats; of two that are NaN none, of one infinitely many."""
+    """Returns the distance in nats: 0 if both are NaN, inf if one is."""
     if one == other or (math.isnan(one) and math.isnan(other)):
         return 0.0
     return math.inf if math.isnan(one - other) else abs(one - other)

@@ -1,9 +1,8 @@
-"""Saves what a run leaves: its checkpoints, those of them that are kept, and the policy as a
-Hugging Face folder.
+"""Saves and retires a run's checkpoints, and exports the policy as a Hugging Face folder.
 
-A checkpoint is begun by all ranks, written while training goes on, then completed. Kept are the
-newest, every so many-th, and the best by a metric. The files of an export are laid out here, and
-filled by the ranks.
+All ranks begin a checkpoint, write it while training continues, and then it is completed. The
+newest checkpoints, every n-th, and the best by a metric are kept. For an export this module creates
+the files and the ranks fill them.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ METRICS = (
 
 
 class Checkpoints:
-    """At most one is under way. Until it is completed it is no checkpoint, and the one before stays
-    the newest.
+    """Checkpoints of a run, of which at most one is being written. Until that one is complete, the
+    previous checkpoint stays the newest on disk.
 
     Args:
-        note: is told, once, that nothing logs the metric that the best are to be kept by.
+        note: receives one message if no step logs the metric `checkpoint.best_by`.
     """
 
     def __init__(
@@ -70,12 +69,12 @@ class Checkpoints:
         self._under_way: Staged | None = None
         self._begun = 0.0
         self._told = False
-        self.longest_s = 0.0  # from the beginning of a save until it was seen to be complete
-        self._waited_s = 0.0  # since it was last logged
+        self.longest_s = 0.0  # longest time from begin to completion of a save
+        self._waited_s = 0.0  # time that training waited since `metrics` was last called
 
     @property
     def newest(self) -> int | None:
-        """The step of the newest checkpoint, the one under way included; None where there is
+        """Step of the newest checkpoint, including the one being written; None if there is
         none."""
         return (
             step_of(self._under_way.final)
@@ -84,8 +83,8 @@ class Checkpoints:
         )
 
     def load(self, checkpoint: Path) -> None:
-        """Has the ranks continue from a checkpoint. Raises DataError where that, or what came of
-        it, is not what was saved."""
+        """Loads a checkpoint into the ranks. Raises DataError if the files, or the state after the
+        load, differ from what was saved."""
         folder = str(checkpoint.resolve())
         if self._config.checkpoint.verify:
             self._ranks.verify(folder)
@@ -94,14 +93,14 @@ class Checkpoints:
             test.check(self._ranks, self._config, folder)
 
     def save(self, state: RunState, timeout_s: float | None = None) -> None:
-        """Begins one of this state, after completing the one under way; returns when training may
-        go on.
+        """Completes the checkpoint being written and begins one of this state; returns when
+        training may continue.
 
         Args:
-            timeout_s: of each wait, seconds; None: that of any call of the ranks.
+            timeout_s: of each wait, seconds; None: the timeout of any call to the ranks.
 
         Raises:
-            UserError: it, or the one before, cannot be written, or was not in this time.
+            UserError: one of the two checkpoints cannot be written, or not within the timeout.
         """
         with self._waited_for():
             self.finish(timeout_s)
@@ -116,31 +115,31 @@ class Checkpoints:
                 self.finish(timeout_s)
 
     def look(self) -> None:
-        """Completes the one under way if all ranks have written their part. Raises UserError where
-        one could not."""
+        """Completes the checkpoint being written if all ranks have written their part. Raises
+        UserError if a rank could not."""
         if self._under_way is not None:
             with self._waited_for():
                 if self._ranks.saved():
                     self.finish()
 
     def metrics(self) -> dict[str, float]:
-        """See METRICS; each second is given once."""
+        """See METRICS. Returns the time since the last call and resets it."""
         waited, self._waited_s = self._waited_s, 0.0
         return {"perf/save_s": waited}
 
     def finish(self, timeout_s: float | None = None) -> None:
-        """Waits for the one under way and completes it.
+        """Waits for the checkpoint being written and completes it.
 
         Args:
-            timeout_s: of the wait, seconds; None: that of any call of the ranks.
+            timeout_s: of the wait, seconds; None: the timeout of any call to the ranks.
 
         Raises:
-            UserError: it cannot be written, or was not in this time.
+            UserError: the checkpoint cannot be written, or not within the timeout.
         """
         if self._under_way is None:
             return
         self._ranks.wait_saved(timeout_s)
-        with uninterrupted():  # what is half completed could not be completed any more
+        with uninterrupted():  # completion cannot be repeated halfway
             staged, self._under_way = self._under_way, None
             self._dir.complete(staged, self._ranks.finish_save())
             self._retire()
@@ -153,7 +152,7 @@ class Checkpoints:
         self._waited_s += time.monotonic() - begun
 
     def _retire(self) -> None:
-        """Removes the checkpoints that are no longer wanted."""
+        """Removes the checkpoints that the retention rule does not keep."""
         metric = self._config.checkpoint.best_by
         found = scores(self._dir.path, metric)
         if metric is not None and not found and not self._told:
@@ -168,10 +167,12 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Retention:
-    """The rule. `newest` is at least 1, so that the newest checkpoint always stays.
+    """Rule for which checkpoints are kept.
 
-    every: steps that it divides are kept; None: none are.
-    best: how many are kept for their scores, and whether `higher` ones are better.
+    newest: number of newest checkpoints to keep. The newest one always stays.
+    every: checkpoints of steps divisible by it are kept; None: no such rule.
+    best: number of checkpoints with the best scores to keep.
+    higher: higher scores are better.
     """
 
     newest: int
@@ -187,12 +188,12 @@ class Retention:
         )
 
     def leaves(self, steps: Collection[int], scores: Mapping[int, float]) -> set[int]:
-        """The steps whose checkpoints are no longer wanted.
+        """Returns the steps whose checkpoints are to be removed.
 
         Args:
             steps: of all checkpoints.
-            scores: of some of them; one that is missing or NaN is not among the best. Of two alike
-                the newer is better.
+            scores: by step. A checkpoint without a score, or with NaN, is not among the best. If
+                two scores are equal, the newer checkpoint is better.
         """
         kept = set(sorted(steps)[-max(self.newest, 1) :])
         if self.every is not None:
@@ -208,7 +209,7 @@ class Retention:
 
 
 def scores(run_dir: Path, metric: str | None) -> dict[int, float]:
-    """Reads a metric from a run's record, by step: of steps, or of the evaluations after them."""
+    """Reads a metric by step from a run's step metrics, or from its evaluations for `eval/...`."""
     if metric is None:
         return {}
     if not metric.startswith("eval/"):
@@ -235,11 +236,11 @@ def export_policy(
     step: int,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes the policy, with config and tokenizer of `companions_from`. Replaces what was there in
-    the end.
+    """Writes the policy to `target`, with config and tokenizer from `companions_from`. Replaces an
+    existing folder once the new one is complete.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the policy cannot be written.
     """
     parts = [part for part in ranks.own_tensors() if part]
     dtype, others = main_dtype({name: dtype for part in parts for name, (_, dtype) in part.items()})

@@ -1,5 +1,5 @@
-"""Engines and verifiers at the service of evaluations, of training's and of `megatron-stare eval`
-alike."""
+"""Evaluation with engines and verifiers, for the evaluations of training and for
+`megatron-stare eval`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from megatron_stare.tasks.task import Evaluation
 
 
 class Kept(Protocol):
-    """Responses of one task that outlive this process; see evaluation/response_file.py."""
+    """Stored responses of one task, which outlive this process; see
+    evaluation/response_file.py."""
 
     def known(self, greedy: bool) -> Mapping[tuple[int, int], Response]: ...
 
@@ -35,12 +36,13 @@ class Kept(Protocol):
 
 
 class Evaluator:
-    """Answers the problems of tasks, and says how many answers are right.
+    """Samples responses to the problems of tasks and computes how many are right.
 
     Args:
-        engines: that hold the weights to be evaluated; None: every response is kept already.
-        verifiers: the pool of every verifier that a task names.
-        reward: how many failures of a verifier are borne.
+        engines: engines that hold the weights to evaluate; None if every response is stored
+            already.
+        verifiers: a pool for every verifier that a task names.
+        reward: the tolerated share of verifier failures.
         stop_ids: tokens that end a response.
     """
 
@@ -64,18 +66,18 @@ class Evaluator:
         progress: Progress = lambda *_: None,
         kept: Kept | None = None,
     ) -> Evaluated:
-        """One task, by the weights that the engines hold.
+        """Evaluates one task with the weights that the engines hold.
 
         Args:
-            step: training steps behind the weights.
-            version: of the weights; every token must be sampled by it.
-            progress: is told responses done and wanted, sampled and greedy ones together.
-            kept: responses of before, which are not made again, and the place of those that are
-                made now.
+            step: training steps that produced the weights.
+            version: of the weights. They must sample every token.
+            progress: receives the numbers of responses done and wanted, sampled and greedy
+                together.
+            kept: stored responses, which are not sampled again. New responses are added to it.
 
         Raises:
-            UserError: an engine, an environment or too many answers of the verifier failed; names
-                the task.
+            UserError: an engine or environment failed, or too many verifier calls did. The error
+                names the task.
             WeightVersionError: other weights sampled a token.
         """
         task = evaluation.task
@@ -106,15 +108,15 @@ class Evaluator:
         seed: int,
         greedy: bool,
     ) -> list[Response]:
-        """`count` verified responses a prompt, in canonical order; those that are kept are not made
-        again."""
+        """Returns `count` verified responses per prompt, in canonical order; samples only those
+        that `kept` lacks."""
         known = dict(kept.known(greedy)) if kept is not None else {}
         wanted = [(prompt, index) for prompt in prompts for index in range(count)]
         missing = [
             (prompt, index) for prompt, index in wanted if (prompt.cursor, index) not in known
         ]
         if self._verifiers[evaluation.task.verifier].judges_groups:
-            whole = {prompt.cursor for prompt, _ in missing}  # all again: they are judged together
+            whole = {prompt.cursor for prompt, _ in missing}  # judged as a whole group
             missing = [each for each in wanted if each[0].cursor in whole]
         progress(len(wanted) - len(missing), len(wanted))
         judged = 0
@@ -139,10 +141,10 @@ class Evaluator:
     def rollouts(
         self, verifier: Extension, environment: Environment, calls: CallJournal | None = None
     ) -> Rollouts:
-        """Rollouts of an environment whose trajectories the verifier judges.
+        """Returns rollouts in an environment, judged by the verifier.
 
         Args:
-            calls: the journal of the environment's; None: of this process alone.
+            calls: journal of the environment's calls; None: a journal in memory only.
         """
         if self._engines is None:
             raise RuntimeError("there are no engines to answer anything")
@@ -151,20 +153,20 @@ class Evaluator:
         )
 
     def _right(self, verifier: Extension, pairs: Sequence[tuple[str, str]]) -> list[bool]:
-        """See evaluation.response.Judged. A reference that the verifier cannot read is equal to
-        nothing."""
+        """See evaluation.response.Judged. A reference that the verifier cannot parse equals no
+        answer."""
         return [
             (verdict.reward or 0.0) > 0.5 for verdict in self._verifiers[verifier].verify(pairs)
         ]
 
     @contextlib.asynccontextmanager
     async def _judged(self, verifier: Extension, answers: int) -> AsyncIterator[Verdicts]:
-        """Verifies a number of answers as they come.
+        """Verifies `answers` answers as they arrive.
 
         Raises:
-            RewardFailureError: more verifiers timed out or crashed than the configuration allows;
-                as soon as it is certain, for a verifier that hangs would keep a step waiting for
-                every answer in turn.
+            RewardFailureError: more verifier calls timed out or crashed than the configuration
+                allows. Raised as soon as that is certain, since a hanging verifier would delay the
+                step once per answer.
         """
         limit = self._reward.max_failure_rate
         try:
@@ -183,8 +185,8 @@ class Evaluator:
 
 
 def answered(evaluation: Evaluation, progress: Callable[[int, int], None]) -> Progress:
-    """Counts the answers of a whole evaluation, sampled and greedy, as one: a bar that begins anew
-    says little."""
+    """Wraps `progress` to count an evaluation's sampled and greedy answers together, as one
+    progress bar."""
     task, behind = evaluation.task, 0
     total = len(evaluation.prompts) * (task.samples + task.config.eval.greedy)
 

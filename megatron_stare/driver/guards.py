@@ -1,13 +1,12 @@
-"""Guards a run: judges its steps by the guards' rules, ends it or sends it back, and keeps the
-batches of such steps.
+"""Guards a run: judges its steps by the guards' rules, ends or rolls back the run, and stores the
+batches of bad steps.
 
-The rules are those of observability/metrics/rules.py that have settings in the section
-`faults.guards`. What a step is compared with comes from the metrics of the run, so a resume goes on
-with it.
+The rules are those of observability/metrics/rules.py with settings in the section `faults.guards`.
+A step is compared with earlier metrics of the run, which a resumed run restores.
 
-A batch that was left out or ended the run has a folder, `guards/step_000012`: batch.safetensors is
-that of --dump-step with the trainer's log-probs beside the engine's, event.json says what happened,
-which prompts these were, and which rank and parameter was the first not to be finite.
+A batch that was left out or ended the run gets a folder such as `guards/step_000012`. There,
+batch.safetensors has the format of --dump-step, plus the trainer's log-probs beside the engine's.
+event.json contains the reason, the prompts, and the first rank and parameter that was not finite.
 """
 
 from __future__ import annotations
@@ -89,8 +88,10 @@ EVENT = "event.json"
 
 @dataclass(frozen=True)
 class Fired:
-    """A guard whose figure is out of bounds at a step, and what is to be done. text: what was
-    measured."""
+    """A guard whose metric is out of bounds at a step, and the action to take.
+
+    text: describes the measured values.
+    """
 
     step: int
     guard: str
@@ -99,7 +100,7 @@ class Fired:
     prompts: tuple[int, ...]  # cursors of the step's prompts
 
 
-# In the order in which a step's reasons are told.
+# In the order in which messages list a step's reasons.
 BY_GUARD = {
     name: next(r for r in RULES.values() if r.guard == name)
     for name in ("loss", "grad_norm", "agreement", "entropy")
@@ -110,7 +111,7 @@ class Guards:
     """The guards of a run.
 
     Args:
-        dtype: of the model in training.
+        dtype: of the trained model.
     """
 
     def __init__(self, config: GuardsConfig, dtype: str) -> None:
@@ -121,18 +122,17 @@ class Guards:
         self.fired: list[Fired] = []  # of the last step
 
     def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Takes the metrics of a resumed run's steps, oldest first: figures are compared with those
-        of the whole run."""
+        """Adds a resumed run's metrics, oldest step first, to the values that later steps are
+        compared with."""
         for row in rows:
             self._judge.remember(row)
 
     def norm_limit(self, agreement: Mapping[str, float]) -> float:
-        """The gradient norm above which an update is not to be taken; inf: none is.
+        """Returns the gradient norm above which the optimizer must skip an update; inf: no limit.
 
         Args:
-            agreement: metrics of the step's log-prob pass, as far as engine and trainer were
-                compared there. Where they are a spike that ends the run, no update is to be taken:
-                the limit is 0.
+            agreement: metrics of the comparison of engine and trainer in the log-prob pass. If
+                they show a spike that ends the run, the limit is 0.
         """
         if self._actions["agreement"] in ENDS and self._judge.judge("agreement", agreement).holds:
             return 0.0
@@ -147,17 +147,17 @@ class Guards:
     def judge(
         self, step: int, metrics: Mapping[str, float], prompts: Sequence[int]
     ) -> dict[str, float]:
-        """The guards' metrics of a step, from the trainer's; `fired` is what they say is to be
-        done.
+        """Returns the guards' metrics of a step and sets `fired`.
 
         Args:
+            metrics: the trainer's metrics of the step.
             prompts: cursors of the step's prompts.
         """
         told: dict[str, float] = {}
         self.fired = []
         for name, rule in BY_GUARD.items():
             found = self._judge.judge(name, metrics)
-            # no values to compare with yet
+            # the guard has no earlier values to compare with yet
             if self._actions[name] == "off" or not found.measured:
                 continue
             if "away" in found.measured:
@@ -171,20 +171,19 @@ class Guards:
 
     @property
     def ends(self) -> bool:
-        """True where the last step is to end the run, or to send it back; its state is not to be
-        saved."""
+        """True if the last step ends or rolls back the run. Its state must not be saved."""
         return any(each.action in ENDS for each in self.fired)
 
     def heed(self, rollbacks: int) -> None:
-        """Ends the run where the last step's figures say so, after they were logged and before the
-        step is saved.
+        """Raises if a guard ends or rolls back the run. Call it after logging and before saving the
+        step.
 
         Args:
-            rollbacks: made so far.
+            rollbacks: number of rollbacks so far.
 
         Raises:
-            RollBack: the run is to go back and leave the step's prompts out.
-            GuardError: it is to stop, or too often went back.
+            RollBack: the run must roll back and leave out the step's prompts.
+            GuardError: the run must stop, or has used up its rollbacks.
         """
         ending = sorted(
             (each for each in self.fired if each.action in ENDS),
@@ -209,7 +208,7 @@ class Guards:
 
 
 def _configured(name: str, config: GuardsConfig, dtype: str) -> Condition:
-    """The condition of a guard as a run sets it."""
+    """Returns a guard's condition with the thresholds of this run."""
     rule = BY_GUARD[name]
     if name == "entropy":
         low, high = config.entropy.low, config.entropy.high
@@ -224,11 +223,11 @@ def _configured(name: str, config: GuardsConfig, dtype: str) -> Condition:
 
 @dataclass(frozen=True)
 class GuardedResponse:
-    """One response of such a batch. Columns are [n], one number a response token.
+    """One response of a guarded batch. Tensors are [n], one number per response token.
 
-    log_probs: of the trainer before the step's updates, nats; NaN where a token carries no loss,
-    and where it was.
-    rollout_log_probs: of the engine.
+    log_probs: the trainer's before the step's updates, nats. NaN if the loss mask is 0, or if the
+        trainer computed NaN.
+    rollout_log_probs: the engine's, nats.
     """
 
     cursor: int
@@ -245,8 +244,10 @@ class GuardedResponse:
 
 @dataclass(frozen=True)
 class GuardedBatch:
-    """A step that was left out, or ended the run. ranks: what was not finite on each, of those
-    where anything was."""
+    """The batch of a step that was left out or ended the run.
+
+    ranks: for every rank with non-finite values, which values these were.
+    """
 
     step: int
     why: str
@@ -262,11 +263,11 @@ def step_folder(folder: Path, step: int) -> Path:
 def write_guarded(
     folder: Path, batch: RolloutBatch, log_probs: Tensor, why: str, ranks: Sequence[NotFinite] = ()
 ) -> None:
-    """Writes a step's batch, judged, into its folder in `folder`, over what is there.
+    """Writes a step's judged batch into the step's folder in `folder`; overwrites existing files.
 
     Args:
-        log_probs: [N] the trainer's, before the step's updates.
-        ranks: what each found not to be finite.
+        log_probs: [N] the trainer's log-probs before the step's updates.
+        ranks: non-finite values that each rank found.
     """
     place = step_folder(folder, batch.step)
     write_batch(place, batch, {"log_probs": log_probs})
@@ -292,11 +293,11 @@ def write_guarded(
 
 
 def origin(ranks: Sequence[NotFinite]) -> str:
-    """Which rank and parameter, or which samples, were the first not to be finite; "" where all
-    are.
+    """Names the rank and parameter, or the samples, that were non-finite first; "" if all values
+    are finite.
 
-    What comes first makes all after it not finite too: weights, then log-probs, advantages and the
-    loss of samples, then a rank's own gradient, then the gradient that is left once it is reduced.
+    Non-finite values spread in this order: weights; log-probs, advantages and loss of samples; a
+    rank's own gradient; the reduced gradient.
     """
     if bad := [rank for rank in ranks if rank.weights]:
         first = min(bad, key=lambda rank: (rank.stage, rank.rank))
@@ -309,7 +310,7 @@ def origin(ranks: Sequence[NotFinite]) -> str:
     if bad := [rank for rank in ranks if rank.own_gradient] or [
         rank for rank in ranks if rank.gradient
     ]:
-        # backward begins at the last stage, so the fault is likeliest there
+        # backward begins at the last pipeline stage, so the fault most likely arose there
         first = max(bad, key=lambda rank: (rank.stage, -rank.rank))
         return f"the gradient of {first.gradient} on {_place(first)}"
     return ""
@@ -322,10 +323,10 @@ def _place(rank: NotFinite) -> str:
 
 
 def read_guarded(place: Path) -> GuardedBatch:
-    """Reads what `write_guarded` left in the folder of a step.
+    """Reads the batch that `write_guarded` wrote into a step's folder.
 
     Raises:
-        DataError: it is not whole.
+        DataError: the folder is incomplete or damaged.
     """
     try:
         event: Mapping[str, Any] = json.loads((place / EVENT).read_text())

@@ -1,8 +1,7 @@
-"""A run's directory, held by this process from the run's first session to its last, and what
-becomes of a session that an error ended: the run is opened again from its newest checkpoint, where
-something was lost that may be there again.
+"""Holds a run's directory across sessions, and reopens the run from its newest checkpoint after a
+recoverable loss.
 
-Comes from `train.py`; what ends a session is decided on in `_open_again`, and nowhere else.
+`train.py` uses it. Only `_open_again` decides whether a failed session is followed by another.
 """
 
 from __future__ import annotations
@@ -50,15 +49,15 @@ METRICS = (
 
 
 class HeldRun:
-    """The directory of one run; a context manager. Where the run ends in an error before its first
-    step, what it made of the directory is removed.
+    """Context manager that holds the directory of one run. Removes the files that the run created
+    if the run fails before its first step.
 
     Args:
-        config: as it was asked for; read again for every restart.
-        inputs: what it says.
-        resume: continue the newest checkpoint of the run instead of starting one.
-        from_step: of the checkpoint to continue, where it is not the newest.
-        dump_step: the step that will be written out, if any.
+        config: as requested by the user. Every restart reads its inputs again from it.
+        inputs: read from `config`.
+        resume: continue the run's newest checkpoint instead of starting a run.
+        from_step: step of the checkpoint to continue; None: the newest.
+        dump_step: the step to dump, if any.
 
     Raises:
         UserError: the directory cannot be used.
@@ -75,15 +74,15 @@ class HeldRun:
     ) -> None:
         self._asked, self._config = config, inputs.config
         self._attempts = Attempts(RecoveryRule.of(config.faults.run))
-        self._began = not resume  # it is this process that began the run
+        self._began = not resume  # this process began the run
         self.resumes = resume  # the next session continues a checkpoint
-        self.from_step = from_step  # of which step; None: the newest
-        self.restarted = restarted()  # the next session is not the first that somebody asked for
-        self.went_back = False  # a session left prompts out that it had met; see driver/guards.py
-        self._came_up = False  # a session came up whole
-        self.stepping = False  # a session came to its steps
-        self.state = RunState()  # of the session that is open, or was last
-        self.plan = own_plan(inputs.run)  # before any session has process groups
+        self.from_step = from_step  # step of that checkpoint; None: the newest
+        self.restarted = restarted()  # the next session follows a loss
+        self.went_back = False  # a session ended in a rollback; see driver/guards.py
+        self._came_up = False  # a session was fully opened
+        self.stepping = False  # a session reached its steps
+        self.state = RunState()  # of the open session, or of the last
+        self.plan = own_plan(inputs.run)  # made before any session has process groups
         if resume:
             self.dir = RunDir.reopen(find_run(inputs.config))
         else:
@@ -94,18 +93,17 @@ class HeldRun:
 
     @property
     def restarts(self) -> int:
-        """How often the run was opened again after a loss."""
+        """Number of times that the run was reopened after a loss."""
         return restarts_of(self.dir.path)
 
     def opened(self) -> None:
-        """A session came up whole. Later checkpoints than its own are set aside, so the next one
-        takes the newest."""
+        """Notes that a session was fully opened. Clears `from_step`: the session has set aside
+        later checkpoints, so the next session takes the newest."""
         self._came_up, self.from_step = True, None
         tell_came_up()
 
     def awaited(self) -> Awaited | None:
-        """How the next session waits for nodes that were lost; None: it is the first that somebody
-        asked for."""
+        """Returns how the next session waits for lost nodes; None if it follows no loss."""
         if not self.restarted:
             return None
         return Awaited(self._config.faults.run.nodes_s, (self.dir.path / PLACEMENT).exists(), _tell)
@@ -119,7 +117,7 @@ class HeldRun:
         recoverable loss.
 
         Raises:
-            Exception: what ended the last of them.
+            Exception: the error that ended the last session.
         """
         while True:
             try:
@@ -128,15 +126,14 @@ class HeldRun:
                 inputs = self._open_again(error)
 
     def _open_again(self, error: Exception) -> Inputs:
-        """After a session that ended in this error: waits a while, and reads what the next session
-        is opened with.
+        """Waits for the backoff after a failed session and reads the inputs of the next session.
 
         Raises:
-            Exception: the error itself, where nothing is lost, or was too often.
-            UserError: what is to be read has changed meanwhile, and cannot work.
+            Exception: the session's error, if it is not a loss or no attempt is left.
+            UserError: the inputs have changed in the meantime and no longer work.
         """
         step = self.state.step
-        # a rollback is noted in the run directory; faults.guards.rollbacks bounds their number
+        # rollbacks are recorded in the run directory and limited by faults.guards.rollbacks
         if isinstance(error, RollBack):
             raise_if_received()
             self.resumes = self.went_back = True
@@ -149,23 +146,24 @@ class HeldRun:
             f"lost after step {step}: {what}\n  the run reopens in {wait_s:g} s (attempt {counted})"
         )
         _tell(said)
-        with contextlib.suppress(OSError):  # a session says what it cannot do without
+        with contextlib.suppress(OSError):  # a full disk must not end the run here
             note_restart(self.dir.path, "driver", what, step, wait_s)
         pause(wait_s)
         self.resumes = self.restarted = True
         return read_inputs(self._asked)
 
     def _is_loss(self, error: Exception) -> bool:
-        """Tells whether the error is a loss of something that was there and may come back.
+        """Tells whether the error is a recoverable loss of a worker or an engine.
 
-        What never came up is more likely to be asked for wrongly, unless it is a process that died.
+        Before a session has been fully opened, only a process that died counts. Other failures
+        are more likely configuration errors.
         """
         if self._came_up:
             return isinstance(error, WorkerLostError | EngineLostError | NoEngineError)
         return isinstance(error, WorkerLostError) and not isinstance(error, WorkerSilentError)
 
     def _stands(self) -> Standing | None:
-        """How far the run got; None: its directory was discarded."""
+        """Returns how far the run got; None if its directory was discarded."""
         return self._standing() if (self.dir.path / CONFIG).exists() else None
 
     def _standing(self) -> Standing:
@@ -196,22 +194,21 @@ class HeldRun:
 
 
 def _tell(line: str) -> None:
-    with contextlib.suppress(OSError):  # of the terminal
+    with contextlib.suppress(OSError):  # the terminal is gone
         print(line, file=sys.stderr, flush=True)
 
 
 def made_already(inputs: Inputs, from_step: int | None, dump_step: int | None) -> Path | None:
-    """The directory of the run that is to be continued, where nothing is left to do of it but what
-    sinks make at the end, which they do; None: there is something.
+    """Returns the directory of the run to resume if the run is finished, else None. A finished run
+    only has its sinks finish again.
 
     Raises:
-        UserError: there is no such run, it cannot be continued, or a step that is to be written out
-            is made already.
+        UserError: the run does not exist or cannot be resumed, or the step to dump is already done.
     """
     config = inputs.config
     if (finished := finished_run(config, from_step)) is None:
         return None
-    if not restarted():  # or it may have been written out, too
+    if not restarted():  # an earlier driver may have dumped the step
         check_dump_step(config, dump_step, config.run.steps)
     print(
         f"all {config.run.steps} steps of this run are done already; give a larger"

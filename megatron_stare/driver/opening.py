@@ -1,5 +1,5 @@
-"""Inputs of a run, made and checked before anything is started; and the rehearsal of a run,
-`--dry-run`."""
+"""Inputs of a run, made and checked before any process starts, and the rehearsal of a run
+(`--dry-run`)."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ class Inputs:
     run: ResolvedRun
     tokenizer: Any
     stop_ids: tuple[int, ...]
-    task: Task  # that is trained on
+    task: Task  # the training task
     source: PromptSource
     environment: Environment
     evaluations: list[Evaluation]
     sinks: dict[str, Sink]
-    metrics: dict[str, OwnMetric]  # of the user's own
+    metrics: dict[str, OwnMetric]  # defined by the user
 
     def verifiers(self) -> dict[Extension, Task]:
-        """Every verifier, and the first task that names it."""
+        """Returns every verifier with the first task that names it."""
         return verifiers_of([self.task, *(evaluation.task for evaluation in self.evaluations)])
 
     def data_remarks(self) -> list[str]:
-        """Remarks on data that may be meant as it is, and often is not; a line each, of sources
-        that can tell."""
+        """Returns remarks, one line each, on properties of the data that are often unintended.
+        Only some sources provide remarks."""
         batch = self.config.batch
         found = [f"data: {line}" for line in getattr(self.source, "remarks", ())]
         most: int | None = getattr(self.source, "problems", None)
@@ -88,12 +88,12 @@ class Inputs:
 
     @property
     def config(self) -> Config:
-        """Checked, with paths that hold in any folder."""
+        """Checked configuration with absolute paths."""
         return self.run.config
 
 
 def verifiers_of(tasks: Iterable[Task]) -> dict[Extension, Task]:
-    """Every verifier, and the first task that names it."""
+    """Returns every verifier with the first task that names it."""
     found: dict[Extension, Task] = {}
     for task in tasks:
         found.setdefault(task.verifier, task)
@@ -101,11 +101,11 @@ def verifiers_of(tasks: Iterable[Task]) -> dict[Extension, Task]:
 
 
 def read_inputs(config: Config) -> Inputs:
-    """Reads all that a run is opened with.
+    """Reads and checks everything that a run needs before it starts.
 
     Raises:
-        UserError: the first thing of configuration, model or prompts that cannot work.
-        KeyboardInterrupt: a signal came.
+        UserError: the first fault in the configuration, the model or the prompts.
+        KeyboardInterrupt: a signal arrived.
     """
     run = check_run(config)
     config = run.config
@@ -132,7 +132,11 @@ def read_inputs(config: Config) -> Inputs:
 
 
 class Rehearsal(NamedTuple):
-    """config: resolved. said: what a run would remark on its data, a line each."""
+    """Result of a rehearsal.
+
+    config: resolved.
+    said: remarks on the data, one line each.
+    """
 
     config: Config
     said: list[str]
@@ -141,17 +145,18 @@ class Rehearsal(NamedTuple):
 def rehearse(
     config: Config, *, resume: bool, from_step: int | None = None, dump_step: int | None = None
 ) -> Rehearsal:
-    """All that a run checks before its workers start, leaving nothing behind.
+    """Checks everything that a run checks before its workers start, and leaves no files or
+    processes.
 
-    Every verifier is tried in a process of its own, as in a run. What only starting can show is
-    left: whether servers that are to be joined answer, and whether memory suffices where the size
-    of a GPU is not known; `remarks` asks a cluster.
+    Every verifier is tried in its own process, as in a run. Two things are not checked: whether
+    external servers answer, and whether memory suffices on GPUs of unknown size. `remarks` queries
+    a cluster.
 
-    Where the model is not on this machine and its shape ships, all is checked that needs no more of
-    it; `remarks` lists what was not.
+    If the model is not on this machine but the package knows its shape, only checks that need the
+    shape are made. `remarks` lists the others.
 
     Raises:
-        UserError: the first thing that cannot work.
+        UserError: the first fault found.
     """
     if published_shape(config.model.path) and not resume:
         return Rehearsal(_rehearse_without_model(config, dump_step), [])
@@ -196,13 +201,13 @@ def _try_verifiers(verifiers: dict[Extension, Task], config: Config) -> None:
 
 
 def remarks(config: Config) -> list[str]:
-    """Lines that a dry run shows beside the configuration.
+    """Returns the lines that a dry run prints beside the configuration.
 
-    They say where a cluster that is to be joined would place everything, what activations take,
-    what would be faster, and what was not checked because it is not on this machine.
+    They cover the placement on the Ray cluster, activation memory, faster settings, and checks
+    that were skipped because something is not on this machine.
 
     Raises:
-        UserError: the cluster cannot be joined, or the layout never be placed there.
+        UserError: the cluster cannot be joined, or can never place the layout.
     """
     found = placement(config)
     micro_batch = config.batch.micro_batch_tokens
@@ -224,7 +229,7 @@ def remarks(config: Config) -> list[str]:
 
 
 def placement(config: Config) -> list[str]:
-    """See `preview`; Ray is imported only where there is a cluster to be asked."""
+    """See `preview`. Imports Ray only if the run joins a cluster."""
     if config.runtime.runner != "ray" or not config.runtime.ray_address:
         return []
     from megatron_stare.cluster.ray_runner import preview
@@ -233,8 +238,7 @@ def placement(config: Config) -> list[str]:
 
 
 def check_dump_step(config: Config, dump_step: int | None, done: int) -> None:
-    """Raises ConfigError where the step to be written out is not one of those that a run has still
-    to do."""
+    """Raises ConfigError if the step to dump is not among the run's remaining steps."""
     if dump_step is None or done < dump_step <= config.run.steps:
         return
     left = f"{done + 1} to {config.run.steps}" if done < config.run.steps else "none"
@@ -244,14 +248,14 @@ def check_dump_step(config: Config, dump_step: int | None, done: int) -> None:
 
 
 def finished_run(config: Config, from_step: int | None = None) -> Path | None:
-    """The directory of the run to be resumed, if nothing of it is left to do: steps, evaluation and
-    exported policy.
+    """Returns the directory of the run to resume if its steps, evaluations and export are all done,
+    else None.
 
     Args:
         from_step: see resume_point.
 
     Raises:
-        UserError: there is no such run, or it cannot be resumed.
+        UserError: the run does not exist or cannot be resumed.
     """
     path = find_run(config)
     _, state = resume_point(path, config, from_step)

@@ -1,5 +1,5 @@
-"""Parts of a session that are told of every step: guards, saves, evaluations on held-out problems,
-memory by phase."""
+"""Parts of a session that are called after every step: guards, saves, held-out evaluations, memory
+by phase."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from megatron_stare.tasks.task import Evaluation
 
 Phase = Callable[[str], AbstractContextManager[None]]
 
-# seconds for a checkpoint under way when a signal ends the run; Slurm kills 30 s after it sends one
+# seconds that a checkpoint being written gets after a signal; Slurm kills 30 s after its signal
 INTERRUPTED_S = 20.0
-# phases of a step whose memory is logged, and what of it
+# phases whose memory is logged, and the quantities that are logged for each
 PHASES = ("rollout", "log_probs", "update", "sync", "checkpoint", "eval")
 HELD = {
     "peak_mb": (
@@ -72,15 +72,15 @@ class Part:
     added."""
 
     def after_step(self) -> None:
-        """Does what is due after a step that was trained on, synced and logged."""
+        """Runs after a step was trained, synced and logged."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Returns the part's metrics of the step that is being logged."""
+        """Returns the part's metrics for the step being logged."""
         return {}
 
 
 class Measured(Part):
-    """A part that has metrics alone, which a function gives."""
+    """A part that only logs the metrics that a function returns."""
 
     def __init__(self, metrics: Callable[[], Mapping[str, float]]) -> None:
         self._metrics = metrics
@@ -90,13 +90,15 @@ class Measured(Part):
 
 
 class PhaseMemory(Part):
-    """Gives every phase the metrics `memory/<phase>_peak_mb` and, with a GPU,
-    `memory/<phase>_device_mb`, without CUDA `memory/<phase>_live_mb`, of the rank that holds most,
-    and where engines are named `memory/<phase>_engines_mb`; 10^6 bytes.
+    """Measures memory at the end of every phase, in units of 10^6 bytes.
+
+    Logs `memory/<phase>_peak_mb`, with a GPU `memory/<phase>_device_mb`, and without CUDA
+    `memory/<phase>_live_mb`, each for the rank that holds most. Logs `memory/<phase>_engines_mb` if
+    engines are given.
 
     Args:
         phase: opens a phase of the step, by name.
-        engines: that share the trainer's devices; None: none do.
+        engines: engines that share the trainer's devices, if any.
     """
 
     def __init__(self, phase: Phase, ranks: TrainerGroup, engines: EnginePool | None) -> None:
@@ -105,7 +107,7 @@ class PhaseMemory(Part):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Opens a phase of the step. What lies between two of them counts to the later one."""
+        """Opens a phase of the step. Memory used between two phases counts to the later phase."""
         with self._phase(name):
             yield
         found = self._ranks.memory_mb()
@@ -114,14 +116,14 @@ class PhaseMemory(Part):
         self._metrics |= {f"memory/{name}_{what}": mb for what, mb in found.items()}
 
     def metrics(self) -> Mapping[str, float]:
-        """Returns the metrics of the phases since this was asked last."""
+        """Returns the metrics of the phases since the last call."""
         taken, self._metrics = self._metrics, {}
         return taken
 
 
 class GuardedSteps(Part):
-    """Ends the run after a step, or sends it back, where the guards say so; on disk before anything
-    else."""
+    """Ends or rolls back the run after a step if the guards demand it. Notes a rollback on disk
+    first."""
 
     def __init__(
         self, guards: Guards, state: RunState, run_dir: RunDir, note: Callable[[str], None]
@@ -129,12 +131,11 @@ class GuardedSteps(Part):
         self.guards, self._state, self._dir, self._note = guards, state, run_dir, note
 
     def after_step(self) -> None:
-        """Heeds the guards.
+        """Acts on the guards that fired.
 
         Raises:
-            RollBack: the run is to go on from its newest checkpoint, without the prompts of the
-                last step.
-            GuardError: a figure of the last step ends the run.
+            RollBack: the run continues from its newest checkpoint, without the last step's prompts.
+            GuardError: a metric of the last step ends the run.
         """
         try:
             self.guards.heed(len(self._state.rollbacks))
@@ -154,15 +155,15 @@ class GuardedSteps(Part):
 
 
 class Saves(Part):
-    """Saves the checkpoints that are due, and the last whole step where the run is interrupted.
+    """Saves due checkpoints, and the last complete step if the run is interrupted.
 
     Args:
-        checkpoints: that are written.
-        state: of the run; a checkpoint has it as it was when the last step was finished.
-        guards: whose steps that end the run are not saved.
-        engines: that give the trainer its memory back before a save at the end of a colocated run.
+        checkpoints: writes the checkpoints.
+        state: of the run. A checkpoint contains it as of the last finished step.
+        guards: a step whose guards end the run is not saved.
+        engines: closed before the final save of an interrupted colocated run, to free memory.
         phase: opens a phase of the step, by name.
-        kept: gives the responses under way as they were when the last step was finished.
+        kept: returns the in-flight responses as of the last finished step.
     """
 
     def __init__(
@@ -183,12 +184,11 @@ class Saves(Part):
         self._engines, self._colocation, self._phase, self._kept = engines, colocation, phase, kept
 
     def after_step(self) -> None:
-        """Completes the checkpoint under way if its files are written, and begins the one that is
-        due.
+        """Completes the pending checkpoint if its files are written, and begins a new one if due.
 
         Raises:
-            UserError: one of them cannot be written.
-            KeyboardInterrupt: the run is to end; the step is saved as the run is closed.
+            UserError: one of the two checkpoints cannot be written.
+            KeyboardInterrupt: a signal ends the run. `close` saves the step.
         """
         raise_if_received()
         self._checkpoints.look()
@@ -203,13 +203,14 @@ class Saves(Part):
         return self._checkpoints.metrics()
 
     def close(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Ends what is under way as the run is closed. Where the run is interrupted, the state of
-        its last step is saved, if that was asked for, and the checkpoint under way is waited for,
-        as it is where figures of a step end the run; after an error that may be the ranks',
-        neither. What is not completed then is removed.
+        """Finishes the pending checkpoint when the run closes.
+
+        After an interruption or an error raised by a guard, waits for the pending checkpoint. After
+        an interruption that asks for a save, also saves the last step. After any other error, does
+        neither, since the ranks may have failed. Incomplete checkpoints are removed later.
 
         Raises:
-            UserError: the checkpoint that was asked for cannot be written.
+            UserError: the last step cannot be saved.
         """
         if isinstance(error, RollBack | GuardError | NonFiniteError):
             with contextlib.suppress(UserError):
@@ -219,14 +220,14 @@ class Saves(Part):
         with contextlib.suppress(UserError):
             self._checkpoints.finish(seconds_left() or INTERRUPTED_S)
         due = is_to_be_saved() and self._state.step and self._state.step != self._checkpoints.newest
-        if due and not self._guards.ends:  # or a resume would begin with what they were to keep out
+        if due and not self._guards.ends:  # else a resume would start from the bad step
             if self._config.sglang.colocated:
-                self._engines.close()  # whatever they were doing, the memory is the trainer's now
+                self._engines.close()  # frees their memory for the trainer
             try:
                 self._checkpoints.save(self._whole_state(), seconds_left())
                 self._checkpoints.finish(seconds_left())
-            except WorkerLostError as lost:  # or it was not written in the time that is left
-                with contextlib.suppress(OSError):  # of the terminal
+            except WorkerLostError as lost:  # includes a timeout of the write
+                with contextlib.suppress(OSError):  # the terminal is gone
                     print(
                         f"step {self._state.step} could not be saved: {str(lost).splitlines()[0]}",
                         file=sys.stderr,
@@ -237,18 +238,18 @@ class Saves(Part):
 
 
 class HeldOut(Part):
-    """Evaluates the newest weights on held-out problems: before training, after it and in between,
-    each once.
+    """Evaluates the newest weights on held-out problems before, during and after training. Each due
+    step is evaluated once.
 
     Args:
-        evaluations: the problems.
-        samples: of training, which say which weights are the newest.
-        training: asks the engines of training, which do nothing else meanwhile.
-        own: engines of the evaluations' own, which are given the newest weights, and what asks
-            them; None: there are none, and those of training answer.
-        weights: gives the policy's tensors.
-        synced: is told that the evaluations' own engines were given them.
-        progress: is told of responses finished, and wanted.
+        evaluations: the tasks with their problems.
+        samples: the source of training rollouts, which holds the newest weight version.
+        training: evaluator on the training engines, which pause their rollouts meanwhile.
+        own: engines reserved for evaluation, and their evaluator; None: the training engines
+            evaluate.
+        weights: returns the policy's tensors.
+        synced: called after the reserved engines received new weights.
+        progress: receives the numbers of responses finished and wanted.
     """
 
     def __init__(
@@ -274,11 +275,11 @@ class HeldOut(Part):
         self._monitor, self._phase, self._samples = monitor, phase, samples
         self._training, self._own = training, own
         self._weights, self._synced, self._progress = weights, synced, progress
-        # weight version that the evaluations' own engines hold
+        # weight version on the reserved engines
         self._held: int | None = None
 
     def after_step(self) -> None:
-        """Evaluates where that is due at the step the run stands at, and was not yet done."""
+        """Evaluates if an evaluation is due at the current step and not recorded yet."""
         step, every = self._state.step, self._config.eval.every
         if step not in (0, self._config.run.steps) and not (every > 0 and step % every == 0):
             return
@@ -291,7 +292,7 @@ class HeldOut(Part):
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[Evaluator]:
-        """Gives what asks engines that hold the newest weights."""
+        """Yields an evaluator whose engines hold the newest weights."""
         if self._own is None:
             with self._samples.quiet():
                 yield self._training

@@ -1,4 +1,5 @@
-"""Trains on one rollout batch: passes, statistics, optimizer steps, a reference that moves."""
+"""Trains on one rollout batch: log-prob pass, statistics, optimizer steps, and the refresh of the
+reference policy."""
 
 from __future__ import annotations
 
@@ -22,22 +23,20 @@ from megatron_stare.weights.sync.target import WeightStream
 
 
 class PolicyTrainer:
-    """The policy in training, as the driver loop sees it.
+    """Driver-side interface of the policy in training.
 
     Args:
-        ranks: that hold it.
-        state: of the run; a step moves the method's part of it and the count of updates that were
-            not taken.
-        agreement: compares log-probs with the engines' once the ranks have theirs.
+        ranks: the ranks that hold the policy.
+        state: of the run. A step changes the method's state and the count of skipped updates.
+        agreement: compares log-probs with the engines' after the log-prob pass.
         phase: opens a phase of the step, by name.
-        dump: the step of whose first update batch, weights, loss and gradients are written out, and
-            the folder; None:
-            of no step.
-        texts: the text of every token of a response, from their ids; None: no response is written
-            out by tokens.
-        guards: say what is out of the ordinary in a step; None: the run has none.
-        events: folder that batches of steps are written to which are not taken, or end the run;
-            None: none is.
+        dump: step and folder. Batch, weights, loss and gradients of the step's first update are
+            written to the folder.
+        texts: returns the text of every token from its id; None: no tokens are logged.
+        guards: judge every step; None: the run has no guards.
+        events: folder for the batches of steps with a skipped update and of steps that a guard
+            ends; None: no batch is written.
+        profiled: opens the profiler for a step, by number.
     """
 
     def __init__(
@@ -58,12 +57,10 @@ class PolicyTrainer:
         self._guards, self._events, self._profiled = guards, events, profiled
 
     def step(self, batch: RolloutBatch) -> dict[str, float]:
-        """Trains on a judged rollout batch: log-prob and entropy pass, statistics, gate and
-        weights, and for every mini-batch forward and backward of the weighted loss and an optimizer
-        step.
+        """Trains on a judged rollout batch and returns the step's metrics.
 
-        Returns:
-            The step's metrics.
+        Makes the log-prob and entropy pass, then statistics, gate and weights. Then every
+        mini-batch gets a forward and backward pass of the weighted loss and an optimizer step.
 
         Raises:
             NonFiniteError: loss or gradient of several updates in a row was not finite.
@@ -80,8 +77,8 @@ class PolicyTrainer:
         )
 
     def _train(self, batch: RolloutBatch) -> tuple[list[UpdateResult], dict[str, float]]:
-        """Has the ranks make the log-prob pass and all updates; returns the results of the updates
-        and the metrics of agreement."""
+        """Runs the log-prob pass and all updates; returns the updates' results and the agreement
+        metrics."""
         every = self._config.model.reference_refresh_every
         with self._phase("log_probs"):
             self._ranks.compute_log_probs(batch)
@@ -98,12 +95,12 @@ class PolicyTrainer:
                 updates.append(
                     self._ranks.update(number, None if number else dump_to, watched, limit)
                 )
-                # keep the ranks' numbers before the next update overwrites them
+                # write the ranks' numbers out before the next update overwrites them
                 if not updates[-1].finite:
                     self._keep(
                         batch, f"loss or gradient of update {number} is not finite", by_rank=True
                     )
-                if updates[-1].held:  # nor would it be right to go on without it
+                if updates[-1].held:  # later mini-batches are not trained without this update
                     break
             if watched:
                 self._note_tokens(batch, watched)
@@ -114,7 +111,8 @@ class PolicyTrainer:
     def _judge(
         self, guards: Guards, batch: RolloutBatch, metrics: Mapping[str, float]
     ) -> dict[str, float]:
-        """The guards' metrics. A batch that ends the run, or is left out, is written down."""
+        """Returns the guards' metrics; writes out the batch if a guard ends or rolls back the
+        run."""
         cursors = sorted({trajectory.prompt.cursor for trajectory in batch.trajectories})
         found = guards.judge(batch.step, metrics, cursors)
         if ending := [each for each in guards.fired if each.action in ENDS]:
@@ -122,11 +120,10 @@ class PolicyTrainer:
         return found
 
     def _keep(self, batch: RolloutBatch, why: str, *, by_rank: bool = False) -> None:
-        """Writes the batch down, unless there are enough; a disk that has no room for it does not
-        end the run.
+        """Writes the batch out unless `faults.guards.dumps` batches exist. Ignores a full disk.
 
         Args:
-            by_rank: with what every rank finds not to be finite.
+            by_rank: also write the non-finite values that every rank finds.
         """
         if self._events is None:
             return
@@ -141,7 +138,7 @@ class PolicyTrainer:
                 write_guarded(self._events, batch, self._ranks.log_probs(), why, ranks)
 
     def _watched(self, batch: RolloutBatch) -> list[int]:
-        """The samples that are written out with the numbers of every token: none in most steps."""
+        """Returns the samples whose per-token numbers are logged; [] in most steps."""
         run = self._config.run
         if batch.step % run.rollouts_every or self._texts is None:
             return []
@@ -156,5 +153,5 @@ class PolicyTrainer:
             trajectory.numbers, trajectory.pieces = numbers, self._texts(trajectory.tokens.tolist())
 
     def weights(self) -> WeightStream:
-        """The policy's tensors by Hugging Face name, as buckets the engines can take."""
+        """Returns the policy's tensors by Hugging Face name, in buckets for the engines."""
         return self._ranks.export()

@@ -1,8 +1,9 @@
-"""Decides before anything is started which run is continued, from where, and whether it may be.
+"""Decides, before any process starts, which run to resume, from which checkpoint, and whether the
+configuration allows it.
 
-What must not have changed since: most settings, and what the run's prompts are made with beside its
-configuration - tokenizer, chat template, system prompt. Of these digests are saved with the run's
-state: a file that was replaced would change what every prompt says, and no error.
+Most settings must not have changed. Neither must the tokenizer, the chat template and the system
+prompt, whose digests are saved with the run's state. Otherwise a replaced file would silently
+change every prompt.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from megatron_stare.run_dir.run_state import (
     step_of,
 )
 
-# what may differ between a run and its continuation; everything else changes what is trained
+# settings that a resume may change; all others affect what is trained
 FREE_TO_CHANGE = (
     "run.",
     "parallel.",
@@ -43,10 +44,10 @@ FREE_TO_CHANGE = (
     "performance.share_prompts",
 )
 NOT_FREE = ("run.seed",)
-# names of what prompts are made with
+# names of the digests of prompt inputs that are not files
 FIRST_PROMPT = "first prompt"
 CHAT_TEMPLATE = "chat template"
-_FILES = (  # of tokenizers
+_FILES = (  # tokenizer files
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -56,8 +57,8 @@ _FILES = (  # of tokenizers
 
 
 def find_run(config: Config) -> Path:
-    """The directory of a run to be continued: run.dir, or the newest of this name under runs/ that
-    has made a step.
+    """Returns the directory of the run to resume: run.dir, else the newest run of this name under
+    runs/, preferably one with a finished step.
 
     Raises:
         UserError: there is none.
@@ -66,7 +67,7 @@ def find_run(config: Config) -> Path:
         path = Path(config.run.dir)
     else:
         runs = sorted(file.parent for file in Path("runs").glob(f"{config.run.name}-*/{CONFIG}"))
-        begun = [run for run in runs if _has_begun(run)]  # a start that was killed is no run
+        begun = [run for run in runs if _has_begun(run)]  # skips starts that were killed
         path = (begun or runs or [Path("runs") / config.run.name])[-1]
     if not (path / CONFIG).exists():
         raise UserError(
@@ -78,27 +79,26 @@ def find_run(config: Config) -> Path:
 def resume_point(
     path: Path, config: Config, from_step: int | None = None
 ) -> tuple[Path | None, RunState | None]:
-    """The newest complete checkpoint of a run, which this configuration may continue, and the state
-    in it.
+    """Returns the checkpoint to resume from and its state.
 
     Args:
-        from_step: that of an earlier checkpoint to take instead.
+        from_step: step of the checkpoint; None: the newest complete one.
 
     Returns:
-        (None, None) for a run that ended before its first checkpoint was complete: it begins anew.
+        (None, None) if the run ended before its first checkpoint was complete and must start over.
 
     Raises:
-        UserError: a setting that must not differ does, checkpoints are gone, the one that is taken
-            is damaged, or it is past run.steps.
+        UserError: a setting that must not change has changed, checkpoints are missing, the
+            checkpoint is damaged, or it is past run.steps.
     """
     old = load_recorded(path / CONFIG)
     refuse_changes(old, config)
     checkpoints = complete_checkpoints(path)
     if not checkpoints:
         made = max((row["step"] for row in read_metrics(path / METRICS_FILE)), default=0)
-        # written in the background, the first checkpoint is whole before the second is begun
+        # a background save is complete at the latest when the next save begins
         due = (old.run.checkpoint_every or old.run.steps) * (2 if old.checkpoint.background else 1)
-        if made > min(due, old.run.steps):  # its metrics would be cut back to nothing
+        if made > min(due, old.run.steps):  # starting over would delete its metrics
             raise DataError(
                 f"the run has no complete checkpoint, though it made {made} steps",
                 where=str(path),
@@ -134,8 +134,8 @@ def _of_step(step: int, checkpoints: Sequence[Path], path: Path) -> Path:
 
 @contextlib.contextmanager
 def offering_older(checkpoint: Path) -> Iterator[None]:
-    """Around whatever a checkpoint is opened with: where it cannot be used, the error names the
-    newest before it that is whole as far as can be seen without reading its tensors."""
+    """Context manager around opening a checkpoint. If that fails with DataError, raises an error
+    that also names the newest earlier checkpoint that is intact (tensors are not read)."""
     try:
         yield
     except DataError as error:
@@ -161,10 +161,10 @@ def _is_whole(checkpoint: Path) -> bool:
 def check_resume(
     config: Config, from_step: int | None = None
 ) -> tuple[Path | None, RunState | None]:
-    """Finds where a run would be continued; see resume_point. Changes nothing.
+    """Returns where a run would resume; see resume_point. Changes nothing.
 
     Raises:
-        UserError: it could not be.
+        UserError: the run could not be resumed, or another process holds it.
     """
     path = find_run(config)
     refuse_busy(path)
@@ -172,8 +172,8 @@ def check_resume(
 
 
 def refuse_changes(old: Config, new: Config) -> None:
-    """Raises ConfigError naming the first setting that differs and must not."""
-    # runs of earlier releases hold paths as they were given
+    """Raises ConfigError for the first setting that changed and must not."""
+    # earlier releases recorded relative paths
     before, after = (
         _flat(with_absolute_paths(config).model_dump(mode="json")) for config in (old, new)
     )
@@ -205,12 +205,13 @@ def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
 
 
 def prompt_inputs(config: Config, tokenizer: Any, source: PromptSource) -> dict[str, str]:
-    """SHA-256 by name: of the tokenizer's files, of its chat template where prompts go through one,
-    and of the token ids of the stream's first prompt, in which whatever else makes prompts shows: a
-    system prompt of the data, say, or another order of it.
+    """Returns SHA-256 digests by name of the inputs that prompts are made from.
+
+    These are the tokenizer's files, the chat template if prompts use one, and the token ids of the
+    first prompt. The first prompt reveals other changes, such as a new system prompt or data order.
 
     Args:
-        source: at its beginning; it is left there.
+        source: at its beginning. Its position is restored.
     """
     folder = Path(config.model.path)
     names = {*_FILES, *getattr(tokenizer, "vocab_files_names", {}).values(), "tokenizer.json"}
@@ -229,8 +230,8 @@ def prompt_inputs(config: Config, tokenizer: Any, source: PromptSource) -> dict[
 
 
 def refuse_other_inputs(saved: Mapping[str, str], now: Mapping[str, str], config: Config) -> None:
-    """Raises DataError naming the first that is not what the run was begun with. Releases that
-    saved none say nothing of them."""
+    """Raises DataError for the first digest that differs from the run's start. Accepts runs of old
+    releases that saved no digests."""
     for name in sorted(saved.keys() | now.keys() if saved else ()):
         if saved.get(name) == now.get(name):
             continue

@@ -1,4 +1,4 @@
-"""Everything a run holds open - workers, verifiers, prompts, files - built in order and closed in
+"""Resources of an open run (workers, verifiers, prompts, files), opened in order and closed in
 reverse."""
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ from megatron_stare.tasks.task import Task
 
 
 class Session:
-    """A run in progress. A context manager; nothing it started outlives it.
+    """Context manager of a run in progress. On exit every process it started is stopped.
 
     Args:
-        inputs: read and checked before anything is started.
-        held: the run's directory; and the checkpoint that is continued, if any.
-        dump_step: the step that will be written out, if any.
-        limit: of the time that the run may take.
+        inputs: read and checked before.
+        held: the run's directory, and the checkpoint to resume from, if any.
+        dump_step: the step to dump, if any.
+        limit: time limit of the run.
 
     Raises:
         UserError: a worker, the verifier or a checkpoint cannot be used.
@@ -87,7 +87,7 @@ class Session:
     ) -> None:
         self.config, self.dir, self.limit = inputs.config, held.dir, limit or TimeLimit(None)
         self._inputs, self._held = inputs, held
-        self._parts: list[Part] = []  # told of every step, in this order
+        self._parts: list[Part] = []  # called after every step, in this order
         with ClosingStack() as stack:
             stack.enter_context(frozen_heap())
             stack.callback(self.dir.forget_unfinished)
@@ -109,8 +109,8 @@ class Session:
             self._open = stack.pop_all()
 
     def _find_state(self, dump_step: int | None) -> Path | None:
-        """Sets the run's state and its prompts to where it begins or goes on; returns the
-        checkpoint to be loaded."""
+        """Sets the run's state and prompt position to its start or resume point; returns the
+        checkpoint to load, if any."""
         inputs, held = self._inputs, self._held
         made_with = prompt_inputs(self.config, inputs.tokenizer, inputs.source)
         self.source = PromptQueue(inputs.source)
@@ -126,7 +126,7 @@ class Session:
             self.source.leave_out(self.state.left_out)
         self.state.inputs = made_with
         held.state = self.state
-        if not (held.restarted or held.went_back):  # or it may be made already
+        if not (held.restarted or held.went_back):  # else the step may be done already
             check_dump_step(self.config, dump_step, self.state.step)
         return restored
 
@@ -176,7 +176,7 @@ class Session:
         return pools
 
     def _open_saves(self, stack: ClosingStack) -> None:
-        """Makes what watches the ranks and the engines, and what saves."""
+        """Makes the agreement watch, the guards, and the part that saves checkpoints."""
         self.agreement = AgreementWatch(self._inputs.run, self.ranks, self.engines)
         self.agreement.restore(self.monitor.resumed)
         self.guards = Guards(self.config.faults.guards, self.config.model.dtype)
@@ -205,8 +205,8 @@ class Session:
     def _open_evaluators(
         self, stack: ClosingStack, runner: Runner
     ) -> tuple[EnginePool, Evaluator] | None:
-        """Makes what asks the engines of training; returns the evaluations' own engines, if any,
-        and what asks them."""
+        """Makes the evaluator on the training engines; returns the engines reserved for evaluation
+        and their evaluator, if any."""
         reward, stop_ids = self.config.reward, self._inputs.stop_ids
         self.evaluator = Evaluator(self.engines, self.verifiers, reward, stop_ids)
         if not self._inputs.evaluations or not (
@@ -214,7 +214,7 @@ class Session:
         ):
             return None
         engines = runner.engines_beside(alone)
-        # the training's pools are asked from another thread meanwhile
+        # own pools, because another thread uses the training's pools at the same time
         verifiers = {
             evaluation.task.verifier: evaluation.task for evaluation in self._inputs.evaluations
         }
@@ -290,7 +290,7 @@ class Session:
         self.monitor.gauges += [part.metrics for part in parts]
 
     def _tell(self, runner: Runner) -> None:
-        """Notes what should be known as a run starts."""
+        """Records the placement and logs the notes of a run's start."""
         held = self._held
         self.dir.record_placement(runner.notes())
         told = () if held.restarted or held.went_back else held.plan.notes
@@ -302,7 +302,7 @@ class Session:
             self.monitor.note(line)
 
     def _continue(self, restored: Path | None) -> None:
-        """Loads the checkpoint that is continued, if any, and notes where the run goes on."""
+        """Loads the checkpoint to resume from, if any, and notes where the run continues."""
         if restored:
             with offering_older(restored):
                 self.checkpoints.load(restored)
@@ -318,7 +318,7 @@ class Session:
         if self._held.resumes:
             for line in former_names(self.dir.path / CONFIG):
                 self.monitor.note(line)
-            # a resumed run may change run.steps, the layout and more
+            # record the changes that a resume may make: run.steps, the layout and others
             self.dir.record(self.config)
 
     def __enter__(self) -> Session:
@@ -336,18 +336,18 @@ class Session:
             makes_steps(None)
 
     def steps(self) -> Iterator[int]:
-        """The steps still to do. After each, and so before the next is given, what is due is saved
-        and evaluated.
+        """Yields the remaining steps. After each step, before it yields the next, makes the saves
+        and evaluations that are due.
 
         Raises:
-            RollBack: the run is to go on from its newest checkpoint, without the prompts of the
-                last step.
-            GuardError: a figure of the last step ends the run.
+            RollBack: the run continues from its newest checkpoint, without the last step's prompts.
+            GuardError: a metric of the last step ends the run.
         """
         makes_steps(self.config.checkpoint.grace_s)
         self._held.stepping = True
         self.limit.begin_steps()
-        self.held_out.after_step()  # of a resumed run, where it ended between a checkpoint and this
+        # step 0, or a resumed run that ended between a checkpoint and its evaluation
+        self.held_out.after_step()
         for step in range(self.state.step + 1, self.config.run.steps + 1):
             raise_if_received()
             self.limit.begin_step()
@@ -363,8 +363,8 @@ class Session:
         makes_steps(None)
 
     def finish(self) -> Path:
-        """All steps are made: exports the policy, tells whoever waits for the end, and returns the
-        run directory."""
+        """Exports the policy after the last step, finishes the sinks, and returns the run
+        directory."""
         self._last_phase("export")
         self.checkpoints.finish()
         export_policy(
@@ -382,13 +382,13 @@ class Session:
         self.monitor.progress(done, wanted)
 
     def _tell_news(self) -> None:
-        """Tells who watches what became of engines."""
+        """Logs events of the engines, such as losses."""
         for line in self.engines.news():
             self.monitor.note(line)
 
     def _published(self, version: int) -> None:
-        """The weights of this version are what comes next is sampled by, so the run stands at this
-        step."""
+        """Advances the run's state to this step, after its weights were published for the next
+        rollouts."""
         self.state.step, self.state.data = version, self.rollouts.state()
         self._kept = self.groups.kept()
         self._tell_news()
@@ -397,7 +397,7 @@ class Session:
 def _say_what_was_lost(
     runner: Runner, kind: object, error: BaseException | None, trace: object
 ) -> None:
-    """Raises the loss of a process in the place of an error that came of it."""
+    """Raises the loss of a process in place of an error that the loss caused."""
     if (
         isinstance(error, Exception)
         and not isinstance(error, RollBack)

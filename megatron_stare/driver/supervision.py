@@ -1,12 +1,12 @@
-"""`train --supervise`: a parent that starts the driver of a run, and starts it again where it is
-lost.
+"""`train --supervise`: a parent process that starts a run's driver and restarts it after a loss.
 
-A driver may be killed, and Ray ends it from C++, without `finally` or atexit, where its own control
-store is gone. So its parent imports neither Ray nor torch. It knows the run by its directory, which
-the driver tells it through a pipe, and what to expect of another start by the files in there.
+A driver may be killed. If its control store is gone, Ray ends it from C++ without `finally` or
+atexit. So the supervisor imports neither Ray nor torch. The driver sends it the run directory
+through a pipe, and the supervisor reads progress and restart rule from the files there.
 
-The driver learns of its supervisor by an environment variable, which is not handed on. Where the
-supervisor dies, the kernel sends the driver SIGTERM, and it ends as by anybody's.
+An environment variable tells the driver about its supervisor; the driver removes it from its
+environment. If the supervisor dies, the kernel sends the driver SIGTERM, which ends the run as
+usual.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from megatron_stare.run_dir.json_lines import read_jsonl
 from megatron_stare.run_dir.run_files import CONFIG_FILE, METRICS_FILE
 
 VARIABLE = "MEGATRON_STARE_SUPERVISOR"  # process id, descriptor of the pipe, number of restarts
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # options of prctl(2)
 ENDING = (signal.SIGINT, signal.SIGTERM)
 FORWARDED = (*ENDING, signal.SIGUSR1)
 TRAIN = (sys.executable, "-m", "megatron_stare.cli", "train")
-CAME_UP = "came up"  # what a driver tells, beside the run's directory, which is a whole path
-LEFT_S = 10.0  # that what a dead driver had started is given to end by itself
+CAME_UP = "came up"  # message of a driver; its other message is the run directory's absolute path
+LEFT_S = 10.0  # seconds until processes that a dead driver started are killed
 
-_pipe: int | None = None  # to the supervisor of this process, where it has one
-_restarts = 0  # that the supervisor has made
+_pipe: int | None = None  # to this process's supervisor, if any
+_restarts = 0  # number of restarts by the supervisor
 
 
 def supervise(
     arguments: Sequence[str], limit_s: float | None = None, program: Sequence[str] = TRAIN
 ) -> int:
-    """Runs `train` with these arguments in a process of its own, and again where that is lost.
+    """Runs `train` with these arguments in a child process, and restarts it after a loss.
 
     Args:
-        arguments: each option one word.
-        limit_s: of `--stop-after`, from now on, seconds.
+        arguments: every option is one word.
+        limit_s: time limit of `--stop-after`, from now on, seconds.
 
     Returns:
-        The exit code of the last, 128 + n where that was killed by signal n.
+        The exit code of the last driver; 128 + n if signal n killed it.
     """
     caught = [number for number in FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*caught, signal.SIGCHLD})
@@ -63,14 +63,15 @@ def supervise(
 
 
 class _Supervisor:
-    """Signals are blocked and taken one by one, so none is lost and none comes in between.
+    """Starts drivers and handles signals. Signals are blocked and taken one at a time, so that none
+    is lost and none interrupts other code.
 
     Args:
-        program: that a driver runs.
-        arguments: of its first start.
-        limit_s: of all together, seconds; None: none.
-        caught: signals that are handed on.
-        mask: of signals, for the driver.
+        program: command of a driver.
+        arguments: of the first driver.
+        limit_s: time limit of all drivers together, seconds; None: no limit.
+        caught: signals that are forwarded to the driver.
+        mask: the driver's signal mask.
     """
 
     def __init__(
@@ -86,9 +87,9 @@ class _Supervisor:
         self._caught = caught
         self._mask = mask
         self._until = None if limit_s is None else time.monotonic() + limit_s
-        self._ended_by: int | None = None  # the signal by which somebody ended the run
+        self._ended_by: int | None = None  # the signal that asked for the run's end
         self._run_dir: Path | None = None
-        self._came_up = False  # a driver came to the run's first step, or to the next
+        self._came_up = False  # some driver has fully opened the run
 
     def run(self) -> int:
         attempts, restarts = Attempts(RecoveryRule()), 0
@@ -117,12 +118,12 @@ class _Supervisor:
                 return 128 + self._ended_by
 
     def _drive(self, restarts: int) -> int:
-        """Starts a driver and waits for its end. Returns its code, -n for signal n."""
+        """Starts a driver, waits for its end and returns its code; -n if signal n killed it."""
         here, there = os.pipe()
         os.set_inheritable(there, True)
         command = [*self._program, *self._now()]
         environment = {**os.environ, VARIABLE: f"{os.getpid()} {there} {restarts}"}
-        # in a group of its own: a terminal's Ctrl-C comes to it once, from here
+        # in its own process group, so that it gets a terminal's Ctrl-C only once, from here
         driver = os.posix_spawn(
             command[0], command, environment, setpgroup=0, setsigmask=self._mask
         )
@@ -130,7 +131,7 @@ class _Supervisor:
         with os.fdopen(here, "rb", buffering=0) as pipe:
             os.set_blocking(here, False)
             while True:
-                # the driver's orphans become children of this process too
+                # -1, since the driver's orphans become children of this process too
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == driver:
                     self._hear((pipe.read() or b"").decode().splitlines())
@@ -150,11 +151,15 @@ class _Supervisor:
             return
         if number in ENDING:
             self._ended_by = number
-        os.kill(driver, number)  # it is there: nobody else waits for it
+        os.kill(driver, number)  # the pid is valid until this process reaps it
 
     def _now(self) -> list[str]:
-        """The arguments of the next driver: where the run has a directory by now, it is continued;
-        what it had come to is not given up once more, and it has the time that is left."""
+        """Returns the next driver's arguments.
+
+        If the run directory exists, the driver resumes from it. `--from-step` is dropped once a
+        driver has opened the run, so that later steps are not discarded again. `--stop-after` is
+        the remaining time.
+        """
         arguments = self._arguments
         if self._run_dir is not None and (self._run_dir / CONFIG_FILE).exists():
             given_up = ("run.dir=", "--resume", *(["--from-step="] if self._came_up else []))
@@ -165,7 +170,7 @@ class _Supervisor:
         return [*arguments, f"--stop-after={max(1, round(self._until - time.monotonic()))}"]
 
     def _made(self) -> int:
-        """The last step in the record of the run."""
+        """Returns the last step in the run's metrics; 0 if there is none."""
         if self._run_dir is None:
             return 0
         with contextlib.suppress(OSError, DataError, LookupError, ValueError):
@@ -173,7 +178,7 @@ class _Supervisor:
         return 0
 
     def _rule(self) -> RecoveryRule:
-        """Rule from the run's configuration; the default while that is not known."""
+        """Returns the rule in the run's configuration, or the default if it cannot be read yet."""
         if self._run_dir is not None:
             with contextlib.suppress(OSError, yaml.YAMLError, LookupError, TypeError):
                 config = with_new_names(yaml.safe_load((self._run_dir / CONFIG_FILE).read_text()))
@@ -181,7 +186,7 @@ class _Supervisor:
         return RecoveryRule()
 
     def _pause(self, wait_s: float) -> None:
-        """Waits, or until somebody ends the run."""
+        """Waits `wait_s` seconds, or until a signal ends the run."""
         until = time.monotonic() + wait_s
         while self._ended_by is None and (left := until - time.monotonic()) > 0:
             found = signal.sigtimedwait(set(self._caught), left)
@@ -189,8 +194,7 @@ class _Supervisor:
                 self._ended_by = found.si_signo
 
     def _sweep(self) -> None:
-        """Waits until nothing is left that the driver had started; what does not end by itself is
-        killed."""
+        """Waits until all processes that the driver started have ended; kills them after LEFT_S."""
         until = time.monotonic() + LEFT_S
         while True:
             try:
@@ -208,9 +212,10 @@ class _Supervisor:
 
 
 def _is_lost(code: int) -> bool:
-    """Tells whether a driver with this return code is to be started again.
+    """Tells whether a driver with this return code was lost and must be restarted.
 
-    It is after a signal that is not a request to end, an abort, or an error that is not the user's.
+    A driver is lost after an abort, any signal but SIGINT and SIGTERM, or an error that is not a
+    UserError.
     """
     return -code not in ENDING if code < 0 else code == 1
 
@@ -233,9 +238,11 @@ def _prctl(option: int, value: int) -> None:
 
 
 def attach() -> bool:
-    """Ends this process, a driver, with the supervisor that started it, and keeps the way to it. To
-    be called where SIGTERM is caught, on a thread that lasts as long as the run. Returns whether
-    there is one."""
+    """Attaches this driver to its supervisor and returns whether there is one.
+
+    Opens the pipe to the supervisor, and has the kernel send SIGTERM if the supervisor dies. Call
+    it once SIGTERM is caught, on a thread that lasts as long as the run.
+    """
     global _pipe, _restarts
     given = os.environ.pop(VARIABLE, None)
     if given is None:
@@ -243,18 +250,18 @@ def attach() -> bool:
     supervisor, _pipe, _restarts = map(int, given.split())
     os.set_inheritable(_pipe, False)
     _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != supervisor:  # it died before
+    if os.getppid() != supervisor:  # the supervisor died before
         os.kill(os.getpid(), signal.SIGTERM)
     return True
 
 
 def tell_run_dir(path: Path) -> None:
-    """Tells the supervisor, where there is one, which run this is."""
+    """Sends the run directory to the supervisor, if any."""
     _tell(str(path.absolute()))
 
 
 def tell_came_up() -> None:
-    """Tells it that the run goes on from where it was asked to."""
+    """Tells the supervisor, if any, that the run is fully opened."""
     _tell(CAME_UP)
 
 
@@ -270,5 +277,5 @@ def supervised() -> bool:
 
 
 def restarted() -> bool:
-    """Tells whether this driver was started in the place of one that was lost."""
+    """Tells whether this driver replaces a lost one."""
     return _restarts > 0

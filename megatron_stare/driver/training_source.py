@@ -1,5 +1,5 @@
-"""The rollouts that training sees: batches that are judged, weights that are proven to have
-arrived, and engines whose memory is theirs only meanwhile."""
+"""The rollout source of training: adds advantages, verifies each weight sync, and offloads
+colocated engines."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron_stare.weights.sync.target import WeightStream
 
 
 class TrainingSource(RolloutSource):
-    """A source between which and the trainer nothing is left to do.
+    """Wraps a rollout source for training.
 
     Args:
-        source: where batches come from.
-        judge: turns rewards into advantages, there and nowhere else.
+        source: produces the batches.
+        judge: computes advantages from rewards. Nothing else does.
         phase: opens a phase of the step, by name.
-        published: told the version of weights that have arrived.
+        published: called with the version of weights that have arrived.
     """
 
     def __init__(
@@ -39,13 +39,14 @@ class TrainingSource(RolloutSource):
         self._phase, self._published = phase, published
 
     def next(self, step: int) -> RolloutBatch:
-        """See RolloutSource. The batch carries advantages. A step that is told to end here has not
+        """See RolloutSource. The batch has advantages. A step interrupted here counts as not
         begun."""
         with self._phase("rollout"), open_to(signal.SIGINT, signal.SIGTERM):
             return self._judge(self._source.next(step))
 
     def publish(self, weights: WeightStream, version: int) -> None:
-        """See RolloutSource. Nothing is sent where the run is to end: nothing more is sampled.
+        """See RolloutSource. Skips the sync if the run is asked to end, since nothing more is
+        sampled.
 
         Raises:
             AgreementError: the engines do not compute with these weights.

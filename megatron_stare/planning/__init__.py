@@ -1,2 +1,2 @@
-"""Checks and forecasts before a run starts: preflight, placement, memory by rank, time by phase,
-layouts that fit."""
+"""Checks and forecasts made before a run starts: preflight, placement, memory by rank, time by
+phase, layouts that fit."""

@@ -1,4 +1,4 @@
-"""Coefficients of the time model from what runs took."""
+"""Fits the coefficients of the time model to the measured times of runs."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from megatron_stare.planning.phase_times import (
 )
 from megatron_stare.run_dir.run_state import CONFIG
 
-APART = 1.25  # of two runs' parts, before they tell one term from the other
-WARM_UP = 2  # steps left out, in which kernels are compiled and caches filled
-LEAST = 5  # steps that a median is taken of
+APART = 1.25  # least ratio between two runs' other/ideal that lets both terms be fitted
+WARM_UP = 2  # first steps to skip, in which kernels are compiled and caches filled
+LEAST = 5  # fewest steps for a median
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The parts of one run's phase.
+    """The terms of one phase in one run.
 
-    ideal: seconds of the phase where its rate is 1. other: seconds of one unit of the other term.
-    seconds: that were measured; above 0.
+    ideal: seconds of the phase at a rate of 1.
+    other: seconds of one unit of the other term.
+    seconds: measured seconds, above 0.
     """
 
     ideal: float
@@ -43,12 +44,13 @@ class Seen:
 
 
 def solve(runs: Sequence[Seen], least: float) -> tuple[float, float]:
-    """(inverse, times) of the least squares of the errors, each as a share of what that run took.
+    """Returns (inverse, times) that minimise the squared relative errors of
+    inverse * ideal + times * other = seconds over the runs.
 
-    With one run, or where the runs' parts, other over ideal, are not `APART` from each other, there
-    is no telling the terms apart, and times is 0. Neither is below 0, and beside another term the
-    inverse is not below `least`: alone it may be, and says that the runs were faster than the rate
-    that it is a share of.
+    With one run, or if the runs' ratios other / ideal differ by less than a factor of `APART`, the
+    terms cannot be separated and times is 0. Both are at least 0. With times above 0 the inverse is
+    at least `least`. With times 0 the inverse may be smaller, which means that the runs were faster
+    than the peak rate.
     """
     ideal, other = np.array([(run.ideal / run.seconds, run.other / run.seconds) for run in runs]).T
     ones = np.ones(len(runs))
@@ -71,16 +73,16 @@ def _one(column: np.ndarray, target: np.ndarray) -> float:
 def calibrate(
     run_dirs: Sequence[Path], gpu: Gpu, start: Coefficients, prompt: float | None
 ) -> Fitted:
-    """Medians of the runs' steps, put into the model's sums and solved for its coefficients. One
-    run gives every phase its rate; runs of several sizes also what of it does not grow with
-    products.
+    """Fits the time model's coefficients to the runs' median step times. One run fits the rate of
+    every phase. Runs of several sizes also fit the time that does not grow with matrix products.
 
     Args:
-        prompt: mean tokens of a prompt, which metrics do not have; None: as each run's section
-            `plan` has it.
+        prompt: mean tokens of a prompt, which the metrics lack; None: each run's
+            `plan.prompt_tokens`.
 
     Raises:
-        UserError: one is no run, has too few steps, or took less than the model's least.
+        UserError: a directory is no run, or its run has too few steps or was faster than the model
+            allows.
     """
     seen: dict[str, list[Seen]] = {
         phase: [] for phase in ("log_probs", "update", "sync", "rollout")
@@ -104,7 +106,7 @@ def calibrate(
     if seen["sync"]:
         found["sync_bytes_s"] = 1 / solve(seen["sync"], 0.0)[0]
     if seen["rollout"]:
-        # what bounds decoding is not seen, so both its rates are taken to be off by one factor
+        # metrics do not show what bounds decoding, so both rates get the same factor
         rates = {name: getattr(start, name) for name in ("decode_efficiency", "prefill_mfu")}
         inverse, found["decode_layer_s"] = solve(seen["rollout"], max(rates.values()))
         found |= {name: rate / inverse for name, rate in rates.items()}
@@ -114,8 +116,8 @@ def calibrate(
 def _parts(
     run_dir: Path, metrics: dict[str, float], gpu: Gpu, start: Coefficients, prompt: float | None
 ) -> dict[str, Seen]:
-    """Work and time of the phases that took any. Raises ConfigError where one took less than the
-    links alone would."""
+    """Returns work and time of the phases that took time. Raises ConfigError if a phase took less
+    time than its communication alone needs."""
     config = load_recorded(run_dir / CONFIG)
     lengths = Lengths.of(config, prompt, metrics["response/length_mean"])
     run = resolve_run(config)
@@ -140,7 +142,7 @@ def _parts(
             )
         found[phase] = Seen(work.ideal, work.moved, seconds - work.fixed)
     seconds = metrics.get("time/rollout_s", 0.0)
-    # with staleness, generation runs ahead, and the logged time is training's wait for it
+    # with staleness, rollouts run ahead and the logged time is only training's wait for them
     if seconds and not config.rollout.staleness:
         served = fit.served(run)
         at_rates, with_one = (
@@ -154,8 +156,8 @@ def _parts(
 
 
 def medians(run_dir: Path) -> dict[str, float]:
-    """Medians of each of the run's metrics, without the first steps. Raises DataError where there
-    are too few."""
+    """Returns the medians of a run's time and length metrics, without the first steps. Raises
+    DataError if too few steps remain."""
     path = run_dir / "metrics.jsonl"
     try:
         steps = [json.loads(line) for line in path.read_text().splitlines()]

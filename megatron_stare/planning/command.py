@@ -1,5 +1,5 @@
-"""`megatron-stare plan`: its arguments, and what it does with them. Torch and Megatron are imported
-when it runs."""
+"""`megatron-stare plan`: its arguments and its run. Imports torch and Megatron only when it
+runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT = "h100-80g"
 
 
 def add_arguments(plan: argparse.ArgumentParser) -> None:
-    """The command's."""
+    """Adds the arguments of `plan`."""
     plan.add_argument("config", help="YAML file; of the model only config.json is read")
     plan.add_argument(
         "overrides",
@@ -87,7 +87,7 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Prints the plan. Returns 0, or 1 where the run does not fit. Raises UserError."""
+    """Prints the plan. Returns 0, or 1 if the run does not fit. Raises UserError."""
     for name in ("nodes", "gpus_per_node", "prompt_tokens", "response_tokens"):
         if (value := getattr(args, name)) is not None and not value >= 1:
             raise ConfigError(f"{value} is below 1", where=f"--{name.replace('_', '-')}")
@@ -98,9 +98,9 @@ def run_command(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides, before_method=say_loading)
     gpu = find_gpu(args.gpu or config.plan.gpu or DEFAULT)
     coefficients = args.coefficients or Path(config.plan.coefficients)
-    # compiling Megatron's fused functions is useless here
+    # do not compile Megatron's fused functions
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # a plan is made without any device
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # planning needs no device
 
     from megatron_stare.planning.calibrate import calibrate
     from megatron_stare.planning.phase_times import Lengths

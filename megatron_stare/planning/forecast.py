@@ -1,5 +1,4 @@
-"""The forecast of a run's step on its own kind of GPU: which GPU that is, its memory, and the times
-of a step on it."""
+"""Finds a run's kind of GPU and its memory, and predicts the times of a step on it."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ TOOL_S = 60.0
 
 
 def gpu_of(config: Config) -> Gpu:
-    """The kind of GPU that a run is on.
+    """Returns the kind of GPU of a run.
 
     Raises:
-        ConfigError: it is in no table, or in a cluster that this machine only joins.
+        ConfigError: the GPU is unknown, or belongs to a cluster and this machine has none.
     """
     if config.plan.gpu:
         return find_gpu(config.plan.gpu, "plan.gpu")
@@ -35,8 +34,8 @@ def gpu_of(config: Config) -> Gpu:
 
 
 def named(name: str) -> Gpu:
-    """The GPU that its driver's tool calls so, such as `NVIDIA H100 80GB HBM3`. Raises ConfigError
-    for another."""
+    """Returns the GPU with this name in nvidia-smi, such as `NVIDIA H100 80GB HBM3`. Raises
+    ConfigError for an unknown GPU."""
     words = name.replace("-", " ").split()
     for gpu in GPUS.values():
         kind, _, memory = gpu.name.upper().partition("-")
@@ -49,8 +48,8 @@ def named(name: str) -> Gpu:
 
 
 def name_here() -> str | None:
-    """The first GPU of this machine, as its driver's tool calls it, which leaves CUDA alone; None:
-    there is none."""
+    """Returns the nvidia-smi name of this machine's first GPU, or None without a GPU. Does not
+    initialise CUDA."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
@@ -60,13 +59,13 @@ def name_here() -> str | None:
 
 
 def capacity_of(config: Config, gpu: Gpu) -> int:
-    """Bytes of a GPU that a run is held against."""
+    """Returns the bytes of GPU memory that the run may use."""
     return round(config.memory.device_gb * 1e9) if config.memory.device_gb else gpu.memory
 
 
 def step_of(
     run: ResolvedRun, gpu: Gpu, of: Coefficients, lengths: Lengths, fit: PlannedFit
 ) -> Step:
-    """Times a step of the run."""
+    """Predicts the times of a step of the run."""
     fullest = max(fit.stages(run), key=lambda each: sum(each.values()))
     return step_time(run, gpu, of, lengths, fullest, fit.served(run))

@@ -1,8 +1,7 @@
-"""Numbers that a plan has of a GPU: its data sheet, each from where its maker gives it, and
-coefficients.
+"""Numbers of a GPU that a plan uses: data sheet values with their source, and coefficients.
 
-Coefficients are the numbers of the time model that no data sheet has: assumed, or fitted to a run
-and stored in a JSON file.
+Coefficients are the numbers of the time model that no data sheet contains. They are assumed, or
+fitted to a run and stored in a JSON file.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from megatron_stare.errors import ConfigError, DataError, unknown_name
 class Gpu:
     """A kind of GPU.
 
-    memory: bytes, as the data sheet counts them; a driver reports a little more.
-    flops: of dense bfloat16 products, a second.
-    bandwidth: of its memory, bytes a second.
-    link: to the other GPUs of its node, bytes a second in one direction, half of what data sheets
-    give for both.
-    source: of all of these.
+    memory: bytes as in the data sheet. A driver reports a little more.
+    flops: dense bfloat16 FLOP/s.
+    bandwidth: memory bandwidth, bytes/s.
+    link: bandwidth to the other GPUs of the node, bytes/s in one direction. Data sheets give the
+        sum of both directions.
+    source: where these numbers are published.
     """
 
     name: str
@@ -54,14 +53,14 @@ GPUS = {
     )
 }
 CPU = GPUS["cpu-core"]
-# bytes a second of a GPU to other nodes: 400 Gbit/s each, as DGX H100 has; an assumption
+# assumed bytes/s of a GPU to other nodes: 400 Gbit/s per GPU, as in a DGX H100
 NETWORK = 50e9
-# bytes a second between a GPU and host memory: PCIe 5.0 x16 at 40 %; an assumption
+# assumed bytes/s between a GPU and host memory: PCIe 5.0 x16 at 40 %
 HOST_LINK = 25e9
 
 
 def find_gpu(name: str, where: str = "--gpu") -> Gpu:
-    """Raises ConfigError, with what is meant, for a name that is not in the table."""
+    """Returns the GPU of this name. Raises ConfigError, with a suggestion, for an unknown name."""
     if name not in GPUS:
         raise unknown_name(name, GPUS, where)
     return GPUS[name]
@@ -69,20 +68,19 @@ def find_gpu(name: str, where: str = "--gpu") -> Gpu:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Shares of a device's peak that are reached, and seconds that come on top.
+    """Achieved shares of a device's peak, and additional times.
 
-    log_prob_mfu, update_mfu: share of the peak that a rank reaches in matrix products.
-    log_prob_moves, update_moves: hidden states that a token moves through memory in a layer at its
-        full bandwidth, of all that is not a matrix product; 0: it is within the shares above,
-        whatever the model's width.
-    prefill_mfu: likewise, of servers that read prompts, and of decoding where arithmetic bounds it.
-    decode_efficiency: share of the memory's bandwidth that decoding reaches.
-    decode_layer_s: seconds of a token step and layer, however many responses it is for; 0: within
-    the shares.
-    link_efficiency: of links' bandwidth that collectives reach.
-    sync_bytes_s: of a whole weight sync, gather and load included, bytes a second.
-    fixed_s: seconds of a step beside its phases.
-    checkpoint_bytes_s: that all ranks write together.
+    log_prob_mfu, update_mfu: share of peak FLOP/s that a rank reaches in matrix products.
+    log_prob_moves, update_moves: memory traffic of everything but matrix products, in hidden states
+        per token and layer at full bandwidth; 0: that time is included in the shares above.
+    prefill_mfu: share of peak FLOP/s that servers reach in prefill, and in compute-bound decoding.
+    decode_efficiency: share of memory bandwidth that decoding reaches.
+    decode_layer_s: seconds per decoding step and layer at any batch size; 0: included in
+        decode_efficiency.
+    link_efficiency: share of link bandwidth that collectives reach.
+    sync_bytes_s: bytes/s of a whole weight sync, with gather and load.
+    fixed_s: seconds of a step outside its phases.
+    checkpoint_bytes_s: bytes/s that all ranks together write.
     """
 
     log_prob_mfu: float = 0.4
@@ -115,17 +113,20 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class Fitted:
-    """Coefficients of a device, and where from: None, assumed."""
+    """Coefficients of a device.
+
+    run: directories of the runs they were fitted to; None: the coefficients are assumed.
+    """
 
     coefficients: Coefficients
     run: str | None = None
 
 
 def read_coefficients(path: Path, gpu: str) -> Fitted:
-    """Reads the coefficients that were fitted for the device, if any.
+    """Reads the coefficients fitted for a device; returns the assumed ones if there are none.
 
     Raises:
-        DataError: the file is not one that `store` wrote.
+        DataError: `store` did not write the file.
     """
     if not path.exists():
         return Fitted(Coefficients())
@@ -139,7 +140,7 @@ def read_coefficients(path: Path, gpu: str) -> Fitted:
 
 
 def store(path: Path, gpu: str, fitted: Fitted) -> None:
-    """Adds the device's, beside those of other devices."""
+    """Writes a device's coefficients to the file; keeps those of other devices."""
     entries = _entries(path) if path.exists() else {}
     entries[gpu] = {"run": fitted.run, "coefficients": asdict(fitted.coefficients)}
     part = path.with_name(f"{path.name}.part")
@@ -148,7 +149,8 @@ def store(path: Path, gpu: str, fitted: Fitted) -> None:
 
 
 def changed(start: Coefficients, found: dict[str, float]) -> Coefficients:
-    """Raises ConfigError for a share above 1: the run was on a faster device than is said."""
+    """Returns `start` with the values in `found`. Raises ConfigError for a share above 1, which
+    means that the run used a faster GPU than the named one."""
     for name, value in found.items():
         if name.endswith(("_mfu", "_efficiency")) and value > 1:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The layouts near a run's that fit its GPUs."""
+"""Searches for layouts that fit a run's GPUs, near the run's own layout."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ _DEFAULT = ("recompute_method", "recompute_layers", "recompute_modules")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout, how far it is from the run's own, and the fullest of its phases, bytes."""
+    """A layout that fits.
+
+    distance: from the run's own layout.
+    peak: bytes in the fullest phase.
+    """
 
     run: ResolvedRun
     distance: float
     peak: int
 
     def settings(self, base: Config) -> dict[str, str | int | bool]:
-        """Settings that turn the run into this candidate, by full name."""
+        """Returns the settings, by full name, that change `base` into this candidate."""
         found: dict[str, str | int | bool] = {}
         for section in ("parallel", "model", "batch", "optimizer", "rollout"):
             before, after = getattr(base, section), getattr(self.run.config, section)
@@ -41,7 +45,7 @@ class Candidate:
 def search(
     run: ResolvedRun, ranks: int, nodes: int, node_size: int, fit: PlannedFit
 ) -> tuple[int, list[Candidate]]:
-    """How many layouts were held against the GPUs, and those that fit, the nearest first."""
+    """Returns the number of layouts that were tried, and the layouts that fit, nearest first."""
     tried, found = 0, []
     for config in candidates(run, ranks):
         try:
@@ -63,14 +67,14 @@ def search(
 
 
 def check_nodes(config: Config, nodes: int, node_size: int) -> None:
-    """Raises ConfigError where the run cannot be placed on so many empty nodes."""
+    """Raises ConfigError if the run cannot be placed on `nodes` empty nodes."""
     empty = [Node(f"{n:08}", f"node {n + 1}", node_size, node_size) for n in range(nodes)]
     check_possible(Demand.of(config), empty)
 
 
 def candidates(run: ResolvedRun, ranks: int) -> Iterator[Config]:
-    """Layouts over so many ranks whose sequences fit a micro-batch and whose updates give every
-    replica something; not yet held against the model's rules."""
+    """Yields layouts over `ranks` ranks whose micro-batches hold the longest sequence and whose
+    updates have a sequence for every data-parallel replica. The layouts may break other rules."""
     config, shape = run.config, run.shape
     batch = config.batch
     sequences = (batch.mini_batch_prompts or batch.prompts) * batch.samples_per_prompt
@@ -113,7 +117,8 @@ def candidates(run: ResolvedRun, ranks: int) -> Iterator[Config]:
 
 
 def distance(base: Config, other: Config) -> float:
-    """Factors of two between two layouts; a setting that is another one counts as one."""
+    """Returns the distance between two layouts: the factors of two between their sizes, plus 1 for
+    each other setting that differs. The micro-batch size counts half."""
     far = sum(
         abs(math.log2(getattr(base.parallel, cut) / getattr(other.parallel, cut))) for cut in _CUTS
     )
@@ -135,8 +140,8 @@ def _recomputing(config: Config, recompute: str) -> object:
 
 
 def _micro_batches(config: Config, multiple: int) -> list[int]:
-    """Tokens of a micro-batch: the run's, twice and half as many, and as few as hold the longest
-    sequence."""
+    """Returns micro-batch sizes to try, in tokens: the run's, half and twice that, and the least
+    that holds the longest sequence."""
     longest = longest_sequence(config)
     least, asked = longest + -longest % multiple, config.batch.micro_batch_tokens
     return [

@@ -1,8 +1,9 @@
-"""Limits of a run held against what `megatron-stare plan` says of it, before anything is started.
+"""Compares a run's time limits with the times that `megatron-stare plan` predicts, before any
+process starts.
 
-A limit below what the plan says is refused with both numbers: the run would lose its requests, or
-be given up, at its planned size. Nothing is held where no kind of GPU is known (`plan.gpu`), as the
-rates of a CPU are nominal.
+A limit below the predicted time is an error that contains both numbers: the run would time out at
+its planned size. Nothing is compared if the kind of GPU is unknown (`plan.gpu`), since the rates of
+a CPU are nominal.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from megatron_stare.rollout.engines.replicas import replica_gpus
 
 @dataclass(frozen=True)
 class Held:
-    """A limit, and what it must leave time for, both in seconds.
+    """A time limit and the planned time of the work that it bounds, in seconds.
 
-    where: setting that gives the limit. what: is planned to take `planned_s`.
+    where: name of the setting that contains the limit.
+    what: name of the work whose planned time is `planned_s`.
     """
 
     where: str
@@ -35,7 +37,7 @@ class Held:
     planned_s: float
 
     def require(self) -> None:
-        """Raises ConfigError where the limit is shorter."""
+        """Raises ConfigError if the limit is shorter than the planned time."""
         if self.limit_s < self.planned_s:
             raise ConfigError(
                 f"{self.what} takes {self.planned_s:,.0f} s by the plan, and {self.where} allows"
@@ -49,12 +51,10 @@ class Held:
 
 
 def check_limits(run: ResolvedRun) -> None:
-    """Raises ConfigError for the first limit of `held` that is shorter than what it must leave time
-    for."""
+    """Raises ConfigError for the first limit of `held` that is shorter than the planned time."""
     try:
         found = list(held(run))
-    # A run that cannot be planned can be trained all the same; its own plan gives the reason
-    # (own_plan.py).
+    # A run that cannot be planned can still be trained. own_plan.py reports the reason.
     except Exception:
         return
     for each in found:
@@ -62,7 +62,7 @@ def check_limits(run: ResolvedRun) -> None:
 
 
 def limits_not_checked(config: Config) -> list[str]:
-    """Why limits of a run on GPUs are not held against a plan, a line; nothing where they are."""
+    """Returns one line if limits are not compared because the kind of GPU is unknown, else []."""
     if config.plan.enabled and replica_gpus(config) and _gpu(config) is None:
         return [
             "not checked: limits against the plan, as the kind of GPU is not known here (plan.gpu)"
@@ -71,7 +71,7 @@ def limits_not_checked(config: Config) -> list[str]:
 
 
 def held(run: ResolvedRun) -> Iterator[Held]:
-    """Yields what is held of a run; nothing where it has no plan."""
+    """Yields the limits of a run with their planned times; none if the run has no plan."""
     config = run.config
     gpu = _gpu(config) if config.plan.enabled else None
     if gpu is None:
@@ -102,7 +102,7 @@ def held(run: ResolvedRun) -> Iterator[Held]:
     }
     for what, seconds in calls.items():
         yield Held("runtime.timeout_s", call_s, what, seconds)
-    if config.faults.hangs.enabled:  # in which a first phase must get on
+    if config.faults.hangs.enabled:  # these must show progress within first_s
         first_s = config.faults.hangs.first_s
         yield Held(
             "faults.hangs.first_s", first_s, "the first response of a rollout", request.first_s

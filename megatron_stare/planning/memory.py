@@ -1,15 +1,15 @@
-"""Predicts what a GPU holds in each phase of a step, and refuses a run that does not fit before
-anything starts.
+"""Predicts a GPU's memory in each phase of a step, and raises before a run starts if it does not
+fit.
 
 `activation_memory` counts the bytes that a rank keeps from a micro-batch's forward to its backward,
-recomputed or not, from what is saved in the layers that run without Transformer Engine, on a CPU:
-our RMSNorm and SwiGLU, and packed attention over groups of equal length. Fused kernels keep less,
-padding within a group more. tests/megatron/test_recompute.py holds the figures against the tensors
-that are saved, within 1 %.
+with or without recomputation. It models the layers without Transformer Engine on a CPU: our RMSNorm
+and SwiGLU, and packed attention over groups of equal length. Fused kernels keep less, padding
+within a group more. tests/megatron/test_recompute.py checks the counts against the saved tensors,
+within 1 %.
 
-`budget` sums what lies on a GPU in each phase (who is there when: docs/colocation.md). `Fit` finds
-the numbers of a run by building its ranks without data; `PlannedFit` puts the ranks of many layouts
-together from parts that are built once.
+`budget` sums the memory of a GPU in each phase (docs/colocation.md lists what is on it when). `Fit`
+builds a run's ranks without data to measure them. `PlannedFit` assembles the ranks of many layouts
+from parts that are built once.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from megatron_stare.models.shape import ModelShape
 from megatron_stare.planning.phase_times import balanced
 from megatron_stare.rollout.engines.replicas import ServedMemory, served_memory
 
-# Bytes of a process for CUDA's context, for libraries' and NCCL's buffers, and for what an
-# allocator cannot give out. An assumption: nothing here has been measured on a GPU.
+# Assumed bytes of a process for the CUDA context, the buffers of libraries and NCCL, and allocator
+# fragmentation. Not measured on a GPU.
 PROCESS_BYTES = 1_500_000_000
 
 ITEMS = {
@@ -47,8 +47,7 @@ ITEMS = {
     "cache": "servers' cache",
     "processes": "CUDA, NCCL (assumed)",
 }
-# parts of memory that a phase needs, by colocated or not; if not, a rollout is on the servers' own
-# GPUs
+# items that each phase needs, colocated or not. Unless colocated, a rollout is on the servers' GPUs
 _PHASES: dict[str, tuple[str, ...]] = {
     "rollout": ("served", "cache"),
     "log_probs": ("parameters", "reference", "forward", "logits"),
@@ -59,7 +58,7 @@ _PHASES: dict[str, tuple[str, ...]] = {
 }
 _TRAINER = ("parameters", "gradients", "optimizer", "reference")
 _STAYS = {"all": (), "optimizer": ("parameters", "reference"), "none": _TRAINER}
-BUCKETS = 3  # of the sync that a sender holds at most
+BUCKETS = 3  # most buckets that a sender holds during a weight sync
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -68,12 +67,13 @@ class Needs:
     """Bytes on one GPU.
 
     optimizer: main parameters and moments.
-    reference: 0 where there is none; reference_moves: whether it is on the device in its pass
-    alone.
-    forward: activations of a pass without backward; activations: those kept for backward, and made
-    again.
-    buckets: of the weight sync.
-    served: a server rank's weights; cache: its key/value cache.
+    reference: the reference policy; 0 if there is none.
+    forward: activations of a forward-only pass.
+    activations: those kept for backward, and those recomputed at a time.
+    buckets: buckets of the weight sync.
+    served: weights of a server's rank.
+    cache: KV cache of a server's rank.
+    reference_moves: the reference is on the GPU only during its own pass.
     """
 
     parameters: int
@@ -91,7 +91,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Budget:
-    """By phase and item, bytes; `capacity` of a GPU."""
+    """Bytes by phase and item, and the `capacity` of a GPU in bytes."""
 
     phases: dict[str, dict[str, int]]
     capacity: int
@@ -101,19 +101,20 @@ class Budget:
 
     @property
     def over(self) -> list[str]:
-        """The phases that do not fit."""
+        """Phases that do not fit."""
         return [phase for phase in self.phases if self.total(phase) > self.capacity]
 
     @property
     def cache_room(self) -> int:
-        """The largest cache with which every phase that has one fits; below 0: none does."""
+        """Largest KV cache with which every phase that has a cache fits; below 0 if even an empty
+        cache does not fit."""
         with_cache = [phase for phase, items in self.phases.items() if "cache" in items]
         return min(
             self.capacity - self.total(phase) + self.phases[phase]["cache"] for phase in with_cache
         )
 
     def table(self) -> str:
-        """A row an item, a column a phase, GB (10^9 bytes)."""
+        """Returns a table in GB (10^9 bytes) with one row per item and one column per phase."""
         rows = [["GB", *self.phases]]
         for item, name in ITEMS.items():
             found = [items.get(item) for items in self.phases.values()]
@@ -130,12 +131,12 @@ class Budget:
 
 
 def budget(needs: Needs, capacity: int, *, colocated: bool, offload: str) -> Budget:
-    """Sums what the GPU holds in each phase.
+    """Sums the memory of a GPU in each phase.
 
     Args:
         capacity: of the GPU, bytes.
-        colocated: the servers are on it too; else `rollout` is of a GPU of theirs.
-        offload: `memory.offload` of the configuration, which counts where colocated.
+        colocated: the servers share the GPU. Otherwise `rollout` describes one of their own GPUs.
+        offload: the setting `memory.offload`. Only used if colocated.
     """
     sizes = {**asdict(needs), "processes": PROCESS_BYTES * (2 if colocated else 1)}
     stays = _STAYS[offload] if colocated else _TRAINER
@@ -143,7 +144,7 @@ def budget(needs: Needs, capacity: int, *, colocated: bool, offload: str) -> Bud
     for phase, wanted in _PHASES.items():
         items = {*wanted, *stays, "processes"}
         if not colocated and phase in ("canary", "checkpoint"):
-            continue  # no more than `sync` and `update`
+            continue  # need no more than `sync` and `update`
         if not colocated:
             items -= set(_TRAINER) if phase == "rollout" else {"served", "cache"}
         if (needs.reference_moves and phase != "log_probs") or not needs.reference:
@@ -156,10 +157,9 @@ def budget(needs: Needs, capacity: int, *, colocated: bool, offload: str) -> Bud
 class ActivationMemory:
     """Activations of one micro-batch on one rank.
 
-    kept: bytes from forward to backward; a pipeline's stage holds several micro-batches
-    (`micro_batches_held`).
-    again: bytes of the largest part that backward computes again, which live beside `kept`
-    meanwhile.
+    kept: bytes kept from forward to backward. A pipeline stage holds several micro-batches
+        (`micro_batches_held`).
+    again: bytes of the largest part that backward recomputes at a time, in addition to `kept`.
     """
 
     kept: int
@@ -169,16 +169,15 @@ class ActivationMemory:
 def activation_memory(
     config: Config, shape: ModelShape, tokens: int, longest: int, rows: int = 1
 ) -> ActivationMemory | None:
-    """Counts the activations of a micro-batch of so many tokens, on the last stage of the pipeline,
-    without the logits.
+    """Counts the activations of a micro-batch on the last pipeline stage, without the logits.
 
     Args:
-        tokens: positions of the micro-batch, padding included.
-        longest: positions of its longest sequence.
-        rows: sequences beside one another; 1 where they are packed.
+        tokens: positions of the micro-batch, with padding.
+        longest: positions of the longest sequence.
+        rows: sequences per micro-batch; 1 if packed.
 
     Returns:
-        None for a mixture of experts, whose experts' shares are not known before.
+        None for a mixture of experts, since the experts' shares of tokens are not known in advance.
     """
     if shape.experts:
         return None
@@ -201,7 +200,7 @@ def activation_memory(
         )
         kept, again = layers * sum(parts.values()), whole - sum(parts.values())
     last_norm = hidden + 1
-    # rotary angles in float32, an argument of every layer
+    # float32 rotary angles, saved as an input of the recomputed layers
     angles = 4 * longest * shape.head_dim if model.recompute == "full" else 0
     return ActivationMemory(
         round((chunks * kept + last_norm) * tokens * size) + angles,
@@ -216,41 +215,40 @@ def layer_parts(
     longest: int,
     recomputed: frozenset[str] = frozenset(),
 ) -> dict[str, float]:
-    """Counts the numbers a token that each part of a layer keeps on a rank."""
+    """Counts the elements per token that each part of a layer keeps on a rank."""
     parallel, packed = config.parallel, config.batch.packed
     tp, cut = parallel.tensor, parallel.tensor if parallel.sequence else 1
     heads, groups = shape.heads / tp, max(shape.kv_heads / tp, 1)
     q, k = heads * shape.head_dim, groups * shape.head_dim
-    # the product of hidden states and the weights of all three projections; kept whole where a view
-    # of it is
+    # output of the fused QKV projection; a view of it keeps all of it alive
     product = q + 2 * k
     if "core_attn" in recomputed:
-        attention = product + q + k + q  # arguments, values being a view, and the output
+        attention = product + q + k + q  # queries, keys, values (a view of product), and the output
     elif longest <= WHOLE_UP_TO and config.model.dtype == "float32" and parallel.context == 1:
-        # arguments in a new layout, the probabilities in the scores' memory, the output
+        # copied queries, keys and values; probabilities, which overwrite the scores; the output
         attention = q + 2 * k + heads * longest + q
-    elif packed:  # gathered arguments, output before and after it is scattered, the sum of each row
+    elif packed:  # gathered queries, keys, values; output, also scattered; log-sum of each row
         attention = q + 2 * k + 2 * q + heads
     else:
         attention = product + q + k + q + heads
     return {
-        # input by its root, the root; and the output, which the linear layer keeps
+        # of both norms: the normalised input, its RMS, and the output, which the linear layer keeps
         "norms": (4 * shape.hidden + 2) / cut,
-        # what becomes of queries and keys, and their roots
+        # normalised queries and keys, and their RMS
         "norms of heads": (q + heads + k + groups) if shape.qk_norm else 0,
         "rotation": 4 * shape.head_dim / (1 if packed else rows),  # sines and cosines
         "attention": attention,
-        # both halves of the first product, the activation, their product
+        # gate and up projections, the activation, and the product
         "feed forward": 0 if "mlp" in recomputed else 4 * shape.ffn / tp,
     }
 
 
 def check_memory(run: ResolvedRun) -> None:
-    """Holds the run against a GPU's memory, where that is known.
+    """Checks that the run fits a GPU's memory, if its size is known.
 
     Raises:
-        ConfigError: a setting of `memory` has nothing to say, or a phase of a step does not fit;
-            with all phases' numbers and what would do.
+        ConfigError: a setting of `memory` has no effect, or a phase does not fit. The message
+            contains the memory of all phases and settings that would fit.
     """
     config = run.config
     if config.memory.offload is not None and not config.sglang.colocated:
@@ -265,8 +263,8 @@ def check_memory(run: ResolvedRun) -> None:
 
 
 def device_bytes() -> int | None:
-    """Memory of the smallest GPU of this machine, as its driver's tool says, which leaves CUDA
-    alone; None: no GPU."""
+    """Returns the memory of this machine's smallest GPU, or None without a GPU. Runs nvidia-smi, so
+    that CUDA is not initialised."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
@@ -281,15 +279,15 @@ def device_bytes() -> int | None:
 
 
 class Fit:
-    """Holds runs against GPUs of so many bytes. Ranks that two of them have in common are built
-    once."""
+    """Checks whether runs fit GPUs of `capacity` bytes. Runs with the same ranks share one build of
+    them."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._built: dict[str, list[dict[str, int]]] = {}
 
     def require(self, run: ResolvedRun) -> None:
-        """Raises ConfigError where a phase of the run does not fit, or a cache has no room for a
+        """Raises ConfigError if a phase does not fit, or a server's KV cache cannot hold one
         response."""
         if not (wrong := self.faults(run)):
             return
@@ -309,7 +307,7 @@ class Fit:
         )
 
     def faults(self, run: ResolvedRun) -> list[str]:
-        """Lists what of a run does not fit, a sentence each."""
+        """Returns one sentence for everything that does not fit."""
         found, wrong = self.budget(run), []
         if found.over:
             wrong.append(
@@ -326,11 +324,11 @@ class Fit:
         return wrong
 
     def budget(self, run: ResolvedRun) -> Budget:
-        """The budget of the pipeline stage whose fullest phase is fullest."""
+        """Returns the budget of the pipeline stage with the highest peak."""
         return max(self.budgets(run), key=lambda each: max(map(each.total, each.phases)))
 
     def budgets(self, run: ResolvedRun) -> list[Budget]:
-        """The budgets of the first rank of every pipeline stage."""
+        """Returns the budgets of the first rank of every pipeline stage."""
         offload, colocated = run.config.memory.offload or "all", run.config.sglang.colocated
         return [
             budget(each, self.capacity, colocated=colocated, offload=offload)
@@ -338,8 +336,7 @@ class Fit:
         ]
 
     def needs(self, run: ResolvedRun) -> Iterator[Needs]:
-        """Finds what the first rank of each stage of the pipeline needs, and a server's rank beside
-        it."""
+        """Yields the memory of the first rank of each pipeline stage and of a server's rank."""
         config, shape, stages = run.config, run.shape, run.config.parallel.pipeline
         tokens = -(-config.batch.micro_batch_tokens // config.parallel.context)
         longest = longest_sequence(config)
@@ -368,10 +365,8 @@ class Fit:
     def activations(
         self, run: ResolvedRun, tokens: int, longest: int, rows: int
     ) -> tuple[ActivationMemory | None, float]:
-        """Activations of a micro-batch, and numbers a token that one layer makes.
-
-        Experts' are not known before: none of either.
-        """
+        """Returns the activations of a micro-batch, and the elements per token that one layer
+        makes; (None, 0.0) for a mixture of experts, where they are not known in advance."""
         config, shape = run.config, run.shape
         kept = activation_memory(config, shape, tokens, longest, rows)
         return kept, (
@@ -379,12 +374,12 @@ class Fit:
         )
 
     def served(self, run: ResolvedRun) -> ServedMemory | None:
-        """The memory that a server's rank keeps."""
+        """Returns the memory of a server's rank; None without servers on GPUs."""
         return served_memory(run.config, run.shape, self.capacity)
 
     def stages(self, run: ResolvedRun) -> list[dict[str, int]]:
-        """Bytes by item of the first rank of each stage, built without data; no other of its stage
-        holds more."""
+        """Returns the bytes by item of each stage's first rank, which is built without data. Other
+        ranks of a stage hold no more."""
         config, parallel = run.config, run.config.parallel
         key = "".join(each.model_dump_json() for each in (config.model, parallel, config.optimizer))
         if key not in self._built:
@@ -397,8 +392,8 @@ class Fit:
         return self._built[key]
 
     def _changes(self, run: ResolvedRun, found: Budget) -> Iterator[tuple[str, ResolvedRun]]:
-        """Single settings that make less of what does not fit, and the run with each; the nearest
-        first."""
+        """Yields single settings that reduce the memory of phases that do not fit, each with the
+        changed run; mildest changes first."""
         config = run.config
         items = {item for phase in found.over for item in found.phases[phase]}
         served = self.served(run)
@@ -419,13 +414,12 @@ class Fit:
 
 
 def micro_batches_held(parallel: ParallelConfig, stage: int) -> float:
-    """Micro-batches whose activations a stage of the pipeline holds at once, from their forwards to
-    their backwards.
+    """Returns the number of micro-batches whose activations a pipeline stage holds at once.
 
-    One forward, one backward (D. Narayanan et al., arXiv 2104.04473, section 2.2); where a stage
-    has its layers in chunks, as megatron-core's interleaved schedule warms up: two chunks for each
-    stage that follows, all chunks but the last for as many micro-batches as there are stages, and
-    the one that is begun.
+    The schedule is 1F1B (D. Narayanan et al., arXiv 2104.04473, section 2.2). With virtual stages
+    the count follows the warm-up of megatron-core's interleaved schedule. That is two chunks for
+    each later stage, all chunks but the last for as many micro-batches as there are stages, and one
+    more chunk.
     """
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     if chunks == 1:
@@ -434,8 +428,8 @@ def micro_batches_held(parallel: ParallelConfig, stage: int) -> float:
 
 
 def logits_bytes(config: Config, shape: ModelShape) -> int:
-    """Bytes of the logits that the head holds at a time; left to itself it takes chunks where whole
-    ones are large."""
+    """Returns the bytes of logits that the head holds at a time. Every head but `materialised` is
+    counted as computing large logits in chunks."""
     whole = largest_logits(config, shape)
     if config.model.head == "materialised":
         return whole
@@ -443,7 +437,7 @@ def logits_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def longest_sequence(config: Config) -> int:
-    """Tokens of the longest prompt with its response."""
+    """Returns the tokens of the longest prompt with its response."""
     return config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
 
 
@@ -457,7 +451,8 @@ def _with(run: ResolvedRun, setting: str, value: Any) -> tuple[str, ResolvedRun]
 
 
 class PlannedFit(Fit):
-    """Holds layouts of a run, with the servers that it has, against GPUs of so many bytes."""
+    """Checks whether other layouts of one run fit. The servers' memory is that of the first run
+    asked about."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -480,7 +475,8 @@ class PlannedFit(Fit):
         return self._stages[key]
 
     def _key(self, run: ResolvedRun) -> tuple[int | bool | None, ...]:
-        """All that parameters, gradients and optimizer state depend on."""
+        """Returns all settings that determine the size of parameters, gradients and optimizer
+        state."""
         parallel = run.config.parallel
         stages = (parallel.pipeline, parallel.virtual_pipeline, parallel.first_stage_layers)
         return (
@@ -499,12 +495,12 @@ class PlannedFit(Fit):
     def activations(
         self, run: ResolvedRun, tokens: int, longest: int, rows: int
     ) -> tuple[ActivationMemory | None, float]:
-        """Experts' as if each got an equal share of the tokens; copies of tokens on their way to
-        them left out."""
+        """See Fit. Assumes that every expert gets an equal share of tokens, and leaves out the
+        copies of tokens made for dispatch."""
         return super().activations(
             ResolvedRun(run.config, balanced(run.shape)), tokens, longest, rows
         )
 
     def build(self, run: ResolvedRun) -> None:
-        """Takes a layout's own ranks, built whole, for it from now on."""
+        """Builds whole ranks of this layout and uses their sizes for it from now on."""
         self._stages[self._key(run)] = super().stages(run)

@@ -1,8 +1,8 @@
-"""Prediction of `megatron-stare plan` for a run that starts, logged with every step beside what the
-step took.
+"""The prediction of `megatron-stare plan` for a starting run, logged with every step beside the
+measured times and memory.
 
-Comes from `driver/held_run.py`, once, before anything is started; goes to the metrics `plan/*`.
-Whatever keeps a run from being predicted is told, and ends nothing.
+`driver/held_run.py` makes it once, before any process starts. It becomes the metrics `plan/*`. If a
+run cannot be predicted, a note says why and the run continues.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from megatron_stare.planning.phase_times import (
 from megatron_stare.records.metric import Metric
 from megatron_stare.records.rollout_batch import RolloutBatch
 
-# what a calibration fits of each phase, whatever else it fits
+# the coefficient of each phase that every calibration fits
 RATES = {
     "rollout": "decode_efficiency",
     "log_probs": "log_prob_mfu",
     "update": "update_mfu",
     "sync": "sync_bytes_s",
 }
-# what of a phase is not a tensor of a rank of the trainer
+# memory items that are not tensors of a trainer rank
 _OTHERS = ("served", "cache", "processes")
 METRICS = (
     Metric(
@@ -91,18 +91,18 @@ METRICS = (
 
 
 class ModelFlops:
-    """Rates of the trainer's arithmetic in a step, from the lengths of its sequences."""
+    """Computes the trainer's FLOP/s and MFU in a step from the lengths of its sequences."""
 
     def __init__(self, run: ResolvedRun) -> None:
         self._shape, self._config = run.shape, run.config
         self._passes = forwards(run) + 3 * run.config.batch.epochs
         self._peak: float | None = None
-        with contextlib.suppress(UserError):  # a GPU of no known kind has no peak
+        with contextlib.suppress(UserError):  # the peak of an unknown GPU is unknown
             gpu = gpu_of(run.config)
             self._peak = None if gpu is CPU else gpu.flops
 
     def metrics(self, batch: RolloutBatch, measured: Mapping[str, float]) -> dict[str, float]:
-        """Returns the metrics `perf/train_...` of a step, and `perf/mfu`.
+        """Returns the metrics `perf/train_...` and `perf/mfu` of a step.
 
         Args:
             measured: the step's other metrics.
@@ -125,29 +125,32 @@ class ModelFlops:
 
 @dataclass(frozen=True)
 class OwnPlan:
-    """metrics: the prediction, none where there is none. notes: why not, for the person who
-    watches; a line each."""
+    """The prediction of a run.
+
+    metrics: predicted values; empty if there is no prediction.
+    notes: reasons for a missing prediction, one line each.
+    """
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
 def own_plan(run: ResolvedRun) -> OwnPlan:
-    """Predicts a checked run. Builds a layer of the model on the meta device, so no process group
-    may be there."""
+    """Predicts a checked run. No process group may exist, since a layer of the model is built on
+    the meta device."""
     if not run.config.plan.enabled:
         return OwnPlan()
     try:
         return OwnPlan(predicted(run))
-    except Exception as error:  # a run that cannot be predicted can be trained all the same
+    except Exception as error:  # a run that cannot be predicted can still be trained
         why = error.what if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         fix = f" ({error.fix})" if isinstance(error, UserError) and error.fix else ""
         return OwnPlan(notes=(f"plan: memory and time of this run are not predicted: {why}{fix}",))
 
 
 def predicted(run: ResolvedRun) -> dict[str, float]:
-    """See METRICS. Raises UserError where the kind of GPU is not known, or coefficients cannot be
-    read."""
+    """Returns the metrics `plan/*`. Raises UserError if the kind of GPU is unknown or the
+    coefficients cannot be read."""
     config = run.config
     gpu, lengths = gpu_of(config), Lengths.of(config)
     fit = PlannedFit(capacity_of(config, gpu))
@@ -164,8 +167,8 @@ def predicted(run: ResolvedRun) -> dict[str, float]:
 
 
 def _calibrated(step: Step, of: Coefficients) -> set[str]:
-    """The phases whose seconds rest on a calibration: assumed rates may be off a hundredfold, most
-    of all of CPUs."""
+    """Returns the phases whose rates were calibrated. Assumed rates may be off a hundredfold, most
+    of all on CPUs."""
     fitted = {each.name for each in fields(of) if getattr(of, each.name) != each.default}
     found = {phase for phase, rate in RATES.items() if rate in fitted}
     needed = {phase for phase, seconds in step.phases.items() if seconds}

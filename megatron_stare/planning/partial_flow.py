@@ -1,11 +1,11 @@
-"""How partial rollouts flow on average: rounds of a step, responses that are cut and continued, and
-their tokens.
+"""Average flow of partial rollouts: rounds per step, and the responses that are cut and continued,
+with their tokens.
 
-Lengths are taken to be exponential of the mean that the plan is for, cut at the longest: a response
-is longer than t tokens with probability exp(-t / mean), and a group of n is whole after t tokens
-with (1 - exp(-t / mean))^n. Prompts that are begun together are a cohort; cohorts are followed by
-the expected number of their groups, round for round, by the rule of
-rollout/sources/partial_sampling.py, until a step is like the one before.
+Response lengths are assumed exponential with the planned mean, truncated at the maximum. A response
+is longer than t tokens with probability exp(-t / mean). A group of n responses is complete after t
+tokens with probability (1 - exp(-t / mean))^n. Groups begun in the same step form a cohort. The
+simulation tracks each cohort's expected number of groups round by round, with the rule of
+rollout/sources/partial_sampling.py, until the flow is stationary.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-WARM_UP, COUNTED = 50, 100  # steps that are left out, and that means are taken over
+WARM_UP, COUNTED = 50, 100  # simulated steps to skip, and to average over
 
 
 @dataclass(frozen=True)
 class PartialFlow:
-    """Means, of a step.
+    """Mean flow of partial rollouts.
 
-    rounds: of a step. growing: responses that grow in a round.
-    continued: responses that the step before has cut. carried: tokens that they have then.
-    held: tokens that the growing responses of a round have at its end, together.
+    rounds: rounds per step.
+    growing: responses that grow in a round.
+    continued: responses per step that the previous step cut.
+    carried: total tokens of these responses when they continue.
+    held: total tokens of a round's growing responses at its end.
     """
 
     rounds: float
@@ -35,7 +37,12 @@ class PartialFlow:
 
 @dataclass
 class _Cohort:
-    """Groups that were begun together, as expected numbers; `age` in rounds."""
+    """Expected numbers of groups that were begun in the same step.
+
+    begun: groups begun.
+    age: rounds since then.
+    taken: groups already taken for training.
+    """
 
     begun: float
     age: int = 0
@@ -46,16 +53,16 @@ class _Cohort:
 def partial_flow(
     groups: int, samples: int, under_way: int, tokens: int, mean: float, longest: int
 ) -> PartialFlow:
-    """Flow of runs that take `groups` groups of `samples` responses a step, with `under_way` groups
-    at a time.
+    """Simulates the flow of a run that trains on `groups` groups of `samples` responses per step.
 
     Args:
-        tokens: that a response grows by in a round.
-        mean, longest: tokens of a response.
+        under_way: groups in flight at a time.
+        tokens: tokens that a response grows by in a round.
+        mean, longest: mean and maximum tokens of a response.
     """
 
     def longer(age: int) -> float:
-        """Share of the responses that are not whole after so many rounds."""
+        """Returns the share of responses that are incomplete after `age` rounds."""
         return math.exp(-age * tokens / mean) if age * tokens < longest else 0.0
 
     def whole(cohort: _Cohort) -> float:

@@ -1,5 +1,5 @@
-"""Seconds of every phase of a step, as sums of work over rates. Each assumption is a sentence of
-ASSUMPTIONS."""
+"""Predicts the seconds of every phase of a step as work divided by rates. ASSUMPTIONS lists every
+assumption."""
 
 from __future__ import annotations
 
@@ -58,8 +58,10 @@ ASSUMPTIONS = (
 
 
 def balanced(shape: ModelShape) -> ModelShape:
-    """The dense model whose tokens are as much work as those of a mixture of experts whose experts
-    get equal shares; leading dense layers count as the others."""
+    """Returns the dense model with the same work per token as a mixture of experts.
+
+    Experts get equal shares of tokens. Leading dense layers count as MoE layers.
+    """
     if not shape.experts:
         return shape
     width = shape.experts_per_token * shape.expert_ffn + shape.shared_ffn
@@ -67,7 +69,7 @@ def balanced(shape: ModelShape) -> ModelShape:
 
 
 def attention_matrices(shape: ModelShape) -> int:
-    """Entries of the projections of a layer's attention."""
+    """Returns the number of matrix entries in the attention projections of one layer."""
     if (latent := shape.latent) is None:
         return 2 * shape.hidden * (shape.heads + shape.kv_heads) * shape.head_dim
     queries = latent.query_rank * (shape.hidden + shape.heads * shape.head_dim)
@@ -77,8 +79,8 @@ def attention_matrices(shape: ModelShape) -> int:
 
 
 def body_matrices(shape: ModelShape) -> int:
-    """Entries of the matrices of all layers that a token is multiplied with: projections, router,
-    feed-forward."""
+    """Returns the number of matrix entries that a token is multiplied with in all layers:
+    projections, router, feed-forward."""
     attention = attention_matrices(shape)
     layer = attention + 3 * shape.hidden * balanced(shape).ffn + shape.hidden * shape.experts
     dense = attention + 3 * shape.hidden * shape.ffn
@@ -86,8 +88,8 @@ def body_matrices(shape: ModelShape) -> int:
 
 
 def forward_flops(shape: ModelShape, prompt: float, response: float) -> float:
-    """Operations of one sequence: its layers, causal attention over a mean of half of its tokens,
-    and the output layer at the positions of the response alone."""
+    """Returns the forward FLOPs of one sequence: the layers, causal attention over half of its
+    tokens on average, and the output layer at response positions only."""
     length = prompt + response
     matrices = 2 * body_matrices(shape) * length
     # scores and values, half masked
@@ -96,13 +98,13 @@ def forward_flops(shape: ModelShape, prompt: float, response: float) -> float:
 
 
 def body_flops(shape: ModelShape, prompt: float, response: float) -> float:
-    """Operations of the layers alone, which full recomputation does again."""
+    """Returns the forward FLOPs of the layers alone, which full recomputation repeats."""
     return forward_flops(shape, prompt, response) - 2 * shape.hidden * shape.vocab_size * response
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Mean tokens."""
+    """Mean tokens of a prompt and a response."""
 
     prompt: float
     response: float
@@ -111,16 +113,19 @@ class Lengths:
     def of(
         cls, config: Config, prompt: float | None = None, response: float | None = None
     ) -> Lengths:
-        """Takes those that are asked for, else those that the configuration expects."""
+        """Takes the lengths in the arguments, else those expected by the configuration."""
         expected = config.expected_lengths
         return cls(prompt or expected[0], response or expected[1])
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a phase: `ideal` seconds at the peak, which are divided by the share of it that
-    is reached; `moved` ones for each hidden state that a token moves through memory in a layer; and
-    `fixed` ones beside."""
+    """The work of a phase.
+
+    ideal: seconds at peak rate, to be divided by the share of the peak that is reached.
+    fixed: seconds that are added unchanged.
+    moved: seconds for each hidden state that a token moves through memory in a layer.
+    """
 
     ideal: float
     fixed: float = 0.0
@@ -132,11 +137,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a training step.
+    """Predicted times of a training step.
 
-    phases: by name, a checkpoint's not among them; checkpoint: of one, from time to time.
-    flops: of model and trainer's phases, without recomputation.
-    partial: how partial rollouts flow, where responses are cut.
+    phases: seconds by phase, without checkpoints.
+    seconds: of the whole step, without checkpoints.
+    checkpoint: seconds of one checkpoint.
+    flops: model FLOPs of the trainer's passes, without recomputation.
+    tokens: prompt and response tokens of the step.
+    partial: flow of partial rollouts, if enabled.
     """
 
     phases: dict[str, float]
@@ -149,16 +157,17 @@ class Step:
 
     @property
     def tokens_s_gpu(self) -> float:
-        """Prompt and response tokens that are trained on, a second and GPU."""
+        """Trained prompt and response tokens per second and GPU."""
         return self.tokens / self.seconds / self.gpus
 
     def mfu(self, gpu: Gpu) -> float:
-        """Model FLOPs utilization of the trainer's passes, over the whole step and all GPUs."""
+        """Returns the model FLOPs utilization of the trainer's passes over the whole step and all
+        GPUs."""
         return self.flops / (self.seconds * self.gpus * gpu.flops)
 
 
 def all_gpus(config: Config) -> int:
-    """Counts the GPUs of trainer and servers; a rank without a GPU counts as one."""
+    """Returns the number of GPUs of trainer and servers. A rank without a GPU counts as one."""
     apart = 0 if config.sglang.colocated else replica_count(config) * replica_gpus(config)
     return config.parallel.world_size + apart
 
@@ -171,8 +180,12 @@ def step_time(
     nbytes: Mapping[str, int],
     served: ServedMemory | None,
 ) -> Step:
-    """Args: nbytes: of the fullest rank, by item. served: a server's rank's memory, where there is
-    one."""
+    """Predicts the times of a step.
+
+    Args:
+        nbytes: bytes on the fullest rank, by item.
+        served: memory of a server's rank; None: no servers on GPUs.
+    """
     config, shape = run.config, run.shape
     phases = {"rollout": rollout_seconds(config, shape, gpu, of, lengths, served)}
     phases["log_probs"] = log_prob_work(run, gpu, of, lengths).seconds(
@@ -203,14 +216,15 @@ def step_time(
 
 
 def parameters(shape: ModelShape) -> int:
-    """Entries of the matrices of the whole model, all experts included."""
+    """Returns the number of matrix entries in the whole model, with all experts."""
     experts = 3 * shape.hidden * shape.expert_ffn * (shape.experts - shape.experts_per_token)
     ends = shape.hidden * shape.vocab_size * (1 if shape.tied else 2)
     return body_matrices(shape) + (shape.layers - shape.dense_layers) * experts + ends
 
 
 def forwards(run: ResolvedRun) -> int:
-    """Passes without backward: log-probs, the reference, surprisals before each update."""
+    """Returns the number of forward-only passes: log-probs, reference, surprisals before each
+    update."""
     passes = 0 if run.config.skips_log_prob_pass else 1
     return (
         passes + int(run.method.needs_reference) + int(run.config.statistics.surprisal == "current")
@@ -218,7 +232,7 @@ def forwards(run: ResolvedRun) -> int:
 
 
 def log_prob_work(run: ResolvedRun, gpu: Gpu, of: Coefficients, lengths: Lengths) -> Work:
-    """The work of all passes without backward, each in one schedule."""
+    """Returns the work of all forward-only passes, each as one pipeline schedule."""
     config, shape = run.config, run.shape
     batch, passes = config.batch, forwards(run)
     sequences = passes * batch.prompts * batch.samples_per_prompt
@@ -238,7 +252,7 @@ def update_work(
     lengths: Lengths,
     nbytes: Mapping[str, int],
 ) -> Work:
-    """The work of all optimizer steps of a rollout batch."""
+    """Returns the work of all optimizer steps on a rollout batch."""
     batch, parallel = config.batch, config.parallel
     sequences = batch.epochs * batch.prompts * batch.samples_per_prompt
     full = config.model.recompute == "full"
@@ -267,8 +281,8 @@ def rollout_seconds(
     lengths: Lengths,
     served: ServedMemory | None,
 ) -> float:
-    """Seconds of one engine with its share of the responses: it reads prompts, then decodes as
-    memory or arithmetic allows."""
+    """Returns the seconds that one engine needs for its share of the responses: prefill, then
+    decoding bound by memory or compute."""
     batch, rollout, flow = config.batch, config.rollout, flow_of(config, lengths)
     engines, gpus = replica_count(config), max(replica_gpus(config), 1)
     size = BYTES[config.sglang.dtype or config.model.dtype]
@@ -280,7 +294,7 @@ def rollout_seconds(
     token = shape.layers * shape.cached * size
     at_once = _at_once(config, growing, context, served)
     again = 0.0
-    if flow:  # in every round all that grow have their turns, and those of the first are waited for
+    if flow:  # every round decodes all growing responses in batches, and ends with the last
         growth = responses * lengths.response / (flow.rounds * growing)
         steps = flow.rounds * (
             (growing - at_once) * growth / at_once + float(config.partial.tokens or 0)
@@ -308,11 +322,11 @@ def rollout_seconds(
 
 @dataclass(frozen=True)
 class RequestTime:
-    """Times of requests at a server that has as many as it takes, seconds from when it has room for
-    one.
+    """Times of a request at a fully loaded server, in seconds from when the server admits it.
 
-    beside: other requests that it has.
-    longest_s: of a response of the longest length. first_s: of one of the mean length.
+    beside: number of other requests in the batch.
+    longest_s: time of a response of maximum length.
+    first_s: time of a response of mean length.
     """
 
     beside: float
@@ -328,8 +342,8 @@ def request_time(
     lengths: Lengths,
     served: ServedMemory | None,
 ) -> RequestTime:
-    """Times of a request, by the rates of `rollout_seconds`: a token step takes as long for every
-    request."""
+    """Predicts the times of a request with the rates of `rollout_seconds`. A decoding step takes
+    equally long for every request of the batch."""
     engines, gpus = replica_count(config), max(replica_gpus(config), 1)
     size = BYTES[config.sglang.dtype or config.model.dtype]
     flow, context = flow_of(config, lengths), lengths.prompt + lengths.response
@@ -352,7 +366,7 @@ def request_time(
         / gpus
     )
     step += shape.layers * of.decode_layer_s
-    prefill = at_once * prompt / (gpus * gpu.flops * of.prefill_mfu)  # of all that begin with it
+    prefill = at_once * prompt / (gpus * gpu.flops * of.prefill_mfu)  # of the whole batch
     longest = max(config.rollout.max_new_tokens, lengths.response)
     return RequestTime(
         max(at_once - 1, 0), prefill + longest * step, prefill + lengths.response * step
@@ -360,13 +374,18 @@ def request_time(
 
 
 def _at_once(config: Config, growing: float, context: float, served: ServedMemory | None) -> float:
-    """Responses that a server decodes together, of so many that grow in it."""
+    """Returns the number of responses that a server decodes together.
+
+    Args:
+        growing: responses that are assigned to the server.
+        context: mean tokens that a response holds in the cache.
+    """
     at_once = min(growing, config.rollout.max_batch)
     return min(at_once, max(served.cache / served.token / context, 1)) if served else at_once
 
 
 def flow_of(config: Config, lengths: Lengths) -> PartialFlow | None:
-    """The flow of partial rollouts; None: every response is waited for."""
+    """Returns the flow of partial rollouts; None if partial rollouts are off."""
     batch, partial = config.batch, config.partial
     if partial.tokens is None:
         return None
@@ -382,7 +401,8 @@ def flow_of(config: Config, lengths: Lengths) -> PartialFlow | None:
 
 
 def sync_work(config: Config, shape: ModelShape, nbytes: Mapping[str, int]) -> Work:
-    """The work of a weight sync; and, colocated, of what leaves for host memory and comes back."""
+    """Returns the work of a weight sync. If colocated, includes offloading to host memory and
+    loading back."""
     moved = 0.0
     if config.sglang.colocated and config.memory.offload != "none":
         stays = config.memory.offload == "optimizer"
@@ -399,8 +419,8 @@ def _of(lengths: Lengths) -> tuple[float, float]:
 
 
 def _read_weights(shape: ModelShape, at_once: float) -> float:
-    """Parameters that a step of decoding reads: of the experts those that some response of the
-    batch goes to."""
+    """Returns the parameters that a decoding step reads. Only experts chosen by some response of
+    the batch are read."""
     if not shape.experts:
         return parameters(shape)
     missed = (1 - shape.experts_per_token / shape.experts) ** at_once
@@ -409,7 +429,7 @@ def _read_weights(shape: ModelShape, at_once: float) -> float:
 
 
 def _bubble(config: Config, lengths: Lengths, prompts: int) -> float:
-    """Idle time of a pipeline over busy time (Narayanan et al. 2021, section 2.2)."""
+    """Returns the pipeline's idle time over its busy time (Narayanan et al. 2021, section 2.2)."""
     parallel, batch = config.parallel, config.batch
     tokens = prompts * batch.samples_per_prompt * (lengths.prompt + lengths.response)
     micro_batches = max(math.ceil(tokens / (parallel.data * batch.micro_batch_tokens)), 1)
@@ -419,8 +439,8 @@ def _bubble(config: Config, lengths: Lengths, prompts: int) -> float:
 def _moved(
     config: Config, shape: ModelShape, gpu: Gpu, sequences: float, lengths: Lengths
 ) -> float:
-    """Seconds of a hidden state of every token and layer through memory once, cut over all
-    ranks."""
+    """Returns the seconds to move one hidden state per token and layer through memory, divided
+    over all ranks."""
     states = sequences * (lengths.prompt + lengths.response) * shape.layers * shape.hidden
     return states * BYTES[config.model.dtype] / (config.parallel.world_size * gpu.bandwidth)
 
@@ -435,7 +455,11 @@ def _tensor_seconds(
     *,
     times: int,
 ) -> float:
-    """Seconds of collectives of hidden states; `times` is the number of passes, in forwards."""
+    """Returns the seconds of tensor-parallel collectives on hidden states.
+
+    Args:
+        times: number of passes, with a backward counted in forwards.
+    """
     parallel = config.parallel
     tokens = sequences * (lengths.prompt + lengths.response) / parallel.replicas
     sent = 4 * tokens * shape.hidden * BYTES[config.model.dtype] * (1 - 1 / parallel.tensor)

@@ -1,9 +1,9 @@
-"""Which node of a cluster every trainer rank and every replica goes to: planned from what the nodes
-have free, and refused where it does not fit. Nothing here knows what starts them.
+"""Plans the node of every trainer rank and engine replica from the nodes' free GPUs; raises if they
+do not fit. Independent of Ray.
 
-Megatron numbers ranks with the tensor-parallel one fastest, then context, data, pipeline; the ranks
-of a group of experts are consecutive as well. So ranks are dealt to nodes in blocks, each a
-multiple of a whole group that is to lie inside a node, and numbered through the nodes in order.
+Megatron's rank order varies the tensor-parallel index fastest, then context, data, pipeline. The
+ranks of an expert-parallel group are consecutive as well. So ranks are assigned to nodes in blocks
+that contain whole groups, and numbered node by node.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.rollout.engines.replicas import replica_count, replica_gpus, replica_nodes
 
-LOST_SHOWN = 4  # a cluster that has run for weeks remembers many
+LOST_SHOWN = 4  # lost nodes in a message; an old cluster remembers many
 
 
 class PlacementError(UserError):
-    """The cluster does not have what the layout needs, or not any more."""
+    """Error: the cluster lacks the resources of the layout, or has lost them."""
 
 
 @dataclass(frozen=True)
 class Awaited:
-    """How a run that was placed before, and lost a node or process, waits for the nodes to be there
-    again.
+    """Options for waiting until lost nodes of a restarted run are back.
 
-    limit_s: seconds.
-    on_gpus: it was placed on GPUs, so a cluster without any lacks them.
-    tell: what it waits for, to the person who watches.
+    limit_s: longest wait, seconds.
+    on_gpus: the run used GPUs before, so it waits if the cluster has none.
+    tell: prints what the run waits for.
     """
 
     limit_s: float
@@ -41,7 +40,7 @@ class Awaited:
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the cluster, as the cluster sees it."""
+    """A node as reported by the cluster."""
 
     id: str
     address: str
@@ -55,11 +54,11 @@ class Node:
 
 @dataclass(frozen=True)
 class Demand:
-    """Ranks and replicas that are to be placed, and the GPUs that they take.
+    """Ranks and replicas to place, and their GPUs.
 
-    replica_gpus: 0: replicas take none, and go anywhere.
-    replica_nodes: that a replica is on, with a part of its GPUs on each.
-    shared: replicas are on the trainer's GPUs.
+    replica_gpus: GPUs per replica. With 0 a replica may run on any node.
+    replica_nodes: nodes per replica. Each holds an equal part of the replica's GPUs.
+    shared: replicas use the trainer's GPUs.
     """
 
     ranks: int
@@ -73,7 +72,7 @@ class Demand:
 
     @classmethod
     def of(cls, config: Config) -> Demand:
-        """Demand of a run."""
+        """Returns the demand of a run."""
         parallel = config.parallel
         return cls(
             parallel.world_size,
@@ -88,22 +87,24 @@ class Demand:
 
     @property
     def gpus(self) -> int:
-        """All of them."""
+        """Number of GPUs of all ranks and replicas."""
         return self.ranks + (0 if self.shared else self.replicas * self.replica_gpus)
 
     @property
     def part_gpus(self) -> int:
-        """GPUs that a replica takes on each of its nodes."""
+        """Number of GPUs that a replica takes on each of its nodes."""
         return self.replica_gpus // self.replica_nodes
 
     @property
     def parts(self) -> int:
-        """Number of parts of all replicas that are to be placed; 0 where replicas take no GPUs."""
+        """Number of replica parts to place, one per replica and node; 0 if replicas take no
+        GPUs."""
         return self.replicas * self.replica_nodes if self.replica_gpus else 0
 
     def blocks(self) -> list[int]:
-        """Ranks that are kept inside a node, the wish first: whole tensor groups, with the context
-        and expert groups over them if it can be."""
+        """Returns block sizes in order of preference. A block is a number of consecutive ranks on
+        one node. It contains whole tensor groups, and preferably whole context and expert
+        groups."""
         tensor_context = self.tensor * self.context
         sizes = (
             math.lcm(tensor_context, self.expert),
@@ -114,8 +115,11 @@ class Demand:
         return [size for size in dict.fromkeys(sizes) if self.ranks % size == 0]
 
     def hosted(self, ranks: int, free: int) -> int:
-        """Parts of replicas that a node of so many free GPUs can take beside or, shared, on those
-        of so many ranks: one of a replica at most."""
+        """Returns the number of replica parts that fit a node with `free` GPUs and `ranks` ranks.
+
+        The parts use the remaining GPUs, or the ranks' GPUs if shared. A node takes at most one
+        part of a replica that spans several nodes.
+        """
         if not self.replica_gpus:
             return 0
         room = (ranks if self.shared else free - ranks) // self.part_gpus
@@ -142,11 +146,12 @@ class Demand:
 
 @dataclass(frozen=True)
 class Plan:
-    """Placement of a run: a node for every rank, in order, and for every part of a replica that
-    takes GPUs.
+    """Placement of a run.
 
-    parts: the nodes of the first replica, in order, then those of the next.
-    block: ranks, from each multiple of which on as many are on one node.
+    ranks: the node of every rank, by rank.
+    parts: the node of every replica part on GPUs: first the parts of replica 0, then of replica 1,
+        and so on.
+    block: block size. Ranks n * block to (n + 1) * block - 1 are on one node.
     """
 
     demand: Demand
@@ -156,16 +161,16 @@ class Plan:
 
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
-        """Nodes that are used, in order."""
+        """Nodes that the run uses, in order."""
         return tuple(dict.fromkeys((*self.ranks, *self.parts)))
 
     def ranks_on(self, node: Node) -> range:
-        """Ranks on a node; consecutive."""
+        """Returns the ranks on a node, which are consecutive."""
         first = self.ranks.index(node) if node in self.ranks else 0
         return range(first, first + self.ranks.count(node))
 
     def gpus_on(self, node: Node) -> int:
-        """How many it takes of a node."""
+        """Returns the number of GPUs that the run uses on a node."""
         apart = 0 if self.demand.shared else len(self.parts_on(node))
         return len(self.ranks_on(node)) + apart * self.demand.part_gpus
 
@@ -173,15 +178,18 @@ class Plan:
         return [number for number, each in enumerate(self.parts) if each == node]
 
     def sharing(self, part: int) -> range:
-        """The ranks whose GPUs a part of a replica is on, where replicas share them."""
+        """Returns the ranks whose GPUs a replica part uses. Only for shared GPUs."""
         node, size = self.parts[part], self.demand.part_gpus
         first = self.ranks_on(node).start + size * self.parts_on(node).index(part)
         return range(first, first + size)
 
 
 def plan(demand: Demand, nodes: Sequence[Node]) -> Plan:
-    """Raises PlacementError where the free GPUs of the nodes do not do: which have which, and what
-    was needed."""
+    """Places the demand on the nodes' free GPUs.
+
+    Raises:
+        PlacementError: the free GPUs do not suffice. The message lists them and the demand.
+    """
     ready = sorted(
         (node for node in nodes if node.alive and node.total),
         key=lambda node: (-node.free, str(node)),
@@ -194,13 +202,14 @@ def plan(demand: Demand, nodes: Sequence[Node]) -> Plan:
 
 
 def _dealt(demand: Demand, block: int, free: Sequence[int]) -> list[int] | None:
-    """Ranks of every node, multiples of `block`, so that replicas fit, too: as many as can be on
-    the first nodes.
-    None: there is no way."""
+    """Returns the number of ranks on every node, so that the replicas fit too; None if impossible.
+
+    The numbers are multiples of `block`, and as large as possible on the first nodes.
+    """
     wanted = demand.ranks // block
     parts = demand.parts
     never = -1
-    # most parts that nodes i, i + 1, ... can take where they hold so many blocks between them
+    # beyond[i][n]: most replica parts on nodes i, i + 1, ... if these hold n blocks of ranks
     beyond: list[list[int]] = [[0] + [never] * wanted]
     for gpus in reversed(free):
         after = beyond[-1]
@@ -236,8 +245,8 @@ def _filled(demand: Demand, block: int, nodes: Sequence[Node], counts: Sequence[
     room = [demand.hosted(count, node.free) for node, count in zip(nodes, counts, strict=True)]
     parts: list[Node] = []
     while len(parts) < demand.parts:
-        # a replica over several nodes takes those with the most room, which leaves room for the
-        # others
+        # a replica over several nodes takes the nodes with the most room, which leaves room for the
+        # other replicas
         found = sorted(
             (n for n in range(len(nodes)) if room[n]),
             key=lambda n: -room[n] * (demand.replica_nodes > 1),
@@ -249,8 +258,8 @@ def _filled(demand: Demand, block: int, nodes: Sequence[Node], counts: Sequence[
 
 
 def check_possible(demand: Demand, nodes: Sequence[Node]) -> None:
-    """Raises ConfigError where the nodes would not do if all their GPUs were free: there is no use
-    in waiting."""
+    """Raises ConfigError if the demand would not fit even with all GPUs free, so that waiting is
+    useless."""
     largest = max((node.total for node in nodes if node.alive), default=0)
     if demand.tensor > largest:
         raise ConfigError(
@@ -295,7 +304,7 @@ def check_possible(demand: Demand, nodes: Sequence[Node]) -> None:
 
 
 def _divisor(gpus: int, most: int) -> int:
-    """The fewest equal parts of so many GPUs of which none has more than `most`."""
+    """Returns the smallest divisor of `gpus` that leaves at most `most` GPUs per part."""
     return next(
         parts for parts in range(1, gpus + 1) if gpus % parts == 0 and gpus // parts <= max(most, 1)
     )
@@ -322,7 +331,7 @@ def _refusal(demand: Demand, nodes: Sequence[Node]) -> PlacementError:
 
 
 def lost_node(nodes: Sequence[Node], now: Sequence[Node]) -> PlacementError | None:
-    """The error that names the planned nodes which are not there any more, if any."""
+    """Returns an error that names the planned nodes that are lost; None if all are alive."""
     alive = {node.id for node in now if node.alive}
     lost = [str(node) for node in nodes if node.id not in alive]
     if not lost:
@@ -336,8 +345,8 @@ def lost_node(nodes: Sequence[Node], now: Sequence[Node]) -> PlacementError | No
 
 
 def still_pending(plan: Plan, now: Sequence[Node], waited_s: float) -> PlacementError:
-    """The error of a cluster that has not set aside what it seemed to have: somebody else was
-    quicker."""
+    """Returns the error for GPUs that were free when planned, but were not reserved in time, for
+    example because another job took them."""
     there = {node.id: node for node in now}
     short = [
         f"{node} has {there[node.id].free} free of the {plan.gpus_on(node)} that the plan needs"

@@ -1,8 +1,6 @@
-"""The checks of a run before a process is started: one list, which `train` and `--dry-run` walk
-alike.
+"""The checks of a run before any process starts, in one list for `train` and `--dry-run`.
 
-What needs the tokenizer, the data or the run directory is checked where these are read, in
-driver/opening.py.
+driver/opening.py makes the checks that need the tokenizer, the data or the run directory.
 """
 
 from __future__ import annotations
@@ -49,14 +47,17 @@ from megatron_stare.weights.files.torch_dist import TorchDist, check_checkpoint,
 
 @dataclass(frozen=True)
 class Asked:
-    """A resolved run as checks see it. published: as in `check`."""
+    """A resolved run, as passed to checks.
+
+    published: as in `check`.
+    """
 
     run: ResolvedRun
     published: bool = False
 
     @property
     def absent(self) -> bool:
-        """The model is not on this machine, and its published shape stands for it."""
+        """True if the model is not on this machine and its published shape is used instead."""
         return self.published and published_shape(self.config.model.path) is not None
 
     @property
@@ -69,19 +70,19 @@ class Asked:
 
     @property
     def served(self) -> Config:
-        """The configuration that engines are asked about: without software that is not on this
-        machine either."""
+        """Configuration for the checks of engines. If the model is absent, it leaves out server
+        software that this machine lacks too."""
         return (without_install(self.config) if self.absent else None) or self.config
 
 
 def _device(asked: Asked) -> None:
-    # A joined cluster may have other devices; its ranks check them themselves.
+    # A cluster that the run joins may have other devices. Its ranks check them.
     if not asked.config.runtime.ray_address:
         check_device(asked.config, experts=asked.shape.experts > 0)
         check_device_performance(asked.config.performance)
 
 
-# In this order, and each once. A check raises a UserError for what cannot work.
+# Checks in order. A check raises a UserError for settings that cannot work.
 CONFIGURATION: dict[str, Callable[[Asked], None]] = {
     "weights": lambda asked: (
         None if asked.absent else check_weights(asked.config.model.path, asked.shape)
@@ -112,7 +113,7 @@ CONFIGURATION: dict[str, Callable[[Asked], None]] = {
     "evaluations": lambda asked: check_tasks(asked.served, asked.shape),
     "evaluation's engines": lambda asked: check_evaluation_engines(asked.served, asked.shape),
 }
-# A run, which saves and is placed, is asked these too.
+# Further checks for a run, which saves checkpoints and is placed on devices.
 RUN: dict[str, Callable[[Asked], None]] = {
     **CONFIGURATION,
     "weight sync": lambda asked: check_sync(asked.config),
@@ -126,21 +127,19 @@ RUN: dict[str, Callable[[Asked], None]] = {
 
 
 def check(config: Config, *, published: bool = False) -> ResolvedRun:
-    """Resolves a configuration, with paths that hold in any folder, and makes the checks of
-    CONFIGURATION.
+    """Resolves a configuration, makes its paths absolute, and makes the checks of CONFIGURATION.
 
     Args:
-        published: as in resolve_run; nothing else is asked of a model that is not here.
+        published: as in resolve_run. Skips checks that need the files of an absent model.
 
     Raises:
-        UserError: the first thing that cannot work: method, model, layout, lengths or engine.
+        UserError: the first fault in method, model, layout, lengths or engine.
     """
     return _checked(config, CONFIGURATION, published)
 
 
 def check_run(config: Config, *, published: bool = False) -> ResolvedRun:
-    """Does as `check`, with the checks of RUN: all that can be known to be wrong of a run before
-    anything is read."""
+    """Does the same as `check` with the checks of RUN, which need neither data nor tokenizer."""
     return _checked(config, RUN, published)
 
 
@@ -155,8 +154,8 @@ def _checked(
 
 
 def check_weights(path: str, shape: ModelShape) -> None:
-    """Raises DataError where a Hugging Face folder or converted checkpoint does not hold the
-    model's weights."""
+    """Raises DataError if a Hugging Face folder or converted checkpoint lacks the model's
+    weights."""
     if is_checkpoint(Path(path)):
         check_checkpoint(TorchDist(path), shape, cut(shape))
     else:
@@ -164,7 +163,7 @@ def check_weights(path: str, shape: ModelShape) -> None:
 
 
 def check_checkpoints(config: Config) -> None:
-    """Raises ConfigError where a run could not save what it needs to continue."""
+    """Raises ConfigError if the run could not save the state that a resume needs."""
     if config.optimizer.name == "sgd":
         raise ConfigError(
             "megatron-core cannot save the state of SGD, and every run ends with a checkpoint",
@@ -174,8 +173,8 @@ def check_checkpoints(config: Config) -> None:
 
 
 def check_best(config: Config) -> None:
-    """Raises ConfigError where the best checkpoints are to be kept by an evaluation that is not
-    made between steps."""
+    """Raises ConfigError if `checkpoint.best_by` names an evaluation that is not made during
+    training."""
     metric = config.checkpoint.best_by
     if metric is None or not metric.startswith("eval/"):
         return
@@ -200,7 +199,7 @@ def check_best(config: Config) -> None:
 
 
 def check_runner(config: Config) -> None:
-    """Raises ConfigError where several ranks are to run in one process."""
+    """Raises ConfigError if the inline runner would need several ranks in one process."""
     if config.runtime.runner == "inline" and config.parallel.world_size != 1:
         raise ConfigError(
             f"the inline runner has one process, the layout has {config.parallel.world_size} ranks",
@@ -210,7 +209,7 @@ def check_runner(config: Config) -> None:
 
 
 def check_optimizer(config: Config) -> None:
-    """Raises ConfigError for what Megatron's DistributedOptimizer does not have."""
+    """Raises ConfigError for an optimizer that Megatron's DistributedOptimizer does not support."""
     if config.optimizer.distributed and config.optimizer.name != "adam":
         raise ConfigError(
             f"{config.optimizer.name} has no distributed form",
@@ -222,8 +221,7 @@ def check_optimizer(config: Config) -> None:
 def check_reference(
     config: Config, method: Method, shape: ModelShape, *, published: bool = False
 ) -> None:
-    """Raises UserError where the method needs a reference policy that is not there or is another
-    kind of model.
+    """Raises UserError if a reference policy is set but unused, missing, or of another shape.
 
     Args:
         published: as in `check`.
@@ -249,7 +247,7 @@ def check_reference(
 
 
 def check_updates(config: Config) -> None:
-    """Raises ConfigError where the rollout batch cannot be cut into mini-batches of equal size."""
+    """Raises ConfigError if the rollout batch cannot be split into mini-batches of equal size."""
     prompts, mini_batch = config.batch.prompts, config.batch.mini_batch_prompts
     if mini_batch is None or prompts % mini_batch == 0:
         return
@@ -263,8 +261,7 @@ def check_updates(config: Config) -> None:
 
 
 def check_rounds(config: Config) -> None:
-    """Raises ConfigError where dynamic sampling cannot give as many prompt groups as a step
-    takes."""
+    """Raises ConfigError if dynamic sampling cannot produce enough prompt groups for a step."""
     batch = config.batch
     if batch.generate_prompts is None or batch.generate_prompts * batch.max_rounds >= batch.prompts:
         return
@@ -280,8 +277,7 @@ def check_rounds(config: Config) -> None:
 
 
 def check_statistics(config: Config, method: Method) -> None:
-    """Raises ConfigError where the gate lags although the log-prob pass that it would save is
-    needed."""
+    """Raises ConfigError if the lagged gate skips a log-prob pass that another setting needs."""
     if not config.skips_log_prob_pass:
         return
     exact = "set statistics.gate=exact"
@@ -314,8 +310,8 @@ def check_statistics(config: Config, method: Method) -> None:
 
 
 def check_head(config: Config, method: Method) -> None:
-    """Raises ConfigError where the gradient is to be taken before the loss of a whole response is
-    known."""
+    """Raises ConfigError if the head computes gradients in forward, but the loss couples all tokens
+    of a response."""
     if config.model.head == "gradient_in_forward" and method.coupling == "sequence":
         raise ConfigError(
             f"{config.algorithm.name} couples the tokens of a response, so the gradient for one"
@@ -326,8 +322,8 @@ def check_head(config: Config, method: Method) -> None:
 
 
 def check_aggregation(config: Config, method: Method) -> None:
-    """Raises ConfigError where a rank would divide by the tokens of a micro-batch that it holds but
-    a part of."""
+    """Raises ConfigError if the loss is divided by a micro-batch's tokens, of which a
+    context-parallel rank holds only a part."""
     aggregation = method.aggregation if isinstance(method, PolicyGradient) else ""
     if aggregation == "micro_batch_mean" and config.parallel.context > 1:
         raise ConfigError(
@@ -339,8 +335,8 @@ def check_aggregation(config: Config, method: Method) -> None:
 
 
 def prompt_files(config: Config) -> list[str]:
-    """Files that prompts are read from, in training and evaluation, each once, as the configuration
-    names them."""
+    """Returns the prompt files of training and evaluation, each once, with the configuration's
+    paths."""
     tasks = [task.config.data for task in evaluation_tasks(config)]
     trained: list[str | None] = [each.path for each in config.data.mixture] or [config.data.path]
     read = [*trained, *config.data.decontaminate] if reads_files(config.data.source.name) else []
@@ -349,10 +345,11 @@ def prompt_files(config: Config) -> list[str]:
 
 
 def not_checked(config: Config) -> list[str]:
-    """Checks that a rehearsal without the model left out, a line each; [] where the model is here.
+    """Returns the checks that a rehearsal without the model skipped, one line each; [] if the
+    model is on this machine.
 
     Args:
-        config: that `check` took, with `published`.
+        config: passed to `check` with `published`.
     """
     path = config.model.path
     if published_shape(path) is None:
@@ -377,7 +374,7 @@ def not_checked(config: Config) -> list[str]:
 
 
 def notices(config: Config) -> list[str]:
-    """Warnings of what is allowed, but should be known when a run starts; a line each."""
+    """Returns warnings about allowed but unusual settings, one line each."""
     if config.statistics.scope == "micro_batch":
         return [
             "warning: statistics.scope=micro_batch selects tokens by micro-batch and rank, so a run"
@@ -387,7 +384,7 @@ def notices(config: Config) -> list[str]:
 
 
 def check_lengths(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError where prompt and response do not fit the model or a micro-batch."""
+    """Raises ConfigError if prompt and response do not fit the model or a micro-batch."""
     check_positions(config, shape)
     rollout = config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
@@ -404,14 +401,15 @@ def check_lengths(config: Config, shape: ModelShape) -> None:
 
 
 def check_tasks(config: Config, shape: ModelShape) -> None:
-    """See `check_task`, of what training evaluates."""
+    """Calls `check_task` for every evaluation task of training."""
     for task in evaluation_tasks(config):
         check_task(task, shape)
 
 
 def check_task(task: Task, shape: ModelShape) -> None:
-    """Raises ConfigError where a response of an evaluation fits neither the model nor an engine, or
-    k is above its responses. Nothing is trained on it, so no micro-batch has to hold it."""
+    """Raises ConfigError if an evaluation's responses do not fit the model or an engine, or a k
+    exceeds its number of responses. The micro-batch size does not matter, since evaluations are not
+    trained on."""
     with task.blamed():
         check_positions(task.config, shape)
         check_engine(task.config, shape)
@@ -419,7 +417,7 @@ def check_task(task: Task, shape: ModelShape) -> None:
 
 
 def check_evaluation_engines(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError for engines of the evaluation's own that could not run."""
+    """Raises ConfigError if the engines reserved for evaluation could not run."""
     if (engines := evaluation_engines(config)) is None:
         return
     if config.eval.engines and config.eval.urls:
@@ -456,13 +454,13 @@ def check_evaluation_engines(config: Config, shape: ModelShape) -> None:
 
 
 def check_checkpoint_of(path: Path, config: Config) -> ModelShape:
-    """Holds the weights that are to be evaluated against model.path.
+    """Checks that the weights to evaluate belong to the model in model.path; returns its shape.
 
     Args:
-        path: a Hugging Face folder, or a distributed checkpoint.
+        path: a Hugging Face folder or a distributed checkpoint.
 
     Raises:
-        UserError: they are another model's, or not whole.
+        UserError: the weights are incomplete, or those of another model.
     """
     shape = read_shape(config.model.path)
     if (theirs := _shape_beside(path)) not in (None, shape):
@@ -484,16 +482,16 @@ def check_checkpoint_of(path: Path, config: Config) -> ModelShape:
 
 
 def _shape_beside(path: Path) -> ModelShape | None:
-    """Shape of the model that weights belong to, by the files beside them; None: they do not
-    tell."""
+    """Returns the model's shape from the files beside its weights; None if there are no such
+    files."""
     try:
         return read_shape(companions_of(path) if is_checkpoint(path) else path)
-    except ConfigError:  # of Megatron-LM, say, or of a run whose model is gone
+    except ConfigError:  # for example Megatron-LM's checkpoints, or a run whose model is gone
         return None
 
 
 def check_positions(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError where prompt and response do not fit the model."""
+    """Raises ConfigError if prompt and response exceed the model's positions."""
     rollout = config.rollout
     if rollout.max_prompt_tokens >= shape.max_positions:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""The plan of a run: whether it fits, what a step takes, what near it would fit; as a terminal
-shows it, and as JSON.
+"""The plan of a run, as text and as JSON: its memory, the times of a step, and similar layouts that
+fit.
 
-Imports torch and Megatron, which the command's arguments (command.py) must not.
+Imports torch and Megatron, which command.py must not import for its arguments.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_stare.planning.placement import Demand
 from megatron_stare.planning.preflight import check_lengths, not_checked
 from megatron_stare.rollout.engines.replicas import ServedMemory, replica_count, replica_gpus
 
-WIDTH = 50  # characters of a GPU's memory
+WIDTH = 50  # characters of a bar that stands for a GPU's memory
 _SHORT = {
     "tensor": "TP",
     "pipeline": "PP",
@@ -35,18 +35,18 @@ _SHORT = {
 }
 _MARKS = dict(zip(ITEMS, "PGORFALBWKC", strict=True))
 DAY = 86400.0
-SHOWN = 8  # layouts
+SHOWN = 8  # layouts to print
 
 
 def text(plan: Plan) -> str:
-    """All of it."""
+    """Returns the whole plan as text."""
     return "\n\n".join(
         [_head(plan), _memory(plan), _time(plan), _verdict(plan), _nearest(plan), _assumed(plan)]
     )
 
 
 def layout(parallel: ParallelConfig) -> str:
-    """Its cuts."""
+    """Describes a layout by its parallel sizes above 1, such as `TP 8, PP 4`."""
     cuts = [
         f"{short} {getattr(parallel, name)}"
         for name, short in _SHORT.items()
@@ -56,8 +56,8 @@ def layout(parallel: ParallelConfig) -> str:
 
 
 def bar(budget: Budget, phase: str) -> str:
-    """Draws what a phase holds, a mark an item; over the GPU's memory it goes beyond the bar's
-    end."""
+    """Draws a phase's memory as a bar with one letter per item. Memory above the GPU's capacity
+    extends beyond the bar's end."""
     marks, reached = "", 0.0
     for item, nbytes in budget.phases[phase].items():
         reached += nbytes / budget.capacity * WIDTH
@@ -179,7 +179,10 @@ def _assumed(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class Site:
-    """The machines that a run is to be on; `nodes` None: on as many as it needs."""
+    """The machines of a run.
+
+    nodes: number of nodes; None: as many as the run needs.
+    """
 
     gpu: Gpu
     nodes: int | None = None
@@ -188,12 +191,13 @@ class Site:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that was found.
+    """The plan of a run.
 
-    budgets: of the first rank of each pipeline stage.
-    served: a server rank's memory, where a run starts servers on GPUs.
-    nearest: that fit, of `searched` layouts.
-    took: seconds.
+    budgets: memory of the first rank of each pipeline stage.
+    served: memory of a server's rank; None: the run starts no servers on GPUs.
+    searched, fitting: numbers of layouts that were tried, and that fit.
+    nearest: the fitting layouts nearest to the run's.
+    took: seconds that planning took.
     """
 
     run: ResolvedRun
@@ -212,7 +216,7 @@ class Plan:
 
     @property
     def peak(self) -> tuple[int, str, int]:
-        """Stage, phase and bytes where most is held."""
+        """Stage, phase and bytes of the highest memory use."""
         sizes = [
             (s, phase, found.total(phase))
             for s, found in enumerate(self.budgets)
@@ -222,23 +226,25 @@ class Plan:
 
     @property
     def growing_cache(self) -> float | None:
-        """Bytes of keys and values, on a server's rank, of all responses that grow in a round of
-        partial rollouts, with their prompts; more than its cache take turns. None: there are no
-        such rounds, or no such server."""
+        """Bytes of KV cache per server rank for all responses of a round of partial rollouts.
+
+        If they exceed the cache, responses are decoded in turns. None without partial rollouts or
+        without servers on GPUs.
+        """
         if self.served is None or (flow := self.step.partial) is None:
             return None
         tokens = flow.held + flow.growing * self.lengths.prompt
         return tokens / replica_count(self.run.config) * self.served.token
 
     def rank(self, stage: int) -> int:
-        """The first of a stage."""
+        """Returns the first rank of a pipeline stage."""
         parallel = self.run.config.parallel
         return stage * parallel.world_size // parallel.pipeline
 
 
 def make_plan(config: Config, site: Site, lengths: Lengths, fitted: Fitted) -> Plan:
-    """Raises UserError for a model that cannot be read, or a layout that does not run or cannot be
-    placed."""
+    """Makes the plan of a run. Raises UserError if the model cannot be read, or the layout is
+    invalid or cannot be placed."""
     started = time.monotonic()
     run = resolve_run(with_absolute_paths(config), published=True)
     if lengths.prompt + lengths.response > run.shape.max_positions:
@@ -279,7 +285,7 @@ def make_plan(config: Config, site: Site, lengths: Lengths, fitted: Fitted) -> P
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Returns what --json writes; bytes and seconds."""
+    """Returns the content of --json, in bytes and seconds."""
     stage, phase, size = plan.peak
     return {
         "model": plan.run.config.model.path,
@@ -330,7 +336,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def days(plan: Plan) -> float:
-    """Until the run's last step, with its checkpoints, where training waits for these."""
+    """Returns the days until the run's last step, with checkpoints if training waits for them."""
     config = plan.run.config
     every = config.run.checkpoint_every
     saved = config.run.steps / every if every and not config.checkpoint.background else 0
@@ -338,7 +344,8 @@ def days(plan: Plan) -> float:
 
 
 def _different(found: list[Candidate]) -> list[Candidate]:
-    """The nearest of each way to cut the model and to recompute; the run itself is none."""
+    """Returns the nearest candidate for each combination of layout and recomputation, without the
+    run's own."""
     first: dict[str, Candidate] = {}
     for each in found:
         if each.distance:
@@ -348,8 +355,8 @@ def _different(found: list[Candidate]) -> list[Candidate]:
 
 
 def _over_nodes(config: Config, site: Site) -> Config:
-    """The run with as many replicas, of trainer and, on its GPUs, of servers, as the nodes have
-    GPUs for."""
+    """Sets data parallelism to use all GPUs of the nodes. If colocated, also sets the number of
+    engines."""
     if site.nodes is None:
         return config
     colocated, engine = config.sglang.colocated, replica_gpus(config)

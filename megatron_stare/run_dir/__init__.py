@@ -1,2 +1,1 @@
-"""The run directory: its files, what is written to them and read back, and whether its run is
-alive."""
+"""The run directory: writes and reads its files, and tells whether its run is alive."""

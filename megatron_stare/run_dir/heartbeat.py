@@ -1,11 +1,10 @@
-"""Progress of a run, in small files that a stalled disk, a stopped process or a deadlocked thread
-cannot hold back.
+"""Heartbeats: a run's progress in small files that stay readable despite a stalled disk, a stopped
+process or a deadlocked thread.
 
-Every process of a run - the driver, and with Ray each rank and engine - writes a Beat of its own
-into a folder in its node's memory, as each phase or call begins and ends. The watcher
-(hangs/watcher.py), a process of its own, reads them, and copies the driver's into the run
-directory: heartbeat.json, for whoever asks how a run stands, on another machine too. Imports
-neither torch nor Ray.
+Every process of a run (the driver, and with Ray each rank and engine) writes its own Beat into a
+folder in its node's memory whenever a phase or call begins or ends. The watcher, a separate process
+(hangs/watcher.py), reads the beats. It copies the driver's to heartbeat.json in the run directory,
+where other machines can read it too. Imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -23,28 +22,28 @@ from typing import Any
 
 HEARTBEAT_FILE = "heartbeat.json"  # in the run directory
 DRIVER = "driver"
-BETWEEN = "between phases"  # the driver logs, looks after a checkpoint, or has not begun yet
-IDLE = ""  # the phase of a rank or engine that nothing is asked of
-# the environment variable that tells a process of a run the folder
+BETWEEN = "between phases"  # the driver logs, polls a checkpoint, or has not begun yet
+IDLE = ""  # phase of a rank or engine without a call
+# environment variable with the folder of the beats
 FOLDER_VARIABLE = "MEGATRON_STARE_BEATS"
 # file in that folder with the driver's requests to engines; see rollout/fleet/dispatch.py
 REQUESTS = "requests.json"
-RANK = "trainer rank "  # the role of a rank begins so
-# least seconds between notes of progress: responses and micro-batches may come by the thousand
+RANK = "trainer rank "  # prefix of a rank's role
+# least seconds between writes, since thousands of responses or micro-batches may finish quickly
 PROGRESS_S = 0.2
 
-_told: Callable[[], None] | None = None  # of this process's progress
+_told: Callable[[], None] | None = None  # called when this process makes progress
 
 
 def watch_progress(told: Callable[[], None] | None) -> None:
-    """Sets who is told that the call under way in this process gets on; None: nobody."""
+    """Sets the function that is called when this process's current call makes progress; None:
+    no function."""
     global _told
     _told = told
 
 
 def tell_progress() -> None:
-    """Tells whoever watches this process that the call under way gets on, with a micro-batch for
-    instance."""
+    """Notes that this process's current call makes progress, such as a finished micro-batch."""
     if _told is not None:
         _told()
 
@@ -55,23 +54,23 @@ class Beat:
 
     Args:
         role: "driver", "trainer rank 3", "rollout engine 0".
-        pid: on `host`.
-        phase: of the driver, or the call that a rank or engine is in; IDLE: it is in none.
-        since: when that began, seconds since 1970.
-        moved: when it last got on, seconds of the host's CLOCK_MONOTONIC: it began, or a response
-            or a micro-batch was finished in it.
-        limit_s: in which it must get on; None: it has no limit of its own.
-        step: that is under way or was the last; 0: none yet.
-        steps: that the run has; 0: not known.
-        done: responses finished in the phase, of `total`; 0 of 0: none are counted.
-        step_s: seconds of each of the newest steps, oldest first, evaluations and checkpoints left
-            out.
-        tokens_per_s: response tokens a second of the newest step; None: there is none.
-        begun: when the process began to work for the run, seconds since 1970.
-        written: when the watcher last saw to it, seconds since 1970; 0 in the node's memory.
-        process: how the watcher last found the process: "running", "sleeping", "stopped", "ended"
-            and so on; "" before.
-        black_box: the folder of the newest bundle (docs/black_box.md); "" where there is none.
+        pid: process id on `host`.
+        phase: phase of the driver, or current call of a rank or engine; IDLE: no call.
+        since: begin of the phase, seconds since 1970.
+        moved: last progress in the phase (its begin, or a finished response or micro-batch),
+            seconds of the host's CLOCK_MONOTONIC.
+        limit_s: seconds within which the phase must make progress; None: no limit of its own.
+        step: current or last step; 0: none yet.
+        steps: steps of the run; 0: unknown.
+        done: responses finished in the phase, of `total`; 0 of 0: the phase counts none.
+        step_s: seconds of the latest steps, oldest first, without evaluations and checkpoints.
+        tokens_per_s: response tokens per second of the newest step; None: no step yet.
+        begun: time at which the process began to work for the run, seconds since 1970.
+        written: time at which the watcher last copied the beat, seconds since 1970; 0 in the node's
+            memory.
+        process: last state of the process seen by the watcher: "running", "sleeping", "stopped",
+            "ended" and so on; "" before.
+        black_box: folder of the newest bundle (docs/black_box.md); "" if there is none.
     """
 
     role: str
@@ -94,14 +93,13 @@ class Beat:
 
 
 def write_beat(file: Path, beat: Beat) -> None:
-    """Readers see the beat before or this one. Raises OSError."""
+    """Writes a beat atomically. Raises OSError."""
     write_whole(file, vars(beat))
 
 
 def write_whole(file: Path, value: Any) -> None:
-    """Writes JSON in one go: whoever reads it meanwhile sees what was there before. Raises
-    OSError."""
-    # not Path's own ways, which take three times as long: this is done many times a step
+    """Writes JSON atomically, so that readers see the old or the new content. Raises OSError."""
+    # not Path's methods, which take three times as long; this runs many times per step
     temporary = f"{file}.{os.getpid()}.tmp"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
@@ -112,7 +110,7 @@ def write_whole(file: Path, value: Any) -> None:
 
 
 def read_beat(file: Path) -> Beat | None:
-    """None where there is none, or none that can be read."""
+    """Reads a beat; None if the file is missing or unreadable."""
     try:
         told = json.loads(file.read_text())
         known = {each.name for each in dataclasses.fields(Beat)}
@@ -123,13 +121,13 @@ def read_beat(file: Path) -> Beat | None:
 
 
 def read_heartbeat(run_dir: Path) -> Beat | None:
-    """The driver's newest beat that the watcher copied into a run directory, every few seconds
-    while the run lives."""
+    """Reads the driver's beat in a run directory, which the watcher updates every few seconds while
+    the run is alive."""
     return read_beat(run_dir / HEARTBEAT_FILE)
 
 
 def beats_of(folder: Path) -> list[Beat]:
-    """Beats of all processes of this node, by role."""
+    """Returns the beats of all processes on this node, sorted by role."""
     found = [read_beat(file) for file in folder.glob("beat_*.json")]
     return sorted(
         (beat for beat in found if beat is not None), key=lambda beat: (len(beat.role), beat.role)
@@ -137,8 +135,8 @@ def beats_of(folder: Path) -> list[Beat]:
 
 
 def newest_progress(folder: Path) -> float | None:
-    """When a rank of this node last got on with a call that it is in, seconds of CLOCK_MONOTONIC;
-    None: no rank is in one."""
+    """Returns the time of the latest progress of any rank on this node that is in a call, seconds
+    of CLOCK_MONOTONIC; None if no rank is in a call."""
     return max(
         (b.moved for b in beats_of(folder) if b.role.startswith(RANK) and b.phase != IDLE),
         default=None,
@@ -146,16 +144,16 @@ def newest_progress(folder: Path) -> float | None:
 
 
 def beat_file(folder: Path, role: str) -> Path:
-    """File that the process of a role writes its beat into."""
+    """Returns the file of a role's beat."""
     return folder / f"beat_{role.replace(' ', '_')}.json"
 
 
 class CallBeats:
-    """The beats of a worker: which call it is in, and when that call last got on.
+    """Writes the beats of a worker: its current call and that call's latest progress.
 
     Args:
-        folder: None: nobody watches, and nothing is written.
-        clock: that the watcher reads too.
+        folder: folder of the beats; None: write nothing.
+        clock: must be the watcher's clock.
     """
 
     def __init__(
@@ -167,7 +165,7 @@ class CallBeats:
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """While open, the worker is in this call."""
+        """Context manager during which the worker is in this call."""
         self._put(phase=name, since=time.time())
         watch_progress(self._progress)
         try:
@@ -182,7 +180,7 @@ class CallBeats:
 
     def _put(self, **known: Any) -> None:
         self._beat = dataclasses.replace(self._beat, moved=self._clock(), **known)
-        # OSError: the folder is gone, because the run is over
+        # OSError: the folder is gone, because the run has ended
         with contextlib.suppress(OSError):
             if self._file is not None:
                 write_beat(self._file, self._beat)

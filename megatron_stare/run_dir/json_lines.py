@@ -1,8 +1,8 @@
-"""JSON Lines files that outlive kill -9: a line is whole or is dropped, and a resumed run can cut
-the file back.
+"""JSON Lines files that survive kill -9: readers drop an incomplete last line, and a resumed run
+can remove later records.
 
-Written by `sinks/jsonl_files.py`, read by it and by the report. Knows nothing of what the records
-mean, except that each carries an integer under "step".
+`sinks/jsonl_files.py` writes and reads them, and the report reads them. This module only assumes
+that each record has an integer under "step".
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ Record = dict[str, Any]
 
 
 def to_line(record: Mapping[str, Any]) -> str:
-    """One line of strict JSON, newline included; NaN and infinities become null, which JSON has no
-    number for."""
+    """Returns a line of strict JSON with its newline. Writes NaN and infinities, which JSON lacks,
+    as null."""
     return json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def read_jsonl(path: Path) -> list[Record]:
-    """The records of `path`, oldest first; [] where there is no file. A torn last line is left out.
+    """Reads the records of `path`, oldest first; [] if there is no file. Drops an incomplete last
+    line.
 
     Raises:
-        DataError: a line before the last is not a JSON object, so the file was damaged by something
-            else than a kill.
+        DataError: another line is not a JSON object, which a kill cannot cause.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -57,19 +57,19 @@ def read_jsonl(path: Path) -> list[Record]:
 
 
 def write_atomically(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Replaces `path` by `records`; whoever reads it meanwhile, or after a crash, sees the old file
-    or the new one."""
+    """Replaces the content of `path` by `records`. Readers see the old or the new file, also after
+    a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.writelines(to_line(record) for record in records)
         file.flush()
-        os.fsync(file.fileno())  # a rename may reach the disk before the bytes it names
+        os.fsync(file.fileno())  # the rename must not reach the disk before the content
     os.replace(temporary, path)
 
 
 def keep(path: Path, wanted: Callable[[Record], bool]) -> None:
-    """Cuts `path` down to the records that are `wanted`, atomically; no file is no error."""
+    """Removes all records from `path` that are not `wanted`, atomically. Ignores a missing file."""
     if path.exists():
         write_atomically(path, [record for record in read_jsonl(path) if wanted(record)])
 

@@ -1,10 +1,9 @@
-"""Liveness of a run, by its lock, and by the heartbeat that it leaves for whoever looks from
-elsewhere.
+"""Liveness of a run, from its lock, or on other machines from its heartbeat.
 
-Nothing here changes a run. The lock is held by the driver and freed by the kernel when it ends,
-however it ends; it is the truth on the driver's machine. On another one a lock that is held says
-the same where the file system passes locks on, and one that is free says nothing, so there the
-heartbeat's age decides.
+Nothing here changes a run. The driver holds the lock, and the kernel frees it however the driver
+ends. On the driver's machine the lock decides. On other machines a held lock means a live run, but
+a free lock means nothing, since the file system may not share locks. There the heartbeat's age
+decides.
 """
 
 from __future__ import annotations
@@ -19,19 +18,18 @@ from typing import Literal
 from megatron_stare.run_dir.heartbeat import Beat, read_heartbeat
 from megatron_stare.run_dir.run_files import LOCK_FILE, RunRecord
 
-FRESH_S = 60.0  # a heartbeat is written every few seconds; older than this, something is wrong
+FRESH_S = 60.0  # greatest age of a live run's heartbeat, which is written every few seconds
 State = Literal["running", "finished", "dead", "silent"]
 
 
 @dataclass(frozen=True)
 class Liveness:
-    """How a run stands.
+    """Liveness of a run.
 
-    state: "running", "finished" (all steps are made), "dead": no process holds it, "silent": of a
-        run on another machine nothing was heard for FRESH_S, or ever.
-    host: where it was started last; "" where it did not note that.
-    beat, beat_age_s: the newest heartbeat, and how old it is by this machine's clock; None: there
-    is none.
+    state: "running"; "finished": all steps are made; "dead": no process holds the run; "silent":
+        the run is on another machine and has no heartbeat of the last FRESH_S.
+    host: machine of the last start; "" if unknown.
+    beat, beat_age_s: the newest heartbeat and its age by this machine's clock, if there is one.
     """
 
     state: State
@@ -41,11 +39,11 @@ class Liveness:
 
 
 def liveness(run: RunRecord, now: float | None = None, here: str | None = None) -> Liveness:
-    """Liveness of the run in a directory.
+    """Determines a run's liveness.
 
     Args:
-        now: seconds since 1970; default: now.
-        here: the name of this machine.
+        now: seconds since 1970; None: the current time.
+        here: name of this machine; None: its host name.
     """
     now, here = time.time() if now is None else now, here or socket.gethostname()
     beat = read_heartbeat(run.directory)
@@ -67,8 +65,8 @@ def liveness(run: RunRecord, now: float | None = None, here: str | None = None) 
 def lock_held(run_dir: Path) -> bool:
     """Tells whether a process holds the run.
 
-    The lock is asked for, shared, for some microseconds; a driver that takes it meanwhile tries
-    again (run_state.py).
+    Takes the lock, shared, for some microseconds. A driver that fails to lock in that time retries
+    (run_state.py).
     """
     try:
         with (run_dir / LOCK_FILE).open("rb") as lock:
@@ -76,14 +74,14 @@ def lock_held(run_dir: Path) -> bool:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return True
-    except OSError:  # there is none, or its file system has no locks
+    except OSError:  # no lock file, or a file system without locks
         return False
     return False
 
 
 def how_it_stands(run: RunRecord, now: float | None = None, here: str | None = None) -> str:
-    """A sentence for a page that is drawn of a run that is not finished; "" for one that is, or of
-    which the steps that it was to make are not known."""
+    """Returns a sentence for a report about an unfinished run; "" if the run is finished or its
+    number of steps is unknown."""
     planned = run.setting("run.steps")
     made = int(run.metrics[-1]["step"]) if run.metrics else 0
     if not isinstance(planned, int) or made >= planned:

@@ -1,7 +1,7 @@
-"""Sampled responses as files, `rollouts/step_000010.jsonl`: written from trajectories, read back as
-`SampledResponse`.
+"""Sampled responses in files such as `rollouts/step_000010.jsonl`: written from trajectories, read
+as `SampledResponse`.
 
-docs/runs.md is the format. Reading needs neither torch nor a tokenizer, so the report does it.
+docs/runs.md describes the format. Reading needs neither torch nor a tokenizer, for the report.
 Shape legend: n tokens of a response.
 """
 
@@ -17,29 +17,29 @@ from typing import TYPE_CHECKING, Any
 from megatron_stare.errors import DataError
 from megatron_stare.run_dir.json_lines import Record, read_jsonl
 
-if TYPE_CHECKING:  # the report reads what is written here, and does without torch
+if TYPE_CHECKING:  # the report uses this module without torch
     from megatron_stare.records.trajectory import Trajectory
 
-DIGITS = 5  # significant digits of a number of a token
+DIGITS = 5  # significant digits of per-token numbers
 _SELECTED = {1: "+", -1: "-", 2: "p", -2: "m", 0: "."}
 _RARE = {1: "r", 0: "c", -1: "?"}
-NOT_TRAINED = " "  # in both of these: a token that an environment wrote
+NOT_TRAINED = " "  # in both columns: a token that an environment wrote
 
 
 @dataclass(frozen=True)
 class Token:
-    """One token of a response, as it was trained on. Numbers are NaN where there is none.
+    """One token of a response with its training numbers. Unknown numbers are NaN.
 
-    text: what it adds to the response; special tokens, as the stop token, included.
-    surprisal, entropy: nats, under the policy of the log-prob pass, at the temperature of the run.
-    advantage: of its response.
-    weight: what the loss multiplied the advantage by, all of the method's doing included; NaN where
-    the advantage is 0.
-    selected: "+" in L+, the rarest of positive advantage that a method picks, "-" in L-, of
-        negative advantage; "p" in U+, "m" in U-, the common ones; "." in none; " " for a token that
-        an environment wrote.
-    rare: "r" past the critical surprisal of its position, "c" not, "?" where the run had no
-    forecast; " " as above.
+    text: text that the token adds to the response. Special tokens such as the stop token have text.
+    surprisal, entropy: nats, under the policy of the log-prob pass, at the run's temperature.
+    advantage: of the token's response.
+    weight: factor of the advantage in the loss, with all effects of the method; NaN if the
+        advantage is 0.
+    selected: "+" in L+ (the rarest tokens of positive advantage that a method selects), "-" in L-
+        (the same for negative advantage), "p" in U+ and "m" in U- (the common tokens), "." in none,
+        " " for a token that an environment wrote.
+    rare: "r" if the surprisal exceeds the critical surprisal of the position, "c" if not, "?" if
+        the run made no forecast, " " for a token that an environment wrote.
     """
 
     text: str
@@ -53,10 +53,10 @@ class Token:
 
 @dataclass(frozen=True)
 class SampledResponse:
-    """A response of a rollout file. `tokens` is empty where it was written without the numbers of
-    its tokens.
+    """A response of a rollout file.
 
-    record: the line as it stands in the file.
+    tokens: empty if the file has no per-token numbers for the response.
+    record: the line of the file.
     """
 
     step: int
@@ -69,24 +69,23 @@ class SampledResponse:
 
 
 def rollout_file(folder: Path, step: int) -> Path:
-    """The file of a step in a run's `rollouts`."""
+    """Returns the file of a step in a run's `rollouts`."""
     return folder / f"step_{step:06d}.jsonl"
 
 
 def rollout_files(folder: Path) -> list[Path]:
-    """Rollout files in a run's `rollouts`, oldest first; [] where there is none."""
+    """Returns the rollout files in a run's `rollouts`, oldest first."""
     return sorted(
         folder.glob("step_*.jsonl"), key=lambda path: int(path.stem.removeprefix("step_"))
     )
 
 
 def read_rollouts(path: Path) -> list[SampledResponse]:
-    """The responses of one rollout file, in canonical order (prompt, then sample), with the numbers
-    of their tokens.
+    """Reads the responses of a rollout file with their per-token numbers, in canonical order
+    (prompt, then sample); [] if there is no file.
 
     Raises:
-        DataError: a line is damaged, or its columns are not of one length; [] where there is no
-            file.
+        DataError: a line is damaged, or its columns differ in length.
     """
     return [
         _response(record, f"{path}:{number}")
@@ -95,9 +94,9 @@ def read_rollouts(path: Path) -> list[SampledResponse]:
 
 
 def rollout_rows(step: int, trajectories: Sequence[Trajectory], limit: int) -> list[dict[str, Any]]:
-    """Up to `limit` of a step's trajectories, in canonical order and spread evenly over the batch,
-    a record each."""
-    from megatron_stare.records.token_numbers import spread  # torch, which who reads does not need
+    """Returns a record for each of up to `limit` trajectories of a step, in canonical order and
+    spread evenly over the batch."""
+    from megatron_stare.records.token_numbers import spread  # needs torch, readers do not
 
     ordered = sorted(trajectories, key=lambda t: (t.prompt.cursor, t.sample_index))
     return [_row(step, ordered[i]) for i in spread(len(ordered), limit)]
@@ -185,7 +184,7 @@ def _rounded(value: float) -> float | None:
 
 
 def _runs(values: Iterable[float | None]) -> list[list[float | int | None]]:
-    """Run-length encoding, [value, how often], for columns in which most are equal."""
+    """Encodes a column with long runs of equal values as pairs [value, count]."""
     return [[value, sum(1 for _ in same)] for value, same in groupby(values)]
 
 

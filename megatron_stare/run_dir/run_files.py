@@ -1,8 +1,8 @@
-"""The files of a run's record, by name, and a run directory read back.
+"""Names of a run's record files, and functions that read a run directory.
 
-metrics.jsonl and eval.jsonl are written by `sinks/jsonl_files.py`; read by a resume and by anyone
-with `jq`, and with config.yaml by `figures.py` and `report/`. A run that is still going, was
-killed, or never evaluated is as welcome as a finished one.
+`sinks/jsonl_files.py` writes metrics.jsonl and eval.jsonl. A resume reads them. With config.yaml
+they are also read by `figures.py` and `report/`. Runs that are unfinished, killed or never
+evaluated can be read too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TENSORBOARD_DIR = "tensorboard"
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = ".lock"  # held by the driver while it lives
 _FIGURES = ("full_solve", "length_mean", "truncated", "distinct_answers", "distinct_solutions")
-STARTS_FILE = "starts.jsonl"  # when, where and from which commit the run was started, and resumed
+STARTS_FILE = "starts.jsonl"  # time, place and commit of every start and resume
 
 
 @dataclass(frozen=True)
@@ -44,22 +44,22 @@ class RunRecord:
 
     @property
     def method(self) -> str | None:
-        """The name of its method."""
+        """Name of the run's method."""
         algorithm = self.config.get("algorithm")
-        # a text is the short form, written by hand
+        # a string is the short form of the section
         name = algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm
         return None if name is None else str(name)
 
     def setting(self, dotted: str) -> Any:
-        """A value of the configuration by dotted key; None where it is absent."""
+        """Returns a value of the configuration by dotted key; None if it is absent."""
         node: Any = self.config
         for part in dotted.split("."):
             node = node.get(part) if isinstance(node, Mapping) else None
         return node
 
     def series(self, key: str) -> tuple[list[float], list[float]]:
-        """Steps and values of one metric, NaN where a step lacks it; empty lists where no step has
-        it."""
+        """Returns steps and values of one metric, with NaN for steps that lack it; empty lists if
+        no step has a finite value."""
         if not any(math.isfinite(row.get(key, math.nan)) for row in self.metrics):
             return [], []
         return [float(row["step"]) for row in self.metrics], [
@@ -68,28 +68,28 @@ class RunRecord:
 
     @property
     def tasks(self) -> list[str | None]:
-        """Names of the evaluated tasks, as they came; None: the run's own task, which is there
-        where nothing was."""
+        """Names of the evaluated tasks in order of appearance; [None] if there are none. None
+        stands for the run's own task."""
         return list(dict.fromkeys(record.get("task") for record in self.evals)) or [None]
 
     def on_task(self, task: str | None) -> RunRecord:
-        """This run with the evaluations on one task alone."""
+        """Returns this run with only the evaluations of one task."""
         return replace(self, evals=[record for record in self.evals if record.get("task") == task])
 
     @property
     def before(self) -> Record | None:
-        """The evaluation of the weights the run started from."""
+        """Last evaluation of the initial weights, if any."""
         return _last(self.evals, "base")
 
     @property
     def after(self) -> Record | None:
-        """The last evaluation of trained weights."""
+        """Last evaluation of trained weights, if any."""
         return _last(self.evals, "trained")
 
 
 def read_run(directory: Path) -> RunRecord:
-    """Raises DataError where `directory` holds nothing a run writes, or config.yaml is not
-    readable."""
+    """Reads a run directory. Raises DataError if it contains no file of a run, or config.yaml is
+    not YAML."""
     directory = Path(directory)
     config_path = directory / CONFIG_FILE
     if not any((directory / name).exists() for name in (CONFIG_FILE, METRICS_FILE, EVAL_FILE)):
@@ -117,8 +117,8 @@ def read_run(directory: Path) -> RunRecord:
 
 
 def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
-    """Several runs, named by their methods; runs of one method also by the run's name, and of one
-    name by directory."""
+    """Reads several runs and names each by its method. Adds the run's name if methods are equal,
+    and the directory if these names are equal too."""
     runs = [read_run(directory) for directory in directories]
     if len(runs) == 1:
         return runs
@@ -131,12 +131,12 @@ def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
 
 
 def _by_step(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    # One row a step: where a step was done twice, the later row belongs to the run that went on.
+    # One row per step. If a step was made twice, the later row counts.
     return [row for _, row in sorted({row["step"]: row for row in rows}.items())]
 
 
 def _once(evals: Sequence[Record]) -> list[Record]:
-    # A run killed after an evaluation and before a checkpoint repeats it; the later one counts.
+    # A run killed between an evaluation and a checkpoint evaluates again; the later one counts.
     return list(
         {
             tuple(record.get(key) for key in ("step", "weights", "task")): record
@@ -146,14 +146,14 @@ def _once(evals: Sequence[Record]) -> list[Record]:
 
 
 def result_name(record: Record) -> str:
-    """Name of the mean result of an evaluation: pass@1, or avg@k of k responses a problem."""
+    """Returns the name of an evaluation's mean result: pass@1, or avg@k for k responses per
+    problem."""
     samples = record.get("decoding", {}).get("samples", 1)
     return "pass@1" if samples == 1 else f"avg@{samples}"
 
 
 def evaluation_figures(record: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of an evaluation by name, without intervals; what it does not have is left
-    out."""
+    """Returns the metrics of an evaluation by name, without intervals and missing values."""
     found: dict[str, Any] = {name: record.get(name) for name in ("pass1", "greedy", *_FIGURES)}
     found |= {name: each["value"] for name, each in record.get("results", {}).items()}
     found |= {
@@ -167,11 +167,10 @@ def _last(evals: Sequence[Record], weights: str) -> Record | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a metrics.jsonl, oldest first; [] where there is no file. A torn last line is
-    left out.
+    """Reads the steps of a metrics.jsonl, oldest first; [] if there is no file. Drops an incomplete
+    last line.
 
-    "step" is an int; every other value a float, NaN where the run logged something that is not
-    finite.
+    "step" is an int. Every other value is a float, with NaN for all non-finite values.
     """
     return [
         {"step": int(record["step"])}
@@ -185,8 +184,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def evaluated_steps(run_dir: Path, task: str | None) -> set[int]:
-    """The steps whose weights were evaluated on a task (None: the run's own); empty where there is
-    no eval.jsonl."""
+    """Returns the steps whose weights were evaluated on a task (None: the run's own task); empty if
+    there is no eval.jsonl."""
     return {
         int(record["step"])
         for record in read_jsonl(run_dir / EVAL_FILE)

@@ -1,8 +1,8 @@
-"""The run directory, and all a run needs to continue: one object, written as one.
+"""The run directory, the state that a run resumes from, and the completion of checkpoints.
 
-A checkpoint is a folder `checkpoints/step_000050` that holds the ranks' distributed checkpoint,
-run_state.json and the checksums of all its files. It is written under another name and renamed when
-everything in it is on disk, so one that has this name is complete.
+A checkpoint is a folder such as `checkpoints/step_000050` with the ranks' distributed checkpoint,
+run_state.json and checksums of all files. It is written under a temporary name and renamed once
+everything is on disk, so a folder with such a name is complete.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from megatron_stare.weights.files.staging import sync_entry
 CONFIG = "config.yaml"
 PLACEMENT = "placement.txt"
 ROLLBACKS = "rollbacks.json"
-RUN_STATE = "run_state.json"  # of a checkpoint
-KEPT = "kept_responses.safetensors"  # likewise, where responses were under way
+RUN_STATE = "run_state.json"  # in a checkpoint
+KEPT = "kept_responses.safetensors"  # in a checkpoint, if responses were in flight
 
 LOCK_TRIES, LOCK_WAIT_S = 5, 0.02
 _NAME = re.compile(r"^step_(\d+)$")
@@ -45,7 +45,7 @@ _NAME = re.compile(r"^step_(\d+)$")
 
 @dataclass
 class RunState:
-    """State of a run after `step` steps. The weight version is the step: each step makes one."""
+    """State of a run after `step` steps. The weight version equals the step."""
 
     step: int = 0
     data: dict[str, int] = field(default_factory=dict)  # of the prompt source
@@ -54,18 +54,18 @@ class RunState:
     skipped: int = 0
     # rollbacks of the run, oldest first; see RunDir.note_rollback
     rollbacks: list[dict[str, Any]] = field(default_factory=list)
-    # digests of the files that prompts are made with; {}: not known
+    # digests of the prompt inputs (driver/resuming.py); {}: not known
     inputs: dict[str, str] = field(default_factory=dict)
-    # responses under way, of prompts that `data` counts as taken; a file of its own in a checkpoint
+    # in-flight responses to prompts that `data` counts as taken; a separate file in a checkpoint
     kept: bytes = b""
 
     @property
     def left_out(self) -> frozenset[int]:
-        """Cursors of the prompts that rollbacks took out of the data."""
+        """Cursors of the prompts that rollbacks left out of the data."""
         return frozenset(cursor for each in self.rollbacks for cursor in each["prompts"])
 
     def to_json(self) -> str:
-        """All but `kept`."""
+        """Returns all fields but `kept` as JSON."""
         return json.dumps(
             {KEY: FORMAT, **{name: value for name, value in vars(self).items() if name != "kept"}},
             indent=2,
@@ -73,10 +73,10 @@ class RunState:
 
     @classmethod
     def read(cls, checkpoint: Path) -> RunState:
-        """The state in a complete checkpoint, of whatever format.
+        """Reads the state in a complete checkpoint, in any format up to today's.
 
         Raises:
-            DataError: it is damaged, or a newer release wrote it.
+            DataError: the state is damaged, or a newer release wrote it.
         """
         file = checkpoint / RUN_STATE
         try:
@@ -96,8 +96,13 @@ class RunState:
 
 @dataclass(frozen=True)
 class Staged:
-    """A checkpoint that is being written: its place, the folder that is written until then, its run
-    state, and what the driver puts beside it, by file name."""
+    """A checkpoint that is being written.
+
+    final: path of the completed checkpoint.
+    folder: temporary folder that is written now.
+    state: run state as JSON.
+    beside: the driver's further files, by name.
+    """
 
     final: Path
     folder: Path
@@ -111,18 +116,22 @@ class RunDir:
     def __init__(
         self, path: Path, lock: IO[str], made: Sequence[Path], found: Sequence[str]
     ) -> None:
-        """`made` are the folders that were not there before, innermost first; `found` is what was
-        in `path`."""
+        """Stores the paths and the lock.
+
+        Args:
+            made: folders that did not exist before, innermost first.
+            found: names of entries that `path` contained before.
+        """
         self.path = path
         self._lock = lock
         self._made, self._found = made, frozenset(found)
 
     @classmethod
     def create(cls, config: Config) -> RunDir:
-        """A new run's directory, with the resolved configuration in it.
+        """Creates and locks a new run's directory with its resolved configuration.
 
         Raises:
-            UserError: it cannot be written, or a run is in it.
+            UserError: the directory cannot be written, or contains a run.
         """
         run = cls._hold(_place(config))
         try:
@@ -136,10 +145,9 @@ class RunDir:
 
     @classmethod
     def reopen(cls, path: Path) -> RunDir:
-        """The directory of a run to be continued. Raises UserError where another process holds
-        it."""
+        """Locks the directory of a run to resume. Raises UserError if another process holds it."""
         run = cls._hold(path)
-        run.forget_unfinished()  # of a run that was killed
+        run.forget_unfinished()  # left behind if the run was killed
         return run
 
     @classmethod
@@ -159,16 +167,15 @@ class RunDir:
         self._lock.close()
 
     def forget_unfinished(self) -> None:
-        """Removes checkpoints that were begun and not completed."""
+        """Removes incomplete checkpoints."""
         for leftover in (self.path / "checkpoints").glob("*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def discard(self) -> None:
-        """Removes all that was not there before. For a start that failed: what it left would be
-        taken for a run.
+        """Removes everything that was not there before, after a failed start.
 
-        The configuration goes first, as it is what makes a directory a run: whoever is killed
-            meanwhile leaves none.
+        Removes config.yaml first. A directory without it does not count as a run, even if this
+        process is killed before the rest is removed.
         """
         if CONFIG not in self._found:
             (self.path / CONFIG).unlink(missing_ok=True)
@@ -178,20 +185,25 @@ class RunDir:
         _remove_empty(self._made)
 
     def record(self, config: Config) -> None:
-        """Writes the resolved configuration; whoever reads it meanwhile, or after a crash, sees the
-        old or the new."""
+        """Writes the resolved configuration atomically: readers see the old or the new file, also
+        after a crash."""
         temporary = self.path / f".{CONFIG}.tmp"
         temporary.write_text(dump_yaml(config))
         sync_entry(temporary)
         os.replace(temporary, self.path / CONFIG)
 
     def note_rollback(self, before: Sequence[dict[str, Any]], back: RollBack) -> None:
-        """Adds one to those of the run: its step, why, and the cursors of the prompts that are left
-        out from then on. A checkpoint holds those before it; this file holds them until the next
-        one does.
+        """Records a rollback: step, reason, and cursors of the prompts to leave out from now on.
+
+        A checkpoint contains only the rollbacks before it, so this file keeps the new one until the
+        next checkpoint.
+
+        Args:
+            before: the run's earlier rollbacks.
+            back: the new rollback.
 
         Raises:
-            UserError: it cannot be written.
+            UserError: the file cannot be written.
         """
         rows = [*before, {"step": back.step, "why": back.why, "prompts": list(back.prompts)}]
         temporary = self.path / f".{ROLLBACKS}.tmp"
@@ -206,7 +218,7 @@ class RunDir:
             ) from error
 
     def rollbacks(self) -> list[dict[str, Any]]:
-        """Rollbacks of the run, oldest first. Raises DataError where the file is damaged."""
+        """Reads the recorded rollbacks, oldest first. Raises DataError if the file is damaged."""
         file = self.path / ROLLBACKS
         try:
             return json.loads(file.read_text()) if file.exists() else []
@@ -218,25 +230,25 @@ class RunDir:
             ) from error
 
     def record_placement(self, lines: Sequence[str]) -> None:
-        """Keeps where ranks and engines were placed; nothing, where there was nothing to choose."""
+        """Writes the placement of ranks and engines; no file if there are no lines."""
         if lines:
             (self.path / PLACEMENT).write_text("".join(f"{line}\n" for line in lines))
 
     def checkpoints(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
+        """Returns the complete checkpoints, oldest first."""
         return complete_checkpoints(self.path)
 
     def newest_step(self) -> int | None:
-        """The step of the newest complete checkpoint; None where there is none."""
+        """Returns the step of the newest complete checkpoint; None if there is none."""
         found = self.checkpoints()
         return step_of(found[-1]) if found else None
 
     def stage(self, state: RunState, beside: Mapping[str, bytes] = MappingProxyType({})) -> Staged:
-        """A folder for the ranks' part of a checkpoint of this state, which may change as soon as
-        this returns.
+        """Makes the temporary folder for a checkpoint of this state. The state is copied, so it may
+        change afterwards.
 
         Args:
-            beside: small files of the driver's that belong to it, by name.
+            beside: further small files of the driver, by name.
 
         Raises:
             UserError: the disk is full or not writable.
@@ -251,13 +263,13 @@ class RunDir:
         return Staged(final, folder.resolve(), state.to_json(), {**beside, **kept})
 
     def complete(self, staged: Staged, written: Mapping[str, Sum]) -> Path:
-        """Makes a checkpoint of what was staged, once all ranks have written their part.
+        """Completes a checkpoint after all ranks have written their part.
 
         Args:
-            written: length and checksum of every file of the ranks.
+            written: length and checksum of every file that the ranks wrote.
 
         Raises:
-            UserError: the disk is full or not writable, or a file is not as it was written; earlier
+            UserError: the disk is full or not writable, or a file has a wrong length. Earlier
                 checkpoints are untouched.
         """
         try:
@@ -279,15 +291,15 @@ class RunDir:
         return staged.final
 
     def forget(self, steps: Collection[int]) -> None:
-        """Removes checkpoints, the oldest first; whoever is killed meanwhile leaves each whole or
-        nameless."""
+        """Removes the checkpoints of these steps, oldest first. A kill in between leaves no partial
+        checkpoint under its name."""
         for checkpoint in self.checkpoints():
             if step_of(checkpoint) in steps:
                 _forget(checkpoint)
 
     def set_aside(self, after: int) -> list[Path]:
-        """Takes the names of checkpoints from those of later steps, which the run is continued
-        before. Nothing of them is removed; where they are now."""
+        """Renames the checkpoints after this step, so that a resumed run ignores them; returns
+        their new paths."""
         moved = []
         for checkpoint in self.checkpoints():
             if step_of(checkpoint) > after:
@@ -301,16 +313,16 @@ class RunDir:
 
 
 def _forget(checkpoint: Path) -> None:
-    """Removes it. It loses its name first: whoever is killed meanwhile leaves no part of it that is
-    taken for it."""
+    """Removes a checkpoint. Renames it first, so that a kill in between leaves no partial
+    checkpoint under its name."""
     unnamed = _unfinished(checkpoint)
     checkpoint.rename(unnamed)
     shutil.rmtree(unnamed)
 
 
 def _unfinished(final: Path) -> Path:
-    """A name of its own for what is no checkpoint: a writer that outlived another run by a moment
-    must not write into this one."""
+    """Returns a unique temporary name for an incomplete checkpoint. Unique, so that a surviving
+    writer of an earlier run cannot write into it."""
     return final.with_name(f"{final.name}.{secrets.token_hex(4)}.tmp")
 
 
@@ -319,8 +331,8 @@ def _not_written(final: Path, error: OSError) -> UserError:
 
 
 def check_place(config: Config) -> None:
-    """Raises UserError where a new run's directory could not be made, or is not free. Leaves
-    nothing behind."""
+    """Raises UserError if a new run's directory could not be created, or is in use. Leaves no
+    files."""
     path = _place(config)
     refuse_taken(path)
     refuse_busy(path)
@@ -332,7 +344,7 @@ def check_place(config: Config) -> None:
 
 
 def refuse_taken(path: Path) -> None:
-    """Raises UserError where a run is in this directory."""
+    """Raises UserError if the directory contains a run."""
     if (path / CONFIG).exists():
         raise UserError(
             "there is a run in this directory already",
@@ -342,16 +354,16 @@ def refuse_taken(path: Path) -> None:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a complete checkpoint is of, which its name says."""
+    """Returns the step in the name of a complete checkpoint."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
 def check_whole(checkpoint: Path) -> None:
-    """Holds names and lengths of a checkpoint's files against what was written, and the bytes of
-    all but those that hold tensors, which the ranks read.
+    """Checks names and lengths of a checkpoint's files, and the checksums of all but the tensor
+    files, which the ranks check.
 
     Raises:
-        DataError: naming the first that is not as it was written.
+        DataError: a file differs from what was written. The error names the first.
     """
     sums = manifest.read_manifest(checkpoint)
     if sums is None:
@@ -362,16 +374,16 @@ def check_whole(checkpoint: Path) -> None:
         manifest.check_bytes(
             checkpoint, {name: each for name, each in sums.items() if name not in tensors}
         )
-    # imported here: it imports torch, which looking at a run does not need
+    # imported here, since it imports torch, which inspecting a run does not need
     from megatron_stare.weights.files.torch_dist import check_files
 
     check_files(checkpoint)
 
 
 def _refuse_without_sums(checkpoint: Path) -> None:
-    """Raises DataError where a checkpoint has no checksums, unless an earlier release wrote it.
+    """Raises DataError for a checkpoint without checksums, unless an earlier release wrote it.
 
-    A run state that is damaged, or of a newer release, is complained of where it is read.
+    Ignores a run state that is damaged or of a newer release. Reading the state raises for it.
     """
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         if (
@@ -387,7 +399,7 @@ def _refuse_without_sums(checkpoint: Path) -> None:
 
 
 def complete_checkpoints(path: Path) -> list[Path]:
-    """Complete checkpoints of a run directory, oldest first."""
+    """Returns the complete checkpoints of a run directory, oldest first."""
     found = [p for p in (path / "checkpoints").glob("step_*") if _NAME.search(p.name)]
     return sorted(found, key=step_of)
 
@@ -413,11 +425,12 @@ def _lock(lock: IO[str], path: Path) -> None:
                         " run.dir"
                     ),
                 ) from error
-            time.sleep(LOCK_WAIT_S)  # `megatron-stare status` holds it for microseconds
+            time.sleep(LOCK_WAIT_S)  # `megatron-stare status` may hold the lock for microseconds
 
 
 def _holder(path: Path) -> str:
-    """Holder of a run's lock, in brackets: its pid, where it is on this machine; else ""."""
+    """Returns the pid of the lock's holder as " (pid N)"; "" if the holder is not on this
+    machine."""
     try:
         inode = (path / LOCK_FILE).stat().st_ino
         lines = Path("/proc/locks").read_text().splitlines()
@@ -431,7 +444,7 @@ def _holder(path: Path) -> str:
 
 
 def refuse_busy(path: Path) -> None:
-    """Raises UserError where another process is running in this directory. Changes nothing."""
+    """Raises UserError if another process is running in this directory. Changes nothing."""
     with (
         contextlib.suppress(FileNotFoundError, NotADirectoryError),
         (path / LOCK_FILE).open() as lock,
@@ -441,7 +454,7 @@ def refuse_busy(path: Path) -> None:
 
 def _remove_empty(folders: Sequence[Path]) -> None:
     for folder in folders:
-        with contextlib.suppress(OSError):  # somebody else's files are in it by now
+        with contextlib.suppress(OSError):  # contains others' files by now
             folder.rmdir()
 
 
@@ -454,7 +467,7 @@ def _unwritable(path: Path, error: OSError) -> UserError:
 
 
 def _sync(folder: Path) -> None:
-    """Everything below `folder` is on disk when this returns."""
+    """Flushes everything below `folder` to disk."""
     for file in folder.rglob("*"):
         if file.is_file():
             sync_entry(file)
