@@ -1,7 +1,7 @@
-"""The methods, one small file each: pure tensor maths that knows nothing of ranks.
+"""The methods, one small file each, as pure tensor maths that knows nothing of ranks.
 
-A method names the whole-batch statistics it needs and, given their values, computes its loss token
-by token (`method.py` is the contract). A user's own is named in YAML by its dotted path.
+A method requests statistics of the whole batch and computes each token's loss from their values
+(`method.py` is the contract). YAML names a user's own method by its dotted path.
 """
 
 from megatron_stare.process.vector_maths import settle

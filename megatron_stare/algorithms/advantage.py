@@ -1,4 +1,5 @@
-"""Group-relative advantages: a response is judged against the others to the same prompt."""
+"""Group-relative advantages: each response is compared with the other responses to the same
+prompt."""
 
 from __future__ import annotations
 
@@ -19,21 +20,23 @@ def group_advantages(
     eps: float = 1e-6,
     number: int | None = None,
 ) -> Tensor:
-    """(r - mean) / (std + eps) within each prompt group. Source: GRPO, arXiv 2402.03300.
+    """Returns (r - mean) / (std + eps) within each prompt group. Source: GRPO, arXiv 2402.03300.
 
     Args:
         rewards: [B] float64.
         groups: [B] int64 group numbers from 0.
-        counted: [B] bool; the others get advantage 0 and enter no moment.
-        spread: 'sample' divides by the standard deviation with n - 1 (GRPO as in verl and slime),
-            'population' with n, 'none' not at all (Dr. GRPO, arXiv 2503.20783).
+        counted: [B] bool; other responses get advantage 0 and enter neither mean nor standard
+            deviation.
+        spread: divisor of the centred reward: 'sample' is the standard deviation with n - 1 (GRPO
+            as in verl and slime), 'population' with n, 'none' no division (Dr. GRPO, arXiv
+            2503.20783).
         eps: added to the standard deviation.
-        number: of groups; None: read from `groups`, which waits for the device.
+        number: number of groups; None: read from `groups`, which waits for the device.
 
     Returns:
-        [B] float64. A group with a single counted response keeps r / (1 + eps), as in verl. Where
-        all rewards of a group are equal exactly 0, whatever the rounding of their mean: selections
-        leave such tokens out.
+        [B] float64. A group with a single counted response keeps r / (1 + eps), as in verl. If all
+        rewards of a group are equal, its advantages are exactly 0 despite rounding of the mean, so
+        that selections leave these tokens out.
     """
     if number is None:
         number = int(groups.max()) + 1 if groups.numel() else 0
@@ -58,8 +61,7 @@ def group_advantages(
 
 
 def all_equal(x: Tensor, groups: Tensor, counted: Tensor, number: int) -> Tensor:
-    """[number] bool: whether the counted `x` [B] of a group are all the same; True for an empty
-    group."""
+    """[number] bool: all counted `x` [B] of the group are equal; True for an empty group."""
     infinite = torch.full((number,), torch.inf, dtype=x.dtype, device=x.device)
     low = infinite.scatter_reduce(0, groups, torch.where(counted, x, torch.inf), "amin")
     high = (-infinite).scatter_reduce(0, groups, torch.where(counted, x, -torch.inf), "amax")

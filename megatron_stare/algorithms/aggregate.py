@@ -1,9 +1,9 @@
-"""From token losses to one number: the coefficient every token's loss is multiplied by before
-summing.
+"""Coefficients that turn token losses into one number: each token's loss is multiplied by its
+coefficient, then all are summed.
 
 Coefficients come from counts over the whole optimizer-step batch, so the sum over ranks and
-micro-batches is the same in every layout (but for 'micro_batch_mean', which is there to compare
-with code that works that way).
+micro-batches is the same in every layout. The exception, 'micro_batch_mean', exists to compare with
+code that averages per micro-batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Aggregation = Literal[
 ]
 # aggregations that count the responses of the batch
 PER_SEQUENCE = ("sequence_mean", "sequence_sum", "dr_grpo")
-BY_CONSTANT = ("dr_grpo", "dr_grpo_verl")  # those that divide by a length given in the settings
+BY_CONSTANT = ("dr_grpo", "dr_grpo_verl")  # aggregations that divide by the setting length_norm
 
 
 def coefficients(
@@ -31,17 +31,19 @@ def coefficients(
     lengths: Tensor | None = None,
     length_norm: int | None = None,
 ) -> Tensor:
-    """[N] of the dtype of batch.log_prob; 0 outside batch.loss_mask.
+    """[N] coefficients of the dtype of batch.log_prob; 0 outside batch.loss_mask.
 
     Args:
-        batch: its mask says which tokens count.
-        aggregation: with B responses of n_i counted tokens, N in all:
-            'token_mean' 1 / N (DAPO, STARE; with a mask the mean over kept tokens); 'sequence_mean'
-            1 / (B n_i), the mean over responses of their token means (GRPO); 'sequence_sum' 1 / B;
-            'dr_grpo' 1 / (B L_max) (Dr. GRPO, arXiv 2503.20783); 'dr_grpo_verl' 1 / L_max, as
-            verl's seq-mean-token-sum-norm to release 0.7, which forgot B; from 0.8 it is 'dr_grpo';
-            'micro_batch_mean' (b / B) / N of the micro-batch of b responses, as verl's legacy
-            actor.
+        batch: its loss mask holds the tokens that count.
+        aggregation: sets the coefficient, with B responses of n_i counted tokens, N in all:
+            'token_mean': 1 / N (DAPO, STARE; with a mask, the mean over kept tokens).
+            'sequence_mean': 1 / (B n_i), the mean over responses of their token means (GRPO).
+            'sequence_sum': 1 / B.
+            'dr_grpo': 1 / (B L_max) (Dr. GRPO, arXiv 2503.20783; verl's seq-mean-token-sum-norm
+                from release 0.8).
+            'dr_grpo_verl': 1 / L_max, as verl's seq-mean-token-sum-norm up to 0.7, which forgot B.
+            'micro_batch_mean': (b / B) / n in a micro-batch of b responses and n counted tokens, as
+                verl's legacy actor.
         tokens: N of the whole batch, 0-dim.
         lengths: [B] n_i of the whole batch; None: batch.sequence_lengths and batch.num_sequences.
         length_norm: L_max.
@@ -78,14 +80,14 @@ def _lengths(batch: TokenBatch, lengths: Tensor | None) -> Tensor:
 
 
 def _responses(batch: TokenBatch, lengths: Tensor | None) -> Tensor | float:
-    """B: the responses with a token that counts; a number or a 0-dim tensor."""
+    """B, the number of responses with a counted token, as a number or a 0-dim tensor."""
     if lengths is None:
         return float(max(batch.num_sequences, 1))
     return (lengths > 0).sum().clamp_min(1).to(batch.log_prob.dtype)
 
 
 def _sequences_here(batch: TokenBatch) -> Tensor:
-    """Responses with a counted token among these positions, 0-dim."""
+    """0-dim number of responses with a counted token among these positions."""
     if batch.sequence_lengths is None:
         raise ValueError("micro_batch_mean needs sequence_lengths")
     seen = torch.zeros_like(batch.sequence_lengths).index_add_(

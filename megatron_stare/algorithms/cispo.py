@@ -1,11 +1,11 @@
-"""CISPO (MiniMax-M1, arXiv 2506.13585): the importance weight is bounded, not the update; every
+"""CISPO (MiniMax-M1, arXiv 2506.13585): bounds the importance weight, not the update, so every
 token keeps a gradient.
 
     J = (1 / N) sum_{i,t} sg[clip(rho, 1 - low, 1 + high)] A ln p
 
-The paper leaves the lower bound off (low = 1) and gives no number for the upper; slime suggests
-high = 4. Units: TRL's `epsilon_high` is the bound itself (rho <= epsilon_high), here and in slime
-it is 1 + high.
+The paper sets no lower bound (low = 1) and gives no number for the upper one; slime suggests high =
+4. Units: TRL's `epsilon_high` is the bound itself (rho <= epsilon_high); here and in slime the
+bound is 1 + high.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megatron_stare.records.batch_statistics import Statistics
 class Cispo(PolicyGradient):
     """Settings of CISPO.
 
-    clip_low: distance of the weight's lower bound from 1; 1 is no bound.
-    clip_high: distance of its upper bound from 1.
-    advantage_spread: what the centred reward is divided by.
+    clip_low: distance of the weight's lower bound from 1; 1 sets no bound.
+    clip_high: distance of the weight's upper bound from 1.
+    advantage_spread: divisor of the centred reward.
     """
 
     clip_low: float = 1.0

@@ -4,9 +4,9 @@ their loss.
     candidates: low < cov < high, not already clipped
     max(1, int(share N)) of them, drawn at random, get loss 0; the denominator stays N
 
-The released code draws unseeded per micro-batch, and at least one each; here the draw is over the
-whole batch, keyed by seed, step and the token's canonical number, so it is the same in every
-layout. Its ratio clip is 1 on both sides.
+The released code draws at least one token per micro-batch, unseeded. Here the draw is over the
+whole batch and keyed by seed, step and the token's canonical number, so it is the same in every
+layout. The ratio clip is 1 on both sides, as released.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ METRICS = (
     Metric(
         "clip_cov/share",
         "share",
-        "tokens whose loss was taken out",
-        "near algorithm.share; 0: none lies within the bounds",
+        "tokens that lost their loss",
+        "near algorithm.share; 0: no token lies within the bounds",
     ),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCov(Grpo):
-    """Settings of Clip-Cov; defaults are those of the released recipe.
+    """Settings of Clip-Cov, with the defaults of the released recipe.
 
-    share: of all tokens, how many lose their loss.
+    share: share of all tokens that lose their loss.
     cov_low, cov_high: bounds of the candidates' covariance.
-    seed: of the draw.
+    seed: seed of the draw.
     """
 
     clip_low: float = 1.0
@@ -75,17 +75,17 @@ class ClipCov(Grpo):
         return asked
 
     def tickets(self, batch: TokenBatch) -> Tensor:
-        """[N] the draw of every token, which is its own in every layout."""
+        """[N] random number of every token, the same in every layout."""
         return uniform(self.seed, batch.step, batch.index)
 
     def candidates(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """[N] bool, by covariance alone."""
+        """[N] bool: tokens whose covariance lies within the bounds."""
         cov = covariance(batch, known)
         return batch.loss_mask & (cov > self.cov_low) & (cov < self.cov_high)
 
     def drawable(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """[N] bool: candidates that the ratio clip leaves a gradient, by the log-probs that
-        selections read."""
+        """[N] bool: candidates that keep a gradient under the ratio clip, judged by the log-probs
+        that selections read."""
         surrogate = clipped_surrogate(
             batch.selected_by,
             batch.old_log_prob,

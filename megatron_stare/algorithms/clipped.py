@@ -1,4 +1,4 @@
-"""The clipped surrogate's settings, for the methods whose token ratio is bounded."""
+"""Settings of the clipped surrogate, for methods that bound the ratio of each token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ METRICS = (
     Metric(
         "loss/clip_fraction",
         "share",
-        "tokens whose ratio is clipped, so that they have no gradient",
+        "tokens whose gradient the clip removed",
         "0 with one update a batch; below 0.1 or so with several",
     ),
 )
@@ -43,7 +43,7 @@ class Clipped(PolicyGradient):
             raise ValueError("dual_clip must be above 1, or null")
 
     def token_advantages(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """[N] what the ratio is multiplied by; detached."""
+        """[N] factor on the ratio, detached."""
         return batch.advantage
 
     def surrogate(self, batch: TokenBatch, advantage: Tensor) -> Surrogate:

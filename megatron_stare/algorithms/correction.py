@@ -1,8 +1,8 @@
-"""Importance correction: the engine that sampled and the trainer that learns are not quite the same
+"""Importance correction: the engine that samples and the trainer that learns are not quite the same
 policy.
 
-    r = p_train / p_rollout = exp(ln p_old - ln p_rollout) R = r (token), the product of r
-    (sequence), or exp(mean ln r) (geometric), over the response's tokens
+    r = p_train / p_rollout = exp(ln p_old - ln p_rollout)
+    R = r (token), or over the response the product of r (sequence) or exp(mean ln r) (geometric)
 
     truncate   weight min(R, high)                 TIS
     clip       weight clip(R, low, high)           CIS
@@ -39,12 +39,12 @@ from megatron_stare.records.batch_statistics import (
 class Correction:
     """Settings of the importance correction.
 
-    mode: what happens outside the bounds.
-    level: whose ratio it is.
+    mode: treatment of ratios outside the bounds.
+    level: take the ratio by 'token', or by response as 'sequence' (product) or 'geometric' (mean).
     low, high: bounds of the ratio; `truncate` uses only `high`.
     reject: (low, high); tokens whose own ratio lies outside leave loss and denominator, whatever
-    the mode. null: none.
-    veto: a response with any token ratio below this leaves altogether. null: none.
+        the mode. null: rejects none.
+    veto: a response with any token ratio below this leaves loss and denominator. null: no veto.
     normalise: divide the weights by their mean over the kept tokens of the whole batch.
     """
 
@@ -66,7 +66,7 @@ class Correction:
         if self.veto is not None and not 0 < self.veto < 1:
             raise ValueError("correction: veto must lie between 0 and 1, or be null")
         if self.normalise and self.level == "geometric":
-            # geometric ratios all stand near 1; slime refuses the pair too
+            # geometric ratios are all near 1; slime refuses this combination too
             raise ValueError(
                 "correction: normalise does not go with level geometric; use token or sequence"
             )
@@ -102,8 +102,8 @@ class Correction:
         return keep
 
     def final_requests(self, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        """Requests made once the tokens that stay are known: their mean weight if weights are
-        normalised, else none."""
+        """Returns the requests that need the final set of kept tokens: the mean weight if weights
+        are normalised, else none."""
         return (
             {"correction/mean": Mean(self.plain_weights(kept, known), kept.loss_mask)}
             if self.normalise
@@ -111,8 +111,8 @@ class Correction:
         )
 
     def weights(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """[N] detached factors on the policy loss; all 0 where they are to be divided by their mean
-        and that is 0, because no token is kept or icepop gives none a weight."""
+        """[N] detached factors on the policy loss. With `normalise` they are all 0 if their mean is
+        0, because no token is kept or icepop gives every token weight 0."""
         weight = self.plain_weights(batch, statistics)
         if not self.normalise:
             return weight
@@ -120,7 +120,7 @@ class Correction:
         return torch.where(mean > 0, weight / mean, 0.0)
 
     def plain_weights(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """[N] the factors before they are normalised; 0 only for tokens that icepop takes out."""
+        """[N] factors before normalisation; 0 only for tokens outside icepop's bounds."""
         level = self._ratio(batch, known)
         match self.mode:
             case "truncate":
@@ -133,7 +133,7 @@ class Correction:
                 return level
 
     def _ratio(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """[N] R, of the token or of its response."""
+        """[N] R of the token or of its response."""
         own = _log_ratio(batch)
         if self.level == "token":
             return own.exp()
@@ -155,7 +155,7 @@ def _log_ratio(batch: TokenBatch) -> Tensor:
 def _by_response(x: Tensor, batch: TokenBatch) -> SegmentSum:
     if batch.sequence_lengths is None:
         raise ValueError("correction by response needs sequence_lengths")
-    # of responses without loss too, where the others are judged against them
+    # includes baseline responses without loss
     return SegmentSum(
         x, batch.sequence, batch.sequence_lengths.shape[0], batch.loss_mask | batch.in_baseline
     )

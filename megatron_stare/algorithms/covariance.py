@@ -1,8 +1,8 @@
-"""The covariance of advantage and log-prob that Clip-Cov and KL-Cov act on (arXiv 2505.22617).
+"""The covariance of advantage and log-prob that Clip-Cov and KL-Cov use (arXiv 2505.22617).
 
     cov_{i,t} = (A - mean A) (ln p - mean ln p)
 
-Means are over the tokens of the whole batch; the released code takes them over the micro-batch.
+Means are over the tokens of the whole batch; the released code takes them per micro-batch.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def mean_requests(batch: TokenBatch) -> Mapping[str, Request]:
 
 
 def covariance(batch: TokenBatch, statistics: Statistics) -> Tensor:
-    """[N] float64, detached; 0 outside batch.loss_mask."""
+    """[N] float64 covariance, detached; 0 outside batch.loss_mask."""
     centred = batch.advantage.detach().to(torch.float64) - scalar(statistics, "cov/advantage")
     spread = batch.selected_by.to(torch.float64) - scalar(statistics, "cov/log_prob")
     return torch.where(batch.loss_mask, centred * spread, 0.0)
 
 
 def budget(statistics: Statistics, share: float) -> Tensor:
-    """max(1, int(N share)) tokens, 0-dim: a floor, unlike the top-k counts of STARE and
+    """max(1, int(N share)) tokens, 0-dim. Rounds down, unlike the top-k counts of STARE and
     20-Entropy."""
     return (scalar(statistics, "cov/tokens").to(torch.float64) * share).floor().clamp_min(1)

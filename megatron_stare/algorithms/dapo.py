@@ -3,8 +3,8 @@
     J = (1 / N) sum_{i,t} min(rho A, clip(rho, 1 - 0.2, 1 + 0.28) A)
     reward += min(-(n - (L_max - L_cache)) / L_cache, 0)
 
-Its fourth part, dynamic sampling (keep prompts whose rewards differ), belongs to the rollout.
-`truncated: mask` is the overlong filtering that the paper compares with.
+DAPO's fourth part, dynamic sampling (keep prompts whose rewards differ), belongs to the rollout.
+`truncated: mask` is the overlong filtering that the paper uses as a comparison.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from megatron_stare.algorithms.shaping import Overlong
 
 @dataclass(frozen=True, kw_only=True)
 class Dapo(Grpo):
-    """Settings of DAPO: GRPO's with the paper's defaults. overlong: set max_length to the run's
-    longest response."""
+    """Settings of DAPO: those of GRPO with the paper's defaults.
+
+    overlong: set max_length to the run's longest response.
+    """
 
     clip_high: float = 0.28
     aggregation: Aggregation = "token_mean"

@@ -1,5 +1,5 @@
-"""The entropy bonus: loss - c H, with gradient through H; c fixed, or steered to a target
-(Skywork-OR1, 2505.22312).
+"""The entropy bonus: loss - c H, with gradient through H. The coefficient c is fixed, or steered to
+a target entropy (Skywork-OR1, 2505.22312).
 
     step k uses      c_k if the entropy was below target after step k - 1, else 0
     afterwards       c <- clip(c + delta if H_k < target else c - delta, min, max)
@@ -19,8 +19,7 @@ import torch
 from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Mean, Request, Statistics, scalar
 
-# names of the state and of the statistic; strings of their own, so that a method's own state cannot
-# collide
+# names of the state and the statistic, prefixed so that they cannot collide with a method's state
 COEF = "entropy_bonus/coef"
 OPEN = "entropy_bonus/open"
 USED = "entropy_bonus/used"
@@ -31,11 +30,11 @@ MEASURE = "entropy_bonus/measure"
 class EntropyBonus:
     """Settings of the entropy bonus.
 
-    coef: c, or what it starts from if there is a target.
-    target: nats; null: c is fixed.
+    coef: c; with a target, its initial value.
+    target: entropy to hold, nats; null: c is fixed.
     delta, coef_min, coef_max: step and bounds of c while it is steered.
-    measure: 'entropy' is the mean entropy; 'surprisal' is its estimate from sampled tokens, as the
-    released code does.
+    measure: 'entropy' is the mean entropy; 'surprisal' is its estimate from sampled tokens, as in
+        the released code.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -70,7 +69,8 @@ class EntropyBonus:
     def control(
         self, state: dict[str, torch.Tensor], statistics: Statistics
     ) -> dict[str, torch.Tensor]:
-        """USED is what this step multiplies by; COEF and OPEN are what the next one starts from."""
+        """Returns the state with USED, the coefficient of this step, and COEF and OPEN, from which
+        the next step starts."""
         if self.target is None:
             return state
         entropy = scalar(statistics, MEASURE)
@@ -80,7 +80,7 @@ class EntropyBonus:
         return {
             **state,
             USED: state[COEF] * state[OPEN],
-            # a batch without a finite entropy says nothing: keep what was
+            # without a finite entropy, keep the old value
             COEF: torch.where(finite, moved, state[COEF]),
             OPEN: torch.where(finite, below.to(torch.float64), state[OPEN]),
         }

@@ -1,9 +1,9 @@
-"""Filters: what takes tokens out of the loss, one after the other, before a method's own statistics
-are asked for.
+"""Filters, which take tokens out of the loss one after the other, before the method requests its
+own statistics.
 
-A filter may itself ask for statistics; the next one sees only the tokens it left. So an order is
-fixed by
-construction: importance rejection, then a method's mask, then its quantiles over the tokens kept.
+A filter may request statistics too, and the next filter sees only the tokens that it kept. This
+fixes the order: importance rejection, then a method's mask, then its quantiles over the kept
+tokens.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ from megatron_stare.records.batch_statistics import Request, Statistics
 
 
 class Filter(Protocol):
-    """One step of the chain."""
+    """One filter of the chain."""
 
     @property
     def leaves_count(self) -> bool:
-        """Tells whether tokens taken out also leave the denominator of the loss."""
+        """Tells whether removed tokens also leave the denominator of the loss."""
 
     def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        """Statistics of the tokens that earlier filters left."""
+        """Returns statistics over the tokens that earlier filters kept."""
 
     def keep(self, batch: TokenBatch, known: Statistics) -> Tensor | None:
-        """[N] bool, the tokens that stay; None while the statistics it rests on are not known."""
+        """[N] bool: tokens that stay; None while the filter's statistics are not known."""
 
 
 @dataclass(frozen=True)
 class Narrowed:
-    """A batch after the filters, and the statistics that the filters ask for."""
+    """A batch after the filters, and the statistics that they request."""
 
-    # kept.loss_mask: tokens whose policy loss counts; kept.in_baseline: responses that others are
-    # judged against
+    # kept.loss_mask: tokens with policy loss; kept.in_baseline: tokens of baseline responses
     kept: TokenBatch
     counted: Tensor  # [N] bool, tokens in the denominator
     asked: dict[str, Request]
@@ -45,7 +44,7 @@ class Narrowed:
 
 
 def narrow(filters: Iterable[Filter], batch: TokenBatch, known: Statistics) -> Narrowed:
-    """Applies the filters in turn, as far as `known` allows."""
+    """Applies the filters in turn until one lacks statistics in `known`."""
     kept, counted = batch, batch.loss_mask
     asked: dict[str, Request] = {}
     for each in filters:

@@ -1,16 +1,16 @@
-"""The norm of a step's gradient in the logits, and STAPO's bounds of it (arXiv 2602.15620).
+"""The norm of a step's gradient in the logits, and STAPO's bounds on it (arXiv 2602.15620).
 
-A token a whose log-prob the objective has slope w in pulls the logits of its position by w
-(one_hot(a) - p), and
+Let w be the slope of the objective in the log-prob of token a. Then the gradient in the logits of
+that position is w (one_hot(a) - p), and
 
     |grad|^2 = w^2 (1 - 2 p_a + sum_v p_v^2)
     w^2 (1 - 2 p_a + e^-H)  <=  |grad|^2  <=  w^2 (2 - 2 p_a - C_V H^2)
     C_V = (V - 1) / (V ln^2 V)
 
-for V entries of the vocabulary: e^-H <= sum p^2 <= 1 - C_V H^2. The bounds need p and H alone; the
-sum of squares is at hand here (vocab_parallel.py), so the norm itself is too. Every token has
-logits of its own, so squares add up over tokens. At temperature T the logits are those before the
-division, and every norm carries 1 / T.
+for a vocabulary of V entries, because e^-H <= sum p^2 <= 1 - C_V H^2. The bounds need p and H
+alone. The norm itself needs sum p^2, which vocab_parallel.py computes. Every token has its own
+logits, so squares add up over tokens. At temperature T the logits are those before the division,
+and every norm carries 1 / T.
 """
 
 from __future__ import annotations
@@ -34,53 +34,58 @@ from megatron_stare.records.batch_statistics import (
 from megatron_stare.records.metric import Metric
 
 IMPROBABLE = 0.002  # tau_p of STAPO
-# lower ends of the ranges of a token's probability, and of its position's entropy in nats; the
-# first range of each begins at 0
+# lower ends of the ranges of token probability, and of entropy in nats; the first range starts at 0
 PROBABILITIES = (IMPROBABLE, 0.05, 0.5, 0.9)
 ENTROPIES = (0.1, 0.5, 1.5)
 CELLS = (len(PROBABILITIES) + 1) * (len(ENTROPIES) + 1)
-"""Ranges of probability times ranges of entropy, entropy fastest: cell n is probability n // 4,
+"""Number of cells, ranges of probability times ranges of entropy: cell n is probability n // 4,
 entropy n % 4."""
 
 METRICS = (
     Metric(
         "gradient/logit_norm",
         "norm",
-        "of the step's gradient in all logits, before the model",
+        "norm of the step's gradient in all logits, before backward through the model",
         "steady; no spikes",
     ),
     Metric(
-        "gradient/logit_norm_low", "norm", "STAPO's lower bound of it", "below gradient/logit_norm"
+        "gradient/logit_norm_low",
+        "norm",
+        "STAPO's lower bound of gradient/logit_norm",
+        "below gradient/logit_norm",
     ),
     Metric(
-        "gradient/logit_norm_high", "norm", "STAPO's upper bound of it", "above gradient/logit_norm"
+        "gradient/logit_norm_high",
+        "norm",
+        "STAPO's upper bound of gradient/logit_norm",
+        "above gradient/logit_norm",
     ),
     Metric(
         "gradient/improbable_tokens",
         "share",
-        "tokens of positive advantage and a probability below 0.002, of all that carry loss",
+        "loss tokens with positive advantage and probability below 0.002",
         "small; STAPO's candidates",
     ),
     Metric(
         "gradient/improbable_square",
         "share",
-        "of them in the sum of squares of the plain policy gradient",
-        "many times gradient/improbable_tokens: few tokens pull far more than their share",
+        "share of these improbable tokens in the sum of squares of the plain policy gradient",
+        "many times gradient/improbable_tokens: a few tokens dominate the gradient",
     ),
     Metric(
         "gradient/token_norm_<n>",
         "norm",
-        "mean |one_hot(a) - p| of the tokens in cell n of probability (below 0.002, 0.05, 0.5, 0.9,"
-        " 1) and entropy (below 0.1, 0.5, 1.5 nats, above), n = 4 x that of probability + that of"
-        " entropy; every observability.measured_every steps",
-        "within sqrt(2 - 2 p), STAPO's figure: large where p is small, largest where entropy is"
+        "mean |one_hot(a) - p| of the tokens in cell n = 4 x range of probability (below 0.002,"
+        " 0.05, 0.5, 0.9, 1) + range of entropy (below 0.1, 0.5, 1.5 nats, above);"
+        " every observability.measured_every steps",
+        "at most sqrt(2 - 2 p), STAPO's figure: large if p is small, largest if entropy is small"
         " too; 0: no token",
     ),
     Metric(
         "gradient/token_share_<n>",
         "share",
-        "of the tokens that carry loss in cell n of gradient/token_norm_<n>",
-        "most in the cell of large p and small entropy, 16",
+        "loss tokens in cell n of gradient/token_norm_<n>",
+        "most tokens in cell 16, of large p and small entropy",
     ),
 )
 
@@ -91,7 +96,7 @@ def squared_norm(log_prob: Tensor, sum_p2: Tensor) -> Tensor:
 
 
 def lower_bound(log_prob: Tensor, entropy: Tensor) -> Tensor:
-    """[N] float64, at most `squared_norm`; the paper's, and 0 where that is negative."""
+    """[N] float64, at most `squared_norm`: the paper's bound, or 0 if that is negative."""
     return (1 - 2 * log_prob.double().exp() + (-entropy.double()).exp()).clamp_min(0)
 
 
@@ -102,14 +107,14 @@ def upper_bound(log_prob: Tensor, entropy: Tensor, vocabulary: int) -> Tensor:
 
 
 def norm_requests(batch: TokenBatch, push: Tensor, vocabulary: int) -> Mapping[str, Request]:
-    """Statistics of the whole batch that `norm_metrics` reads.
+    """Returns the statistics of the whole batch that `norm_metrics` reads.
 
     Args:
         batch: with sum_p2.
         push: [N] w, slope of the objective in every token's log-prob.
 
     Raises:
-        ValueError: the batch is without the sums over the vocabulary.
+        ValueError: the batch lacks the sums over the vocabulary.
     """
     if batch.sum_p2 is None:
         raise ValueError("the norm of the gradient needs sum_p2 of every token")
@@ -131,11 +136,11 @@ def norm_requests(batch: TokenBatch, push: Tensor, vocabulary: int) -> Mapping[s
 
 
 def cell_requests(batch: TokenBatch) -> Mapping[str, Request]:
-    """Statistics of the whole batch that `cell_metrics` reads: the tokens of every cell and the sum
-    of their norms.
+    """Returns the statistics of the whole batch that `cell_metrics` reads: the number of tokens in
+    every cell and the sum of their norms.
 
     Raises:
-        ValueError: the batch is without the sums over the vocabulary.
+        ValueError: the batch lacks the sums over the vocabulary.
     """
     if batch.sum_p2 is None:
         raise ValueError("the norm of a token's gradient needs its sum_p2")
@@ -150,8 +155,9 @@ def cell_requests(batch: TokenBatch) -> Mapping[str, Request]:
 
 
 def cell_metrics(statistics: Statistics) -> dict[str, Tensor]:
-    """`gradient/token_norm_<n>` and `gradient/token_share_<n>`, 0-dim. The norm is that of a
-    token's own log-prob in the logits over the temperature, before any weight: STAPO's figure."""
+    """Returns `gradient/token_norm_<n>` and `gradient/token_share_<n>`, 0-dim. As in STAPO's
+    figure, the norm is the gradient of a token's own log-prob in the logits after division by the
+    temperature, before any weight."""
     tokens, norms = tensor(statistics, "norm/cell_tokens"), tensor(statistics, "norm/cell")
     means, shares = norms / tokens.clamp_min(1), tokens / tokens.sum().clamp_min(1)
     found = {f"gradient/token_norm_{n}": means[n] for n in range(CELLS)}
@@ -159,7 +165,7 @@ def cell_metrics(statistics: Statistics) -> dict[str, Tensor]:
 
 
 def _range_of(x: Tensor, ends: tuple[float, ...]) -> Tensor:
-    """[N] int64, how many of the `ends` are at most x."""
+    """[N] int64 number of `ends` that are at most x."""
     found = torch.zeros_like(x, dtype=torch.int64)
     for end in ends:
         found += x >= end
@@ -167,7 +173,7 @@ def _range_of(x: Tensor, ends: tuple[float, ...]) -> Tensor:
 
 
 def norm_metrics(statistics: Statistics, temperature: float) -> dict[str, Tensor]:
-    """The `gradient/*` metrics, 0-dim; shares of nothing are 0."""
+    """Returns the `gradient/*` metrics, 0-dim; a share without tokens is 0."""
     tokens, plain = scalar(statistics, "norm/tokens"), scalar(statistics, "norm/plain")
     return {
         "gradient/logit_norm": scalar(statistics, "norm/square").sqrt() / temperature,

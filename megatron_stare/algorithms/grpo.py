@@ -1,8 +1,8 @@
-"""GRPO (arXiv 2402.03300): group-relative advantages and the clipped surrogate. The base of most
-other methods.
+"""GRPO (arXiv 2402.03300): group-relative advantages and the clipped surrogate. Most other methods
+build on it.
 
-A_i = (r_i - mean) / (std + 1e-6) over the prompt group
-J = mean_i (1 / n_i) sum_t min(rho A, clip(rho, 1 - low, 1 + high) A)
+    A_i = (r_i - mean) / (std + 1e-6) over the prompt group
+    J = mean_i (1 / n_i) sum_t min(rho A, clip(rho, 1 - low, 1 + high) A)
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron_stare.algorithms.clipped import Clipped
 
 @dataclass(frozen=True, kw_only=True)
 class Grpo(Clipped):
-    """Settings of GRPO, beside those of clipped.py and policy.py.
+    """Settings of GRPO, besides those of clipped.py and policy.py.
 
     aggregation: 'sequence_mean' (the paper) or 'token_mean' (DAPO and most code since).
-    advantage_spread: what the centred reward is divided by; the paper leaves n or n - 1 open, code
-    uses n - 1.
+    advantage_spread: divisor of the centred reward. The paper leaves n or n - 1 open; code uses n -
+        1.
     """
 
     aggregation: Aggregation = "sequence_mean"

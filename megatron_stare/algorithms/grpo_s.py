@@ -1,16 +1,16 @@
 """GRPO-S (arXiv 2508.04349): GTPO's idea per response. A response's reward grows with its mean
 entropy.
 
-With E_i the mean entropy of response i under the old policy, over the n correct and m wrong ones of
-the prompt:
+Let E be the mean entropy of a response under the old policy, and n and m the numbers of correct and
+wrong responses to the prompt; each sum is over the responses of the same kind:
 
     correct   r = beta1 + beta2 n E / sum E
     wrong     r = -beta1 - beta2 m (1 / E) / sum (1 / E)
     A = (r - mean) / std over the prompt group
     J = mean_i min(w A, clip(w) A),        w_i = mean_t rho_{i,t}
 
-The ratio is the arithmetic mean of the token ratios (eq. 11); the geometric one of appendix C is
-`ratio: geometric`.
+w is the arithmetic mean of the token ratios (eq. 11). `ratio: geometric` uses the geometric mean of
+appendix C.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from megatron_stare.records.batch_statistics import Request, SegmentSum, Statist
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoS(Clipped):
-    """Settings of GRPO-S; defaults are the paper's.
+    """Settings of GRPO-S, with the paper's defaults.
 
     beta1, beta2: weights of outcome and entropy.
-    ratio: of a response, the arithmetic mean of its token ratios or the geometric one.
-    correct_from: the reward from which a response is correct.
+    ratio: ratio of a response: 'arithmetic' or 'geometric' mean of its token ratios.
+    correct_from: lowest reward of a correct response.
     eps: added to every divisor.
     """
 
@@ -77,7 +77,7 @@ class GrpoS(Clipped):
         }
 
     def shaped(self, batch: TokenBatch, statistics: Statistics) -> tuple[Tensor, Tensor]:
-        """([B] float64 shaped rewards, [B] bool which responses count)."""
+        """Returns [B] float64 shaped rewards and [B] bool, the responses that count."""
         length = tensor(statistics, "grpo_s/length")
         counted, groups = length > 0, _whole(batch.groups)
         correct = _whole(batch.rewards) >= self.correct_from
@@ -85,7 +85,8 @@ class GrpoS(Clipped):
         inverse = 1 / (entropy + self.eps)
 
         def share(x: Tensor, among: Tensor) -> Tensor:
-            """[B] x times the number of responses `among`, over their sum, by prompt group."""
+            """[B] x times the number of responses in `among`, over the sum of their x, by prompt
+            group."""
             zeros = torch.zeros(batch.num_groups, dtype=torch.float64, device=x.device)
             number = zeros.index_add(0, groups, among.to(torch.float64))
             total = zeros.index_add(0, groups, torch.where(among, x, 0.0))
@@ -97,8 +98,8 @@ class GrpoS(Clipped):
         return (reward if batch.penalties is None else reward + batch.penalties), counted
 
     def normalised(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """[B] float64 (r - mean) / (std + eps) over the prompt group, the standard deviation with
-        n."""
+        """[B] float64 (r - mean) / (std + eps) over the prompt group, with the standard deviation
+        with n."""
         reward, counted = self.shaped(batch, statistics)
         groups = _whole(batch.groups)
         return group_advantages(
@@ -106,8 +107,8 @@ class GrpoS(Clipped):
         )
 
     def token_advantages(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        # A prompt that is always or never solved has entropy alone to learn from: it gets no loss,
-        # as in every method.
+        # A prompt that all or no responses solve could only teach entropy, so it gets no loss, as
+        # in every method.
         correct = (_whole(batch.rewards) >= self.correct_from).to(torch.float64)
         counted, groups = tensor(statistics, "grpo_s/length") > 0, _whole(batch.groups)
         same = all_equal(correct, groups, counted, batch.num_groups)[groups]
@@ -119,7 +120,7 @@ class GrpoS(Clipped):
         return clip(whole, advantage, low=self.clip_low, high=self.clip_high, dual=self.dual_clip)
 
     def response_ratio(self, batch: TokenBatch) -> Tensor:
-        """[N] the ratio of the response a token belongs to; differentiable."""
+        """[N] ratio of each token's response; differentiable."""
         if self.ratio == "arithmetic":
             return response_mean(ratio(batch.log_prob, batch.old_log_prob), batch)
         mean = response_mean(batch.log_prob - batch.old_log_prob, batch)
@@ -127,7 +128,8 @@ class GrpoS(Clipped):
 
 
 def refuse_by_token(aggregation: Aggregation, correction: Correction | None) -> None:
-    """A loss that is one number a response can only be averaged and weighted by response."""
+    """Refuses settings by token: a loss with one number a response can only be averaged and
+    weighted by response. Raises ValueError."""
     if aggregation != "sequence_mean":
         raise ValueError("the loss is one number a response, so aggregation must be sequence_mean")
     if correction is not None and (correction.level == "token" or correction.reject is not None):

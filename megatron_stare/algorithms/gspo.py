@@ -1,11 +1,11 @@
-"""GSPO (arXiv 2507.18071): the importance ratio, and the clip, of a whole response.
+"""GSPO (arXiv 2507.18071): one importance ratio, and one clip, for a whole response.
 
     s_i = exp((1 / n_i) sum_t (ln p - ln p_old))
     J = mean_i min(s_i A, clip(s_i, 1 - 3e-4, 1 + 4e-4) A)
 
-`form: token` is GSPO-token, s_{i,t} = sg[s_i] p / sg[p]: the same value and, with one advantage a
-response, the same gradient; its log is bounded by 10 as in verl. The bounds are far below those of
-a token ratio: 0.2 never clips.
+`form: token` is GSPO-token, s_{i,t} = sg[s_i] p / sg[p]. It has the same value and, with one
+advantage a response, the same gradient; ln s_{i,t} is at most 10, as in verl. The clip bounds are
+far below those of a token ratio: a bound of 0.2 never clips.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ TOKEN_FORM_LIMIT = 10.0  # as in verl
 
 @dataclass(frozen=True, kw_only=True)
 class Gspo(Grpo):
-    """Settings of GSPO; defaults are the paper's. form: 'sequence' or 'token'."""
+    """Settings of GSPO, with the paper's defaults.
+
+    form: 'sequence' or 'token'.
+    """
 
     coupling: ClassVar[Literal["token", "sequence"]] = "sequence"
 
@@ -51,7 +54,7 @@ class Gspo(Grpo):
         )
 
     def ratio(self, batch: TokenBatch) -> Tensor:
-        """[N] s of the response a token belongs to; differentiable."""
+        """[N] ratio s of each token's response; differentiable."""
         mean = response_mean(batch.log_prob - batch.old_log_prob, batch)
         if self.form == "token":
             own = batch.log_prob - batch.log_prob.detach()  # 0, with the gradient of ln p

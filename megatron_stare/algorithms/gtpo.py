@@ -1,21 +1,26 @@
 """GTPO (arXiv 2508.04349; not 2508.03772 of the same name): a token's reward grows with its share
 of the entropy.
 
-At position t, over the d_t correct and h_t wrong responses of the prompt that are that long, H of
-the old policy:
+At position t, d_t correct and h_t wrong responses of the prompt are long enough to have a token.
+With H the entropy of the old policy there:
 
     correct   r = alpha1 + alpha2 d_t H / sum H
     wrong     r = -alpha1 - alpha2 h_t (1 / H) / sum (1 / H)
     A = (r - mean) / std over the tokens,        J = (1 / N) sum_{i,t} min(rho A, clip(rho) A)
 
-Eq. 6 read literally ('separate') takes mean and std over correct and over wrong tokens apart. Then
-the mean advantage of both is exactly 0, the outcome cancels, and only entropy is learnt. Over all
-tokens ('joint', the default) the mean advantage of a prompt's correct tokens is above 0 and that of
-its wrong ones below, but not every token's: where one side has few tokens, the mean lies near the
-other, whose tokens of small share of the entropy get the wrong sign. A side whose rewards are equal
-but for rounding - 'separate' with one correct response, whose share is always 1 - has advantage 0:
-dividing by their spread would blow rounding up to advantages of several units. "Entropy clipped at
-0.2 and 0.28": taken for DAPO's ratio bounds; to the letter, entropy_clamp.
+Read literally, eq. 6 takes mean and std over correct and wrong tokens separately ('separate'). Then
+the mean advantage of each side is exactly 0: the outcome cancels, and the policy learns entropy
+alone. The default, 'joint', takes them over all tokens: the mean advantage is positive over a
+prompt's correct tokens and negative over its wrong ones. Single tokens may still get the wrong
+sign. If one side has few tokens, the overall mean lies near the other side's, whose tokens with a
+small share of the entropy fall beyond it.
+
+A side gets advantage 0 if its rewards differ by rounding only, as in 'separate' with one correct
+response, whose share is always 1. Dividing by that spread would turn rounding into advantages of
+several units.
+
+The paper's "entropy clipped at 0.2 and 0.28" is read as DAPO's ratio bounds; entropy_clamp is the
+literal reading.
 """
 
 from __future__ import annotations
@@ -32,25 +37,25 @@ from megatron_stare.algorithms.clipped import Clipped
 from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Request, SegmentSum, Statistics, tensor
 
-# rewards whose spread is below this share of their size differ by float32 rounding of entropies
-# alone
+# rewards whose spread is below this share of their size differ only by float32 rounding of
+# entropies
 ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gtpo(Clipped):
-    """Settings of GTPO; defaults are the paper's.
+    """Settings of GTPO, with the paper's defaults.
 
     alpha1, alpha2: weights of outcome and entropy.
-    normalise: 'joint' over all tokens, or 'separate' over correct and over wrong ones (eq. 6 to the
-    letter).
-    scope: whose tokens are compared, the prompt group's (the formulas) or the whole batch's (the
-    paper's discussion).
-    entropy_clamp: (low, high) nats, entropies are clamped before shaping; null: not.
-    correct_from: the reward from which a response is correct.
+    normalise: 'joint' over all tokens, or 'separate' over correct and wrong tokens (eq. 6 read
+        literally).
+    scope: tokens that are compared: those of the prompt's 'group' (the formulas) or of the whole
+        'batch' (the paper's discussion).
+    entropy_clamp: (low, high) nats to clamp entropies to before shaping; null: no clamp.
+    correct_from: lowest reward of a correct response.
     eps: added to every entropy and to the standard deviation, so that no divisor is 0 (remark 2.1).
-        The paper adds it to the sum of the entropies instead, which makes a single response's share
-        differ from 1.
+        The paper adds it to the sum of the entropies instead, so that a single response's share
+        differs from 1.
     """
 
     clip_high: float = 0.28
@@ -94,14 +99,14 @@ class Gtpo(Clipped):
             shaped = self.shaped(kept, known)
             asked["gtpo/number"] = SegmentSum(ones, side, sides, among)
             asked["gtpo/sum"] = SegmentSum(shaped, side, sides, among)
-            if "gtpo/sum" in known:  # squares about the mean: stable where the spread is small
+            if "gtpo/sum" in known:  # squares about the mean: stable even if the spread is small
                 asked["gtpo/squares"] = SegmentSum(
                     (shaped - self._mean(kept, known)) ** 2, side, sides, among
                 )
         return asked
 
     def shaped(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """[N] float64, eqs. 3 and 4, with what the length of the response costs it."""
+        """[N] float64 rewards of eqs. 3 and 4, plus the length penalty of the response."""
         cell, _ = self._cells(batch)
         entropy = self._entropy(batch)
         number = {
@@ -113,8 +118,8 @@ class Gtpo(Clipped):
         return reward if batch.penalties is None else reward + batch.penalties[batch.sequence]
 
     def normalised(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """[N] float64 (r - mean) / (std + eps), the standard deviation with n; 0 where it is
-        rounding."""
+        """[N] float64 (r - mean) / (std + eps), with the standard deviation with n; 0 if that is
+        only rounding."""
         side, _ = self._sides(batch)
         number = tensor(statistics, "gtpo/number").clamp_min(1)
         variance = tensor(statistics, "gtpo/squares") / number
@@ -126,8 +131,8 @@ class Gtpo(Clipped):
 
     def token_advantages(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
         advantage = self.normalised(batch, statistics)
-        # A prompt that the remaining responses always or never solve has entropy alone to learn
-        # from: it gets no loss, as in every method.
+        # A prompt that all or none of the remaining responses solve could only teach entropy, so it
+        # gets no loss, as in every method.
         flags = self._correct(batch).to(torch.float64)
         counted = tensor(statistics, "gtpo/length") > 0
         groups = _whole(batch.groups)
@@ -137,11 +142,11 @@ class Gtpo(Clipped):
         )
 
     def _correct(self, batch: TokenBatch) -> Tensor:
-        """[B] bool."""
+        """[B] bool: the response is correct."""
         return _whole(batch.rewards) >= self.correct_from
 
     def _entropy(self, batch: TokenBatch) -> Tensor:
-        """[N] float64 above 0, with eps."""
+        """[N] float64 entropies with eps, above 0."""
         entropy = batch.entropy.detach().to(torch.float64)
         return (
             entropy.clamp_min(0)
@@ -150,7 +155,8 @@ class Gtpo(Clipped):
         ) + self.eps
 
     def _scope(self, batch: TokenBatch) -> tuple[Tensor, int]:
-        """[N] whose tokens a token is compared with, and how many such sets there are."""
+        """Returns the number [N] of the set that each token is compared within, and how many sets
+        there are."""
         group = _whole(batch.groups)[batch.sequence]
         return (group, batch.num_groups) if self.scope == "group" else (torch.zeros_like(group), 1)
 

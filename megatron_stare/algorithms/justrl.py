@@ -1,4 +1,4 @@
-"""JustRL (arXiv 2512.16649): plain GRPO with a higher upper clip, everything else fixed and simple.
+"""JustRL (arXiv 2512.16649): plain GRPO with a higher upper clip and everything else kept simple.
 
     J = (1 / N) sum_{i,t} min(rho A, clip(rho, 1 - 0.2, 1 + 0.28) A), dual clip 10
 
@@ -15,7 +15,7 @@ from megatron_stare.algorithms.grpo import Grpo
 
 @dataclass(frozen=True, kw_only=True)
 class JustRl(Grpo):
-    """Settings of JustRL: GRPO's with the published defaults."""
+    """Settings of JustRL: those of GRPO with the published defaults."""
 
     clip_high: float = 0.28
     dual_clip: float | None = 10.0

@@ -1,6 +1,6 @@
-"""A penalty for leaving the reference policy, as a term of the loss.
+"""Penalty on the KL divergence from the reference policy, as a term of the loss.
 
-With d = ln p_ref - ln p of the sampled token, per token (Schulman's estimators,
+With d = ln p_ref - ln p of the sampled token (Schulman's estimators,
 joschu.net/blog/kl-approx.html):
 
     k1 = -d        k2 = d^2 / 2        k3 = e^d - d - 1  (GRPO, arXiv 2402.03300)
@@ -22,10 +22,10 @@ Estimator = Literal["k1", "k2", "k3"]
 class ReferenceKl:
     """Settings of the KL term.
 
-    coef: its weight; 0: the reference policy is not loaded.
-    estimator: all three have the right mean on-policy, but as a loss only the gradient of k2 is
-        that of KL(p || p_ref); k3's is that of the reverse direction near it, and k1's has mean
-        zero: it logs, it does not hold back.
+    coef: weight of the term; 0: the reference policy is not loaded.
+    estimator: on-policy all three have the right mean, but only k2 has the gradient of KL(p ||
+        p_ref). The gradient of k3 is, near the reference, that of KL(p_ref || p). The gradient of
+        k1 has mean zero, so k1 only logs.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -39,7 +39,7 @@ class ReferenceKl:
 
 
 def kl_estimate(log_prob: Tensor, reference_log_prob: Tensor, estimator: Estimator) -> Tensor:
-    """[N] differentiable through log_prob."""
+    """[N] KL estimate, differentiable through log_prob."""
     d = (reference_log_prob.detach() - log_prob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if estimator == "k1":
         return -d

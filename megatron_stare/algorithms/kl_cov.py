@@ -1,12 +1,12 @@
-"""KL-Cov (arXiv 2505.22617): tokens of highest covariance between advantage and log-prob are held
-where they were.
+"""KL-Cov (arXiv 2505.22617): holds the tokens of highest covariance between advantage and log-prob
+close to the old policy.
 
     loss = -A rho + beta |ln p - ln p_old|  on the max(1, int(share N)) tokens of largest covariance
     loss = -A rho                           elsewhere
 
-There is no ratio clip, in the released code either, although its scripts pass one: so there is no
-such setting here. With one optimizer step a rollout batch ln p = ln p_old, the term has no gradient
-and KL-Cov is inert.
+There is no setting for a ratio clip, because the released code ignores the one that its scripts
+pass. With one optimizer step a rollout batch, ln p = ln p_old: the term has no gradient, and KL-Cov
+is inert.
 """
 
 from __future__ import annotations
@@ -27,19 +27,17 @@ from megatron_stare.records.batch_statistics import Request, Statistics, TopK, t
 from megatron_stare.records.metric import Metric
 
 METRICS = (
-    Metric(
-        "kl_cov/share", "share", "tokens that are held to the old policy", "near algorithm.share"
-    ),
+    Metric("kl_cov/share", "share", "tokens held to the old policy", "near algorithm.share"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class KlCov(PolicyGradient):
-    """Settings of KL-Cov; defaults are those of the paper's 7B runs.
+    """Settings of KL-Cov, with the defaults of the paper's 7B runs.
 
-    share: of all tokens, how many are held (2e-3 for 7B, 2e-4 for 32B).
+    share: share of all tokens that are held (2e-3 for 7B, 2e-4 for 32B).
     coef: beta (1 in the original repository, 0.1 in verl's configuration).
-    advantage_spread: what the centred reward is divided by.
+    advantage_spread: divisor of the centred reward.
     """
 
     share: float = 2e-3
@@ -67,7 +65,7 @@ class KlCov(PolicyGradient):
         return asked
 
     def held(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """[N] bool."""
+        """[N] bool: tokens held to the old policy."""
         return threshold(statistics, "held").select(
             covariance(batch, statistics), batch.index, batch.loss_mask
         )

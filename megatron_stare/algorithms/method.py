@@ -1,10 +1,15 @@
 """The contract between a method and the trainer.
 
-A step goes: `judge` gives the responses their advantages (rollout batch, once, by the driver) ->
-log-prob pass -> `requests`, answered over all ranks -> `control` updates the method's state, once
--> for every mini-batch `requests`, answered over that alone, then `token_loss` and `coefficients`,
-micro-batch by micro-batch. The training loss is the sum over tokens of coefficient times token
-loss. Shape legend: B samples, N response positions at hand.
+One training step runs in this order:
+
+1. The driver calls `judge` once on the rollout batch, which computes the advantages.
+2. The trainer runs the log-prob pass.
+3. It answers `requests` over the tokens of all ranks; `control` updates the method's state once.
+4. For every mini-batch it answers `requests` over that mini-batch alone, then calls `token_loss`
+   and `coefficients` on each micro-batch.
+
+The training loss is the sum over tokens of coefficient times token loss. Shape legend: B samples, N
+response positions in the batch passed in.
 """
 
 from __future__ import annotations
@@ -22,13 +27,13 @@ from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Count, Request, Statistics, scalar
 from megatron_stare.records.rollout_batch import RolloutBatch
 
-State = dict[str, Tensor]  # 0-dim float64 tensors: what a method remembers from step to step
+State = dict[str, Tensor]  # 0-dim float64 tensors that a method keeps from step to step
 
 
 @dataclass(frozen=True)
 class TokenTerms:
-    """`loss` [N], one value a token before aggregation; `shares` [N]: logged as means over the loss
-    tokens."""
+    """Loss of every token before aggregation, `loss` [N], and tensors to log, `shares` [N] by name:
+    each is logged as its mean over the loss tokens."""
 
     loss: Tensor
     shares: Mapping[str, Tensor] = field(default_factory=dict)
@@ -43,7 +48,8 @@ class Method(ABC):
 
     @property
     def needs_entropy_gradient(self) -> bool:
-        """Tells whether the training pass must give `TokenBatch.current_entropy`, with gradient."""
+        """Tells whether the training pass must compute `TokenBatch.current_entropy`, with
+        gradient."""
         return False
 
     @property
@@ -54,28 +60,28 @@ class Method(ABC):
 
     @property
     def reads_log_prob_pass(self) -> str | None:
-        """Reason why the method needs old log-probs or entropies beside its gate, a sentence; None:
-        it needs neither.
+        """Returns a sentence naming why the method needs the old log-probs or entropies for more
+        than its gate, or None if it does not.
 
-        Only with None may a run skip the log-prob pass (`statistics.gate: lagged`). Then there is
-        one update a rollout batch; `requests` finds NaN for both, and `control` moves the state
-        after the training pass, which gives them; in `token_loss` the old log-prob is the current
-        one, detached.
+        Only with None may a run skip the log-prob pass (`statistics.gate: lagged`). Such a run
+        makes one update a rollout batch. `requests` then finds NaN for both quantities, `control`
+        moves the state after the training pass, which computes them, and the old log-prob in
+        `token_loss` is the current one, detached.
         """
         return f"{type(self).__name__} does not say that it can do without the log-prob pass"
 
     @property
     def selects(self) -> tuple[TokenSet, ...]:
-        """The sets of tokens that `selected` tells apart; diagnostics name them."""
+        """Returns the token sets that `selected` distinguishes; diagnostics log them by name."""
         return ()
 
     def carries_loss(self, batch: RolloutBatch) -> Tensor:
-        """[B] bool: the responses whose tokens of the loss mask carry loss; the others leave N and
-        every quantile."""
+        """[B] bool: responses whose loss-mask tokens carry loss. Tokens of other responses count
+        neither in N nor in any quantile."""
         return batch.verified
 
     def baseline_mask(self, batch: RolloutBatch) -> Tensor:
-        """[B] bool: the responses that the advantages of the others are measured against."""
+        """[B] bool: responses that form the baseline of the advantages."""
         return batch.verified
 
     def shaped_rewards(self, batch: RolloutBatch) -> Tensor:
@@ -83,10 +89,10 @@ class Method(ABC):
         return batch.rewards
 
     def judge(self, batch: RolloutBatch) -> RolloutBatch:
-        """A rewarded rollout batch with its advantages, which responses carry loss, and what
-        shaping added.
+        """Returns the rollout batch with advantages, the mask of responses that carry loss, the
+        baseline mask and the length penalties.
 
-        The one place where these are computed: every rank reads them as columns.
+        These columns are computed only here; every rank reads them from the batch.
         """
         shaped, judged_against = self.shaped_rewards(batch), self.baseline_mask(batch)
         return replace(
@@ -99,48 +105,51 @@ class Method(ABC):
 
     @abstractmethod
     def advantages(self, rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
-        """[B] advantages from rewards [B], prompt-group numbers [B] and which samples count [B]."""
+        """[B] advantages from rewards [B], prompt-group numbers [B], and `counted` [B] bool, the
+        samples in the baseline."""
 
     def initial_state(self) -> dict[str, float]:
-        """State before the first step, by name; every checkpoint holds the state."""
+        """Returns the state before the first step, by name; every checkpoint saves the state."""
         return {}
 
     def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        """The statistics that the method needs, of the rollout batch for `control`, of a mini-batch
-        for the loss.
+        """Returns the statistics that the method needs: of the rollout batch for `control`, of a
+        mini-batch for the loss.
 
-        Asked again while it names new ones, so that a request may build on answers in `known`.
-        `tokens`, the number of positions that carry loss, is what `coefficients` divides by.
+        Called again until it returns no new names, so that a request may build on the answers in
+        `known`. `coefficients` divides by `tokens`, the number of positions that carry loss.
         """
         return {"tokens": Count(batch.loss_mask)}
 
     def control(self, state: State, statistics: Statistics) -> State:
-        """The state this step uses and the next one starts from, by the rollout batch's statistics.
-        No host synchronisation."""
+        """Returns the state for this step, computed from the statistics of the rollout batch; the
+        next step starts from it. Must not synchronise with the host."""
         return state
 
     @abstractmethod
     def token_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
-        """Loss of every position, purely local; differentiable through batch.log_prob."""
+        """Returns the loss of every position, computed without communication and differentiable
+        through batch.log_prob."""
 
     @abstractmethod
     def coefficients(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """[N] what every token's loss is multiplied by before summing; 0 outside
-        batch.loss_mask."""
+        """[N] factor on every token's loss before summing; 0 outside batch.loss_mask."""
 
     def selected(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """[N] int8, for people who read responses and for diagnostics: which of the sets that the
-        method `selects` a token is in. 1 in L+, the rare ones of positive advantage, -1 in L-, of
-        negative advantage; 2 in U+ and -2 in U-, the common ones; 0 elsewhere, and for methods that
-        pick none."""
+        """[N] int8 code of the set in `selects` that each token belongs to, for diagnostics and for
+        people who read responses.
+
+        1 is L+, the rare tokens of positive advantage, and -1 is L-, those of negative advantage. 2
+        is U+ and -2 is U-, the common tokens of either sign. 0 is no set.
+        """
         return torch.zeros_like(batch.loss_mask, dtype=torch.int8)
 
     def empty(self, statistics: Statistics) -> Tensor:
-        """0-dim bool: no token of the mini-batch has a loss, by the statistics of all its tokens.
-        There is no optimizer step then: it would follow momentum and weight decay alone."""
+        """0-dim bool: no token of the whole mini-batch has a loss. The trainer then skips the
+        optimizer step, which would only apply momentum and weight decay."""
         return scalar(statistics, "tokens") == 0
 
     def metrics(self, statistics: Statistics, state: State) -> dict[str, Tensor | float]:
-        """Scalars to log, by name; tensors are 0-dim and stay on the device until the end of the
-        step."""
+        """Returns scalars to log, by name. Tensors are 0-dim and stay on the device until the end
+        of the step."""
         return {}

@@ -1,9 +1,9 @@
-"""Shared parts of all policy-gradient methods: filters before the statistics, and terms added to
-the policy loss.
+"""Parts that all policy-gradient methods share: filters, which run before the statistics, and terms
+added to the policy loss.
 
-A subclass gives `policy_loss`, and as it needs them `filters`, `asks` and `control`. The add-ons of
-this file - truncation, length penalties, importance correction, KL to a reference, entropy bonus -
-go with every one of them.
+A subclass defines `policy_loss` and, if it needs them, `filters`, `asks` and `control`. The add-ons
+of this file (truncation, length penalties, importance correction, KL to a reference, entropy bonus)
+work with every subclass.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ METRICS = (
     Metric(
         "loss/tokens",
         "tokens",
-        "N, that the loss divides by: those that carry loss, without what filters took out",
+        "N, the divisor of the loss: tokens that carry loss and that no filter removed",
         "near the sum of the response lengths",
     ),
     Metric(
         "loss/kept",
         "share",
-        "tokens that the filters left a loss",
+        "tokens that keep their loss after the filters",
         "near 1 for corrections; algorithm.share for 20-Entropy",
     ),
     Metric(
         "correction/weight",
         "factor",
-        "mean importance weight of engine against trainer",
-        "near 1; away from it: engine and trainer differ, or weights are old",
+        "mean importance weight, trainer probability over engine probability",
+        "near 1; far from 1: engine and trainer differ, or samples come from old weights",
     ),
     Metric(
         "reference/kl",
@@ -71,22 +71,23 @@ METRICS = (
         "entropy_bonus/coef",
         "factor",
         "coefficient that the next step may use",
-        "at its coef_max for long: the bonus does not hold the entropy",
+        "long at coef_max: the bonus cannot hold the entropy",
     ),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradient(Method):
-    """Settings every policy-gradient method has.
+    """Settings of every policy-gradient method.
 
     aggregation: how token losses become one number (see aggregate.py).
     length_norm: L_max of the 'dr_grpo' aggregations, tokens.
-    truncated: what a response cut off at the length limit counts for.
-    equal_groups: 'keep' counts tokens of groups whose rewards are all equal, 'mask' has them carry
-        no loss: neither N nor an entropy knows of them, as where published code drops such groups
-        and does not refill (Skywork-OR1).
-    overlong: DAPO's soft overlong punishment, or null.        length_penalty: GROP, or null.
+    truncated: treatment of responses cut off at the length limit (see shaping.py).
+    equal_groups: 'keep' counts tokens of groups whose rewards are all equal. 'mask' removes their
+        loss and leaves them out of N and of every entropy, like code that drops such groups without
+        refilling the batch (Skywork-OR1).
+    overlong: DAPO's soft overlong punishment, or null.
+    length_penalty: GROP, or null.
     correction: importance correction between rollout and training policy, or null.
     reference_kl: KL to a reference policy as a loss term, or null.
     entropy_bonus: entropy bonus, fixed or steered to a target, or null.
@@ -130,8 +131,7 @@ class PolicyGradient(Method):
 
     @property
     def reads_log_prob_pass(self) -> str | None:
-        """See Method. The add-ons speak here; a method that reads the pass itself says so in an
-        override."""
+        """Covers the add-ons (see Method); a method that reads the pass itself overrides this."""
         if self.correction is not None:
             return (
                 "the importance correction compares old log-probs with the engine's before the loss"
@@ -198,18 +198,22 @@ class PolicyGradient(Method):
             )
         if self.correction is not None:
             asked |= self.correction.final_requests(narrowed.kept, known)
-        if self.filters():  # without, as many as "tokens"
+        if self.filters():  # without filters it equals "tokens"
             asked["with_loss"] = Count(self.with_loss(batch, narrowed, known))
         return asked | dict(self.asks(batch, narrowed.kept, known))
 
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        """The method's own statistics; `kept` is the batch with the mask the filters left."""
+        """Returns the method's own statistics; `kept` is the batch whose mask holds only the tokens
+        that the filters kept."""
         return {}
 
     def with_loss(self, batch: TokenBatch, narrowed: Narrowed, known: Statistics) -> Tensor:
-        """[N] bool, the tokens that have a loss: those that the filters left and the correction
-        gives a weight. KL term and entropy bonus act on tokens without policy loss too: with
-        either, all that are counted."""
+        """[N] bool: tokens that have a loss, that is, kept by the filters and with a nonzero
+        correction weight.
+
+        With a KL term or an entropy bonus, all counted tokens, because both act on tokens without
+        policy loss too.
+        """
         if self.needs_reference or self.entropy_bonus is not None:
             return narrowed.counted
         if self.correction is None:
@@ -228,7 +232,7 @@ class PolicyGradient(Method):
 
     @abstractmethod
     def policy_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
-        """Loss [N] of the tokens that the filters left, before the add-ons."""
+        """Returns the loss [N] of the tokens that the filters kept, before the add-ons."""
 
     def token_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
         kept = self.narrowed(batch, statistics).kept

@@ -1,13 +1,13 @@
-"""How good a method's selection is as a proxy for the critical surprisal (STARE, arXiv 2606.19236,
-appendix B.2).
+"""How well a method's selection finds the tokens past the critical surprisal (STARE, arXiv
+2606.19236, appendix B.2).
 
-STARE takes the tokens of highest surprisal of the whole batch for those past the critical surprisal
-s* of their own position, which needs the distribution. Known here are both (sensitivity.py), so
-that one is held against the other:
+STARE selects the tokens of highest surprisal in the whole batch, as a proxy for those past the
+critical surprisal s* of their own position, which needs the distribution. Here both are known
+(sensitivity.py), so these metrics compare them:
 
-    precision   the share of L+ with s > s*, of U+ with s <= s*, and so for L- and U-
-    A Phi       the sum over the set; negative over a right L+: its tokens raise the entropy at the
-                rate -A Phi
+    precision   share of L+ with s > s*, of U+ with s <= s*; likewise for L- and U-
+    A Phi       sum over the set; negative for a correct L+, whose tokens raise the entropy at
+                the rate -A Phi
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ METRICS = (
             "share",
             f"tokens of {of} that lie {'beyond' if of[0] == 'L' else 'up to'} the critical"
             " surprisal of their position",
-            f"above {'' if of[0] == 'L' else '1 less '}forecast/rare_share, which it is by chance;"
-            f" NaN where {of} is empty",
+            f"above {'' if of[0] == 'L' else '1 - '}forecast/rare_share, its value by chance;"
+            f" NaN if {of} is empty",
         )
         for name, of in _SETS.items()
     ),
@@ -41,7 +41,7 @@ METRICS = (
         Metric(
             f"forecast/a_phi_{name}",
             "nats",
-            f"sum of A Phi over {of}, per unit of a step in the logits, A before any weight",
+            f"sum of A Phi over {of}, per unit step in the logits, with A before reweighting",
             (
                 "below 0: the set raises the entropy, as it should"
                 if of == "L+"
@@ -56,15 +56,15 @@ METRICS = (
 def proxy_requests(
     batch: TokenBatch, sets: Sequence[TokenSet], selected: Tensor
 ) -> Mapping[str, Request]:
-    """Statistics of the whole batch that `proxy_metrics` reads.
+    """Returns the statistics of the whole batch that `proxy_metrics` reads.
 
     Args:
         batch: with sum_p2 and sum_p2_log_p.
-        sets: those that the method selects.
+        sets: token sets that the method selects.
         selected: [N] int8, `Method.selected`.
 
     Raises:
-        ValueError: the batch is without the sums over the vocabulary.
+        ValueError: the batch lacks the sums over the vocabulary.
     """
     phi = sensitivity_of(batch)
     asked: dict[str, Request] = {}
@@ -81,9 +81,9 @@ def proxy_requests(
 def proxy_metrics(
     statistics: Statistics, sets: Sequence[TokenSet], temperature: float
 ) -> dict[str, Tensor]:
-    """`forecast/precision_*` and `forecast/a_phi_*` of every set, 0-dim; a precision of no tokens
-    is NaN. Sums of A Phi are per unit of a step in the logits, nats, and so carry 1 / T^2
-    (sensitivity.py)."""
+    """Returns 0-dim `forecast/precision_*` and `forecast/a_phi_*` for every set; the precision of
+    an empty set is NaN. Sums of A Phi are in nats per unit step in the logits, so they carry 1 /
+    T^2 (sensitivity.py)."""
     found = {}
     for each in sets:
         number = scalar(statistics, f"proxy/{each.name}")

@@ -1,21 +1,21 @@
 """How a policy-gradient step moves the entropy, to first order (STARE, arXiv 2606.19236, section 3
 and appendix D).
 
-Sampling token a with advantage A and moving the logits by eta A (one_hot(a) - p) changes the
-entropy at that position at the rate dH/deta = -A Phi(a): Phi is how fast the entropy falls when the
-sampled token is pushed up. With
+Let a step sample token a with advantage A and move the logits by eta A (one_hot(a) - p). The
+entropy at that position then changes at the rate dH/deta = -A Phi(a), so Phi is how fast the
+entropy falls when the sampled token is pushed up:
 
     Phi(a) = p (ln p + H) - S2        S2 = sum_v p_v^2 (ln p_v + H) = sum p^2 ln p + H sum p^2 >= 0
     Phi(a) > 0  if and only if  s < s* = H - W0(S2 e^H)        (s = -ln p, Lambert W0)
 
-so the entropy falls for common tokens (s < s*) of positive advantage, U+, and for rare ones of
-negative advantage, L-; it rises on U- and on the rare tokens of positive advantage, L+. s* belongs
-to a position: it needs the distribution. All functions are elementwise over [N] positions, without
-host synchronisation.
+So the entropy falls for common tokens (s < s*) of positive advantage, U+, and for rare tokens of
+negative advantage, L-. It rises for U- (common, negative) and L+ (rare, positive). The critical
+surprisal s* of a position depends on its whole distribution. All functions are elementwise over [N]
+positions, without host synchronisation.
 
-At temperature T everything above is that of the distribution that is sampled from, softmax(z / T).
-Both the push on the logits z and the slope of the entropy in them carry a factor 1 / T, so rates
-per unit of step in z carry 1 / T^2.
+At temperature T all quantities above belong to the sampling distribution, softmax(z / T). The push
+on the logits z and the slope of the entropy in z each carry a factor 1 / T, so rates per unit step
+in z carry 1 / T^2.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ METRICS = (
     Metric(
         "forecast/entropy_change",
         "nats per unit step",
-        "first-order change of the mean entropy under what the method makes of the advantages",
+        "first-order change of the mean entropy under the method's own loss",
         "near 0 or steered by the gate; far below 0 for long: collapse",
     ),
     Metric(
         "forecast/plain_change",
         "nats per unit step",
-        "the same under the advantages as they are",
-        "below forecast/entropy_change where the method holds entropy up",
+        "forecast/entropy_change under the plain advantages",
+        "below forecast/entropy_change if the method raises entropy",
     ),
     Metric(
         "forecast/mass_common_plus",
         "nats per unit step",
         "part of forecast/plain_change that comes from U+: common tokens, A > 0",
-        "the four add up to forecast/plain_change",
+        "the four masses add up to forecast/plain_change",
     ),
     Metric(
         "forecast/mass_rare_plus",
         "nats per unit step",
         "part of forecast/plain_change that comes from L+: rare tokens, A > 0",
-        "the four add up to forecast/plain_change",
+        "the four masses add up to forecast/plain_change",
     ),
     Metric(
         "forecast/mass_common_minus",
         "nats per unit step",
         "part of forecast/plain_change that comes from U-: common tokens, A < 0",
-        "the four add up to forecast/plain_change",
+        "the four masses add up to forecast/plain_change",
     ),
     Metric(
         "forecast/mass_rare_minus",
         "nats per unit step",
         "part of forecast/plain_change that comes from L-: rare tokens, A < 0",
-        "the four add up to forecast/plain_change",
+        "the four masses add up to forecast/plain_change",
     ),
     Metric("forecast/share_common_plus", "share", "tokens in U+: common, A > 0", "no bound"),
     Metric("forecast/share_rare_plus", "share", "tokens in L+: rare, A > 0", "no bound"),
@@ -80,46 +80,45 @@ METRICS = (
     Metric(
         "forecast/critical_surprisal",
         "nats",
-        "mean of s*, past which a token is rare",
-        "of the size of stare/threshold_plus",
+        "mean of s*, the surprisal past which a token is rare",
+        "similar to stare/threshold_plus",
     ),
     Metric(
         "forecast/neutral_weight",
         "factor",
         "W*, the weight on L+ that would make forecast/plain_change 0",
-        "above 1 entropy falls if nothing is done; NaN: no rewarded token is rare",
+        "above 1: without reweighting, entropy falls; NaN: L+ is empty",
     ),
 )
 
 
 QUADRANTS = ("common_plus", "rare_plus", "common_minus", "rare_minus")  # U+, L+, U-, L-
-# Float32 log-probs carry errors of some 1e-6. Where a token is all but certain, Phi is smaller than
-# that, and its sign would be the rounding's. Tokens so near zero move nothing and count as common.
+# Float32 log-probs carry errors near 1e-6. For a nearly certain token Phi is smaller, so rounding
+# would decide its sign. Such tokens hardly move the entropy and count as common.
 _NEUTRAL = 3e-6
-_HALLEY_STEPS = 12  # converges cubically; double precision is reached in six from any x up to 1e12
+_HALLEY_STEPS = 12  # converges cubically; six steps reach double precision for any x up to 1e12
 
 
 def second_moment(sum_p2: Tensor, sum_p2_log_p: Tensor, entropy: Tensor) -> Tensor:
-    """[N] S2, from the sums over the vocabulary of p^2 and p^2 ln p. It is never negative; rounding
-    is cut off."""
+    """[N] S2 from the sums over the vocabulary of p^2 and p^2 ln p. S2 is never negative, so values
+    below 0, due to rounding, become 0."""
     return (sum_p2_log_p + entropy * sum_p2).clamp_min(0)
 
 
 def sensitivity(log_prob: Tensor, entropy: Tensor, s2: Tensor) -> Tensor:
-    """[N] Phi of the sampled token: the entropy falls at this rate per unit of advantage and
-    step."""
+    """[N] Phi of the sampled token: how fast the entropy falls per unit of advantage and step."""
     return log_prob.exp() * (log_prob + entropy) - s2
 
 
 def critical_surprisal(entropy: Tensor, s2: Tensor) -> Tensor:
-    """[N] float64 s*, at most H, and H where the distribution is uniform on its support."""
+    """[N] float64 s*, at most H; equal to H if the distribution is uniform on its support."""
     entropy = entropy.to(torch.float64)
     return entropy - lambert_w0(s2.to(torch.float64) * entropy.exp())
 
 
 def lambert_w0(x: Tensor) -> Tensor:
-    """The w >= -1 with w e^w = x, in float64, for x >= -1/e; NaN below. Halley's iteration from a
-    bound near it."""
+    """Returns the w >= -1 with w e^w = x, in float64, for x >= -1/e; NaN below. Runs Halley's
+    iteration from a starting point near w."""
     x = x.to(torch.float64)
     # series about the branch point -1/e
     near_branch = -1 + (2 * (torch.e * x + 1).clamp_min(0)).sqrt()
@@ -136,13 +135,13 @@ def lambert_w0(x: Tensor) -> Tensor:
 
 
 def is_rare(phi: Tensor) -> Tensor:
-    """[N] bool: past the critical surprisal, s > s*, which is Phi < 0."""
+    """[N] bool: past the critical surprisal, s > s*, that is, Phi < 0."""
     return phi < -_NEUTRAL
 
 
 def quadrants(batch: TokenBatch, phi: Tensor) -> dict[str, Tensor]:
-    """[N] bool each: the tokens of U+, L+, U-, L- among those that carry loss. Advantage 0 is in
-    none."""
+    """Returns the tokens of U+, L+, U- and L- among those that carry loss, [N] bool each. Tokens
+    with advantage 0 are in none."""
     rare = is_rare(phi)
     plus, minus = batch.loss_mask & (batch.advantage > 0), batch.loss_mask & (batch.advantage < 0)
     return dict(
@@ -151,7 +150,7 @@ def quadrants(batch: TokenBatch, phi: Tensor) -> dict[str, Tensor]:
 
 
 def sensitivity_of(batch: TokenBatch) -> Tensor:
-    """[N] Phi of the tokens of a batch. Raises ValueError without sum_p2 and sum_p2_log_p."""
+    """[N] Phi of a batch's tokens. Raises ValueError without sum_p2 and sum_p2_log_p."""
     return sensitivity(batch.old_log_prob.detach(), batch.entropy, _second_moment_of(batch))
 
 
@@ -162,13 +161,12 @@ def _second_moment_of(batch: TokenBatch) -> Tensor:
 
 
 def sensitivity_requests(batch: TokenBatch, push: Tensor) -> Mapping[str, Request]:
-    """Statistics of the whole batch that `EntropyForecast.of` reads.
+    """Returns the statistics of the whole batch that `EntropyForecast.of` reads.
 
     Args:
         batch: with sum_p2 and sum_p2_log_p.
-        push: [N] slope of the objective (minus the loss) in every token's log-prob: what the method
-            makes of the advantage, divided as its aggregation divides. A / N is the plain policy
-            gradient.
+        push: [N] slope of the method's objective (minus the loss) in every token's log-prob, with
+            the method's reweighting and divisor. The plain policy gradient has A / N.
     """
     s2, phi = _second_moment_of(batch), sensitivity_of(batch)
     plain = -batch.advantage * phi
@@ -187,15 +185,15 @@ def sensitivity_requests(batch: TokenBatch, push: Tensor) -> Mapping[str, Reques
 
 @dataclass(frozen=True)
 class EntropyForecast:
-    """First-order forecast of one step, 0-dim tensors.
+    """First-order forecast of one step, as 0-dim tensors.
 
-    Rates are per unit of a step that moves every token's logits by its advantage times (one_hot(a)
-    - p), nats.
+    Rates are in nats per unit of a step that moves every token's logits by its advantage times
+    (one_hot(a) - p).
 
-    change: rate of the mean entropy under what the method makes of the advantages.
-    plain_change: the same under the advantages as they are; the sum of the masses.
-    masses: by quadrant, its part of `plain_change`.
-    shares: by quadrant, its share of the tokens.
+    change: rate of the mean entropy under the method's own loss.
+    plain_change: rate of the mean entropy under the plain advantages; the sum of the masses.
+    masses: part of `plain_change` from each quadrant.
+    shares: share of the tokens in each quadrant.
     rare_share: share of tokens past their critical surprisal.
     critical_surprisal: mean of s*, nats.
     neutral_weight: W*, the weight on L+ for which `plain_change` would be zero.
@@ -211,8 +209,8 @@ class EntropyForecast:
 
     @classmethod
     def of(cls, statistics: Statistics, temperature: float = 1.0) -> EntropyForecast:
-        """The forecast from the answers to `sensitivity_requests`; `temperature` divided the
-        logits."""
+        """Builds the forecast from the answers to `sensitivity_requests`; `temperature` is the
+        divisor of the logits."""
         tokens = scalar(statistics, "sensitivity/tokens").clamp_min(1)
         per_token = tokens * temperature**2
         plain = scalar(statistics, "sensitivity/plain")
@@ -245,7 +243,7 @@ class EntropyForecast:
 
 
 def neutral_weight(decrease: Tensor, increase: Tensor) -> Tensor:
-    """W* = 1 + Lambda / Gamma; NaN where no token of L+ could raise the entropy.
+    """W* = 1 + Lambda / Gamma; NaN if no token of L+ could raise the entropy.
 
     Args:
         decrease: Lambda, the sum of A Phi over the batch.

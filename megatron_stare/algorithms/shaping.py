@@ -1,5 +1,5 @@
-"""Rewards shaped by response length, and the responses and groups that count. Whole batch, on the
-host.
+"""Length penalties on rewards, and the masks of responses and groups that count. Runs on whole
+batches, on the host.
 
 Shape legend: B responses, G prompt groups.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_stare.algorithms.advantage import all_equal
 
-# keep: as any other response; mask: no loss, but the baseline counts it; drop: as if never sampled
+# keep: like any other response; mask: no loss, but in the baseline; drop: as if never sampled
 Truncated = Literal["keep", "mask", "drop"]
 
 
@@ -24,9 +24,9 @@ class Overlong:
 
         min(-(n - (max_length - cache)) / cache * factor, 0)
 
-    max_length: tokens, the longest response allowed. cache: tokens before it over which the penalty
-    grows from 0.
-    factor: the penalty at max_length.
+    max_length: longest response allowed, tokens.
+    cache: number of tokens before max_length over which the penalty grows from 0.
+    factor: size of the penalty at max_length.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -40,7 +40,7 @@ class Overlong:
             raise ValueError("overlong: needs 0 < cache <= max_length and factor above 0")
 
     def penalty(self, lengths: Tensor) -> Tensor:
-        """[B] float64, at most 0, from response lengths [B]."""
+        """[B] float64 penalties, at most 0, from response lengths [B]."""
         over = lengths.to(torch.float64) - (self.max_length - self.cache)
         return (-over / self.cache * self.factor).clamp_max(0)
 
@@ -50,13 +50,14 @@ class LengthPenalty:
     """Group Relative Overlong Punishment (GROP; GTPO and GRPO-S, arXiv 2508.04349, appendix D).
 
     A group is easy if its share of correct responses is at least `easy_from`, hard if at most 1 -
-    easy_from, else medium. With L = max((shortest + longest) / 2, mean) over the lengths of its
-    correct responses (easy) or of all (medium), a correct response of length n gets 0 below L, -(n
-    - L) / (2 L) up to 2 L and -1/2 beyond. None in a hard group, nor in a medium one with at most
-    as many right as wrong, for which the paper says nothing.
+    easy_from, else medium. Let L = max((shortest + longest) / 2, mean) over the lengths of the
+    group's correct responses (easy) or all responses (medium). The penalty of a correct response of
+    length n is 0 below L, -(n - L) / (2 L) up to 2 L, and -1/2 beyond. Hard groups have no penalty.
+    Neither do medium groups in which at most half of the responses are correct, a case the paper
+    leaves open.
 
-    easy_from: gamma_1; the paper gives no number. correct_from: the reward from which a response is
-    correct.
+    easy_from: gamma_1; the paper gives no number.
+    correct_from: lowest reward of a correct response.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -69,7 +70,7 @@ class LengthPenalty:
             raise ValueError("length_penalty: easy_from must lie in (0, 1]")
 
     def regimes(self, correct: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
-        """[G] int64: 0 hard, 1 medium, 2 easy."""
+        """[G] int64 difficulty: 0 hard, 1 medium, 2 easy."""
         size, right = _per_group(counted, groups), _per_group(counted & correct, groups)
         share = right / size.clamp_min(1)
         return torch.where(
@@ -77,7 +78,7 @@ class LengthPenalty:
         )
 
     def penalty(self, lengths: Tensor, correct: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
-        """[B] float64, at most 0.
+        """[B] float64 penalties, at most 0.
 
         Args:
             lengths: [B] int64 tokens of each response.
@@ -105,8 +106,8 @@ def _per_group(flags: Tensor, groups: Tensor) -> Tensor:
 
 
 def _typical_length(n: Tensor, groups: Tensor, over: Tensor, number: int) -> Tensor:
-    """[G] max((shortest + longest) / 2, mean) of the lengths `over` which it is taken; 1 where
-    there are none."""
+    """[G] max((shortest + longest) / 2, mean) of the lengths selected by `over`; 1 if a group has
+    none."""
     infinite = torch.full((number,), torch.inf, dtype=n.dtype)
     low = infinite.scatter_reduce(0, groups, torch.where(over, n, torch.inf), "amin")
     high = (-infinite).scatter_reduce(0, groups, torch.where(over, n, -torch.inf), "amax")
@@ -118,7 +119,7 @@ def _typical_length(n: Tensor, groups: Tensor, over: Tensor, number: int) -> Ten
 
 
 def informative_groups(values: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
-    """[G] bool: the groups whose counted values [B] are not all equal: those DAPO's dynamic
-    sampling keeps."""
+    """[G] bool: groups whose counted values [B] are not all equal, which DAPO's dynamic sampling
+    keeps."""
     number = int(groups.max()) + 1 if groups.numel() else 0
     return ~all_equal(values.to(torch.float64), groups, counted, number)

@@ -4,9 +4,9 @@ contains by accident.
     I = 0 if A > 0 and p < tau_p and H < tau_h, else 1
     J = (1 / sum I) sum_{i,t} I min(rho A, clip(rho, 1 - low, 1 + high) A)
 
-tau_h is (v4) the q-quantile of the entropies of the candidates - p < tau_p in correct responses -
-over the batch, or (v1) of all tokens. Comparisons are strict, and without a candidate nothing is
-silenced. No official code is known.
+In v4, tau_h is the q-quantile over the batch of the entropies of the candidates, the tokens with p
+< tau_p in correct responses. In v1 it is the q-quantile over all tokens. Comparisons are strict;
+without candidates no token is silenced. No official code is known.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ METRICS = (
     Metric(
         "stapo/entropy_threshold",
         "nats",
-        "tau_h: below this entropy an improbable token of a right answer is spurious",
-        "steady; NaN where there are no candidates",
+        "tau_h: an improbable token of a right answer is spurious below this entropy",
+        "steady; NaN without candidates",
     ),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpuriousTokens:
-    """STAPO's mask as a filter; its settings are those of Stapo."""
+    """STAPO's mask as a filter, with the settings of Stapo."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
@@ -66,16 +66,15 @@ class SpuriousTokens:
         return mask & (advantage > 0) & (prob < self.tau_p)
 
     def threshold(self, entropy: Tensor, candidates: Tensor, mask: Tensor) -> Quantile:
-        """The request for tau_h."""
+        """Returns the request for tau_h."""
         return Quantile(
             entropy, candidates if self.version == "v4" else mask, self.quantile, self.interpolation
         )
 
     def spared(self, entropy: Tensor, candidates: Tensor, tau_h: Tensor) -> Tensor:
-        """[N] bool, the tokens that are not silenced. tau_h NaN, without candidates, silences
-        none."""
-        # The quantile was taken over float32 values: compare float32 values, or the token at the
-        # quantile could fall below it.
+        """[N] bool: tokens that are not silenced. A NaN tau_h (no candidates) silences none."""
+        # Compares float32 values, as the quantile was taken over float32; else the token at the
+        # quantile could fall below it
         return ~(candidates & (entropy.to(torch.float32).to(torch.float64) < tau_h))
 
     def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:
@@ -93,13 +92,13 @@ class SpuriousTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Stapo(Grpo):
-    """Settings of STAPO; defaults are those of version 4 of the paper.
+    """Settings of STAPO, with the defaults of version 4 of the paper.
 
     tau_p: probability below which a token may be spurious.
-    version: over which tokens the entropy quantile is taken.
-    quantile: q, 0.75 in v4; v1 contradicts itself between 0.8 and 0.2.
-    interpolation: between two candidates' entropies; the paper does not say.
-    denominator: 'kept' (the paper) or 'all' tokens.
+    version: tokens that the entropy quantile is over: candidates ('v4') or all ('v1').
+    quantile: q, 0.75 in v4; v1 of the paper gives both 0.8 and 0.2.
+    interpolation: between two entropies; the paper does not specify it.
+    denominator: divide the loss by the 'kept' tokens (the paper) or by 'all'.
     """
 
     clip_high: float = 0.28

@@ -1,17 +1,18 @@
 """STARE (arXiv 2606.19236): surprisal-guided advantage reweighting behind a target-entropy gate.
 
-While the batch's mean entropy is below its target, the tokens that move entropy most - the share P
-of highest surprisal among tokens of positive advantage (L+), of negative advantage (L-), or both -
-have their advantage multiplied:
+While the batch's mean entropy is below its target, STARE multiplies the advantages of the tokens
+that move entropy most. These are the share P of highest surprisal among tokens of positive
+advantage (L+), of negative advantage (L-), or both:
 
     w = 1 + g (W - 1) on L+      w = 1 - g (1 - M) on L-      w = 1 elsewhere
     g = 1[mean H < target]
     J = (1 / N) sum_{i,t} w min(rho A, clip(rho, 1 - low, 1 + high) A)
 
-The paper takes the quantile over the whole batch, as here; its released code takes it per
-micro-batch and rank. Both move W and M (adaptive) before the loss of the same step, and while the
-gate is closed too. The ablation's other operators, on common tokens too, are in token_sets.py; its
-gates by sample and by token differ in whose H is read.
+The paper takes the quantile over the whole batch, as this file does; its released code takes it per
+micro-batch and rank. If W and M are adaptive, the paper, its code and this file move them before
+the loss of the same step, even while the gate is closed. token_sets.py has the other operators of
+the paper's ablation, which also act on common tokens. The ablation's gates by sample and by token
+compare the entropy of the response or token with the target.
 """
 
 from __future__ import annotations
@@ -43,40 +44,40 @@ METRICS = (
         "stare/gate",
         "0 or 1",
         "1: the gate is open, and L+ and L- are reweighted",
-        "switches; always 0: the target lies below what the policy has, always 1: the weights are"
+        "switches; always 0: the target lies below the policy's entropy, always 1: the weights are"
         " too weak",
     ),
     Metric(
         "stare/amplify",
         "factor",
-        "W, on the advantage of L+ while the gate is open",
+        "W, factor on the advantages of L+ while the gate is open",
         "1 to algorithm.amplify_max; at its bound for long: raise it, or lower the target",
     ),
     Metric(
         "stare/attenuate",
         "factor",
-        "M, on the advantage of L- while the gate is open",
-        "algorithm.attenuate_min to 1; as above",
+        "M, factor on the advantages of L- while the gate is open",
+        "algorithm.attenuate_min to 1; at its bound for long: as stare/amplify",
     ),
     Metric(
         "stare/selected_plus",
         "tokens",
-        "of L+",
+        "size of L+",
         "algorithm.share of the tokens of positive advantage, rounded up",
     ),
     Metric(
         "stare/selected_minus",
         "tokens",
-        "of L-",
+        "size of L-",
         "algorithm.share of the tokens of negative advantage, rounded up",
     ),
     Metric(
         "stare/threshold_plus",
         "nats",
-        "least surprisal of L+",
+        "lowest surprisal in L+",
         "above entropy/mean; near forecast/critical_surprisal or beyond",
     ),
-    Metric("stare/threshold_minus", "nats", "least surprisal of L-", "as above"),
+    Metric("stare/threshold_minus", "nats", "lowest surprisal in L-", "as stare/threshold_plus"),
     *(
         metric
         for name, of, sign in (("plus", "U+", "positive"), ("minus", "U-", "negative"))
@@ -84,14 +85,14 @@ METRICS = (
             Metric(
                 f"stare/selected_common_{name}",
                 "tokens",
-                f"of {of}, for variants that weigh the common tokens",
+                f"size of {of}, for variants that weigh the common tokens",
                 f"algorithm.share of the tokens of {sign} advantage with `common: bottom`, else all"
                 " that are not rare",
             ),
             Metric(
                 f"stare/threshold_common_{name}",
                 "nats",
-                f"largest surprisal of {of}",
+                f"largest surprisal in {of}",
                 f"at most stare/threshold_{name}",
             ),
         )
@@ -99,13 +100,13 @@ METRICS = (
     Metric(
         "stare/open",
         "share",
-        "tokens whose own gate is open, where algorithm.gate is by sample or token",
+        "tokens whose own gate is open, if algorithm.gate is sample or token",
         "between 0 and 1; always 0 or 1: as stare/gate",
     ),
     Metric(
         "entropy/target",
         "nats",
-        "algorithm.entropy_target, which the gate holds entropy/mean to",
+        "algorithm.entropy_target, which the gate compares entropy/mean with",
         "fixed",
     ),
 )
@@ -113,24 +114,24 @@ METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Stare(Grpo):
-    """Settings of STARE; defaults are the paper's.
+    """Settings of STARE, with the paper's defaults.
 
-    variant: the paper's names: 'O1' amplifies L+ (W), 'O4' attenuates L- (M), 'C2' does both. Of
-        its ablation: 'O2' attenuates U+, 'O3' amplifies U-; 'C1' is O1 and O3, 'C3' O2 and O3, 'C4'
+    variant: the paper's names: 'O1' amplifies L+ (W), 'O4' attenuates L- (M), 'C2' does both. From
+        the ablation: 'O2' attenuates U+, 'O3' amplifies U-; 'C1' is O1 and O3, 'C3' O2 and O3, 'C4'
         O2 and O4.
     share: P, the share of tokens selected on each side.
-    rare_below: a fixed bound in place of P: tokens of a probability below it are rare. null: by
-    share.
-    common: which tokens are U+ and U-: 'complement', all of the sign that are not rare, or
-        'bottom', the share of lowest surprisal.
-    amplify: W, at least 1.        attenuate: M, in (0, 1].
+    rare_below: fixed bound instead of P: tokens of lower probability are rare. null: rare by share.
+    common: tokens in U+ and U-: 'complement', all of the sign that are not rare, or 'bottom', the
+        share of lowest surprisal.
+    amplify: W, at least 1.
+    attenuate: M, in (0, 1].
     entropy_target: nats; the gate is open while the entropy is below it. null: always open.
-    gate: whose entropy that is: the mean of the 'batch', the mean of the token's response
-    ('sample'), or the 'token's.
-    gate_entropy: 'response' is the mean over all response tokens, 'kept' over those that filters
-    left in the loss.
-    adaptive: move W and M by `adapt_rate` a step towards the target, within [1, amplify_max] and
-        [attenuate_min, 1], by the batch's mean entropy.
+    gate: entropy that the gate reads: the mean of the 'batch', the mean of the token's response
+        ('sample'), or the entropy at the 'token'.
+    gate_entropy: 'response' is the mean over all response tokens, 'kept' over those that the
+        filters left in the loss.
+    adaptive: each step, move W and M by `adapt_rate` towards the target, according to the batch's
+        mean entropy, within [1, amplify_max] and [attenuate_min, 1].
     """
 
     clip_high: float = 0.28
@@ -199,7 +200,7 @@ class Stare(Grpo):
 
     @property
     def selection(self) -> Selection:
-        """The rule that tells rare tokens from common ones."""
+        """Returns the rule that separates rare tokens from common ones."""
         return Selection(self.share, self.common, self.rare_below)
 
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
@@ -226,13 +227,13 @@ class Stare(Grpo):
             move = self.adapt_rate * torch.sign(gap)
             new["amplify"] = (state["amplify"] + move).clamp(1.0, self.amplify_max)
             new["attenuate"] = (state["attenuate"] - move).clamp(self.attenuate_min, 1.0)
-        # a batch without a finite entropy says nothing: keep what was
+        # without a finite entropy, keep the old value
         return state | {
             name: torch.where(entropy.isfinite(), value, state[name]) for name, value in new.items()
         }
 
     def gates(self, batch: TokenBatch, statistics: Statistics, state: State) -> Tensor:
-        """0-dim or [N] float64: 1 where the weights act."""
+        """0-dim or [N] float64: 1 where the gate is open, so that the weights act."""
         if self.gate == "batch" or self.entropy_target is None:
             return state["gate"]
         if self.gate == "token":
@@ -244,7 +245,7 @@ class Stare(Grpo):
         return (entropy < self.entropy_target).to(torch.float64)
 
     def weights(self, batch: TokenBatch, statistics: Statistics, state: State) -> Tensor:
-        """[N] float32, the factor on every token's advantage."""
+        """[N] float32 factor on every token's advantage."""
         weights, gates = torch.ones_like(batch.advantage), self.gates(batch, statistics, state)
         for each in self.selects:
             factor = 1 + gates * (state[each.weight] - 1)
@@ -254,7 +255,7 @@ class Stare(Grpo):
         return weights
 
     def selected(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """The variant's sets, also while the gate is closed and their weight is 1."""
+        """Returns the variant's sets even while the gate is closed and their weight is 1."""
         found, kept = super().selected(batch, statistics), self.narrowed(batch, statistics).kept
         for each in self.selects:
             found = torch.where(self.selection.members(each, kept, statistics), each.code, found)

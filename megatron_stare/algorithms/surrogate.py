@@ -1,4 +1,4 @@
-"""The policy-gradient surrogates: clipped by token or by response, and CISPO's weighted
+"""The policy-gradient surrogates: ratios clipped by token or by response, and CISPO's weighted
 likelihood."""
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from megatron_stare.records.batch import TokenBatch
 
-LOG_RATIO_LIMIT = 20.0  # exp of more would overflow bf16 sums; the same bound as verl's
+LOG_RATIO_LIMIT = 20.0  # a larger exponent would overflow bf16 sums; verl's bound
 
 
 @dataclass(frozen=True)
 class Surrogate:
-    """`loss` [N] = -J and `clipped` [N] bool, where the clip took the gradient away."""
+    """Loss `loss` [N] = -J, and `clipped` [N] bool: tokens whose gradient the clip removed."""
 
     loss: Tensor
     clipped: Tensor
@@ -30,8 +30,8 @@ def clipped_surrogate(
     high: float,
     dual: float | None,
 ) -> Surrogate:
-    """J = min(r A, clip(r, 1 - low, 1 + high) A), and where A < 0 at least dual * A, with r = p /
-    p_old.
+    """Returns the loss of J = min(r A, clip(r, 1 - low, 1 + high) A) with r = p / p_old; where A <
+    0, the dual clip keeps J at least dual * A.
 
     Sources: PPO, arXiv 1707.06347; separate bounds, DAPO, arXiv 2503.14476; dual clip, arXiv
     1912.09729.
@@ -55,7 +55,7 @@ def ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
 def clip(
     ratio: Tensor, advantage: Tensor, *, low: float, high: float, dual: float | None
 ) -> Surrogate:
-    """The clipped surrogate of any ratio, a token's or its response's; [N] each, or [B]."""
+    """Returns the clipped surrogate for any ratio, by token [N] or by response [B]."""
     free = ratio * advantage
     bounded = ratio.clamp(1 - low, 1 + high) * advantage
     objective = torch.minimum(free, bounded)
@@ -71,8 +71,8 @@ def clip(
 def weighted_likelihood(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, *, low: float, high: float
 ) -> Surrogate:
-    """CISPO (arXiv 2506.13585): J = sg[clip(r, 1 - low, 1 + high)] A ln p. No token loses its
-    gradient; `clipped` says whose weight was bounded. low = 1 is no lower bound."""
+    """CISPO (arXiv 2506.13585): J = sg[clip(r, 1 - low, 1 + high)] A ln p. Every token keeps its
+    gradient; `clipped` marks tokens whose weight was bounded. low = 1 sets no lower bound."""
     weight = bounded_ratio(log_prob, old_log_prob, low=low, high=high)
     clipped = weight != ratio(log_prob, old_log_prob).detach()
     return Surrogate(loss=-weight * advantage * log_prob, clipped=clipped)
@@ -84,10 +84,10 @@ def bounded_ratio(log_prob: Tensor, old_log_prob: Tensor, *, low: float, high: f
 
 
 def response_mean(x: Tensor, batch: TokenBatch) -> Tensor:
-    """[N] mean of x over the masked tokens of the response a token belongs to; differentiable.
+    """[N] mean of x over the masked tokens of each token's response; differentiable.
 
-    Right only where a response stands whole in the tokens at hand, or in those of the ranks that
-    `batch.over_ranks` sums over: methods that use it are sequence-coupled.
+    Correct only if the tokens at hand hold whole responses, or if `batch.over_ranks` sums over the
+    ranks that hold the rest. Methods that use it are sequence-coupled.
     """
     if batch.sequence_lengths is None:
         raise ValueError("a mean by response needs sequence_lengths")

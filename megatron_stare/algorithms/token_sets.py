@@ -1,15 +1,15 @@
 """The sets of tokens that STARE's operators act on (arXiv 2606.19236, section 3 and table 4).
 
-    L+ rare tokens of positive advantage        U+ its common ones
-    L- rare tokens of negative advantage        U- its common ones
+    L+ rare tokens of positive advantage        U+ common tokens of positive advantage
+    L- rare tokens of negative advantage        U- common tokens of negative advantage
 
     O1 amplifies L+    O2 attenuates U+    O3 amplifies U-    O4 attenuates L-
     C1 = O1 + O3       C2 = O1 + O4        C3 = O2 + O3       C4 = O2 + O4
 
-To first order every operator raises the entropy (sensitivity.py). Rare is the share P of highest
-surprisal among the tokens of the sign, over the whole batch, or p below a fixed bound. Which tokens
-are common the paper's text at hand does not say: all others ('complement'), or the share P of
-lowest surprisal ('bottom'); docs/algorithms/stare.md argues.
+To first order every operator raises the entropy (sensitivity.py). Rare tokens are the share P of
+highest surprisal among the tokens of their sign in the whole batch, or those with p below a fixed
+bound. The paper does not define the common tokens. Here they are all others ('complement'), or the
+share P of lowest surprisal ('bottom'); docs/algorithms/stare.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ Common = Literal["complement", "bottom"]
 class TokenSet:
     """One of L+, L-, U+ and U-.
 
-    name: in statistics and metrics.        sign: of its tokens' advantage.
-    rare: the surprising end of them, or the other.
-    weight: the state that multiplies their advantage while the gate is open.
-    code: in `Method.selected`.
+    name: name in statistics and metrics.
+    sign: sign of its tokens' advantage.
+    rare: True: the rare tokens of that sign; False: the common ones.
+    weight: state value that multiplies their advantage while the gate is open.
+    code: the set's code in `Method.selected`.
     """
 
     name: str
@@ -64,15 +65,17 @@ _COMPOSED = {"C1": ("O1", "O3"), "C2": ("O1", "O4"), "C3": ("O2", "O3"), "C4": (
 
 
 def token_sets(variant: Variant) -> tuple[TokenSet, ...]:
-    """The sets that a variant reweights, of each sign at most one."""
+    """Returns the sets that a variant reweights, at most one of each sign."""
     return tuple(_OPERATORS[operator] for operator in _COMPOSED.get(variant, (variant,)))
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which tokens are rare and which common.
+    """Rule that separates rare tokens from common ones.
 
-    share: P.        rare_below: the probability below which a token is rare; None: by share.
+    share: P.
+    common: see Stare.
+    rare_below: probability below which a token is rare; None: rare by share.
     """
 
     share: float
@@ -80,15 +83,15 @@ class Selection:
     rare_below: float | None
 
     def request(self, of: TokenSet, batch: TokenBatch) -> Request:
-        """The statistic that tells the set's tokens from the others of its sign."""
+        """Returns the statistic that separates the set from the other tokens of its sign."""
         if self.rare_below is not None:
             return Count(self.members(of, batch, {}))
-        # of equal surprisals the first count as rare, and at the other end as common
+        # of equal surprisals, the first in canonical order are selected, at either end
         key = -batch.surprisal if self._from_below(of) else batch.surprisal
         return TopK(key, batch.index, _candidates(of, batch), self.share)
 
     def members(self, of: TokenSet, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """[N] bool."""
+        """[N] bool: tokens of the set."""
         candidates = _candidates(of, batch)
         if self.rare_below is not None:
             rare = (-batch.surprisal).exp() < self.rare_below
@@ -100,16 +103,16 @@ class Selection:
         return rare if of.rare else candidates & ~rare
 
     def number(self, of: TokenSet, statistics: Statistics) -> Tensor:
-        """0-dim, how many tokens the set has."""
+        """0-dim number of tokens in the set."""
         if self.rare_below is not None:
             return scalar(statistics, of.name)
         found = threshold(statistics, of.name)
         return found.k if of.rare or self.common == "bottom" else found.n - found.k
 
     def bound(self, of: TokenSet, statistics: Statistics) -> Tensor | float:
-        """Nats: the surprisal that parts the set from the other tokens of its sign; with shares it
-        is a token's own, the least surprising one that is rare, or the most surprising one at the
-        bottom."""
+        """Returns the surprisal, in nats, that separates the set from the other tokens of its sign.
+        By share it is the surprisal of one token: the least surprising rare one, or the most
+        surprising one of 'bottom'."""
         if self.rare_below is not None:
             return -math.log(self.rare_below)
         value = threshold(statistics, of.name).value

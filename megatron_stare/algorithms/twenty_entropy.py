@@ -1,13 +1,14 @@
-"""20-Entropy, "Beyond the 80/20 rule" (arXiv 2506.01939): only tokens of highest entropy, the
-forks, are trained on.
+"""20-Entropy, "Beyond the 80/20 rule" (arXiv 2506.01939): trains only on the forks, the tokens of
+highest entropy.
 
-    I = 1 for the k = max(1, int(N rho + 0.9999)) tokens of largest entropy, both signs of advantage
-    together J = (1 / sum I) sum_{i,t} I min(rho A, clip(rho, 1 - low, 1 + high) A)
+    I = 1 for the k = max(1, int(N rho + 0.9999)) tokens of largest entropy, whatever the sign of
+        their advantage
+    J = (1 / sum I) sum_{i,t} I min(rho A, clip(rho, 1 - low, 1 + high) A)
 
-The official code takes the top k per micro-batch; here it is that of the whole batch. TRL divides
-by all tokens instead of the kept ones, which makes the loss about five times smaller: `denominator:
-all`. N counts the tokens that have an advantage; to the letter (`candidates: all`) it counts all
-response tokens, those that teach nothing included.
+The official code takes the top k per micro-batch, this file over the whole batch. TRL divides by
+all tokens instead of the kept ones (`denominator: all`), which makes the loss about five times
+smaller. N counts the tokens with an advantage. Read literally, the paper counts all response tokens
+(`candidates: all`), even those without advantage, which teach nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ METRICS = (
     Metric(
         "forks/entropy_threshold",
         "nats",
-        "least entropy of the tokens that are trained on",
+        "lowest entropy among the tokens trained on",
         "above entropy/mean",
     ),
 )
@@ -46,7 +47,7 @@ METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class HighEntropyTokens:
-    """The mask as a filter; its settings are those of TwentyEntropy."""
+    """20-Entropy's mask as a filter, with the settings of TwentyEntropy."""
 
     share: float
     rule: Literal["top_k", "quantile"]
@@ -68,7 +69,7 @@ class HighEntropyTokens:
             return None
         candidates = self._candidates(batch)
         if self.rule == "quantile":
-            # compared as float32, the values the quantile was taken over
+            # compares float32 values, as the quantile was taken over float32
             return candidates & (
                 batch.selecting_entropy.to(torch.float32).to(torch.float64)
                 >= scalar(known, "forks")
@@ -76,8 +77,8 @@ class HighEntropyTokens:
         return threshold(known, "forks").select(batch.selecting_entropy, batch.index, candidates)
 
     def _candidates(self, batch: TokenBatch) -> Tensor:
-        # groups with equal rewards have no advantage and would fill the quantile with tokens that
-        # teach nothing; the paper filters them before training
+        # Groups with equal rewards have no advantage, so their tokens teach nothing but would fill
+        # the quantile; the paper filters them before training.
         return (
             batch.loss_mask
             if self.candidates == "all"
@@ -86,20 +87,20 @@ class HighEntropyTokens:
 
 
 def fork_count(n: Tensor, share: float) -> Tensor:
-    """max(1, int(n share + 0.9999)) of n candidates, 0-dim; the official code's rounding."""
+    """max(1, int(n share + 0.9999)) of n candidates, 0-dim, rounded like the official code."""
     return (n.to(torch.float64) * share + 0.9999).floor().clamp_min(1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TwentyEntropy(Grpo):
-    """Settings of 20-Entropy; defaults are the paper's.
+    """Settings of 20-Entropy, with the paper's defaults.
 
     share: rho, the share of tokens kept.
-    rule: 'top_k' keeps exactly k; 'quantile' those at or above the (1 - share)-quantile (linear),
-    as TRL does.
-    candidates: the tokens that the share is of: those 'with_advantage', or 'all' response tokens
-    (the paper's text).
-    denominator: 'kept' (the paper, eq. 6) or 'all' tokens (TRL).
+    rule: 'top_k' keeps exactly k tokens; 'quantile' keeps those at or above the (1 -
+        share)-quantile (linear), as TRL does.
+    candidates: tokens to take the share of: those 'with_advantage', or 'all' response tokens (the
+        paper's text).
+    denominator: divide the loss by the 'kept' tokens (the paper, eq. 6) or by 'all' (TRL).
     """
 
     clip_high: float = 0.28

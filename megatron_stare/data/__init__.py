@@ -1,1 +1,1 @@
-"""Prompts: where they come from, in order, resumable."""
+"""Sources of prompts: their data, order and resumable state."""

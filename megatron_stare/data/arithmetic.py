@@ -1,11 +1,11 @@
 """The task of the quickstart: add three two-digit numbers, writing out two partial sums. Generated,
 never stored.
 
-Problem i of a stream is a pure function of (seed, split, i). Training and held-out problems cannot
-overlap: which split a triple belongs to is a fixed hash of it. Prompts go to rollout through
-`ArithmeticPrompts`; demonstrations go to the supervised warm-up that makes the quickstart's
-starting model; `ALPHABET` goes to its tokenizer. Free of torch until the first prompt is taken, so
-that tools stay light.
+Problem i of a stream is a pure function of (seed, split, i). A fixed hash of its numbers assigns
+each problem to a split, so training and held-out problems never overlap. `ArithmeticPrompts` serves
+the rollout; demonstrations serve the supervised warm-up that makes the quickstart's starting model;
+`ALPHABET` serves its tokenizer. Imports torch only when the first prompt is taken, so that tools
+stay light.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ALPHABET = "0123456789+=;"
 """Every character of prompts and demonstrations."""
 
 PROBLEMS: dict[Split, int] = {"train": 112_915, "eval": 12_665}
-"""How many there are of each split; reorderings are one problem."""
+"""Number of problems in each split; reorderings are one problem."""
 
 _EVAL_ONE_IN = 10
 _SLIPS = (-10, -2, -1, 1, 2, 10)  # a forgotten or doubled carry, or a miscount
@@ -27,7 +27,7 @@ _SLIPS = (-10, -2, -1, 1, 2, 10)  # a forgotten or doubled carry, or a miscount
 
 @dataclass(frozen=True)
 class Problem:
-    """a + b + c, each from 10 to 99."""
+    """The sum a + b + c, each number from 10 to 99."""
 
     operands: tuple[int, int, int]
 
@@ -48,9 +48,11 @@ class Problem:
 
 
 def draw_problem(seed: int, split: Split, index: int) -> Problem:
-    """Problem number `index` of a stream. Problems repeat within a stream, as they are or
-    reordered, but never across
-    splits: 36 of the first 1,000 held-out ones were there before, 4 of them in the same order."""
+    """Returns problem number `index` of a stream.
+
+    Problems may repeat within a stream, identically or reordered, but never across splits. Of the
+    first 1,000 held-out problems 36 repeat an earlier one, 4 of them in the same order.
+    """
     attempt = 0
     while True:
         draw = counter_hash(seed, split == "eval", index, attempt) % 90**3
@@ -61,19 +63,20 @@ def draw_problem(seed: int, split: Split, index: int) -> Problem:
 
 
 def split_of(problem: Problem) -> Split:
-    """Split of a problem, whatever the seed. Reorderings of a problem belong together: they are the
-    same sum."""
+    """Returns the split of a problem, which does not depend on the seed. Reorderings of a problem,
+    being the same sum, share a split."""
     return "eval" if counter_hash(*sorted(problem.operands)) % _EVAL_ONE_IN == 0 else "train"
 
 
 def demonstration(problem: Problem, seed: int, wrong_rate: float) -> str:
-    """A worked answer, such as '14+27=41;58+41=99': one of the twelve derivations, each as likely.
+    """Returns a worked answer, such as '14+27=41;58+41=99': one of twelve equally likely
+    derivations.
 
     Args:
-        problem: what is solved.
+        problem: the problem to solve.
         seed: picks the derivation, together with the problem.
-        wrong_rate: probability that one of the two sums is off; what follows agrees with the wrong
-            value, so the final answer is wrong.
+        wrong_rate: probability that one of the two sums is wrong; the rest is consistent with it,
+            so the final answer is wrong.
     """
     if not 0 <= wrong_rate <= 1:
         raise ValueError(f"wrong_rate is a probability, got {wrong_rate}")
@@ -98,7 +101,7 @@ def _line(pair: list[int], swap: bool, slip: int) -> tuple[int, str]:
 
 
 class ArithmeticPrompts(GeneratedPrompts):
-    """A PromptSource of these problems."""
+    """A PromptSource of arithmetic problems."""
 
     counts = PROBLEMS
 

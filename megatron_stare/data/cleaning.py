@@ -1,7 +1,7 @@
-"""Problems to leave out of training data: those that come twice, and those of the evaluation sets.
+"""Finds problems to leave out of training data: repeats, and problems of the evaluation sets.
 
-Problems are compared as their words, numbers and operators in small letters, so that spacing,
-punctuation and dollars do not count, and 3+4 and 3-4 stay two problems. Imports nothing heavy.
+Problems are compared by their words, numbers and operators in lower case. So spacing, punctuation
+and dollar signs do not count, and 3+4 and 3-4 stay two problems. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 NGRAM = 13
-"""Words in a row that two problems share only if one was taken from the other (Brown et al., arXiv
-2005.14165, appendix C)."""
+"""Number of consecutive words that two problems share only if one was copied from the other (Brown
+et al., arXiv 2005.14165, appendix C)."""
 
-# LaTeX's delimiters, sizes and spaces
+# LaTeX delimiters, sizes and spaces
 _LAYOUT = re.compile(r"\\[()\[\]]|\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])|\\[,;:! ]|~")
-_GROUP = re.compile(r"\{\s*(\\?\w*)\s*\}")  # braces about a single word say nothing: x^{2} is x^2
-# the hyphen of two-digit and n-sided, not the minus of x-y
+_GROUP = re.compile(r"\{\s*(\\?\w*)\s*\}")  # braces around one word mean nothing: x^{2} is x^2
+# the hyphen in two-digit and n-sided, not the minus in x-y
 _HYPHEN = re.compile(r"(?<=[^\W\d_]{3})-(?=[^\W\d_])|(?<=[^\W\d_])-(?=[^\W\d_]{3})")
-# a product's star, not those of lists and bold words
+# the star of a product, not of a list or of bold words
 _STAR = r"(?<=[\w)\]}])\*{1,2}(?=[\w(\[{\\])|(?<=[\w)\]}] )\*(?= [\w(\[{\\])"
 _FACTORIAL = r"(?<=\d)!|!(?=\s*[-+*/^=<>)])"
 _PIECE = re.compile(
@@ -29,9 +29,9 @@ _PIECE = re.compile(
 
 
 def pieces(text: str) -> list[tuple[str, bool]]:
-    """The words, numbers and operators of a text, in small letters and in its order; of each
-    whether it is a word or number. Brackets are operators too; a hyphen within a word, commas and
-    other punctuation are left out."""
+    """Returns a text's words, numbers and operators in lower case and in order, each with True if
+    it is a word or number. Brackets count as operators. Hyphens within words, commas and other
+    punctuation are left out."""
     plain = _LAYOUT.sub(" ", text.translate({0x2212: "-", 0x2013: "-", ord("$"): ""}))
     plain = _HYPHEN.sub(" ", _GROUP.sub(r" \1 ", plain))
     return [
@@ -43,13 +43,13 @@ def pieces(text: str) -> list[tuple[str, bool]]:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """The words, numbers and operators of a text, without an = at its end; see `pieces`."""
+    """Returns a text's words, numbers and operators, without a final = sign; see `pieces`."""
     found = [piece for piece, _ in pieces(text)]
     return tuple(found[:-1] if found[-1:] == ["="] else found)  # 2+2= asks for 2+2
 
 
 class Repeats(NamedTuple):
-    """Positions of texts that stay, those that repeat one that stays, and those whose answers
+    """Positions of texts that stay, of texts that repeat one that stays, and of texts whose answers
     contradict each other."""
 
     kept: list[int]
@@ -58,10 +58,10 @@ class Repeats(NamedTuple):
 
 
 def without_repeats(problems: Iterable[tuple[str, str]]) -> Repeats:
-    """The first of all (prompt, answer) with the same words and operators; none of those whose
-    answers differ, as one must be wrong.
+    """Keeps the first of all (prompt, answer) pairs with the same words and operators. If their
+    answers differ, keeps none, because at least one must be wrong.
 
-    Texts without any are told apart by their characters.
+    Texts without words or operators are compared by their characters.
     """
     places: dict[tuple[str, ...], list[tuple[int, str]]] = {}
     for at, (prompt, answer) in enumerate(problems):
@@ -77,13 +77,13 @@ def without_repeats(problems: Iterable[tuple[str, str]]) -> Repeats:
 
 
 class Contamination:
-    """The problems that training must not see.
+    """Problems that training must not see.
 
     Args:
-        problems: those of the evaluation.
-        ngram: words in a row that a training problem may not share with one of them, at least 1,
-            with the same operators between them. A shorter one, of either side, must be the same as
-            a whole.
+        problems: problems of the evaluation.
+        ngram: number of consecutive words, at least 1, that a training problem may not share with
+            an evaluation problem, including the operators between them. Problems with fewer words
+            are compared as a whole.
     """
 
     def __init__(self, problems: Iterable[str], ngram: int = NGRAM) -> None:
@@ -95,15 +95,15 @@ class Contamination:
             self._grams.update(map(hash, _grams(pieces(problem), ngram)))
 
     def has(self, prompt: str) -> bool:
-        """Tells whether a training problem is one of the evaluation, or shares `ngram` words in a
-        row with one."""
+        """Tells whether a training problem is an evaluation problem, or shares `ngram` consecutive
+        words with one."""
         return words(prompt) in self._whole or any(
             hash(gram) in self._grams for gram in _grams(pieces(prompt), self._ngram)
         )
 
 
 def _grams(found: Sequence[tuple[str, bool]], ngram: int) -> Iterator[tuple[str, ...]]:
-    """Every run of so many words in a row, with the operators between them."""
+    """Yields every run of `ngram` consecutive words, with the operators between them."""
     places = [at for at, (_, is_word) in enumerate(found) if is_word]
     for first, last in zip(places, places[ngram - 1 :], strict=False):
         yield tuple(piece for piece, _ in found[first : last + 1])

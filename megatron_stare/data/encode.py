@@ -1,7 +1,5 @@
-"""From the text of a prompt to the token ids that the policy continues. Text comes from a prompt
-source; the ids go into `Prompt.token_ids`. Every source encodes here, so that templates and the
-length limit mean the same everywhere.
-"""
+"""Encodes the text of a prompt into the token ids that the policy continues (`Prompt.token_ids`).
+Every source encodes here, so templates and the length limit mean the same everywhere."""
 
 from __future__ import annotations
 
@@ -13,20 +11,20 @@ from megatron_stare.errors import ConfigError, DataError
 
 
 class PromptTooLongError(DataError):
-    """A prompt exceeds rollout.max_prompt_tokens, and rollout.truncate_prompt does not let it be
-    cut."""
+    """Error for a prompt longer than rollout.max_prompt_tokens that rollout.truncate_prompt does
+    not allow to cut."""
 
 
 class PromptEncoder:
-    """Tokenizes prompts as `data.template`, `data.chat_template` and `rollout.max_prompt_tokens`
-    say.
+    """Tokenizes prompts according to `data.template`, `data.chat_template` and
+    `rollout.max_prompt_tokens`.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         tokenizer: a transformers tokenizer.
 
     Raises:
-        ConfigError: a chat template is asked for and the tokenizer has none.
+        ConfigError: the configuration requests a chat template, and the tokenizer has none.
     """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
@@ -43,16 +41,16 @@ class PromptEncoder:
             )
 
     def __call__(self, prompt: str | Messages, where: str) -> tuple[int, ...]:
-        """The token ids of `prompt`, at least one and at most `rollout.max_prompt_tokens`.
+        """Returns the token ids of `prompt`, from one to `rollout.max_prompt_tokens`.
 
         Args:
-            prompt: the problem as its source states it: a text, or the messages of a conversation,
-                of which the template is put around the last.
-            where: the line or id to name in an error.
+            prompt: the problem from its source: a text, or the messages of a conversation, the last
+                of which the template wraps.
+            where: line or id to name in an error.
 
         Raises:
-            DataError: no tokens, or several messages and no chat template.
-            PromptTooLongError: too many, and they are not to be cut.
+            DataError: no tokens, or several messages without a chat template.
+            PromptTooLongError: too many tokens, and the configuration does not allow cutting.
         """
         *before, (_, text) = (("user", prompt),) if isinstance(prompt, str) else prompt
         if self._template is not None:
@@ -74,8 +72,8 @@ class PromptEncoder:
                 return_dict=False,  # transformers 5 would otherwise return a BatchEncoding
             )
         else:
-            # A BOS token, where a model wants one, is the template's business: raw text is encoded
-            # as it stands.
+            # Raw text is encoded as it is; a BOS token, if the model needs one, belongs in the
+            # template.
             ids = self._tokenizer(text, add_special_tokens=False).input_ids
         if not ids:
             raise DataError(

@@ -1,9 +1,9 @@
-"""Prompts from files: one for each split, or for training several that are mixed by their weights.
+"""Prompts from files: one file for each split, or a weighted mixture of files for training.
 
-Files are read and checked once, when the source is built; the records of a file are those of
-data/records.py. Every pass over a file has its own order, a function of seed, file and pass alone,
-and which file a prompt comes from follows from how many were taken: so the cursor is all the state
-there is, and no order depends on how many ranks train.
+Files are read and checked once, when the source is built; data/records.py defines their records.
+The order within a pass over a file is a function of seed, file and pass alone. The file that a
+prompt comes from depends only on how many prompts were taken. So the cursor is the whole state, and
+no order depends on the number of training ranks.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from megatron_stare.records.batch import Prompt
 class _Part:
     """A file of a mixture.
 
-    weight: in the mixture's common unit. records: those that can be taken. taken: how many were.
-    pass_: the pass over the file that `order` is of.
+    weight: integer weight in the mixture's common unit.
+    records: records that can be taken.
+    taken: number of records taken so far.
+    pass_: pass over the file to which `order` belongs.
     """
 
     file: MixtureFile
@@ -43,20 +45,20 @@ class _Part:
 
 
 class FilePrompts:
-    """A PromptSource over files, each shuffled anew every pass.
+    """A PromptSource over files, each reshuffled every pass.
 
-    `dropped` counts, by reason, the records that are left out; `remarks` says what to know of those
-    that stay.
+    `dropped` counts the records left out, by reason; `remarks` holds notes for the user on the
+    records that stay.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         tokenizer: a transformers tokenizer.
         split: 'train' reads `data.path` or `data.mixture`, 'eval' reads `data.eval_path`.
 
     Raises:
         ConfigError: the split has no file.
-        DataError: a file is missing, empty or broken, or a prompt is too long; names file, line and
-            what is wrong.
+        DataError: a file is missing, empty or invalid, or a prompt is too long; names file, line
+            and fault.
     """
 
     def __init__(self, config: Config, tokenizer: Any, split: Split) -> None:
@@ -65,8 +67,8 @@ class FilePrompts:
         self._cursor = 0
         self._by_deadline = True
         self.dropped: dict[str, int] = {}
-        # Prompts are only checked here, and encoded again when taken: the ids of a large file would
-        # outweigh its text tenfold.
+        # Prompts are only checked here and encoded again when taken, because the ids of a large
+        # file would take ten times the memory of its text.
         drop = config.rollout.truncate_prompt == "drop"
         self._checksum = 0
         self._parts: list[_Part] = []
@@ -78,7 +80,7 @@ class FilePrompts:
                 config.data.answer_key,
                 config.data.columns,
             )
-            # of one file the checksum is its own, as it was before there were mixtures
+            # for a single file the checksum is its own, as before mixtures existed
             self._checksum = (
                 zlib.crc32(f"{checksum} {file.weight}".encode(), self._checksum)
                 if self._parts
@@ -91,7 +93,7 @@ class FilePrompts:
                     "every prompt is longer than rollout.max_prompt_tokens", where=file.path
                 )
             self._parts.append(_Part(file, weight, fitting, len(self._parts)))
-        # A problem that is asked twice would count as two. In training, repeats may be wanted.
+        # In evaluation a repeated problem would count twice. In training, repeats may be intended.
         if split == "eval":
             self._parts[0].records = self._without_repeats(self._parts[0].records)
         else:
@@ -100,8 +102,8 @@ class FilePrompts:
         self.remarks = [] if split == "eval" else self._repeats()
 
     def _fits(self, record: Record, drop: bool) -> bool:
-        """Tells whether the prompt can be taken. One that is too long raises PromptTooLongError
-        unless `drop`."""
+        """Tells whether the prompt can be taken. If it is too long, returns False with `drop`, else
+        raises PromptTooLongError."""
         try:
             self._encode(record.messages or record.prompt, record.where)
         except PromptTooLongError:
@@ -111,8 +113,8 @@ class FilePrompts:
         return True
 
     def _without_repeats(self, records: list[Record]) -> list[Record]:
-        """The first of all records that are the same prompt, as the policy sees it, with the same
-        answer."""
+        """Returns the first of all records with the same prompt, as the policy sees it, and the
+        same answer."""
         first: dict[tuple[tuple[int, ...], str], Record] = {}
         for record in records:
             first.setdefault(
@@ -122,7 +124,7 @@ class FilePrompts:
         return list(first.values())
 
     def _clean(self, data: DataConfig) -> None:
-        """Leaves out of training what `data.deduplicate` and `data.decontaminate` say."""
+        """Leaves training records out according to `data.deduplicate` and `data.decontaminate`."""
         if data.deduplicate:
             places = [(part, record) for part in self._parts for record in part.records]
             found = without_repeats((record.prompt, record.answer) for _, record in places)
@@ -135,7 +137,8 @@ class FilePrompts:
             for path in data.decontaminate:
                 records, checksum = read_records(path, data.prompt_key, data.answer_key)
                 evaluated += [record.prompt for record in records]
-                # the problems left out change what is trained on, so they are in the checksum
+                # the checksum covers these files, because the problems left out change the training
+                # data
                 self._checksum = zlib.crc32(str(checksum).encode(), self._checksum)
             seen = Contamination(evaluated, data.ngram)
             for part in self._parts:
@@ -151,8 +154,7 @@ class FilePrompts:
                 )
 
     def _repeats(self) -> list[str]:
-        """Remark on prompts that stay and come more than once, letter for letter; [] where none
-        does."""
+        """Returns a remark if prompts that stay repeat letter for letter; else []."""
         answers: dict[str | Messages, list[str]] = {}
         for part in self._parts:
             for record in part.records:
@@ -168,7 +170,7 @@ class FilePrompts:
         ]
 
     def trained_on(self, prompts: Iterable[str]) -> int:
-        """How many of these texts are problems of this source."""
+        """Returns how many of these texts are problems of this source."""
         known = {record.prompt for part in self._parts for record in part.records}
         return sum(prompt in known for prompt in prompts)
 
@@ -177,17 +179,18 @@ class FilePrompts:
             self.dropped[why] = self.dropped.get(why, 0) + number
 
     def take(self, n: int) -> list[Prompt]:
-        """The next `n` prompts, across as many passes as that takes."""
+        """Returns the next `n` prompts, across as many passes as needed."""
         return [self._next() for _ in range(n)]
 
     def state(self) -> dict[str, int]:
-        """Prompts taken since the run began, the checksum of their files, how files are mixed."""
+        """Returns the number of prompts taken since the run began, the checksum of the files, and
+        the mixing rule."""
         state = {"cursor": self._cursor, "checksum": self._checksum}
         return state | {"by_deadline": int(self._by_deadline)} if len(self._parts) > 1 else state
 
     def restore(self, state: dict[str, int]) -> None:
-        """Goes on after prompt `state["cursor"]`. Raises DataError if a file is another one than
-        then."""
+        """Continues after prompt `state["cursor"]`. Raises DataError if a file has changed
+        since."""
         if state.get("checksum") != self._checksum:
             raise DataError(
                 "the file has changed since the run was started, so the run cannot be resumed"
@@ -196,7 +199,7 @@ class FilePrompts:
                 fix="put the original file back, or start a new run",
             )
         self._cursor = state["cursor"]
-        # runs of earlier releases keep their order
+        # runs of earlier releases keep their mixing rule
         self._by_deadline = bool(state.get("by_deadline", 0))
         for part in self._parts:
             part.taken = 0
@@ -207,12 +210,13 @@ class FilePrompts:
                 self._part(cursor).taken += 1
 
     def _part(self, cursor: int) -> _Part:
-        """The file that the prompt at `cursor` comes from.
+        """Returns the file that the prompt at `cursor` comes from.
 
-        Of the files that have had less than their share of the prompts up to this one, the first
-        whose next prompt is due soonest: its prompt j, counted from 1, is due when its share
-        reaches j. So every file is less than one prompt off its share after every prompt (Baruah et
-        al., Proportionate Progress, Algorithmica 15, 1996).
+        Considers the files that have had less than their share of the prompts up to this one, and
+        takes the one whose next prompt has the earliest deadline (the first such file, if several).
+        A file's j-th prompt, counted from 1, is due when the file's share reaches j. So after every
+        prompt every file is less than one prompt off its share (Baruah et al., Proportionate
+        Progress, Algorithmica 15, 1996).
         """
         if not self._by_deadline:
             whole = sum(part.file.weight for part in self._parts)
@@ -243,20 +247,20 @@ class FilePrompts:
         return prompt
 
     def _shuffled(self, part: _Part, pass_: int) -> list[int]:
-        # the first file's order is that of a file alone, as it was before there were mixtures
+        # the first file is ordered like a single file, as before mixtures existed
         counters = (self._seed, pass_) if part.number == 0 else (self._seed, pass_, part.number)
         return sorted(range(len(part.records)), key=lambda line: counter_hash(*counters, line))
 
 
 def whole_weights(weights: Iterable[float]) -> list[int]:
-    """Whole numbers in the ratio of these weights as decimals, so that no share is rounded."""
+    """Returns integers in the exact ratio of these decimal weights, so that no share is rounded."""
     fractions = [Fraction(str(weight)) for weight in weights]
     unit = math.lcm(*(fraction.denominator for fraction in fractions))
     return [int(fraction * unit) for fraction in fractions]
 
 
 def _files(data: DataConfig, split: Split) -> list[MixtureFile]:
-    """The files of a split. Raises ConfigError where there is none."""
+    """Returns the files of a split. Raises ConfigError if there is none."""
     if split == "train" and data.mixture:
         return data.mixture
     key = "path" if split == "train" else "eval_path"

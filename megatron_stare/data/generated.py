@@ -1,8 +1,8 @@
 """Prompts of a task whose problems are generated, never stored: problem i of a stream is a pure
 function of (seed, split, i).
 
-A task gives its problems; here they become prompts with a cursor. Free of torch until the first
-prompt is taken, so that tools stay light.
+A task supplies its problems, and this file makes prompts with cursors of them. Imports torch only
+when the first prompt is taken, so that tools stay light.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ class Problem(Protocol):
 
     @property
     def answer(self) -> str:
-        """Answer that the verifier is given."""
+        """Answer for the verifier."""
         ...
 
     @property
     def name(self) -> str:
-        """Name that all ways to put the same problem share."""
+        """Name shared by all wordings of the same problem."""
         ...
 
 
 class GeneratedPrompts(ABC):
-    """A PromptSource of generated problems; a task's own class says which.
+    """A PromptSource of generated problems; the task's subclass defines the problems.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         tokenizer: a transformers tokenizer.
         split: 'train' depends on `run.seed`; 'eval' is the same for every run.
 
     Raises:
-        ConfigError: a chat template is asked for and the tokenizer has none.
+        ConfigError: the configuration requests a chat template, and the tokenizer has none.
         DataError: the prompts are longer than `rollout.max_prompt_tokens`.
     """
 
     counts: ClassVar[Mapping[Split, int]]
-    """Different problems of each split."""
+    """Number of different problems in each split."""
 
     def __init__(self, config: Config, tokenizer: Any, split: Split) -> None:
-        # imported here: it reads the configuration, which the tasks do not
+        # imported here, because it imports the configuration, which the tasks do not need
         from megatron_stare.data.encode import PromptEncoder
 
         self._split = split
@@ -62,15 +62,15 @@ class GeneratedPrompts(ABC):
         self._cursor = 0
         self.problems = self.counts[split]
         self._encode = PromptEncoder(config, tokenizer)
-        # a limit that is too low fails before the run
+        # fails before the run if the limit is too low
         self._encode(self.problem(0).text, f"{split} problem 0")
 
     @abstractmethod
     def problem(self, index: int) -> Problem:
-        """Problem number `index` of the stream of this seed and split."""
+        """Returns problem number `index` of the stream of this seed and split."""
 
     def take(self, n: int) -> list[Prompt]:
-        """The next `n` prompts."""
+        """Returns the next `n` prompts."""
         from megatron_stare.records.batch import Prompt  # imports torch
 
         prompts = []
@@ -89,9 +89,9 @@ class GeneratedPrompts(ABC):
         return prompts
 
     def state(self) -> dict[str, int]:
-        """Prompts taken since the run began."""
+        """Returns the number of prompts taken since the run began."""
         return {"cursor": self._cursor}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Goes on after prompt `state["cursor"]`."""
+        """Continues after prompt `state["cursor"]`."""
         self._cursor = state["cursor"]

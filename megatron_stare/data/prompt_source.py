@@ -1,7 +1,7 @@
-"""Sources of prompts: the protocol every source keeps, the one that a configuration names, and a
-queue over it.
+"""Sources of prompts: the protocol of every source, the lookup of the source that a configuration
+names, and a queue over a source.
 
-The driver takes prompts here, one batch of groups a step, and saves `state()` with every
+The driver takes prompts from the queue, one batch of groups a step, and saves `state()` with every
 checkpoint.
 """
 
@@ -20,7 +20,7 @@ from megatron_stare.registry import resolve, settings_of
 WHERE = "data.source"
 SOURCES = {
     "files": "megatron_stare.data.file_prompts.FilePrompts",
-    # its name while it read nothing but JSON Lines
+    # an earlier name, from when it read only JSON Lines
     "jsonl": "megatron_stare.data.file_prompts.FilePrompts",
     "arithmetic": "megatron_stare.data.arithmetic.ArithmeticPrompts",
     "signs": "megatron_stare.data.signs.SignsPrompts",
@@ -30,49 +30,49 @@ SOURCES = {
 class PromptSource(Protocol):
     """An endless, resumable stream of prompts.
 
-    A class of the user's own is built as `cls(config, tokenizer, split)`, like ours, with its
-    settings as keywords. One that leaves records out may say so: see `dropped`.
+    A user's own class is built like ours, as `cls(config, tokenizer, split)`, with its settings as
+    keywords. A source that leaves records out may report them; see `dropped`.
     """
 
     problems: int | None
-    """Number of different problems in the split: an evaluation asks for no more. None: endless."""
+    """Number of different problems in the split, an upper bound for evaluations. None: endless."""
 
     def take(self, n: int) -> list[Prompt]:
-        """The next `n` prompts, tokenized. `Prompt.cursor` goes up by one a prompt, from 0, and
-        never repeats."""
+        """Returns the next `n` prompts, tokenized. `Prompt.cursor` counts up by one per prompt,
+        from 0, and never repeats."""
         ...
 
     def state(self) -> dict[str, int]:
-        """All that `restore` needs to go on with the prompt after the last one taken."""
+        """Returns all that `restore` needs to continue after the last prompt taken."""
         ...
 
     def restore(self, state: dict[str, int]) -> None:
-        """Goes to where `state` was saved. Raises DataError where the prompts are no longer the
-        same."""
+        """Continues from where `state` was saved. Raises DataError if the prompts have changed
+        since."""
         ...
 
 
 def make_source(config: Config, tokenizer: Any, split: Split) -> PromptSource:
-    """The source that `data.source` names, at its first prompt.
+    """Builds the source that `data.source` names, at its first prompt.
 
     Args:
-        config: of the run; `run.seed` orders the training split, evaluation is the same for every
-            seed.
+        config: configuration of the run. `run.seed` orders the training split; the evaluation split
+            is the same for every seed.
         tokenizer: a transformers tokenizer.
         split: 'train' or 'eval'. Two sources of the 'eval' split yield the same problems in the
             same order.
 
     Raises:
-        ConfigError: no such source, or one that lacks a setting.
-        DataError: its prompts are missing, malformed or too long.
+        ConfigError: no such source, or a setting is missing.
+        DataError: prompts are missing, malformed or too long.
     """
     factory, settings = find_source(config)
     return factory(config, tokenizer, split, **settings)
 
 
 def find_source(config: Config) -> tuple[Callable[..., PromptSource], dict[str, Any]]:
-    """Finds what makes the source that `data.source` names, and its settings. Raises ConfigError as
-    `make_source`."""
+    """Returns the class or function that builds the source named by `data.source`, and its
+    settings. Raises ConfigError like `make_source`."""
     source = config.data.source
     factory = resolve(source.name, SOURCES, WHERE)
     if not callable(factory):
@@ -81,21 +81,22 @@ def find_source(config: Config) -> tuple[Callable[..., PromptSource], dict[str, 
 
 
 def dropped(source: PromptSource) -> Mapping[str, int]:
-    """The records that a source left out, by reason, as its attribute `dropped` says; without one,
-    none."""
+    """Returns the number of records that a source left out, by reason, from its attribute
+    `dropped`; empty without that attribute."""
     found: Mapping[str, int] = getattr(source, "dropped", {})
     return found
 
 
 def held_out(config: Config, tokenizer: Any, wanted: int | None) -> list[Prompt]:
-    """The problems of every evaluation of a run.
+    """Returns the problems that every evaluation of a run uses.
 
     Args:
-        wanted: how many, at least 1; None: all.
+        config: configuration of the run.
+        tokenizer: a transformers tokenizer.
+        wanted: number of problems, at least 1; None: all.
 
     Raises:
-        ConfigError: the source does not have, or does not say whether it has, as many different
-            ones.
+        ConfigError: the source has fewer different problems, or does not report how many it has.
         DataError: as in `make_source`.
     """
     source = make_source(config, tokenizer, "eval")
@@ -127,16 +128,16 @@ def held_out(config: Config, tokenizer: Any, wanted: int | None) -> list[Prompt]
 
 
 class PromptQueue:
-    """Prompts of a source in its order, each used once: one that was given back is the next to be
-    taken. Some may be left out: they are passed over when their turn comes.
+    """Prompts of a source in its order, each used once. A prompt that was given back is the next to
+    be taken. Prompts may be marked as left out, and are then skipped.
 
-    Its state is the source's before the first prompt that is not used yet, so that what waits here
-    need not be saved.
+    The queue's state is the source's state before the first unused prompt, so prompts waiting in
+    the queue need not be saved.
     """
 
     def __init__(self, source: PromptSource) -> None:
         self._source = source
-        # prompts of the last call of `take`, each with the state before it
+        # prompts of the last `take`, each with the source's state before it
         self._last: list[tuple[dict[str, int], Prompt]] = []
         self._back: deque[tuple[dict[str, int], Prompt]] = deque()
         self._left_out: frozenset[int] = frozenset()
@@ -146,13 +147,13 @@ class PromptQueue:
         return self._source.problems
 
     def take(self, n: int) -> list[Prompt]:
-        """The next `n` prompts."""
+        """Returns the next `n` prompts."""
         self._last = [self._next() for _ in range(n)]
         return [prompt for _, prompt in self._last]
 
     def give_back(self, n: int) -> None:
-        """The last `n` prompts of the last `take` were not used. Raises ValueError where it gave
-        fewer."""
+        """Gives back the last `n` prompts of the last `take`, which were not used. Raises
+        ValueError if that call returned fewer."""
         if n > len(self._last):
             raise ValueError(
                 f"{n} prompts cannot be given back of {len(self._last)} that were taken"
@@ -172,7 +173,8 @@ class PromptQueue:
         self._back.clear()
 
     def leave_out(self, cursors: Iterable[int]) -> None:
-        """Leaves out prompts of these cursors, given back ones too, before and after a restore."""
+        """Marks prompts with these cursors as left out, including prompts given back, even across a
+        `restore`."""
         self._left_out |= frozenset(cursors)
 
     def _next(self) -> tuple[dict[str, int], Prompt]:

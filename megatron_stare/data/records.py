@@ -1,8 +1,7 @@
-"""From files to problems: JSON Lines, Parquet and datasets by their name, in the shapes that are in
-use.
+"""Reads problems from JSON Lines, Parquet and named datasets, in the row formats in use.
 
-Ours is {"prompt": text, "answer": text or number, "id": optional}; slime's has "label" for the
-answer; verl's has the prompt as a list of messages and the answer in "reward_model",
+Our format is {"prompt": text, "answer": text or number, "id": optional}. slime's has the answer in
+"label". verl's has a list of messages in "prompt", and the answer in "reward_model":
 {"ground_truth": ...}. `data.prompt_key` and `data.answer_key` name other columns.
 """
 
@@ -24,7 +23,7 @@ hf:owner/name:configuration:split."""
 
 PROMPT_KEY = "prompt"
 ANSWER_KEYS = ("answer", "label", "reward_model.ground_truth")
-# columns that data sets have in their place
+# other names that data sets use for these columns
 PROMPTS = ("question", "problem", "query", "input", "instruction", "text")
 ANSWERS = (
     "solution",
@@ -44,15 +43,15 @@ Columns = Sequence[str] | Literal["all"]
 
 
 class Record(NamedTuple):
-    """One problem of a file. `messages` is () where the prompt is one text; of messages, `prompt`
-    is the last one."""
+    """One problem of a file. If the prompt is one text, `messages` is (); if it is a list of
+    messages, `prompt` is the last one."""
 
     id: str
     prompt: str
     answer: str
     where: str  # file:line
     messages: Messages = ()
-    columns: Mapping[str, Any] | None = None  # for the verifier; None: none are asked for
+    columns: Mapping[str, Any] | None = None  # for the verifier; None: none requested
 
 
 def read_records(
@@ -61,18 +60,19 @@ def read_records(
     answer_key: str | None = None,
     columns: Columns = (),
 ) -> tuple[list[Record], int]:
-    """The records of a file in its order, blank lines skipped, and a checksum of its bytes.
+    """Returns the records of a file, in order and without blank lines, and a checksum of its bytes.
 
     Args:
-        path: a file whose name ends in .parquet, one in .json with an array, any other of JSON
-            lines, or the name of a dataset (see HUB).
-        prompt_key: column of the prompt, dotted where it lies in another; None: PROMPT_KEY.
-        answer_key: that of the answer; None: the first of ANSWER_KEYS that a row has.
-        columns: names, dotted as above, of what else is kept of a row; 'all': the row.
+        path: a .parquet file, a .json file with an array, any other file of JSON lines, or the name
+            of a dataset (see HUB).
+        prompt_key: column of the prompt, dotted if nested; None: PROMPT_KEY.
+        answer_key: column of the answer, dotted if nested; None: the first of ANSWER_KEYS in the
+            row.
+        columns: names, dotted if nested, of further columns to keep; 'all': the whole row.
 
     Raises:
-        DataError: the file cannot be read, has no record, or has a broken row (file:line, and what
-            is wrong).
+        DataError: the file cannot be read, has no record, or has an invalid row (names file:line
+            and the fault).
         ConfigError: the file needs a library that is not installed.
     """
     name = str(path)
@@ -88,11 +88,11 @@ def read_records(
 
 
 def read_rows(path: str | Path) -> tuple[Iterator[Row], int]:
-    """Number, place and fields of every row of a file, read as they are asked for, and a checksum
-    of its bytes.
+    """Returns an iterator over number, place and fields of every row of a file, and a checksum of
+    its bytes.
 
     Raises:
-        As `read_records`, of rows that are no JSON as they are asked for.
+        As `read_records`; rows that are not JSON raise when the iterator reaches them.
     """
     name = str(path)
     if name.startswith(HUB):
@@ -110,7 +110,7 @@ def read_rows(path: str | Path) -> tuple[Iterator[Row], int]:
 
 
 def _nearby(path: Path) -> str:
-    """Hint for a file that is not there: a file of a similar name, or what the folder holds."""
+    """Returns a hint for a missing file: a file of a similar name, or the folder's files."""
     folder = path.parent
     if not folder.is_dir():
         return f"there is no folder {folder} either"
@@ -128,8 +128,8 @@ def _nearby(path: Path) -> str:
 
 
 def _json_rows(content: bytes, name: str) -> Iterator[Row]:
-    """Number, place and value of every line that is not blank. Raises DataError at one that is not
-    JSON."""
+    """Yields number, place and value of every line that is not blank. Raises DataError for a line
+    that is not JSON."""
     # Split as bytes: str.splitlines would also break at U+2028, which JSON strings may contain.
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if line.strip():
@@ -142,14 +142,14 @@ def _json_rows(content: bytes, name: str) -> Iterator[Row]:
                 raise DataError(
                     f"not valid JSON at column {error.colno}: {error.msg}", where=where
                 ) from error
-            # such as an integer of thousands of digits, or brackets without end
+            # for example, an integer of thousands of digits, or too deeply nested brackets
             except (ValueError, RecursionError) as error:
                 raise DataError(f"not readable JSON: {error}", where=where) from error
 
 
 def _array_rows(content: bytes, name: str) -> Iterator[Row]:
-    """Number, place and value of every element of a JSON array. Raises DataError where the file is
-    not one."""
+    """Yields number, place and value of every element of a JSON array. Raises DataError if the file
+    is not one."""
     try:
         found = json.loads(content.decode())
     except (ValueError, RecursionError) as error:
@@ -160,8 +160,8 @@ def _array_rows(content: bytes, name: str) -> Iterator[Row]:
 
 
 def _parquet_rows(name: str) -> Iterator[Row]:
-    """Number from 1, place and value of every row. Raises DataError where the file is no Parquet
-    file."""
+    """Yields number from 1, place and value of every row. Raises DataError if the file is not
+    Parquet."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -185,7 +185,7 @@ def _parquet_rows(name: str) -> Iterator[Row]:
 
 
 def _dataset_rows(name: str) -> tuple[Iterator[Row], int]:
-    """The rows of a dataset that is fetched, or was before, and a checksum of them."""
+    """Returns the rows of a dataset, downloaded unless cached, and a checksum of the rows."""
     repository, *parts = name.removeprefix(HUB).split(":")
     split, configuration = (parts or ["train"])[-1], parts[0] if len(parts) > 1 else None
     instead = "give data.path a file of it, .jsonl or .parquet"
@@ -260,7 +260,7 @@ def record_of(
 
 
 def _columns(fields: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
-    """Returns the columns of a row that verifiers are given, as JSON holds them."""
+    """Returns the row's columns for verifiers, as JSON values."""
     found = {}
     for name in fields if columns == "all" else columns:
         value = fields[name] if columns == "all" else _get(fields, name)
@@ -301,7 +301,7 @@ _MISSING = object()
 
 
 def _get(fields: dict[str, Any], key: str) -> Any:
-    """The value of a key, or of a dotted one the value within; _MISSING where there is none."""
+    """Returns the value of a key or dotted key; _MISSING if there is none."""
     value: Any = fields
     for part in [key] if key in fields else key.split("."):
         if not isinstance(value, dict) or part not in value:

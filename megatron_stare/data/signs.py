@@ -1,16 +1,16 @@
 """The task of long chains: find the three signs that lead from a number to a total. Generated,
 never stored.
 
-'33 8 5 2 = 38 :' asks for the signs of 33 + 8 - 5 + 2 = 38. A response is a short guess, '+8 +5
-+2', or a search that works one attempt after another out, with the running total behind every step,
-and says 'wait' after a miss: '+8 41 +5 46 -2 44 wait +8 41 -5 36 +2 38'. What stands after the last
-'wait' counts. A guess is right by luck, a search unless it is given up, so a longer response is
-right more often.
+'33 8 5 2 = 38 :' asks for the signs of 33 + 8 - 5 + 2 = 38. A response is either a short guess, '+8
++5 +2', or a search. A search makes one attempt after another, with the running total after every
+step, and says 'wait' after a miss: '+8 41 +5 46 -2 44 wait +8 41 -5 36 +2 38'. Only the part after
+the last 'wait' counts. A guess is right by luck, a search unless it gives up, so longer responses
+are right more often.
 
-Problem i of a stream is a pure function of (seed, split, i). Training and held-out problems cannot
-overlap: which split a problem belongs to is a fixed hash of it. Prompts go to rollout through
-`SignsPrompts`; demonstrations go to the supervised warm-up of `tools/make_tiny_model.py`;
-`VOCABULARY` goes to its tokenizer.
+Problem i of a stream is a pure function of (seed, split, i). A fixed hash assigns each problem to a
+split, so training and held-out problems never overlap. `SignsPrompts` serves the rollout;
+demonstrations serve the supervised warm-up of `tools/make_tiny_model.py`; `VOCABULARY` serves its
+tokenizer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_stare.data.generated import GeneratedPrompts
 from megatron_stare.data.streams import Split, counter_hash
 
 REFLECTION = "wait"
-"""Stands between an attempt that missed and the next."""
+"""Word between a failed attempt and the next one."""
 
 VOCABULARY = (
     *map(str, range(1, 69)),
@@ -31,7 +31,7 @@ VOCABULARY = (
     ":",
     REFLECTION,
 )
-"""Every word of prompts and demonstrations, which spaces part."""
+"""Every word of prompts and demonstrations; spaces separate words."""
 
 SIGNS: tuple[tuple[int, int, int], ...] = tuple(
     (a, b, c) for a, b, c in product((1, -1), (1, -1), (1, -1))
@@ -39,17 +39,17 @@ SIGNS: tuple[tuple[int, int, int], ...] = tuple(
 """The eight ways to sign three operands."""
 
 PROBLEMS: dict[Split, int] = {"train": 11_725, "eval": 1_395}
-"""How many there are of each split; reorderings are one problem."""
+"""Number of problems in each split; reorderings are one problem."""
 
 _EVAL_ONE_IN = 10
-_STARTS = range(25, 45)  # totals are then 1 to 68
+_STARTS = range(25, 45)  # gives totals from 1 to 68
 _OPERANDS = tuple(permutations(range(1, 10), 3))
 
 
 @dataclass(frozen=True)
 class Problem:
-    """start ± a ± b ± c = total; a, b, c are different digits, and signs that make it true
-    exist."""
+    """The problem start ± a ± b ± c = total, with different digits a, b, c and at least one
+    solution."""
 
     start: int
     operands: tuple[int, int, int]
@@ -62,7 +62,7 @@ class Problem:
 
     @property
     def answer(self) -> str:
-        """The problem itself, as any signs that make it true are right: '33 8 5 2 = 38'."""
+        """The problem itself, because any signs that make it true are right: '33 8 5 2 = 38'."""
         return f"{self.start} {' '.join(map(str, self.operands))} = {self.total}"
 
     @property
@@ -71,14 +71,14 @@ class Problem:
         return Problem(self.start, tuple(sorted(self.operands)), self.total).answer  # type: ignore[arg-type]
 
     def totals(self, signs: tuple[int, int, int]) -> list[int]:
-        """The running totals of an attempt, without the start; the last is what it comes to."""
+        """Returns the running totals of an attempt, without the start; the last is its result."""
         steps = (sign * operand for sign, operand in zip(signs, self.operands, strict=True))
         return list(accumulate(steps, initial=self.start))[1:]
 
 
 def draw_problem(seed: int, split: Split, index: int) -> Problem:
-    """Problem number `index` of a stream. Problems repeat within a stream, as they are or
-    reordered, but never across splits."""
+    """Returns problem number `index` of a stream. Problems may repeat within a stream, identically
+    or reordered, but never across splits."""
     attempt = 0
     while True:
         draw = counter_hash(seed, split == "eval", index, attempt)
@@ -92,21 +92,22 @@ def draw_problem(seed: int, split: Split, index: int) -> Problem:
 
 
 def split_of(problem: Problem) -> Split:
-    """Split of a problem, whatever the seed. Reorderings of a problem belong together."""
+    """Returns the split of a problem, which does not depend on the seed. Reorderings of a problem
+    share a split."""
     key = counter_hash(problem.start, *sorted(problem.operands), problem.total)
     return "eval" if key % _EVAL_ONE_IN == 0 else "train"
 
 
 def demonstration(problem: Problem, seed: int, short_rate: float, give_up_rate: float) -> str:
-    """A response to learn from: a guess or a search. Attempts go round the eight, in the order of
-    SIGNS, from any one.
+    """Returns a response to learn from: a guess or a search. A search tries the eight sign
+    combinations in the cyclic order of SIGNS, from a random first one.
 
     Args:
-        problem: what is solved.
+        problem: the problem to solve.
         seed: picks the response, together with the problem.
-        short_rate: probability of a guess: all signs alike, towards the total.
-        give_up_rate: probability that a search ends at an attempt that missed; else it ends at the
-            first that is right.
+        short_rate: probability of a guess, with all signs alike, towards the total.
+        give_up_rate: probability, after each failed attempt, that a search ends there; otherwise it
+            goes on to the first right attempt.
     """
     for name, rate in (("short_rate", short_rate), ("give_up_rate", give_up_rate)):
         if not 0 <= rate <= 1:
@@ -139,7 +140,7 @@ def _chance(*counters: int) -> float:
 
 
 class SignsPrompts(GeneratedPrompts):
-    """A PromptSource of these problems."""
+    """A PromptSource of sign problems."""
 
     counts = PROBLEMS
 

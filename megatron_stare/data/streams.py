@@ -1,7 +1,7 @@
-"""Reproducible streams of prompts: the two splits, their seeds, and a hash used in place of an RNG.
+"""Reproducible streams of prompts: the two splits, their seeds, and a hash that replaces an RNG.
 
-A hash of counters needs no state: problem 10^6 costs what problem 0 costs, and a resumed run has
-nothing to restore. Imports nothing, so that tools can use the tasks without torch.
+A hash of counters needs no state: problem 10^6 costs as much as problem 0, and a resumed run has
+nothing to restore. Imports nothing, so tools can use the tasks without torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Literal
 
 Split = Literal["train", "eval"]
 
-# an arbitrary fixed seed: runs of different seeds are evaluated on the same problems
+# arbitrary, but fixed, so that runs with different seeds are evaluated on the same problems
 EVAL_SEED = 20_260_619
 
 _MASK = (1 << 64) - 1
@@ -18,13 +18,13 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def stream_seed(run_seed: int, split: Split) -> int:
-    """The seed that orders a split: the run's own for training, one fixed for all runs for
+    """Returns the seed that orders a split: the run's own for training, one fixed seed for
     evaluation."""
     return run_seed if split == "train" else EVAL_SEED
 
 
 def counter_hash(*counters: int) -> int:
-    """64 mixed bits that depend on every counter and on their order: splitmix64, chained.
+    """Returns 64 mixed bits that depend on every counter and on their order: splitmix64, chained.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """

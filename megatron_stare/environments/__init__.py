@@ -1,6 +1,6 @@
-"""Environments: all that happens between a prompt and the end of its response, one turn or several.
+"""Environments: everything between a prompt and the end of its response, in one turn or several.
 
-A user's own is one file, named in YAML by its dotted path (`rollout.environment`).
+A user's own environment is one file, named in YAML by its dotted path (`rollout.environment`).
 """
 
 ENVIRONMENTS = {

@@ -1,5 +1,5 @@
-"""The contract between an environment and the rollouts, and the response as an environment lets it
-grow.
+"""The contract between an environment and the rollouts, and the response that an environment builds
+up.
 
 Shape legend: n tokens of a turn or of the response so far.
 """
@@ -26,15 +26,14 @@ WHERE = "rollout.environment"
 
 @dataclass(frozen=True)
 class Turn:
-    """Tokens that the policy sampled in one go, and their text.
+    """Tokens that the policy sampled in one call, and their text.
 
     text: decoded without special tokens and without the stop token.
-    experts: of the first m tokens of the context and this turn, where the run replays the engine's
-    routing.
-    finish_reason: 'length' also where the run's response length left no room for a token; 'stop'
-    also at a stop string.
-    stop: the stop string that ended it, which `text` has; None: none did. What stands behind it in
-        `text` was said in the same token.
+    experts: of the first m tokens of context and turn, if the run replays the engine's routing.
+    finish_reason: 'length' also if the response's token limit left no room for a token; 'stop' also
+        at a stop string.
+    stop: stop string that ended the turn and is part of `text`; None: none did. Text after it came
+        in the same token.
     """
 
     tokens: Tensor  # [n] int32
@@ -47,17 +46,17 @@ class Turn:
 
 
 class CallFailedError(UserError):
-    """A tool raised an error, which is its answer: an environment that catches it goes on, now and
-    whenever the call is answered from the journal."""
+    """Error of a tool, recorded as the answer to the call. An environment that catches it
+    continues, now and whenever the journal answers the call."""
 
 
-# asked with the request and the call's id; its answer is what JSON can hold
+# called with the request and the call's id; returns a value that JSON can hold
 Tool = Callable[[Any, str], Awaitable[Any]]
 
 
 class Generate(Protocol):
-    """Calls of an environment for one trajectory: for tokens of the policy, and for answers of its
-    own tools."""
+    """Calls that an environment makes for one trajectory: to the policy for tokens, and to its own
+    tools for answers."""
 
     async def __call__(
         self,
@@ -65,55 +64,57 @@ class Generate(Protocol):
         max_new_tokens: int | None = None,
         stop: str | Sequence[str] = (),
     ) -> Turn:
-        """Continues `context`, the prompt's tokens and the response so far, to a stop token, a stop
-        string or the length limit.
+        """Continues `context`, the prompt's tokens and the response so far, until a stop token, a
+        stop string or the length limit.
 
         Args:
-            max_new_tokens: of this turn; None: as many as rollout.max_new_tokens leaves of the
+            context: token ids.
+            max_new_tokens: limit of this turn; None: what rollout.max_new_tokens leaves for the
                 whole response.
-            stop: strings that end the turn with the token in which the first of them is complete in
-                its text. Each ends in an ASCII character, and has no special token in it: a turn's
-                text has none.
+            stop: strings that end the turn: the first one completed in the text ends it with that
+                token. Each ends in an ASCII character and contains no special token, because a
+                turn's text has none.
 
         Raises:
-            DataError: `context` does not begin with the prompt's tokens, or a stop string cannot be
-                one.
+            DataError: `context` does not begin with the prompt's tokens, or a stop string is
+                invalid.
         """
         ...
 
     async def call(self, tool: Tool, request: Any, *, idempotent: bool = False) -> Any:
-        """The answer of something outside of the run, asked for no more than once.
+        """Returns the answer of a tool outside of the run, called at most once unless idempotent.
 
-        The intent is journalled before the call, the answer after it. Where the environment is run
-        again, for a response that was cut or a run that is resumed, the journal answers. Of a call
-        that was begun and never answered nobody knows whether it acted: the tool is asked again,
-        under the same id, where it is idempotent, and the response is given up where it is not.
+        The journal records the intent before the call and the answer after it. If the environment
+        runs again, because its response was cut or the run resumed, the journal answers. If a call
+        was begun but never answered, the tool may or may not have acted. Then an idempotent tool is
+        called again under the same id; otherwise the response is given up.
 
         Args:
-            tool: awaited as `tool(request, id)`. The id is that of this call and of no other; its
-                name and the request say which call it is, when the environment is run again.
-            request: what JSON can hold.
-            idempotent: asking twice under one id does what asking once does.
+            tool: awaited as `tool(request, id)`, with an id unique to this call. When the
+                environment runs again, the tool's name and the request identify the call.
+            request: a value that JSON can hold.
+            idempotent: True: two calls under one id have the same effect as one.
 
         Returns:
-            The tool's answer, as JSON gives it back: tuples are lists.
+            The tool's answer after a round trip through JSON: tuples become lists.
 
         Raises:
             CallFailedError: the tool raised an error.
-            DataError: request or answer is not what JSON can hold, or the environment asks
-                something else than it did.
+            DataError: JSON cannot hold the request or answer, or the environment makes another call
+                than in its first run.
         """
         ...
 
 
 class Environment(ABC):
-    """Makes a trajectory of a prompt. One object makes all of a run's, many at the same time.
+    """Makes a trajectory from a prompt. One object makes all trajectories of a run, many
+    concurrently.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         tokenizer: a transformers tokenizer.
 
-    Settings of its own are keyword-only parameters that a subclass adds to these.
+    A subclass adds its own settings as keyword-only parameters.
     """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
@@ -121,13 +122,13 @@ class Environment(ABC):
 
     @abstractmethod
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        """The response to `prompt`; at most rollout.max_new_tokens tokens, what the environment
-        says included."""
+        """Returns the response to `prompt`, at most rollout.max_new_tokens tokens including those
+        of the environment."""
 
 
 class Response:
-    """A response of several turns while it grows: what was sampled carries loss, what the
-    environment says does not."""
+    """A multi-turn response under construction: sampled tokens carry loss, the environment's tokens
+    do not."""
 
     def __init__(self, prompt: Prompt) -> None:
         self._prompt = prompt
@@ -137,19 +138,19 @@ class Response:
         self._versions: list[tuple[int, int]] = []
         self._finish_reason: FinishReason = "stop"
         self._texts: list[str] = []
-        # routed experts of the newest turn, whose context was everything before it
+        # routed experts of the newest turn, which cover everything before it too
         self._experts: Tensor | None = None
 
     @property
     def context(self) -> tuple[int, ...]:
-        """The prompt's tokens and all of the response so far: what the next turn continues."""
+        """The prompt's tokens and the response so far, from which the next turn continues."""
         return (
             *self._prompt.token_ids,
             *(token for part in self._tokens for token in part.tolist()),
         )
 
     def sampled(self, turn: Turn) -> Turn:
-        """Appends what the policy said, and gives it back."""
+        """Appends a turn of the policy, and returns it."""
         self._append(turn.tokens, turn.log_probs, True)
         self._versions += turn.versions
         self._finish_reason = turn.finish_reason
@@ -159,11 +160,12 @@ class Response:
         return turn
 
     def observed(self, tokens: Iterable[int], text: str = "") -> None:
-        """Appends what the environment says: tokens that the policy is not trained on, and that no
-        verifier reads.
+        """Appends tokens of the environment, which the policy is not trained on and no verifier
+        reads.
 
         Args:
-            text: of the tokens, for people.
+            tokens: token ids.
+            text: text of the tokens, for people.
         """
         ids = torch.tensor([*tokens], dtype=torch.int32)
         self._append(ids, torch.zeros(len(ids)), False)
@@ -172,11 +174,11 @@ class Response:
         self._texts.append(text)
 
     def trajectory(self) -> Trajectory:
-        """The response as it is now. Its text, for people, is that of all turns and observations; a
-        verifier reads what the policy sampled, and none of the observations."""
+        """Returns the response so far. Its text, for people, includes turns and observations; a
+        verifier reads only what the policy sampled."""
         return Trajectory(
             prompt=self._prompt,
-            sample_index=0,  # the rollouts know which of a prompt's it is
+            sample_index=0,  # the rollouts set it
             tokens=_joined(self._tokens),
             log_probs=_joined(self._log_probs),
             loss_mask=_joined(self._loss_mask),
@@ -193,22 +195,23 @@ class Response:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """Laid end to end; the part itself where it is the only one, as that of most responses is."""
+    """Concatenates parts; a single part, the usual case, is returned as it is."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def make_environment(environment: Extension | str, config: Config, tokenizer: Any) -> Environment:
-    """The environment of a name or dotted path.
+    """Builds the environment of a name or dotted path.
 
     Raises:
-        ConfigError: there is none, it is not an Environment, or a setting is wrong.
+        ConfigError: no such environment, the class is not an Environment, or a setting is wrong.
     """
     kind, settings = find_environment(environment)
     return kind(config, tokenizer, **settings)
 
 
 def find_environment(environment: Extension | str) -> tuple[type[Environment], dict[str, Any]]:
-    """The class of an environment, and its settings. Raises ConfigError as `make_environment`."""
+    """Returns the class of an environment, and its settings. Raises ConfigError like
+    `make_environment`."""
     environment = Extension.read(environment)
     kind = resolve(environment.name, ENVIRONMENTS, WHERE)
     if not (isinstance(kind, type) and issubclass(kind, Environment)):

@@ -1,4 +1,4 @@
-"""The prompt is answered at one go."""
+"""The environment that answers a prompt in one turn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_stare.records.trajectory import Trajectory
 
 
 class SingleTurn(Environment):
-    """One turn, and nothing said in between."""
+    """One turn, with nothing from the environment."""
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         response = Response(prompt)

@@ -1,9 +1,10 @@
-"""avg@k, pass@k and maj@k of one problem from its n sampled responses, and the interval of a mean
-over problems. Pure.
+"""Estimates avg@k, pass@k and maj@k of one problem from its n sampled responses, and the interval
+of a mean over problems. Pure.
 
-All three are means over subsets of k of the n responses, so they are unbiased for k fresh ones, and
-the same numbers whichever of the responses came first. The variance of a mean is over problems, of
-which several prompts may be one. docs/evaluation.md has the definitions in words.
+All three estimates average over all subsets of k of the n responses. So they are unbiased for k
+fresh responses and do not depend on the order of the responses. The variance of a mean is taken
+over problems, because several prompts may share one. docs/evaluation.md has the definitions in
+words.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from statistics import NormalDist, fmean
 import numpy as np
 from numpy.typing import NDArray
 
-PARTS = 200  # of Simpson's rule: 1e-9 of the 95 % quantile
+PARTS = 200  # steps of Simpson's rule: relative error 1e-9 in the 95 % quantile
 
 
 def pass_at_k(right: int, samples: int, k: int) -> float:
-    """The probability that at least one of k responses is right: 1 - C(n - c, k) / C(n, k), for c
-    right ones of n (Chen et al., arXiv 2107.03374, eq. 1). In whole numbers until the last
+    """Returns the probability that at least one of k responses is right: 1 - C(n - c, k) / C(n, k),
+    with c right responses of n (Chen et al., arXiv 2107.03374, eq. 1). Uses integers until the last
     division.
 
     Raises:
@@ -34,20 +35,21 @@ def pass_at_k(right: int, samples: int, k: int) -> float:
 
 
 def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) -> float:
-    """The expected result of the answer that most of k responses give, of several such answers one
-    drawn at random.
+    """Returns the expected result of the most frequent answer among k responses; of several such
+    answers, one is drawn at random.
 
-    With classes of c_j responses that give the same answer, and k of the n drawn without
-    replacement: the sum over j and over a = 1..k of r_j P(a are drawn of class j, no class has
-    more) E[1 / (1 + others that have a as well)]. Responses that give no answer do not vote; where
-    none of the k votes, the result is 0.
+    The k responses are drawn from the n without replacement, and c_j responses give answer j. The
+    value is the sum over j and over a = 1..k of r_j P(a of class j are drawn, and no class has
+    more) E[1 / (1 + other classes that have a)]. Responses without an answer do not vote; if none
+    of the k votes, the result is 0.
 
     Args:
-        classes: of every answer, how many responses give it, and its result r_j in [0, 1].
-        samples: n, those that give no answer included.
+        classes: for every answer j, c_j and its result r_j in [0, 1].
+        samples: n, including responses without an answer.
+        k: number of responses drawn.
 
     Raises:
-        ValueError: unless 1 <= k <= n and the classes hold no more than n.
+        ValueError: unless 1 <= k <= n and the classes hold at most n responses.
     """
     voting = sum(count for count, _ in classes)
     if not (1 <= k <= samples and voting <= samples):
@@ -55,7 +57,7 @@ def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) ->
     if k == samples:
         most = max((count for count, _ in classes), default=0)
         return fmean(result for count, result in classes if count == most) if most else 0.0
-    # Drawing each response with probability k/n, given that k are drawn in all, is drawing k
+    # Drawing each response with probability k/n, conditioned on k draws in total, equals drawing k
     # without replacement.
     drawn = [_binomial(count, k / samples) for count, _ in classes]
     silent = _binomial(samples - voting, k / samples)
@@ -75,11 +77,15 @@ def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) ->
 def _not_beaten(
     others: Sequence[NDArray[np.float64]], silent: NDArray[np.float64], a: int, k: int
 ) -> float:
-    """The weight of all ways to draw k - a responses of other classes, at most `a` of each, and of
-    the silent ones; each way over 1 + the number of classes of which `a` are drawn.
+    """Returns the total weight of all ways to draw k - a responses from the other classes, at most
+    `a` from each, and from the silent responses. Each way is divided by 1 + the number of classes
+    of which `a` are drawn.
 
     Args:
-        others: [c + 1] of each class, the weight of drawing 0..c of it. silent: likewise.
+        others: [c + 1] for each class, the weights of drawing 0..c of its responses.
+        silent: the same for the responses without an answer.
+        a: responses drawn from the class in question.
+        k: responses drawn in total.
     """
     rest, tied = k - a, sum(len(each) > a for each in others)
     # indexed by classes that tie, and by responses drawn
@@ -96,7 +102,7 @@ def _not_beaten(
 
 
 def _binomial(n: int, p: float) -> NDArray[np.float64]:
-    """[n + 1] the probabilities of 0..n successes; 0 < p < 1."""
+    """[n + 1] probabilities of 0..n successes; 0 < p < 1."""
     log_n = math.lgamma(n + 1)
     logs = [
         log_n
@@ -112,25 +118,28 @@ def _binomial(n: int, p: float) -> NDArray[np.float64]:
 def wilson_interval(
     results: Sequence[float], problems: Sequence[int] | None = None, level: float = 0.95
 ) -> tuple[float, float, float]:
-    """Mean of results in [0, 1], one a prompt, and Wilson's score interval (JASA 22, 1927) over
-    problems.
+    """Returns the mean of results in [0, 1], one a prompt, and Wilson's score interval (JASA 22,
+    1927) over problems.
 
-    With p the mean of N results and z the (1 + level)/2 quantile of the standard normal, for an
-    effective number m: (p + z²/2m ± z √(p (1 - p)/m + z²/4m²)) / (1 + z²/m), as for survey samples
-    (Korn and Graubard, Survey Methodology 24, 1998). m = 1 + p (1 - p) / v, with v the variance of
-    the mean by `mean_of_problems`; the 1 is there because p (1 - p) falls short of its expectation
-    at the true mean by v. Of results that are all 0 or 1, of different problems, m is N, and this
-    is Wilson's own.
+    With p the mean of N results, z the (1 + level)/2 quantile of the standard normal, and m an
+    effective number of results, the interval is (p + z²/2m ± z √(p (1 - p)/m + z²/4m²)) / (1 +
+    z²/m), as for survey samples (Korn and Graubard, Survey Methodology 24, 1998). m = 1 + p (1 - p)
+    / v, with v the variance of the mean by `mean_of_problems`. The 1 is there because p (1 - p) is
+    on average v below its value at the true mean. If all results are 0 or 1, from different
+    problems, m is N, which gives Wilson's own interval.
 
-    Results that are shares spread less than 0 and 1 do, so that m is above the number of problems
-    G. That excess is estimated, from few problems poorly, and near saturation from the few alone
-    that are not 0 or 1. So m = G + min(w, (z/t)²) (m - G), with w = min(1, G min(p, 1 - p)/5),
-    after the rule that a normal approximation wants five of either kind, and t Student's quantile
-    with G - 1 degrees of freedom. Where no result deviates, m is G.
-    tests/evaluation/test_coverage.py simulates how often the interval holds the true mean.
+    Results that are shares vary less than 0s and 1s, so m exceeds the number of problems G. This
+    excess is itself an estimate, and a poor one from few problems, or near saturation, where only
+    the few results other than 0 and 1 inform it. So m = G + min(w, (z/t)²) (m - G). Here w = min(1,
+    G min(p, 1 - p)/5), after the rule that a normal approximation needs five results of either
+    kind, and t is Student's quantile with G - 1 degrees of freedom. If no result deviates from the
+    mean, m is G. tests/evaluation/test_coverage.py simulates how often the interval contains the
+    true mean.
 
     Args:
+        results: one a prompt.
         problems: the problem of each prompt; None: all are different.
+        level: coverage of the interval.
 
     Returns:
         mean, low, high.
@@ -144,7 +153,7 @@ def wilson_interval(
     spread = mean * (1 - mean)
     z = NormalDist().inv_cdf((1 + level) / 2)
     effective = count
-    if variance > 1e-15 and spread > 0:  # not of rounding
+    if variance > 1e-15 and spread > 0:  # more than rounding
         effective = 1 + spread / variance
     if effective > count:
         saturation = count * min(mean, 1 - mean) / 5
@@ -159,12 +168,14 @@ def wilson_interval(
 def mean_of_problems(
     values: Sequence[float], problems: Sequence[int] | None = None
 ) -> tuple[float, float, float]:
-    """Mean of one value a prompt, its variance over problems, and the effective number of problems.
+    """Returns the mean of one value a prompt, its variance over problems, and the effective number
+    of problems.
 
-    With n_g prompts of problem g, N in all, and e_g the sum of their deviations from the mean:
-    G = N² / Σ_g n_g² (Kish, Survey Sampling, 1965), the number of problems where each has as many
-    prompts, and less where few of them have most; the variance of the mean is
-    G/(G - 1) Σ_g e_g² / N² (Liang and Zeger, Biometrika 73, 1986, for problems of equal weight).
+    Let problem g have n_g of the N prompts, and let e_g be the sum of their deviations from the
+    mean. The effective number of problems is G = N² / Σ_g n_g² (Kish, Survey Sampling, 1965): the
+    number of problems if all have equally many prompts, fewer if a few problems have most of them.
+    The variance of the mean is G/(G - 1) Σ_g e_g² / N² (Liang and Zeger, Biometrika 73, 1986, for
+    problems of equal weight).
 
     Args:
         values: one a prompt, at least one.
@@ -188,15 +199,15 @@ def mean_of_problems(
 
 @lru_cache(maxsize=1024)
 def student_quantile(level: float, degrees: float) -> float:
-    """The t for which |T| <= t has probability `level`, T being Student's with `degrees` of
-    freedom.
+    """Returns the t for which |T| <= t has probability `level`, where T has Student's distribution
+    with `degrees` of freedom.
 
     With t = √ν tan θ the probability is c ∫_0^θ cos^(ν-1), c = 2 Γ((ν + 1)/2) / (√π Γ(ν/2)). It is
-    concave in θ, so that Newton's steps from 0 never overshoot.
+    concave in θ, so Newton's steps from 0 never overshoot.
 
     Args:
         level: in (0, 1); 0.95 for an interval of 95 %.
-        degrees: ν, not necessarily whole; below 1 counts as 1.
+        degrees: ν, not necessarily an integer; values below 1 count as 1.
     """
     nu = max(1.0, degrees)
     log_c = math.lgamma((nu + 1) / 2) - math.lgamma(nu / 2)
@@ -211,7 +222,7 @@ def student_quantile(level: float, degrees: float) -> float:
 
 
 def _power_integral(angle: float, power: float) -> float:
-    """The integral of cos^power from 0 to `angle`, by Simpson's rule."""
+    """Integrates cos^power from 0 to `angle` by Simpson's rule."""
     values = [math.cos(angle * at / PARTS) ** power for at in range(PARTS + 1)]
     weighted = values[0] + 4 * math.fsum(values[1::2]) + 2 * math.fsum(values[2:-1:2]) + values[-1]
     return angle / PARTS / 3 * weighted

@@ -1,8 +1,7 @@
-"""Results on a task's held-out problems: the one function behind the evaluations of training and
-`megatron-stare eval`.
+"""Evaluates a task's held-out problems, both during training and for `megatron-stare eval`.
 
 Problems and sampling noise are the same at every evaluation and for every seed of the run, so
-results are paired. Prompts of the same problem are kept together by its number: their results are
+results are paired. A problem number groups prompts of the same problem, because their results are
 not independent.
 """
 
@@ -17,11 +16,11 @@ from megatron_stare.evaluation.response import Judged, Response, answer_classes
 from megatron_stare.evaluation.results import Answered, default_ks, problem_row, results_of
 from megatron_stare.records.batch import Prompt
 
-SHOWN = 8  # problems of which the record keeps a response
+SHOWN = 8  # problems for which the record keeps a response
 
 
 class Rollout(Protocol):
-    """`count` verified responses a prompt, in canonical order; see
+    """Returns `count` verified responses to every prompt, in canonical order; see
     evaluator.Evaluator.responses."""
 
     def __call__(
@@ -31,7 +30,7 @@ class Rollout(Protocol):
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation of one task: its record, as eval.jsonl keeps it, and a row a prompt."""
+    """Result of evaluating one task: its record, as in eval.jsonl, and a row for every prompt."""
 
     record: dict[str, Any]
     problems: list[dict[str, Any]]
@@ -49,20 +48,23 @@ def evaluate(
     ks: Sequence[int] = (),
     about: Mapping[str, Any] = MappingProxyType({}),
 ) -> Evaluated:
-    """One evaluation. A response whose verifier failed counts as wrong and among `failures`.
+    """Runs one evaluation. A response whose verifier failed counts as wrong and is counted in
+    `failures`.
 
-    `correct` has a number a problem: the share of its responses that are right (avg@k). `pass1` is
-    their mean, an estimate of pass@1 whatever `samples` is. evaluation/results.py has the other
-    figures.
+    `correct` holds for every problem the share of its responses that are right (avg@k). `pass1` is
+    their mean, an estimate of pass@1 whatever `samples` is. evaluation/results.py computes the
+    other figures.
 
     Args:
-        judged: the task's verifier, asked which answers are the same.
-        step: training steps behind the weights, which is their version.
+        prompts: the problems.
+        rollout: makes the responses.
+        judged: the task's verifier, called to find answers that are the same.
+        step: number of training steps behind the weights, which is their version.
         seed: keys the noise.
         greedy: also decode greedily, one response a problem.
         samples: responses a problem.
-        ks: of pass@k and maj@k; (): the powers of two up to `samples`, and `samples`.
-        about: more that the record says, of the task.
+        ks: values of k for pass@k and maj@k; (): the powers of two up to `samples`, and `samples`.
+        about: further entries of the record, about the task.
     """
     groups = _by_prompt(rollout(prompts, samples, step=0, seed=seed, greedy=False), samples)
     says = any(response.answer is not None for group in groups for response in group)
@@ -108,7 +110,7 @@ def _by_prompt(responses: Sequence[Response], samples: int) -> list[Sequence[Res
 
 
 def _numbers(prompts: list[Prompt]) -> list[int]:
-    """Each prompt's problem, numbered from 0 as they come."""
+    """Returns each prompt's problem, numbered from 0 in order of first appearance."""
     names = [prompt.problem or (prompt.text, prompt.answer) for prompt in prompts]
     number = {name: i for i, name in enumerate(dict.fromkeys(names))}
     return [number[name] for name in names]

@@ -1,10 +1,10 @@
-"""One response of an evaluation, as it is counted and kept, and which responses of a problem give
-the same answer.
+"""One response of an evaluation, and the classes of responses to a problem that give the same
+answer.
 
-A `Response` is what a trajectory is without its tokens. Two answers are the same where their normal
-forms are the same characters, or where the verifier takes a response with the one for right when
-the other is its reference. Classes are built in the order of the samples, each by its first answer,
-so they do not depend on what finished first.
+A `Response` is a trajectory without its tokens. Two answers are the same if their normal forms are
+equal, or if the verifier accepts the response with one answer when the other is the reference.
+Classes are built in sample order, each represented by its first answer, so they do not depend on
+which response finished first.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 from megatron_stare.records.batch import FinishReason
 from megatron_stare.records.trajectory import RewardStatus, Trajectory
 
-# judges (response, reference) pairs: whether each is right
+# takes (response, reference) pairs and returns whether each response is right
 Judged = Callable[[Sequence[tuple[str, str]]], Sequence[bool]]
 Classes = list[int | None]
-"""The class of each response, numbered from 0 as they come; None: it gives no answer."""
+"""Class of each response, numbered from 0 in order of appearance; None: no answer."""
 
 _INTEGER = re.compile(r"-?\d+")
 
@@ -32,10 +32,10 @@ class Response:
 
     prompt: cursor of its prompt, which numbers the prompts of a task from 0.
     sample: its number among the responses to the prompt.
-    text: what the policy said, without the words of an environment.
-    tokens: of the response, the stop token and what an environment wrote included.
-    answer: what it answers, in its verifier's normal form; "": nothing; None: the verifier does not
-    say.
+    text: words of the policy, without those of an environment.
+    tokens: length of the response, including the stop token and the environment's tokens.
+    answer: its answer, in the verifier's normal form; "": no answer; None: the verifier does not
+        return answers.
     """
 
     prompt: int
@@ -49,12 +49,12 @@ class Response:
 
     @property
     def right(self) -> bool:
-        """Its reward is above one half; a response whose verifier failed is wrong."""
+        """True if the reward is above one half; a response whose verifier failed is wrong."""
         return (self.reward or 0.0) > 0.5
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Response:
-        """Takes what counts of a verified trajectory."""
+        """Builds a response from a verified trajectory."""
         return cls(
             prompt=trajectory.prompt.cursor,
             sample=trajectory.sample_index,
@@ -67,22 +67,23 @@ class Response:
         )
 
     def record(self) -> dict[str, Any]:
-        """Returns the response as a line of JSON holds it."""
+        """Returns the response as a dict for a line of JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> Response:
-        """Reads what `record` gave; other keys are passed over. Raises KeyError where one is
+        """Builds a response from a `record`, ignoring other keys. Raises KeyError if a key is
         missing."""
         return cls(**{each.name: record[each.name] for each in dataclasses.fields(cls)})
 
 
 def answer_classes(problems: Sequence[Sequence[Response]], judged: Judged) -> list[Classes]:
-    """The classes of every problem's responses.
+    """Returns the classes of every problem's responses.
 
     Args:
-        judged: asked once, of all pairs of answers that only the verifier can tell apart. Two
-            integers in normal form are different if they are written differently.
+        problems: the responses to every problem.
+        judged: called once, with all pairs of answers that only the verifier can compare. Integers
+            in normal form need no verifier: they differ if they are written differently.
     """
     firsts = [_firsts(responses) for responses in problems]
     pairs = [
@@ -103,7 +104,7 @@ def answer_classes(problems: Sequence[Sequence[Response]], judged: Judged) -> li
 
 
 def _firsts(responses: Sequence[Response]) -> dict[str, Response]:
-    """The first response that gives each answer."""
+    """Returns the first response that gives each answer."""
     found: dict[str, Response] = {}
     for response in responses:
         if response.answer:

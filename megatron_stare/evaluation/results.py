@@ -1,8 +1,7 @@
-"""Sums up the responses to problems: figures of a task, the row of every problem, and a table of
+"""Summarises the responses to problems: figures of a task, a row for every problem, and a table of
 several tasks.
 
-`results_of` is the part of an evaluation's record that training and the command `eval` have in
-common.
+`results_of` makes the part of an evaluation's record that training and the command `eval` share.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from megatron_stare.evaluation.estimates import majority_at_k, pass_at_k, wilson
 from megatron_stare.evaluation.response import Classes, Response
 from megatron_stare.records.words import BEHAVIOURS, reflection_counts
 
-_BESIDE = (  # key of the record, what it is called, how it is written
+_BESIDE = (  # key of the record, its label, its number format
     ("greedy", "greedy", ".3f"),
     ("full_solve", "all responses right", ".3f"),
     ("distinct_answers", "distinct answers", ".2f"),
@@ -29,10 +28,9 @@ _BESIDE = (  # key of the record, what it is called, how it is written
 
 @dataclass(frozen=True)
 class Answered:
-    """A prompt's sampled responses, n of them, and the class of each one's answer
-    (`answer_classes`).
+    """The n sampled responses to a prompt, and the class of each one's answer (`answer_classes`).
 
-    classes: None where the verifier does not say what is answered.
+    classes: None if the verifier does not return answers.
     """
 
     responses: Sequence[Response]
@@ -45,13 +43,13 @@ class Answered:
 
     @property
     def share(self) -> float:
-        """avg@n: the share that is right."""
+        """avg@n, the share of right responses."""
         return self.right / len(self.responses)
 
     @property
     def votes(self) -> list[tuple[int, float]]:
-        """For every class, how many responses it has, and the share that is right; the first that
-        came first."""
+        """Returns, for every class, the number of its responses and the share of them that is
+        right, in order of first appearance."""
         counts = Counter(each for each in self.classes or () if each is not None)
         rights = Counter(
             each
@@ -62,14 +60,14 @@ class Answered:
 
     @property
     def solutions(self) -> int:
-        """Right responses that differ in more than white space."""
+        """Number of right responses that differ in more than white space."""
         return len(
             {" ".join(response.text.split()) for response in self.responses if response.right}
         )
 
 
 def default_ks(samples: int) -> tuple[int, ...]:
-    """The powers of two up to the number of responses, and that number."""
+    """Returns the powers of two up to the number of responses, and that number."""
     powers = (2**power for power in range(samples.bit_length()))
     return tuple(dict.fromkeys([*powers, samples]))
 
@@ -77,12 +75,12 @@ def default_ks(samples: int) -> tuple[int, ...]:
 def results_of(
     answered: Sequence[Answered], problems: Sequence[int], ks: Sequence[int]
 ) -> dict[str, Any]:
-    """Figures over all prompts; docs/evaluation.md defines each.
+    """Returns the figures over all prompts; docs/evaluation.md defines each.
 
     Args:
-        answered: every prompt, with the same number of responses.
-        problems: the problem of each prompt, whose prompts are no independent ones.
-        ks: of pass@k and maj@k, none above the number of responses.
+        answered: every prompt, each with the same number of responses.
+        problems: the problem of each prompt; prompts of one problem are not independent.
+        ks: values of k for pass@k and maj@k, none above the number of responses.
     """
     samples = len(answered[0].responses)
     responses = [response for each in answered for response in each.responses]
@@ -109,8 +107,8 @@ def results_of(
 
 
 def problem_row(answered: Answered, ks: Sequence[int]) -> dict[str, Any]:
-    """Figures of one prompt; `majority` is the answer that most responses give, of several the one
-    that came first."""
+    """Returns the figures of one prompt. `majority` is the most frequent answer; of several, the
+    first to appear."""
     samples, votes = len(answered.responses), answered.votes
     row: dict[str, Any] = {
         "samples": samples,
@@ -138,7 +136,7 @@ def _estimate(values: Sequence[float], problems: Sequence[int]) -> dict[str, flo
 
 
 def table(records: Mapping[str, Mapping[str, Any]]) -> str:
-    """Lines of a table, intervals of 95 % in brackets."""
+    """Returns the text of a table, with 95 % intervals in brackets."""
     rows: dict[str, dict[str, str]] = {"problems": {}, "responses a problem": {}}
     for task, record in records.items():
         rows["problems"][task] = str(record["problems"])

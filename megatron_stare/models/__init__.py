@@ -1,9 +1,8 @@
-"""Model families, one file each, and the shape that a config.json gives one of them.
+"""Model families, one file each, and the reading of a model's shape from config.json.
 
-A family is found by the `model_type` of config.json, as transformers finds its own. A file of this
-package that holds a `FAMILY` is one: nothing else names it. Installed packages bring others as
-entry points of the group PLUG_INS, named by their model_type; one is imported where a model needs
-it.
+The `model_type` of config.json names the family, as in transformers. Every file of this package
+with a `FAMILY` defines one; no list names them. Installed packages add families as entry points of
+the group PLUG_INS, named by model_type and imported only when a model needs them.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _DELTA = (
     " sequences here"
 )
 _IMAGES = "it reads images, and nothing here feeds or trains an encoder of them"
-# families that are asked for by name, by model_type: how they are known, and what is missing
+# well-known families without support, by model_type: their usual name, and what is missing
 MISSING = {
     "gpt_oss": (
         "gpt-oss",
@@ -92,13 +91,14 @@ MISSING = {
 
 
 def family_named(model_type: Any, where: str) -> ModelFamily:
-    """The family of a `model_type`.
+    """Returns the family of a `model_type`.
 
     Args:
-        where: the file that names it, for the error.
+        model_type: value in config.json.
+        where: file that names it, for the error.
 
     Raises:
-        DataError: there is none, or what a plug-in brings is none.
+        DataError: no such family, or a plug-in's object is not a ModelFamily.
     """
     if model_type in FAMILIES:
         return FAMILIES[model_type]
@@ -135,16 +135,16 @@ def family_named(model_type: Any, where: str) -> ModelFamily:
 
 
 def family_of(shape: ModelShape) -> ModelFamily:
-    """The family that a shape was read by, maybe in another process."""
+    """Returns the family that read a shape, perhaps in another process."""
     return family_named(shape.family, "the model's family")
 
 
 def read_shape(path: str | Path) -> ModelShape:
-    """The shape of the model in a Hugging Face folder.
+    """Reads the shape of the model in a Hugging Face folder.
 
     Raises:
-        DataError: no folder, no config.json, an unknown family, something it does not support, or a
-            missing field.
+        DataError: no folder, no config.json, an unknown family, a setting that the family does not
+            support, or a missing field.
     """
     file = Path(path) / "config.json"
     try:
@@ -166,7 +166,8 @@ def read_shape(path: str | Path) -> ModelShape:
 
 
 def _to_download(path: str | Path) -> str:
-    """How a folder that is not here comes to be: of OWNER/NAME, by the command that fetches it."""
+    """Returns a hint on how to get a missing model folder; for a path OWNER/NAME, the command that
+    downloads it."""
     parts = Path(path).parts
     if Path(path).exists() or len(parts) < 2:
         return "model.path must be a Hugging Face model folder on this machine"
@@ -182,10 +183,10 @@ def _to_download(path: str | Path) -> str:
 
 
 def published_shape(path: str | Path) -> ModelShape | None:
-    """The shape that ships of the model that a folder is named after, such as `models/Qwen2.5-32B`;
-    for what plans or rehearses a run where its model is not.
+    """Returns the shipped shape of the model that a missing folder is named after, such as
+    `models/Qwen2.5-32B`. Serves to plan or rehearse a run without the model.
 
-    None: something is there, or no shape of this name ships.
+    None: something exists at the path, or no shape of this name ships.
     """
     whole = Path(path).name.lower()
     for name in (whole, whole.removeprefix("deepseek-")):
@@ -196,11 +197,11 @@ def published_shape(path: str | Path) -> ModelShape | None:
 
 
 def rule_for(name: str, shape: ModelShape) -> Rule:
-    """The rule of a Megatron parameter (global layer and expert numbers), with the numbers filled
-    in.
+    """Returns the rule of a Megatron parameter (with global layer and expert numbers), with the
+    numbers filled in.
 
     Raises:
-        KeyError: the family's rules do not hold it.
+        KeyError: the family's rules do not contain the parameter.
     """
     # the last pipeline stage's copy of the embedding
     if shape.tied and name == "output_layer.weight":
@@ -213,5 +214,6 @@ def rule_for(name: str, shape: ModelShape) -> Rule:
 
 
 def cost_of(shape: ModelShape) -> Callable[[int], float]:
-    """The work of a sequence of so many tokens (ModelFamily.cost), in tokens."""
+    """Returns a function from the tokens of a sequence to its work, in tokens
+    (ModelFamily.cost)."""
     return partial(family_of(shape).cost, shape)

@@ -1,8 +1,7 @@
 """DeepSeek V3: GLM-4.5's experts, and multi-head latent attention (arXiv 2412.19437, section 2.1).
 
-Queries, and keys with values, go through a latent of low rank, which is normed. A part of each head
-without positions comes from the latent; the part that positions rotate is one for the keys of all
-heads.
+Queries go through one normed low-rank latent, and keys with values through another. The part of
+each head without positions comes from the latent. All heads share one rotated part of the keys.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from megatron_stare.models.shape import Latent, ModelShape
 
 _MINE = LAYER + "self_attention."
 _INTO_LATENTS = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
-_NORM_EPS = 1e-6  # of the latents' norms in transformers, whatever config.json says
+_NORM_EPS = 1e-6  # of the latents' norms in transformers, which ignores config.json here
 
 
 class DeepseekV3(Glm4Moe):
@@ -105,7 +104,7 @@ class DeepseekV3(Glm4Moe):
             rotated=config["qk_rope_head_dim"],
             value=config["v_head_dim"],
         )
-        # Every head has keys of its own. Some configurations have the rotated part's size as
+        # Every head has its own keys. Some configurations give the size of the rotated part as
         # `head_dim`.
         heads = {"num_key_value_heads": None, "head_dim": latent.plain + latent.rotated}
         return replace(super().shape({**config, **heads}), rotated=1.0, latent=latent)
@@ -141,8 +140,8 @@ class DeepseekV3(Glm4Moe):
         }
 
     def served(self, name: str, shape: ModelShape) -> Served:
-        """Servers join the projections into both latents; the router is of the server's dtype, its
-        bias is not."""
+        """Returns the place in the servers, which join the projections into both latents. They keep
+        the router in the server's dtype, but its bias in float32."""
         layer, _, module = name.rpartition(".self_attn.")
         if module in _INTO_LATENTS:
             joined = f"{layer}.self_attn.fused_qkv_a_proj_with_mqa.weight"

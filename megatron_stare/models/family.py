@@ -1,8 +1,8 @@
-"""All that has to be known of an architecture, for every part of the house that touches a model.
+"""Everything the rest of the package needs to know of an architecture.
 
-`ModelFamily` itself is the dense decoder that most open models are: RMSNorm before attention and
-feed-forward layer, rotary positions, grouped queries, a gated SiLU. A family is a file beside this
-one that says what it does otherwise.
+`ModelFamily` itself is the dense decoder of most open models: RMSNorm before attention and
+feed-forward layer, rotary positions, grouped-query attention, a gated SiLU. Each family is a file
+beside this one that overrides what differs.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from megatron_stare.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class Served:
-    """Place of a Hugging Face tensor in an engine's server: the `index`-th of those stacked into
-    its parameter `name`.
+    """Place of a Hugging Face tensor in an engine's server: number `index` among the tensors
+    stacked into the server's parameter `name`.
 
-    count: how many are stacked; None: as many as come, `an_expert` of every expert.
-    dtype: of the parameter; None: the one that the server computes in.
-    whole: whether every rank of a server holds all of it, whatever its rule says.
-    at_once: whether the server takes what is stacked in one call alone.
+    count: number of stacked tensors; None: `an_expert` for every expert.
+    an_expert: stacked tensors per expert.
+    dtype: dtype of the parameter; None: the server's compute dtype.
+    whole: every rank of a server holds all of it, whatever the rule's layout.
+    at_once: the server takes the stacked tensors only in one call.
     """
 
     name: str
@@ -42,17 +43,17 @@ class Served:
 
 
 class ModelFamily:
-    """An architecture. Config arguments are the contents of a config.json."""
+    """An architecture. Arguments named `config` are the contents of a config.json."""
 
     model_type: ClassVar[str]
     rules: ClassVar[tuple[Rule, ...]] = DENSE
-    # scalings of positions beyond those of pretraining, as far as they do not depend on the
-    # sequence at hand
+    # supported RoPE scalings for contexts longer than in pretraining; none depends on the current
+    # sequence
     rope_scalings: ClassVar[tuple[str, ...]] = ("linear", "llama3", "yarn")
-    rotates_parts: ClassVar[bool] = False  # whether positions may rotate a part of each head
+    rotates_parts: ClassVar[bool] = False  # whether positions may rotate only a part of each head
     qkv_bias: ClassVar[bool] = False
     qk_norm: ClassVar[bool] = False
-    # settings that would change the model silently if they were overlooked
+    # unsupported settings, which would silently change the model if ignored
     unsupported: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
             "use_sliding_window": "sliding-window attention",
@@ -60,8 +61,8 @@ class ModelFamily:
             "mlp_bias": "a bias in the feed-forward layers",
         }
     )
-    # projections that servers stack into one parameter: its name, which of them this is, and how
-    # many there are
+    # projections that servers stack into one parameter: name of the parameter, index of the
+    # projection in it, and number of projections
     stacked: ClassVar[Mapping[str, tuple[str, int, int]]] = MappingProxyType(
         {
             "q_proj": ("qkv_proj", 0, 3),
@@ -72,19 +73,17 @@ class ModelFamily:
         }
     )
 
-    # True where servers cut attention over the ranks of a group with requests of its own, as their
-    # source has it. Other families stay cut over all ranks of a server, each of which would then
-    # see another group's requests.
+    # True if servers support data-parallel attention for the family, as their source shows:
+    # attention sharded within groups of ranks, each group with its own requests. Other families are
+    # sharded over all ranks of a server, whose groups would then see each other's requests.
     served_by_groups: ClassVar[bool] = False
 
     def check(self, config: Mapping[str, Any], where: str) -> None:
-        """Refuses what this family may do, and is not done here.
+        """Raises DataError for a setting of this family that is not supported here.
 
         Args:
+            config: contents of config.json.
             where: the file, for the error.
-
-        Raises:
-            DataError: naming it.
         """
         _refuse_two_ropes(config, where)
         rope = rope_parameters(config)
@@ -117,11 +116,11 @@ class ModelFamily:
             )
 
     def window(self, config: Mapping[str, Any]) -> int | None:
-        """How many positions back attention sees; None: all."""
+        """Returns how many positions back attention sees; None: all."""
         return None
 
     def shape(self, config: Mapping[str, Any]) -> ModelShape:
-        """Raises KeyError for a field that is missing."""
+        """Reads the shape from config.json. Raises KeyError for a missing field."""
         rope = rope_parameters(config)
         heads = config["num_attention_heads"]
         return ModelShape(
@@ -151,20 +150,20 @@ class ModelFamily:
         return shape.qk_norm or not re.search(r"\.[qk]_norm\.", name)
 
     def leaves_out(self, name: str, shape: ModelShape) -> bool:
-        """Tells whether a Hugging Face tensor is one that checkpoints of this family may hold and
-        no model is given."""
+        """Tells whether this family's checkpoints may hold a Hugging Face tensor that models here
+        do not use."""
         return False
 
     def size(self, name: str, shape: ModelShape) -> tuple[int, ...]:
-        """The size of a Hugging Face tensor: [out, in] of a matrix, [out] of its bias, [hidden] of
-        a norm."""
+        """Returns the size of a Hugging Face tensor: [out, in] of a matrix, [out] of its bias,
+        [hidden] of a norm."""
         module, kind = name.split(".")[-2:]
         out, into = self.matrices(shape).get(module, (shape.hidden, None))
         return (out,) if into is None or kind == "bias" else (out, into)
 
     def matrices(self, shape: ModelShape) -> dict[str, tuple[int, int | None]]:
-        """The size [out, in] of every kind of matrix by the name of its module, and [out] of norms
-        not hidden wide."""
+        """Returns, by module name, the size [out, in] of every kind of matrix and [out] of norms
+        that are not hidden wide."""
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         return {
             "embed_tokens": (shape.vocab_size, shape.hidden),
@@ -181,8 +180,8 @@ class ModelFamily:
         }
 
     def megatron_config(self, shape: ModelShape) -> dict[str, Any]:
-        """Settings of Megatron's TransformerConfig that say what is computed; how it is cut is the
-        run's matter."""
+        """Returns the settings of Megatron's TransformerConfig that define the computation.
+        Settings of parallelism belong to the run."""
         return {
             "num_layers": shape.layers,
             "hidden_size": shape.hidden,
@@ -200,7 +199,8 @@ class ModelFamily:
         }
 
     def megatron_model(self, shape: ModelShape) -> dict[str, Any]:
-        """Settings of Megatron's GPTModel that say what is computed around the layers."""
+        """Returns the settings of Megatron's GPTModel that define the computation around the
+        layers."""
         return {
             "max_sequence_length": shape.max_positions,
             "share_embeddings_and_output_weights": shape.tied,
@@ -209,12 +209,12 @@ class ModelFamily:
         }
 
     def checkpoint_views(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
-        """A parameter of transformers' model as the tensors, or views of it, that a checkpoint
-        holds instead."""
+        """Returns the checkpoint's tensors, by name, that a parameter of transformers' model
+        corresponds to; views where possible."""
         return {name: parameter}
 
     def served(self, name: str, shape: ModelShape) -> Served:
-        """Place of the Hugging Face tensor of this name in the engines' servers."""
+        """Returns the place of a Hugging Face tensor in the engines' servers."""
         module, _, kind = name.rpartition(".")
         layer, _, projection = module.rpartition(".")
         if projection in self.stacked:
@@ -223,27 +223,28 @@ class ModelFamily:
         return Served(name)
 
     def float32(self, name: str) -> bool:
-        """Tells whether a Hugging Face tensor is float32 whatever the dtype of the model."""
+        """Tells whether a Hugging Face tensor is float32 whatever the model's dtype."""
         pattern = numbered(name)[1]
         return any(pattern in rule.hf for rule in self.rules if rule.float32)
 
     @property
     def vocabulary(self) -> frozenset[str]:
-        """The Hugging Face tensors with a row a token, which engines and Megatron pad."""
+        """Hugging Face tensors with one row a token, which engines and Megatron pad."""
         return frozenset(name for rule in self.rules if rule.layout == "vocab" for name in rule.hf)
 
     def cost(self, shape: ModelShape, length: int) -> float:
-        """Work of one sequence, in tokens: linear layers by length, attention by its square.
+        """Returns the work of one sequence, in tokens: linear layers grow with length, attention
+        with its square.
 
         A layer's matrices take 24 h^2 operations a token (Q, K, V, output and a gated MLP of 8/3
-        h), causal attention 2 h n: the ratio is n / (12 h).
+        h), and causal attention takes 2 h n. The ratio is n / (12 h).
         """
         return length * (1 + length / (12 * shape.hidden))
 
 
 def _refuse_two_ropes(config: Mapping[str, Any], where: str) -> None:
-    """Raises DataError where config.json describes two rotary embeddings: transformers and servers
-    take the older name's, and then lose the base that the newer one holds."""
+    """Raises DataError if config.json describes two different rotary embeddings. transformers and
+    servers would use the older key and lose the base in the newer one."""
     newer, older = config.get("rope_parameters"), config.get("rope_scaling")
     if not newer or not older:
         return
@@ -264,8 +265,8 @@ def _refuse_two_ropes(config: Mapping[str, Any], where: str) -> None:
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary embedding's parameters with `rope_type`, under the names that config.json had
-    before transformers 5 and has since."""
+    """Returns the rotary embedding's parameters, with `rope_type`, from either of config.json's
+    keys: the one before transformers 5 and the one since."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     scaling = rope.pop("type", None)
     rope.setdefault("rope_type", scaling or "default")

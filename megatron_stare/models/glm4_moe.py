@@ -1,10 +1,10 @@
-"""GLM-4.5: leading dense layers, then experts beside one that every token goes to, chosen by
-sigmoid scores and a bias.
+"""GLM-4.5: leading dense layers, then layers of routed experts beside shared experts. Sigmoid
+scores plus a bias choose the experts.
 
-The bias of an expert (`e_score_correction_bias`) is added to the scores that experts are chosen by,
-and not to the weights of those that are chosen (L. Wang et al., arXiv 2408.15664). It is no
-parameter: nothing here moves it, and engines and checkpoints are given what was loaded. The layer
-for multi-token prediction behind the last one is left out.
+The bias of an expert (`e_score_correction_bias`) affects which experts are chosen, but not the
+weights of the chosen ones (L. Wang et al., arXiv 2408.15664). It is not trained: engines and
+checkpoints get the loaded values. The multi-token prediction layers after the last layer are left
+out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OF_DENSE = ("mlp.gate_proj.", "mlp.up_proj.", "mlp.down_proj.")
 
 
 class Glm4Moe(Qwen3Moe):
-    """`attention_bias` of this family is one on queries, keys and values."""
+    """GLM-4.5. In this family `attention_bias` is a bias on queries, keys and values."""
 
     model_type = "glm4_moe"
     served_by_groups = True
@@ -99,7 +99,7 @@ class Glm4Moe(Qwen3Moe):
             dense_layers=config.get("first_k_dense_replace", 1),
             shared_ffn=config["n_shared_experts"] * config["moe_intermediate_size"],
             router_scale=float(config.get("routed_scaling_factor", 1.0)),
-            # where a token may choose from all groups, they say nothing
+            # groups have no effect if a token may choose from all of them
             expert_groups=groups if groups > of_token else 1,
             groups_per_token=of_token if groups > of_token else 1,
             rotated=0.5 if rotated is None else float(rotated),  # transformers' default
@@ -113,8 +113,8 @@ class Glm4Moe(Qwen3Moe):
         return super().has(name, shape)
 
     def leaves_out(self, name: str, shape: ModelShape) -> bool:
-        """Layers for multi-token prediction are numbered on from the last one, and have an
-        embedding and a head."""
+        """Tells whether a tensor belongs to multi-token prediction. Those layers are numbered after
+        the last layer and hold an embedding and a head."""
         in_layer = _IN_LAYER.fullmatch(name)
         return (
             in_layer is not None and 0 <= int(in_layer[1]) - shape.layers < shape.prediction_layers
@@ -134,7 +134,7 @@ class Glm4Moe(Qwen3Moe):
             "moe_router_score_function": "sigmoid",
             "moe_router_topk_scaling_factor": shape.router_scale,
             "moe_router_enable_expert_bias": True,
-            # 0: else every step would move it by how evenly experts were used
+            # 0: otherwise every step would move the bias to balance the experts
             "moe_router_bias_update_rate": 0.0,
             "moe_shared_expert_intermediate_size": shape.shared_ffn,
         }
@@ -153,7 +153,7 @@ class Glm4Moe(Qwen3Moe):
         return super().megatron_model(shape) | {"rotary_percent": shape.rotated}
 
     def served(self, name: str, shape: ModelShape) -> Served:
-        """Servers keep the router in float32."""
+        """Returns the place in the servers, which keep the router in float32."""
         place = super().served(name, shape)
         return replace(place, dtype=torch.float32) if ".mlp.gate." in name else place
 

@@ -1,4 +1,4 @@
-"""Llama 2 and 3: what every other family is described against."""
+"""Llama 2 and 3, which need only the defaults of ModelFamily."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from megatron_stare.models.family import ModelFamily
 
 
 class Llama(ModelFamily):
-    """Nothing but the defaults."""
+    """Llama: the defaults of ModelFamily."""
 
     model_type = "llama"
 

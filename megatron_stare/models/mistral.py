@@ -1,5 +1,4 @@
-"""Mistral: Llama's layers, and in some releases attention that sees a window of the last
-positions."""
+"""Mistral: Llama's layers; in some releases attention sees a window of the last positions."""
 
 from __future__ import annotations
 
@@ -10,12 +9,12 @@ from megatron_stare.models.family import ModelFamily
 
 
 class Mistral(ModelFamily):
-    """A window is set in the first release's config.json, and null in later ones."""
+    """Mistral. The first release's config.json sets a window; later ones have null."""
 
     model_type = "mistral"
 
     def window(self, config: Mapping[str, Any]) -> int | None:
-        # where the field is missing, transformers takes the first release's
+        # if the field is missing, transformers uses the first release's window
         return config.get("sliding_window", 4096)
 
 

@@ -1,5 +1,5 @@
-"""Phi-3 and Phi-4: Llama's layers, with q, k and v in one matrix of a checkpoint, and gate and up
-in one."""
+"""Phi-3 and Phi-4: Llama's layers, with q, k and v fused in one checkpoint matrix, and gate and up
+in another."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _FUSED = {"qkv": (ATTENTION + "qkv_proj.weight",), "gated": (MLP + "gate_up_proj
 
 
 class Phi3(ModelFamily):
-    """Servers keep the fused matrices as they come. Long contexts are reached by LongRoPE, whose
-    frequencies depend on the length of the sequence at hand; transformers takes YaRN in a
-    config.json of this family for it too."""
+    """Phi-3. Servers keep the fused matrices. LongRoPE, for long contexts, is not supported,
+    because its frequencies depend on the length of the current sequence; transformers also treats
+    YaRN in this family's config.json as LongRoPE."""
 
     model_type = "phi3"
     rules = tuple(

@@ -9,8 +9,8 @@ from megatron_stare.models.family import ModelFamily
 
 
 class Qwen2(ModelFamily):
-    """`attention_bias`, where it is there, says what the family does anyway: its output projection
-    has no bias."""
+    """Qwen2. `attention_bias`, if set, changes nothing: queries, keys and values always have a
+    bias, and the output projection never does."""
 
     model_type = "qwen2"
     qkv_bias = True

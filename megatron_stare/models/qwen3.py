@@ -6,7 +6,7 @@ from megatron_stare.models.family import ModelFamily
 
 
 class Qwen3(ModelFamily):
-    """The size of a head does not follow from the others and is in config.json."""
+    """Qwen3. config.json gives the head size, which does not follow from the other sizes."""
 
     model_type = "qwen3"
     qk_norm = True

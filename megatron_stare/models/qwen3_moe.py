@@ -22,8 +22,8 @@ _SERVED_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight"
 
 
 class Qwen3Moe(Qwen3):
-    """A checkpoint holds every expert's matrices by themselves; transformers and servers stack
-    those of a layer."""
+    """Qwen3-MoE. A checkpoint holds every expert's matrices separately; transformers and servers
+    stack those of a layer."""
 
     model_type = "qwen3_moe"
     rules = (
@@ -73,7 +73,8 @@ class Qwen3Moe(Qwen3):
         }
 
     def checkpoint_views(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
-        """In memory transformers stacks the experts of a layer, gate over up."""
+        """Splits the stacked experts of transformers' layers (gate over up) into the checkpoint's
+        tensors."""
         layer, _, last = name.rpartition(".")
         views: dict[str, Tensor] = {}
         if not layer.endswith(".experts"):

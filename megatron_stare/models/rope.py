@@ -1,5 +1,5 @@
-"""Frequencies of rotary embeddings whose range was extended after pretraining, by transformers' own
-formulas."""
+"""Frequencies of rotary embeddings whose range was extended after pretraining, from transformers'
+own formulas."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from megatron_stare.models.shape import ModelShape
 
 
 def scaled_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
-    """Inverse frequencies and attention scale of a model with RoPE scaling.
+    """Returns inverse frequencies and attention scale of a model with RoPE scaling.
 
     Returns:
-        [half of what is rotated of a head] float32 radians a position, and what queries times keys
-        are multiplied by before the softmax: YaRN's factor on cosines and sines, which meets
-        queries and keys alike, squared, over sqrt(head_dim). Latent attention has a scale of its
-        own.
+        [half of the rotated columns of a head] float32 radians a position, and the factor on
+        queries times keys before the softmax. The factor is YaRN's factor on cosines and sines,
+        squared because it multiplies both queries and keys, over sqrt(head_dim). Latent attention
+        has its own scale.
     """
     if shape.rope_scaling is None:
         raise ValueError("the model's RoPE is not scaled")
-    # imported here, as it takes seconds and few models need it
+    # imported here, because it takes seconds and few models need it
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -1,10 +1,10 @@
-"""Which Hugging Face tensors a Megatron parameter is made of, and how it is cut over
+"""Rules: the Hugging Face tensors that make up each Megatron parameter, and how it is cut over
 tensor-parallel ranks.
 
-A family's rules serve loading, export, gradients, the stream and conversion alike. Names are those
-of one pipeline stage with layer numbers made global; both layer specs are known (local: norms and
-experts' matrices of their own; Transformer Engine: norms fused into the next linear, an expert's
-matrices among the numbered ones of a grouped GEMM).
+Loading, export, gradients, the weight stream and conversion all use a family's rules. Parameter
+names are those of one pipeline stage, with global layer numbers. Rules cover both layer specs. In
+the local spec norms and experts' matrices are separate; in Transformer Engine's, norms are fused
+into the next linear layer, and each expert's matrices are numbered weights of a grouped GEMM.
 """
 
 from __future__ import annotations
@@ -20,37 +20,39 @@ from torch import Tensor
 
 from megatron_stare.models.shape import ModelShape
 
-# replicated: equal on every rank      vocab: rows cut, padded      column: rows cut      row:
-# columns cut qkv: q, k, v interleaved by query group, groups cut               gated: gate and up
-# rows each cut, then stacked
+# replicated: equal on every rank      vocab: rows cut, padded
+# column: rows cut                     row: columns cut
+# qkv: q, k, v interleaved by query group, groups cut
+# gated: gate and up rows each cut, then stacked
 Layout = Literal["replicated", "vocab", "column", "row", "qkv", "gated"]
-_PARTS = {"qkv": 3, "gated": 2}  # that a Megatron tensor is made of; else it is one
+_PARTS = {"qkv": 3, "gated": 2}  # parts of a Megatron tensor; 1 for other layouts
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A Megatron name (with {} for the layer) and the Hugging Face names it holds, in order.
+    """A Megatron name (with {} for the layer) and the Hugging Face names that it holds, in order.
 
-    q, k and v, or gate and up, are tensors of their own (`hf` names each), or a checkpoint fuses
-    them: one tensor holds their rows end to end, and `hf` names that one.
+    If a checkpoint has separate tensors for q, k and v, or for gate and up, `hf` names each. If it
+    fuses them end to end in one tensor, `hf` names that one.
     """
 
     megatron: str
     hf: tuple[str, ...]
     layout: Layout
-    float32: bool = False  # whatever the dtype of the model
+    float32: bool = False  # keep float32 whatever the model's dtype
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The Hugging Face tensor that holds each part, in order: hf, or a fused tensor once for
-        every part of it."""
+        """Hugging Face tensor that holds each part, in order: `hf`, with a fused tensor repeated
+        for each of its parts."""
         return self.hf * (_PARTS.get(self.layout, 1) // len(self.hf))
 
     def spans(self, rows: Sequence[int], shape: ModelShape) -> list[tuple[int, int]]:
-        """Rows [start, stop) of each part in its source.
+        """Returns rows [start, stop) of each part in its source tensor.
 
         Args:
-            rows: of the tensors of hf, or of the parts.
+            rows: row counts of the tensors in hf, or of the parts.
+            shape: the model's shape.
         """
         if len(rows) == len(self.sources):
             return [(0, n) for n in rows]
@@ -66,7 +68,7 @@ class Rule:
 
     @property
     def cut(self) -> int:
-        """The dimension along which ranks hold parts of the Hugging Face tensors."""
+        """Dimension along which ranks hold parts of the Hugging Face tensors."""
         return 1 if self.layout == "row" else 0
 
 
@@ -118,16 +120,17 @@ _NUMBER = re.compile(r"(?<=layers\.|xperts\.|\.weight)\d+")
 
 
 def numbered(name: str) -> tuple[list[str], str]:
-    """The layer and expert numbers in a Megatron name, and the name with {} in their places."""
+    """Returns the layer and expert numbers in a Megatron name, and the name with {} in their
+    places."""
     return _NUMBER.findall(name), _NUMBER.sub("{}", name)
 
 
 def shard(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, tp_rank: int, tp: int) -> Tensor:
-    """This rank's Megatron tensor from whole Hugging Face tensors.
+    """Returns this rank's Megatron tensor, made from whole Hugging Face tensors.
 
     Args:
-        parts: tensors (or lazily read safetensors slices) of rule.hf, in order; or the parts that a
-            fused one holds.
+        parts: tensors (or lazily read safetensors slices) of rule.hf, in order; or the parts of a
+            fused tensor.
     """
     match rule.layout:
         case "replicated":
@@ -147,7 +150,7 @@ def shard(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, tp_rank: int, 
         case "qkv" if shape.kv_heads % tp == 0:
             q, k, v = (part.share(tp_rank, tp) for part in _parts(rule, parts, shape))
             return _interleave(q, k, v, shape.kv_heads // tp, shape.head_dim)
-        # With fewer groups than ranks Megatron cuts a group's rows, whatever head they belong to.
+        # With fewer query groups than ranks Megatron cuts through a group, at any row.
         case "qkv":
             q, k, v = (part.share(0, 1) for part in _parts(rule, parts, shape))
             whole = _interleave(q, k, v, shape.kv_heads, shape.head_dim)
@@ -155,12 +158,12 @@ def shard(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, tp_rank: int, 
 
 
 def blocks(rule: Rule, shard: Tensor, shape: ModelShape, tp_rank: int, tp: int) -> list[Tensor]:
-    """Blocks that this rank's Megatron tensor holds, one of each of rule.sources; also maps
-    gradients.
+    """Returns the blocks that this rank's Megatron tensor holds, one for each of rule.sources; also
+    used for gradients.
 
-    Joined over the ranks in order along rule.cut they are the whole parts. Views of the shard, but
-    where Megatron cut through a query group; rows may be spread over several dimensions (flattened
-    they are in order).
+    Concatenating the ranks' blocks along rule.cut gives whole parts. Blocks are views of the shard,
+    except where Megatron cut through a query group. Rows may span several dimensions; flattened,
+    they are in order.
     """
     match rule.layout:
         case "replicated" | "column" | "row":
@@ -184,7 +187,7 @@ def _size(part: Tensor) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows [start, stop) of a tensor, read when they are asked for."""
+    """Rows [start, stop) of a tensor, read only on demand."""
 
     tensor: Tensor
     start: int
@@ -203,16 +206,16 @@ def _parts(rule: Rule, tensors: Sequence[Tensor], shape: ModelShape) -> list[_Ro
 
 
 def _interleave(q: Tensor, k: Tensor, v: Tensor, groups: int, head_dim: int) -> Tensor:
-    """Rows of q, k, v (heads in order) as Megatron wants them: for each query group its q heads,
-    its k, its v."""
+    """Returns the rows of q, k and v (heads in order) in Megatron's order: for each query group its
+    q heads, its k, its v."""
     rest = q.shape[1:]
     grouped = [x.reshape(groups, -1, head_dim, *rest) for x in (q, k, v)]
     return torch.cat(grouped, dim=1).reshape(-1, *rest)
 
 
 def _cut_groups(shard: Tensor, shape: ModelShape, tp_rank: int) -> list[Tensor]:
-    """The q, k and v rows of a shard that is not made of whole query groups."""
-    first = tp_rank * shard.shape[0]  # of the interleaved rows of all groups
+    """Returns the q, k and v rows of a shard that does not consist of whole query groups."""
+    first = tp_rank * shard.shape[0]  # first row among the interleaved rows of all groups
     queries = shape.heads // shape.kv_heads
     found = []
     for head, heads in ((0, queries), (queries, 1), (queries + 1, 1)):

@@ -11,17 +11,17 @@ from typing import Any
 class Latent:
     """Sizes of multi-head latent attention."""
 
-    query_rank: int  # of the queries' latent
-    rank: int  # of the latent of keys and values
-    plain: int  # of a head, the part that positions do not rotate
-    rotated: int
-    value: int
+    query_rank: int  # rank of the queries' latent
+    rank: int  # rank of the latent of keys and values
+    plain: int  # columns of a head that positions do not rotate
+    rotated: int  # columns of a head that positions rotate
+    value: int  # columns of a head's values
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder-only model. `vocab_size` is config.vocab_size: the columns the policy
-    really has."""
+    """Sizes of a decoder-only model. `vocab_size` is config.vocab_size, without Megatron's
+    padding."""
 
     family: str  # its model_type
     layers: int
@@ -41,28 +41,28 @@ class ModelShape:
     experts_per_token: int = 0
     expert_ffn: int = 0
     renormalise_experts: bool = True  # whether the chosen experts' weights sum to 1
-    # first layers of a mixture of experts, which have a dense feed-forward layer
+    # leading layers with a dense feed-forward layer, in a mixture of experts
     dense_layers: int = 0
-    shared_ffn: int = 0  # columns of the experts that every token goes to, side by side
-    router_scale: float = 1.0  # of the chosen experts' weights
-    expert_groups: int = 1  # that experts are cut into
-    groups_per_token: int = 1  # of them, those that a token's experts are chosen from
+    shared_ffn: int = 0  # columns of all shared experts together
+    router_scale: float = 1.0  # factor on the chosen experts' weights
+    expert_groups: int = 1  # groups that experts are divided into
+    groups_per_token: int = 1  # groups that a token's experts may come from
     rotated: float = 1.0  # share of each head that positions rotate
-    # layers after the last one, for multi-token prediction, which are left out
+    # multi-token prediction layers after the last layer, which are left out
     prediction_layers: int = 0
     latent: Latent | None = None
-    # parameters of one of the family's scalings, as config.json has them
+    # parameters of the RoPE scaling, as in config.json; None: no scaling
     rope_scaling: Mapping[str, Any] | None = None
 
     @property
     def feed_forward(self) -> int:
-        """Columns of the feed-forward matrices that the model holds: of an expert's, where there
-        are experts."""
+        """Columns of the model's feed-forward matrices; in a mixture of experts, those of one
+        expert."""
         return self.expert_ffn if self.experts else self.ffn
 
     @property
     def whole_widths(self) -> tuple[int, ...]:
-        """Columns of the feed-forward matrices that every token goes through."""
+        """Columns of the feed-forward matrices that every token passes through."""
         if not self.experts:
             return (self.ffn,)
         return tuple(
@@ -81,7 +81,7 @@ class ModelShape:
 
     @property
     def cached(self) -> int:
-        """Numbers that a server's layer keeps of a token: keys and values of all heads, or their
+        """Numbers that a server caches per token and layer: keys and values of all heads, or their
         latent."""
         return (
             self.latent.rank + self.latent.rotated
@@ -90,6 +90,7 @@ class ModelShape:
         )
 
     def padded_vocab(self, tp: int, multiple: int = 128) -> int:
-        """Vocabulary rows that Megatron holds over `tp` ranks: a multiple of `multiple` a rank."""
+        """Returns Megatron's padded number of vocabulary rows over `tp` ranks: a multiple of
+        `multiple` on each rank."""
         unit = multiple * tp
         return -(-self.vocab_size // unit) * unit

@@ -1,4 +1,4 @@
-"""Operators over sharded tensors and ranks, and the cutting of a batch into micro-batches."""
+"""Operators over sharded tensors and ranks, and the planning of micro-batches."""
 
 from megatron_stare.process.vector_maths import settle
 

@@ -1,16 +1,16 @@
-"""From hidden states to log-probs and entropies: the output layer and ops/vocab_parallel.py, in
-three ways.
+"""Computes log-probs and entropies from hidden states: the output layer with ops/vocab_parallel.py,
+in one of three modes.
 
-    materialised         all logits at once; backward writes their gradient over them
-    gradient_in_forward  chunk by chunk: once a chunk's log-probs are known, so is the slope of a
-                         token-local loss in them, and the chunk's gradients are taken before the
-                         next chunk's logits replace its own
+    materialised         all logits at once; backward overwrites them with their gradient
+    gradient_in_forward  chunk by chunk; forward takes the slope of a token-local loss in a chunk's
+                         log-probs, and the chunk's gradients, before the next chunk overwrites
+                         its logits
     recompute            chunk by chunk; backward computes every chunk's logits again
 
-The first holds [n, V] logits, the others one chunk of them. Products of n H V multiplications: 3, 3
-and 4. The chunked ways sum the weight's gradient over chunks in float32. The gradient in the hidden
-states is that of this rank's columns, still to be summed over the ranks of the group;
-megatron/model/head.py does it.
+'materialised' holds [n, V] logits, the others one chunk of them. The modes need 3, 3 and 4 products
+of n H V multiplications. The chunked modes sum the weight's gradient over chunks in float32. The
+gradient in the hidden states covers this rank's columns only; megatron/model/head.py sums it over
+the ranks of the group.
 
 Shape legend: n rows, H hidden size, V vocabulary columns of this rank.
 """
@@ -37,17 +37,17 @@ Mode = Literal["materialised", "gradient_in_forward", "recompute"]
 # log-probs and entropies [n] -> scalar loss, and detached [n] tensors to log
 Loss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
-# largest share by which a slope may differ between a chunk and the whole: sums over a GPU's threads
-# have no fixed order
+# largest relative difference of a slope between a chunk and the whole, because sums over a GPU's
+# threads have no fixed order
 _SAME = 1e-3
 
 
 @dataclass(frozen=True)
 class LinearHead:
-    """Output layer that gives log-probs and entropies; `mode` says how it goes through the logits.
+    """Output layer that computes log-probs and entropies in the given `mode`.
 
-    chunk: rows of logits held at a time, other than materialised. It decides the shapes of
-        products, so that two passes give the same bits only with the same chunk.
+    chunk: rows of logits held at a time by the chunked modes. It sets the shapes of products, so
+        two passes give the same bits only with the same chunk.
     """
 
     problem: Problem
@@ -57,8 +57,8 @@ class LinearHead:
     def compute_log_probs(
         self, hidden: Tensor, weight: Tensor, targets: Tensor
     ) -> tuple[Tensor, ...]:
-        """Outputs of log_prob_and_entropy, [n] each, without gradient; the bits that `loss` hands
-        to the loss.
+        """Returns the outputs of log_prob_and_entropy, [n] each, without gradient; bit-identical to
+        those that `loss` passes to the loss.
 
         Args:
             hidden: [n, H].
@@ -80,20 +80,20 @@ class LinearHead:
         loss_of: Loss,
         weight_gradient: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of the log-probs and entropies, with gradient in hidden and weight, and what it
-        logs.
+        """Returns the loss, with gradient in hidden and weight, and the tensors that it logs.
 
         Args:
-            loss_of: called once, but by gradient_in_forward once a chunk more: with the log-probs
-                of the chunks so far and 0 for the others, of which only the chunk's slopes are
-                used. A token's slope must not depend on the log-probs or entropies of other tokens.
-            weight_gradient: [V, H] float32, what the chunked ways add the weight's gradient to, in
-                gradient_in_forward before backward; then the weight gets none from autograd. None:
-                autograd carries it.
+            loss_of: computes the loss from log-probs and entropies; called once.
+                gradient_in_forward also calls it once per chunk, with the log-probs of the chunks
+                so far and 0 for the others, and uses only the chunk's slopes. A token's slope must
+                not depend on other tokens' log-probs or entropies.
+            weight_gradient: [V, H] float32 buffer to which the chunked modes add the weight's
+                gradient (gradient_in_forward before backward); autograd then returns none for the
+                weight. None: autograd carries it.
 
         Raises:
-            RuntimeError: with gradient_in_forward, a loss that couples tokens, or a loss that is
-                multiplied by something before backward although weight_gradient is given.
+            RuntimeError: with gradient_in_forward, the loss couples tokens, or was scaled before
+                backward although weight_gradient is given.
         """
         if self.mode == "gradient_in_forward":
             return self._gradient_in_forward(hidden, weight, targets, loss_of, weight_gradient)
@@ -114,8 +114,8 @@ class LinearHead:
         return loss_of(log_prob, entropy)
 
     def _logits(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Rows and their logits, which the next ones overwrite; one empty chunk where there are no
-        rows."""
+        """Yields slices of rows and their logits, which the next logits overwrite; without rows,
+        one empty chunk."""
         n = hidden.shape[0]
         if self.mode == "materialised":
             yield slice(0, n), torch.nn.functional.linear(hidden, weight)
@@ -168,7 +168,8 @@ class LinearHead:
     def _slopes(
         self, log_prob: Tensor, entropy: Tensor, loss_of: Loss
     ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
-        """The loss, what it logs, and its slopes [n] in the log-probs and in the entropies."""
+        """Returns the loss, the tensors that it logs, and its slopes [n] in the log-probs and in
+        the entropies."""
         log_prob = log_prob.clone().requires_grad_()
         entropy = entropy.clone().requires_grad_(self.problem.entropy_gradient)
         with torch.enable_grad():
@@ -191,8 +192,8 @@ class LinearHead:
         of_hidden: Tensor,
         of_weight: Tensor,
     ) -> None:
-        """A chunk's gradients: `of_hidden` is written, `of_weight` is added to, the logits are
-        lost."""
+        """Writes a chunk's gradient into `of_hidden` and adds to `of_weight`; overwrites the
+        logits."""
         of_entropy = grad_entropy if self.problem.entropy_gradient else None
         write_gradient(logits, seen, self.problem, grad_log_prob, of_entropy, out=logits)
         torch.mm(logits, weight, out=of_hidden)
@@ -200,7 +201,7 @@ class LinearHead:
 
 
 class _Attached(torch.autograd.Function):
-    """A loss whose gradients are known already; those of the weight may have been added
+    """Loss whose gradients are already known; the weight's gradient may have been added
     elsewhere."""
 
     @staticmethod
@@ -284,18 +285,18 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
-    """total [V, H] += logits^T hidden, summed in total's precision."""
+    """Computes total [V, H] += logits^T hidden, summed in the precision of total."""
     if logits.dtype == total.dtype:
         total.addmm_(logits.t(), hidden)
     elif logits.device.type == "cuda":
         torch.addmm(total, logits.t(), hidden, out_dtype=total.dtype, out=total)
-    else:  # no such product on a CPU
+    else:  # CPUs have no product with out_dtype
         total.addmm_(logits.to(total.dtype).t(), hidden.to(total.dtype))
 
 
 def _check_local(used: Tensor, slope: Tensor) -> None:
-    """Raises RuntimeError (on a GPU: at the next synchronisation) where a slope moved as other
-    tokens came."""
+    """Raises RuntimeError (on a GPU: at the next synchronisation) if a token's slope changed when
+    later tokens were added."""
     if slope.numel():
         moved = (used - slope).abs() > _SAME * slope.abs().nan_to_num(posinf=0.0).amax()
         message = (

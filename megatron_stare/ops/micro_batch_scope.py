@@ -1,9 +1,9 @@
-"""Statistics by micro-batch and rank, as published code takes its thresholds; only to compare with
-such code.
+"""Statistics by micro-batch and rank, the way published code takes its thresholds; used only to
+compare with such code.
 
-What a selection rests on - thresholds, quantiles, and the counts and means they are built from - is
-the micro-batch's own. The number of tokens that the loss divides by stays that of all, and so do
-sums by response or prompt group, which lie across micro-batches.
+The inputs of a selection (thresholds, quantiles, and the counts and means they build on) come from
+the micro-batch alone. Two kinds still cover the whole batch: the number of tokens that the loss
+divides by, and sums by response or prompt group, which span micro-batches.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ DENOMINATOR = "tokens"  # see Method.requests
 def gather_by_micro_batch(
     asks: Sequence[Ask], group: ProcessGroup | None, micro_batch_group: ProcessGroup | None = None
 ) -> list[Statistics]:
-    """Every micro-batch's answers.
+    """Returns the answers for every micro-batch.
 
     Args:
-        asks: a method's `requests`, bound to each micro-batch of this rank; all ask for the same
+        asks: a method's `requests`, bound to each micro-batch of this rank; all request the same
             names.
         group: ranks that hold other tokens; None: this rank holds all.
-        micro_batch_group: ranks that hold other tokens of the same micro-batches; None: they stand
-            here whole.
+        micro_batch_group: ranks that hold other tokens of the same micro-batches; None: this rank
+            holds its micro-batches whole.
 
     Raises:
-        RuntimeError: the method keeps asking.
+        RuntimeError: the method still makes new requests after MAX_ROUNDS rounds.
     """
     known: list[Statistics] = [{} for _ in asks]
     for _ in range(MAX_ROUNDS):
@@ -75,12 +75,11 @@ def summary(
     group: ProcessGroup | None,
     micro_batch_group: ProcessGroup | None = None,
 ) -> Statistics:
-    """`whole`, with selections as the micro-batches made them, for the log: numbers of tokens
-    selected are summed, thresholds averaged over the micro-batches that have one. Such a threshold
-    selects nothing; its key is 0.
+    """Returns `whole` for the log, with the selections replaced by those of the micro-batches.
 
-    Groups are those of `gather_by_micro_batch`; of ranks that share micro-batches the first alone
-    speaks for them.
+    Numbers of selected tokens are summed; thresholds are averaged over the micro-batches that have
+    one. Such a threshold selects nothing; its key is 0. The groups are those of
+    `gather_by_micro_batch`; of the ranks that share micro-batches, only the first contributes.
     """
     speaks = micro_batch_group is None or micro_batch_group.rank() == 0
     asked: dict[str, Request] = {}
@@ -115,7 +114,7 @@ def _is_own(name: str, request: Request) -> bool:
 
 
 def _joined(requests: Sequence[Request]) -> Request:
-    """One request over the positions of all."""
+    """Returns one request over the positions of all `requests`."""
     rows = [f.name for f in fields(requests[0]) if f.name in ("x", "segment", "mask")]
     whole: dict[str, Any] = {name: torch.cat([getattr(r, name) for r in requests]) for name in rows}
     return replace(requests[0], **whole)

@@ -1,7 +1,7 @@
-"""Cuts a rollout batch into micro-batches: at most a budget of tokens each, balanced over
+"""Cuts a rollout batch into micro-batches of a bounded number of tokens, balanced over
 data-parallel ranks.
 
-The plan is made once per rollout batch, from lengths alone, and serves the log-prob pass and
+The plan is made once per rollout batch, from lengths alone, for both the log-prob pass and
 training.
 """
 
@@ -16,15 +16,15 @@ from megatron_stare.records.batch import MicroBatchPlan
 
 @dataclass(frozen=True)
 class PlanRules:
-    """Rules that a plan must respect.
+    """Rules of a micro-batch plan.
 
-    data_parallel: ranks that take different samples.
+    data_parallel: number of ranks that take different samples.
     budget: tokens a micro-batch may hold, padding included.
-    packed: sequences laid end to end; else right-padded to the longest.
-    multiple: every rank's number of micro-batches is a multiple of this (virtual pipelines want the
-    number of stages).
-    each: a sequence is padded to a multiple of this (context parallelism wants twice its ranks).
-    cost: the work of a sequence of so many tokens (ModelFamily.cost); by default its tokens.
+    packed: True: sequences are laid end to end; False: right-padded to the longest.
+    multiple: every rank's number of micro-batches is a multiple of this (for virtual pipelines, the
+        number of stages).
+    each: sequences are padded to a multiple of this (for context parallelism, twice its ranks).
+    cost: work of a sequence by its tokens (ModelFamily.cost); by default the number of tokens.
     mini_batch_prompts: prompt groups of an optimizer step; None: all of a rollout batch.
     """
 
@@ -38,10 +38,11 @@ class PlanRules:
 
 
 def plan_micro_batches(lengths: Sequence[int], rules: PlanRules) -> MicroBatchPlan:
-    """The plan of one batch. Deterministic in its arguments.
+    """Returns the plan of one batch, deterministic in its arguments.
 
-    Longest first, every sample goes to the rank with the least work so far; each rank then fills
-    micro-batches. Ranks with fewer micro-batches get empty ones, which run with coefficient 0.
+    Samples are taken longest first; each goes to the rank with the least work so far. Each rank
+    then fills micro-batches. Ranks with fewer micro-batches get empty ones, which run with
+    coefficient 0.
 
     Args:
         lengths: tokens of every sample, prompt included.
@@ -75,12 +76,12 @@ def plan_micro_batches(lengths: Sequence[int], rules: PlanRules) -> MicroBatchPl
 def plan_mini_batches(
     lengths: Sequence[int], groups: Sequence[int], rules: PlanRules
 ) -> MicroBatchPlan:
-    """One plan of a rollout batch that several optimizer steps share: no micro-batch mixes two
-    mini-batches.
+    """Returns one plan for a rollout batch that several optimizer steps share; no micro-batch mixes
+    two mini-batches.
 
     Args:
         lengths: tokens of every sample, prompt included.
-        groups: the prompt group of every sample, from 0 without gaps; consecutive ones make a
+        groups: prompt group of every sample, from 0 without gaps; consecutive groups form a
             mini-batch.
 
     Raises:
@@ -102,7 +103,8 @@ def plan_mini_batches(
 
 
 def _fill_padded(samples: list[int], lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
-    """Samples come longest first, so the first of a micro-batch sets its padded length."""
+    """Fills padded micro-batches. Samples come longest first, so the first of a micro-batch sets
+    its padded length."""
     micro_batches: list[tuple[int, ...]] = []
     current: list[int] = []
     for sample in samples:
@@ -114,10 +116,10 @@ def _fill_padded(samples: list[int], lengths: Sequence[int], budget: int) -> lis
 
 
 def _fill_packed(samples: list[int], lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
-    """First fit, longest first: within 11/9 of the fewest micro-batches that could hold them."""
+    """Fills packed micro-batches by first fit, longest first: at most 11/9 of the smallest possible
+    number of micro-batches."""
     micro_batches: list[list[int]] = []
-    # free tokens of the micro-batches that the shortest sample still fits into; full ones are
-    # skipped
+    # free tokens of the micro-batches that can still hold the shortest sample
     room: dict[int, int] = {}
     shortest = lengths[samples[-1]] if samples else 0
     for sample in samples:

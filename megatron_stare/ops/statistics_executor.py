@@ -1,11 +1,11 @@
-"""Answers what a method asks about the whole batch, locally or over the ranks that share it.
+"""Answers a method's requests about the whole batch, locally or over the ranks that share it.
 
-Methods (algorithms/) name requests, this executor answers them, token by token the same in every
-layout; it is the only distributed code a method depends on.
+Methods (algorithms/) name requests, and this executor answers them identically in every layout. It
+is the only distributed code that methods depend on.
 
-Thresholds are exact: six all-reduced histograms of eleven bits fix a 64-bit key, the k-th largest
-over all ranks. Nothing is gathered or compacted, nothing is read by the host, and because keys are
-unique there are no ties: the same tokens are selected in every layout. Shape legend: S selects
+Thresholds are exact: six all-reduced histograms of eleven bits determine a 64-bit key, the k-th
+largest over all ranks. Nothing is gathered, compacted or read by the host. Keys are unique, so
+there are no ties, and the same tokens are selected in every layout. Shape legend: S selects
 answered together, N positions held by this rank.
 """
 
@@ -36,7 +36,7 @@ from megatron_stare.records.batch_statistics import (
 MAX_ROUNDS = 8
 DIGIT_BITS = 11
 ROUNDS = 6  # 6 * 11 >= 64
-# keys processed at a time: few enough to stay in a processor's cache between operations
+# keys processed at a time, few enough to stay in the CPU cache between operations
 CHUNK = 2**18
 _SMALLEST, _LARGEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 
@@ -44,7 +44,8 @@ _SMALLEST, _LARGEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 def gather_statistics(
     ask: Callable[[Statistics], Mapping[str, Request]], group: ProcessGroup | None
 ) -> Statistics:
-    """Asks until nothing new is asked: `ask(known)` may build on answers it already has.
+    """Calls `ask(known)` until it makes no new request; a request may build on the answers in
+    `known`.
 
     Args:
         ask: a method's `requests`, bound to its batch.
@@ -52,7 +53,7 @@ def gather_statistics(
             rank holds all.
 
     Raises:
-        RuntimeError: the method keeps asking.
+        RuntimeError: the method still makes new requests after MAX_ROUNDS rounds.
     """
     known: Statistics = {}
     for _ in range(MAX_ROUNDS):
@@ -64,8 +65,8 @@ def gather_statistics(
 
 
 def answer(requests: Mapping[str, Request], group: ProcessGroup | None) -> Statistics:
-    """One round: an all-reduce for all sums and counts, one for all sums by segment, one for all
-    maxima, six for all selects and quantiles together."""
+    """Answers one round of requests: one all-reduce for all sums and counts, one for all sums by
+    segment, one for all maxima, and six for all selects and quantiles together."""
     sums = _sums(requests, group)
     answers: Statistics = {}
     selects: dict[str, TopK | Quantile] = {}
@@ -100,8 +101,8 @@ def answer(requests: Mapping[str, Request], group: ProcessGroup | None) -> Stati
 def _sums(
     requests: Mapping[str, Request], group: ProcessGroup | None
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """name -> (masked sum, masked count) as float64 scalars: exact for counts, and stable whatever
-    the layout."""
+    """Returns (masked sum, masked count) by name, as float64 scalars: exact for counts, and stable
+    in every layout."""
     rows = []
     for request in requests.values():
         mask = request.mask
@@ -156,8 +157,8 @@ def _select(
     counts: Mapping[str, Tensor],
     group: ProcessGroup | None,
 ) -> Statistics:
-    """A TopK is one order statistic, a Quantile one or two, so all of them are one call of the
-    select."""
+    """Answers TopK and Quantile requests in one call of `kth_largest`: a TopK is one order
+    statistic, a Quantile one or two."""
     keys, masks, k = [], [], []
     for name, request in requests.items():
         n = counts[name]
@@ -171,7 +172,7 @@ def _select(
                 else torch.minimum(given.to(n.dtype), n)
             )
         else:
-            # ties need no order here: equal values are equal answers
+            # ties need no order here, because equal values give equal answers
             key = ordering_key(
                 request.x.detach(), torch.zeros_like(request.mask, dtype=torch.int64)
             )
@@ -199,12 +200,12 @@ def _select(
 
 
 def _place(request: Quantile, n: Tensor) -> Tensor:
-    """Position of the quantile among the n sorted values, 0-dim float64; 0 if there are none."""
+    """0-dim float64 position of the quantile among the n sorted values; 0 if there are none."""
     return (n - 1).clamp_min(0).to(torch.float64) * request.q
 
 
 def _places(request: Quantile, n: Tensor) -> list[Tensor]:
-    """The whole places among the sorted values that the quantile is made of."""
+    """Returns the integer positions among the sorted values that the quantile is computed from."""
     place = _place(request, n)
     match request.interpolation:
         case "linear":
@@ -218,7 +219,7 @@ def _places(request: Quantile, n: Tensor) -> list[Tensor]:
 
 
 def _interpolate(request: Quantile, n: Tensor, values: Tensor) -> Tensor:
-    """The quantile from the values [.] at its places."""
+    """Computes the quantile from the values at its positions."""
     value = values[0]
     if request.interpolation == "linear":
         place = _place(request, n)
@@ -230,29 +231,29 @@ def _interpolate(request: Quantile, n: Tensor, values: Tensor) -> Tensor:
 def kth_largest(
     keys: list[Tensor], masks: list[Tensor], k: Tensor, group: ProcessGroup | None
 ) -> Tensor:
-    """The k[s]-th largest masked key of every select, over all ranks of `group`.
+    """Returns the k[s]-th largest masked key of every select, over all ranks of `group`.
 
     Args:
         keys: S tensors [N_s] int64, unique among the masked positions of all ranks.
         masks: S tensors [N_s] bool.
-        k: [S] int64, at least 0 and at most the number of masked positions of all ranks.
+        k: [S] int64, from 0 to the number of masked positions of all ranks.
         group: ranks that hold different positions; None: this rank holds them all.
 
     Returns:
-        [S] int64. Where k is 0 the largest int64, which selects nothing.
+        [S] int64; for k = 0 the largest int64, which selects nothing.
     """
-    # k is at most the number of masked keys, so the others may stand below them all
+    # k is at most the number of masked keys, so unmasked keys may all become the smallest
     keys = [torch.where(mask, key, _SMALLEST) for key, mask in zip(keys, masks, strict=True)]
     buffer = torch.empty(min(CHUNK, max(map(len, keys))), dtype=torch.int64, device=k.device)
     ones = torch.ones_like(buffer)
     remaining = k
-    found = torch.zeros_like(k)  # the bits that are fixed, as a number
+    found = torch.zeros_like(k)  # the bits found so far, as a number
     for round_ in range(ROUNDS):
         shift = max(64 - DIGIT_BITS * (round_ + 1), 0)
         width = 64 - DIGIT_BITS * round_ - shift  # 11, and 9 in the last round
-        # what the first bucket of the round holds, of the bits above `shift`
+        # bits above `shift` of the keys in the round's first bucket
         first = found << width if round_ else torch.full_like(k, _SMALLEST >> shift)
-        # bucket 0 and the last one take the keys that earlier rounds decided, below and above
+        # bucket 0 and the last bucket take keys that earlier rounds placed below or above
         histogram = torch.zeros(len(keys), 2**width + 2, dtype=torch.int64, device=k.device)
         for s, key in enumerate(keys):
             for part in key.split(CHUNK):
@@ -264,7 +265,7 @@ def kth_largest(
             all_reduce(histogram, group=group)
         undecided = histogram[:, 1:-1]
         at_or_above = undecided.flip(1).cumsum(1).flip(1)  # keys in this bucket or a higher one
-        # highest bucket that reaches k
+        # highest bucket whose cumulative count reaches k
         chosen = (at_or_above >= remaining[:, None]).sum(1).sub(1).clamp_min(0)
         above = at_or_above.gather(1, chosen[:, None]) - undecided.gather(1, chosen[:, None])
         remaining = remaining - above.squeeze(1)

@@ -1,9 +1,9 @@
-"""The body of ops/vocab_parallel.py for CPUs: PyTorch over blocks of rows that stay in cache,
+"""Implements ops/vocab_parallel.py for CPUs: PyTorch over blocks of rows that stay in cache,
 without a buffer of the logits' size.
 
-A block goes through half a dozen elementwise operations. Done row block by row block each but the
-first finds it in cache; done over the whole tensor each would read it from memory. The block's size
-depends on the shape alone, so that two passes over the same logits give the same bits.
+A block goes through half a dozen elementwise operations; all but the first find it in cache,
+whereas over the whole tensor each would read it from memory. The block size depends on the shape
+alone, so two passes over the same logits give the same bits.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Elements of a block and of each of its two work buffers: 16 rows of 32k columns. Costs of
-# others: benchmarks/results/head.md. A GPU without Triton has no such cache, but launches to save.
+# Elements of a block and of each of its two work buffers: 16 rows of 32k columns.
+# benchmarks/results/head.md has the costs of other sizes. BLOCK_CUDA, for GPUs without Triton,
+# is larger, to save kernel launches rather than to fit a cache.
 BLOCK = 1 << 19
 BLOCK_CUDA = 1 << 25
-# Least rows of a block, for wide vocabularies: threads share the rows of a sum, and of 3 rows one
-# of two threads has 2.
+# Fewest rows of a block, for wide vocabularies. Threads split the rows of a sum; with 3 rows, one
+# of two threads would do 2.
 ROWS = 4
 
-# d below this is taken for it: its exp is 0 even in float64, and -inf * 0 would be nan
+# d is clamped to this: its exp is 0 even in float64, and -inf * 0 would be nan
 _LOWEST = -1000.0
 
 
@@ -65,8 +66,8 @@ def gradient(
     out[:, real:] = 0.0
     if real == 0:
         return
-    # The target's entry is computed from numbers of its own, because out may be bfloat16 and share
-    # the logits' memory.
+    # The target's entry is computed separately, because out may be bfloat16 and share the logits'
+    # memory.
     every, target = torch.arange(logits.shape[0], device=logits.device), local.clamp_min(0)
     d_target = ((logits[every, target].to(m.dtype) - m) / temperature).clamp_min(_LOWEST)
     at_slope = a if b is None else a + b * d_target
@@ -76,15 +77,14 @@ def gradient(
         torch.exp(d, out=e)
         slope = a[rows, None] if b is None else d.mul_(b[rows, None]).add_(a[rows, None])
         torch.mul(e, slope, out=out[rows, :real])
-    # not scatter_: on a CPU it makes a float32 copy of all of a bfloat16 tensor
+    # not scatter_, which on a CPU makes a float32 copy of a whole bfloat16 tensor
     out[every, target] = torch.where(local >= 0, at_target.to(out.dtype), out[every, target])
 
 
 def _blocks(
     logits: Tensor, real: int, dtype: torch.dtype
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Slices of rows, and two work buffers of a block's shape for each, the same ones every
-    time."""
+    """Yields slices of rows with two work buffers of the block's shape, reused for every block."""
     most = BLOCK if logits.device.type == "cpu" else BLOCK_CUDA
     height = max(ROWS, most // real)
     d = torch.empty(min(height, logits.shape[0]), real, dtype=dtype, device=logits.device)
@@ -95,12 +95,12 @@ def _blocks(
 
 
 def _widened(block: Tensor, buffer: Tensor) -> Tensor:
-    """The block at the buffer's precision; itself where that changes nothing."""
+    """Returns the block at the buffer's precision; the block itself if its dtype is the same."""
     return block if block.dtype == buffer.dtype else buffer.copy_(block)
 
 
 def _exponents(z: Tensor, m: Tensor, temperature: float, out: Tensor) -> None:
-    """Writes (z - m) / temperature, not below _LOWEST, into `out`, which may be z."""
+    """Writes (z - m) / temperature, clamped below at _LOWEST, into `out`, which may be z."""
     torch.sub(z, m[:, None], out=out)
     if temperature != 1.0:
         out.div_(temperature)

@@ -1,23 +1,23 @@
-"""Log-prob of the taken token and entropy of the distribution, over logits whose vocabulary is
-split over ranks.
+"""Computes the log-prob of the taken token and the entropy of the distribution, over logits whose
+vocabulary is split over ranks.
 
-Both come from one pass: temperature applied, padded vocabulary columns masked, float32
-accumulation, one collective of four numbers a token. With logits z, their row maximum m over all
-ranks, and d = (z - m) / temperature,
+One pass computes both. It applies the temperature, masks padded vocabulary columns, accumulates in
+float32, and needs one collective of four numbers a token. With logits z, their row maximum m over
+all ranks, and d = (z - m) / temperature,
 
     s = sum_v exp(d_v)                t = sum_v d_v exp(d_v)
     log p_y = d_y - ln s              H = ln s - t / s
     d log p_y / dd = 1[y] - p         dH / dd = -p (ln p + H)
 
-The entropy sensitivity (algorithms/sensitivity.py) needs two sums more, in the same pass and the
+The entropy sensitivity (algorithms/sensitivity.py) needs two more sums, from the same pass and the
 same collective:
 
     q = sum_v exp(d_v)^2              u = sum_v d_v exp(d_v)^2
     sum_v p_v^2 = q / s^2             sum_v p_v^2 ln p_v = (u - q ln s) / s^2
 
-What touches the [N, V] logits is a body, one file each: vocab_reference.py in plain PyTorch,
-vocab_chunked.py in PyTorch by blocks that stay in cache, vocab_triton.py in kernels that read every
-logit once.
+A body is an implementation that touches the [N, V] logits, one file each: vocab_reference.py in
+plain PyTorch, vocab_chunked.py in PyTorch by blocks that stay in cache, vocab_triton.py in kernels
+that read every logit once.
 
 Shape legend: N tokens, V vocabulary columns of this rank, R ranks.
 """
@@ -51,23 +51,24 @@ def log_prob_and_entropy(
     body: Body = "auto",
     overwrite_logits: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Log-prob and entropy of every row.
+    """Returns log-prob and entropy of every row.
 
     Args:
         logits: [N, V] this rank's columns; rank r of `group` holds columns r V to (r + 1) V.
         targets: [N] int64, columns of the whole vocabulary, below vocab_size.
-        vocab_size: real columns; those at or above it are padding and have probability 0.
+        vocab_size: number of real columns; columns from there on are padding and have probability
+            0.
         temperature: divides the logits, above 0.
         group: tensor-parallel ranks; None: this rank holds every column.
         entropy_gradient: whether entropy carries gradient; without it entropy costs nothing in
             backward.
-        second_moment: whether to give the sums of the entropy sensitivity too; they never carry
+        second_moment: whether to return the sums of the entropy sensitivity, which never carry
             gradient.
-        body: what computes it; auto: Triton's kernels on GPUs that can run them, else the chunked
-            body.
-        overwrite_logits: backward writes the gradient over the logits, which nothing may need by
-            then. Autograd's version counter moves, so that a backward that still wants them raises;
-            whoever just reads them afterwards reads the gradient.
+        body: implementation to use; auto: the Triton kernels on GPUs that can run them, else the
+            chunked body.
+        overwrite_logits: backward writes the gradient over the logits, so nothing may need them by
+            then. Autograd's version counter is raised: another backward that needs the logits
+            raises an error, but code that merely reads them silently gets the gradient.
 
     Returns:
         log_prob [N] and entropy [N] in nats, float32 (float64 for float64 logits), equal on every
@@ -85,7 +86,7 @@ def log_prob_and_entropy(
 
 @dataclass(frozen=True)
 class Problem:
-    """Arguments of log_prob_and_entropy that say what to compute; see there."""
+    """Arguments of log_prob_and_entropy that define the computation; see there."""
 
     vocab_size: int
     temperature: float = 1.0
@@ -95,18 +96,18 @@ class Problem:
     body: Body = "auto"
 
     def columns(self, width: int) -> tuple[int, int]:
-        """First column of this rank, and how many of its `width` columns are real."""
+        """Returns the first column of this rank, and how many of its `width` columns are real."""
         start = (self.group.rank() if self.group is not None else 0) * width
         return start, min(max(self.vocab_size - start, 0), width)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Numbers of every row that backward needs beside its logits, [N] each.
+    """Values of every row that backward needs besides its logits, [N] each.
 
     local: int64, the target's column on this rank; -1: another rank holds it.
-    m: as in the formulas, over all ranks; at the precision of the sums, which holds it exactly.
-    s, entropy: likewise, float64.
+    m: row maximum over all ranks, as in the formulas, exact at the precision of the sums.
+    s, entropy: as in the formulas, over all ranks, float64.
     """
 
     local: Tensor
@@ -122,10 +123,10 @@ class Rows:
 
 
 def measure(logits: Tensor, targets: Tensor, problem: Problem) -> tuple[tuple[Tensor, ...], Rows]:
-    """Computes what log_prob_and_entropy returns, outside autograd, and the rows that
+    """Returns the outputs of log_prob_and_entropy, outside autograd, and the rows that
     `write_gradient` needs.
 
-    Every rank of the group must call it: it holds the one collective.
+    Every rank of the group must call it, because it runs the one collective.
     """
     start, real = problem.columns(logits.shape[1])
     here = (targets >= start) & (targets < start + real)
@@ -134,7 +135,7 @@ def measure(logits: Tensor, targets: Tensor, problem: Problem) -> tuple[tuple[Te
     sums = body.sums(logits, local, real, problem.temperature, problem.second_moment)
     m, s, t, z_target, *squares = _merge(sums, problem)
     log_s = s.log()
-    # z - (m + ln s) would lose the digits that are small beside m
+    # z - (m + ln s) would lose digits that are small relative to m
     log_prob = (z_target - m) / problem.temperature - log_s
     entropy = log_s - t / s
     moments: tuple[Tensor, ...] = ()
@@ -155,11 +156,12 @@ def write_gradient(
 ) -> None:
     """Writes the gradient in the logits [N, V] into `out`, which may be the logits.
 
-    With d as above and e = exp(d) it is e (a + b d) and, at the target, grad_log_prob / temperature
-    more. The numbers of a row, a and b, are made in float64 and rounded once.
+    With d as above and e = exp(d), the gradient is e (a + b d), plus grad_log_prob / temperature at
+    the target. The row values a and b are computed in float64 and rounded once.
 
     Args:
-        grad_log_prob: [N]; grad_entropy: [N], or None where the entropy carries none.
+        grad_log_prob: [N].
+        grad_entropy: [N], or None if the entropy carries no gradient.
     """
     real = problem.columns(logits.shape[1])[1]
     per_weight = 1 / (rows.s * problem.temperature)
@@ -190,14 +192,14 @@ class _LogProbAndEntropy(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor, *_: Tensor
     ) -> tuple[Tensor | None, ...]:
-        # raises if the logits were written to since, also by another backward of this function
+        # raises if the logits were written to since, even by another backward of this function
         logits, *saved = ctx.saved_tensors
         logits = logits.detach()  # shares the version counter
         out = logits if ctx.overwrite else torch.empty_like(logits)
         of_entropy = grad_entropy if ctx.problem.entropy_gradient else None
         write_gradient(logits, Rows(*saved), ctx.problem, grad_log_prob, of_entropy, out)
         if ctx.overwrite:
-            torch.autograd.graph.increment_version(out)  # kernels write without telling autograd
+            torch.autograd.graph.increment_version(out)  # kernels write without notifying autograd
         return out, None, None, None
 
 
@@ -205,7 +207,7 @@ def _body(name: Body, logits: Tensor) -> ModuleType:
     if name == "auto":
         name = "triton" if _runs_triton(logits) else "chunked"
     if name == "triton":
-        from megatron_stare.ops import vocab_triton  # Triton is not on every machine
+        from megatron_stare.ops import vocab_triton  # not every machine has Triton
 
         return vocab_triton
     return {"reference": vocab_reference, "chunked": vocab_chunked}[name]
@@ -224,12 +226,12 @@ def _runs_triton(logits: Tensor) -> bool:
 
 
 def _merge(sums: Tensor, problem: Problem) -> tuple[Tensor, ...]:
-    """Combines every rank's (m, s, t, z_target), and (q, u) where they are given, [4 or 6, N],
-    after one all-gather: 16 or 24 bytes a token and rank. m is finite: 0 where there is no largest
-    finite logit.
+    """Combines every rank's (m, s, t, z_target), and (q, u) if given, [4 or 6, N], after one
+    all-gather of 16 or 24 bytes a token and rank. The returned m is finite: 0 if no logit is
+    finite.
 
-    In float64, as is what follows: float32 would round off as much again as the sums did, and these
-    are [N] alone.
+    Works in float64, like all that follows: float32 would add as much rounding error as the sums
+    did, and these tensors are only [N].
     """
     group = problem.group
     if group is None or group.size() == 1:
@@ -250,6 +252,6 @@ def _merge(sums: Tensor, problem: Problem) -> tuple[Tensor, ...]:
 
 
 def _shifted(t_r: Tensor, s_r: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """[N] sum d w over all ranks, with d from the largest m. s_r = sum w, and t_r = sum d w with d
-    from the rank's own m, are [R, N]."""
+    """[N] sum of d w over all ranks, with d relative to the largest m. Args [R, N]: s_r is sum w,
+    and t_r is sum d w with d relative to the rank's own m."""
     return torch.where(scale > 0, scale * (t_r + shift * s_r), 0.0).sum(0)

@@ -1,7 +1,7 @@
-"""The body of ops/vocab_parallel.py that is easiest to read, in plain PyTorch over whole [N, V]
-tensors.
+"""Implements ops/vocab_parallel.py in plain PyTorch over whole [N, V] tensors, as the most readable
+version.
 
-What the other bodies are held against; they have the same two functions.
+The other implementations are tested against it and have the same two functions.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch import Tensor
 def sums(
     logits: Tensor, local: Tensor, real: int, temperature: float, second_moment: bool
 ) -> Tensor:
-    """This rank's m, s, t and z_target, and with `second_moment` q and u: [4 or 6, N], at least
-    float32.
+    """Returns this rank's m, s, t and z_target, and with `second_moment` also q and u: [4 or 6, N],
+    at least float32.
 
     Args:
         logits: [N, V].
-        local: [N] int64 column of the target; -1: not here, and z_target is 0.
-        real: columns that are not padding; with none, m is -inf.
+        local: [N] int64 column of the target; -1: another rank holds it, and z_target is 0.
+        real: number of columns that are not padding; if 0, m is -inf.
         temperature: divides z - m.
-        second_moment: whether to give q and u.
+        second_moment: whether to return q and u.
     """
     z = _widened(logits[:, :real])
     m = z.amax(1) if real else z.new_full(local.shape, -torch.inf)
@@ -45,11 +45,11 @@ def gradient(
     hit: Tensor,
     out: Tensor,
 ) -> None:
-    """Writes the gradient into `out`, which may be logits: e (a + b d) with d = (z - m) /
-    temperature and e = exp(d), and `hit` more at the target.
+    """Writes the gradient into `out`, which may be logits: e (a + b d), plus `hit` at the target,
+    with d = (z - m) / temperature and e = exp(d).
 
     Args:
-        m: [N] of all ranks.
+        m: [N], over all ranks.
         a, b: [N]; b None: 0.
         hit: [N].
     """
@@ -69,5 +69,5 @@ def _widened(logits: Tensor) -> Tensor:
 
 
 def _product(d: Tensor, e: Tensor) -> Tensor:
-    """d e, and 0 where d is -inf."""
-    return torch.where(e > 0, d * e, 0.0 * e)  # a nan in e stays one
+    """Returns d e, and 0 where d is -inf."""
+    return torch.where(e > 0, d * e, 0.0 * e)  # keeps a nan in e

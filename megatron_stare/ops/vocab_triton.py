@@ -1,13 +1,13 @@
-"""The body of ops/vocab_parallel.py for GPUs, sm_80 and newer: forward reads every logit once,
-backward reads it once and writes its gradient once, which may be to the same place. Everything
-between is float32 in registers.
+"""Implements ops/vocab_parallel.py for GPUs, sm_80 and newer. Forward reads every logit once.
+Backward reads it once and writes its gradient once, if wanted in place. Everything in between is
+float32 in registers.
 
-Forward keeps a running maximum m of a row and, when a block raises it, brings the sums to the new
-one: with h = (m_old - m_new) / temperature, s becomes exp(h) s and t becomes exp(h) (t + h s), and
-likewise q and u with exp(h)^2. The log-prob pass asks for q and u, the training pass does not, and
-both get the same kernel: compiled without them, the other sums could be rounded otherwise, and the
-first update's ratios would not be exactly 1. By counting, the kernel waits for memory either way.
-Shape legend: N tokens, V vocabulary columns of this rank.
+Forward keeps a row's running maximum m and rescales the sums when a block raises it: with h =
+(m_old - m_new) / temperature, s becomes exp(h) s and t becomes exp(h) (t + h s), and likewise q and
+u with exp(h)^2. Only the log-prob pass requests q and u, but the training pass runs the same
+kernel. Compiled without q and u, the other sums might round differently, and the first update's
+ratios would not be exactly 1. By instruction counts, the kernel is memory-bound either way. Shape
+legend: N tokens, V vocabulary columns of this rank.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Columns a program holds at a time and the warps that share them. Chosen for sm_90 by counting (16
-# values a thread, two 16-byte loads of bfloat16, at most 48 registers and no spills as compiled for
-# sm_80 and sm_90), not by measuring: no GPU has run these kernels yet.
+# Columns that a program holds at a time, and the warps that share them. Chosen for sm_90 by
+# counting (16 values a thread, two 16-byte loads of bfloat16, at most 48 registers and no spills
+# as compiled for sm_80 and sm_90), not by measuring: no GPU has run these kernels yet.
 FORWARD = {"BLOCK": 4096, "num_warps": 8}
 BACKWARD = {"BLOCK": 4096, "num_warps": 8}
 
-# d below this is taken for it: its exp is 0, and -inf * 0 would be nan
+# d is clamped to this: its exp is 0, and -inf * 0 would be nan
 _LOWEST = tl.constexpr(-1000.0)
 
 
 @triton.jit
 def _exponents(z, m, inverse_temperature):
     d = (z - m) * inverse_temperature
-    return tl.where(d < _LOWEST, _LOWEST, d)  # a nan stays one
+    return tl.where(d < _LOWEST, _LOWEST, d)  # keeps a nan
 
 
 @triton.jit
@@ -104,7 +104,7 @@ def sums(
     """Computes the sums, reading every logit once; see vocab_reference.py.
 
     Raises:
-        ValueError: float64 logits, which need another body.
+        ValueError: float64 logits, which need another implementation.
     """
     logits = _rows_in_order(logits)
     rows = logits.shape[0]
@@ -160,7 +160,8 @@ def gradient(
 
 
 def _rows_in_order(logits: Tensor) -> Tensor:
-    """The logits with columns side by side; a copy only where they are not."""
+    """Returns the logits with adjacent columns, copied only if they are not. Raises ValueError for
+    float64."""
     if logits.dtype == torch.float64:
         raise ValueError(
             "the Triton body works in float32; take the chunked body for float64 logits"

@@ -1,6 +1,6 @@
-"""Statistics that a method may ask of the whole batch, and their answers. Imports torch only.
+"""Statistics that a method may request over the whole batch, and their answers. Imports torch only.
 
-A method names its requests; `ops/statistics_executor.py` answers them over the right process
+A method names its requests. `ops/statistics_executor.py` answers them over the right process
 groups, so every method is exact over the global batch in every layout. Shape legend: N response
 positions held by this rank.
 """
@@ -18,9 +18,9 @@ Interpolation = Literal["linear", "lower", "higher", "nearest"]
 
 @dataclass(frozen=True)
 class TopK:
-    """The k masked positions of largest `key`; ties go to the lower index.
+    """Request for the k masked positions of largest `key`; ties go to the lower index.
 
-    k = top_k_count(number masked, share), or min(number masked, count) where a `count` is given.
+    k = top_k_count(number masked, share), or min(number masked, count) if `count` is given.
     """
 
     key: Tensor  # [N] float32
@@ -32,11 +32,12 @@ class TopK:
 
 @dataclass(frozen=True)
 class Quantile:
-    """The q-quantile of `x`, read as float32, over the masked positions; NaN if there are none.
+    """Request for the q-quantile of `x`, read as float32, over the masked positions; NaN if there
+    are none.
 
-    It stands at position (n - 1) q of the sorted values; between two of them `interpolation`
-    decides, as in numpy; 'nearest' takes the even position where both are as near. Comparing `x`
-    with the answer: both as float32 values, or a token that is the quantile may fall below it.
+    The quantile is at position (n - 1) q of the sorted values. `interpolation` decides between two
+    values as in numpy; 'nearest' rounds half to the even position. Compare `x` with the answer as
+    float32 values, or the token at the quantile may fall below it.
     """
 
     x: Tensor  # [N]
@@ -47,8 +48,8 @@ class Quantile:
 
 @dataclass(frozen=True)
 class SegmentSum:
-    """[number] float64 sums of `x` by segment over the masked positions; 0 for a segment without
-    any."""
+    """Request for [number] float64 sums of `x` by segment over the masked positions; 0 for a
+    segment without any."""
 
     x: Tensor  # [N]
     segment: Tensor  # [N] int64 in [0, number)
@@ -58,7 +59,8 @@ class SegmentSum:
 
 @dataclass(frozen=True)
 class Mean:
-    """Mean of `x` over the masked positions; NaN if there are none, which no controller acts on."""
+    """Request for the mean of `x` over the masked positions; NaN if there are none, and controllers
+    ignore NaN."""
 
     x: Tensor  # [N]
     mask: Tensor  # [N] bool
@@ -66,7 +68,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Sum:
-    """Sum of `x` over the masked positions."""
+    """Request for the sum of `x` over the masked positions."""
 
     x: Tensor  # [N]
     mask: Tensor  # [N] bool
@@ -74,7 +76,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Max:
-    """Largest `x` of the masked positions; -inf if there are none."""
+    """Request for the largest `x` of the masked positions; -inf if there are none."""
 
     x: Tensor  # [N]
     mask: Tensor  # [N] bool
@@ -82,7 +84,7 @@ class Max:
 
 @dataclass(frozen=True)
 class Count:
-    """Number of masked positions."""
+    """Request for the number of masked positions."""
 
     mask: Tensor  # [N] bool
 
@@ -92,16 +94,16 @@ Request = TopK | Quantile | SegmentSum | Mean | Sum | Max | Count
 
 @dataclass(frozen=True)
 class Threshold:
-    """The answer to TopK: everything at or above `key` is selected. All tensors are 0-dim and stay
-    on the device."""
+    """Answer to TopK: every position with a key at or above `key` is selected. All tensors are
+    0-dim and stay on the device."""
 
     key: Tensor  # int64, the smallest selected ordering key (see ordering_key)
-    k: Tensor  # int64, how many are selected
-    n: Tensor  # int64, how many were masked
+    k: Tensor  # int64, number of selected positions
+    n: Tensor  # int64, number of masked positions
     value: Tensor  # float32, the smallest selected value; +inf if k = 0
 
     def select(self, key: Tensor, index: Tensor, mask: Tensor) -> Tensor:
-        """[N] bool: which of these positions are among the k."""
+        """[N] bool: positions among the k."""
         return mask & (ordering_key(key, index) >= self.key) & (self.k > 0)
 
 
@@ -109,12 +111,12 @@ Statistics = dict[str, Tensor | Threshold]
 
 
 def scalar(statistics: Statistics, name: str) -> Tensor:
-    """The 0-dim answer to a Mean, Sum, Max, Count or Quantile."""
+    """Returns the 0-dim answer to a Mean, Sum, Max, Count or Quantile."""
     return tensor(statistics, name)
 
 
 def tensor(statistics: Statistics, name: str) -> Tensor:
-    """Any answer but that to a TopK."""
+    """Returns the answer to any request except TopK. Raises TypeError for the answer to a TopK."""
     value = statistics[name]
     if isinstance(value, Threshold):
         raise TypeError(f"{name} is the answer to a TopK")
@@ -122,20 +124,20 @@ def tensor(statistics: Statistics, name: str) -> Tensor:
 
 
 def ordering_key(x: Tensor, index: Tensor) -> Tensor:
-    """[N] int64, ordered as (x ascending, index descending) and unique where index is.
+    """[N] int64 key ordered by (x ascending, index descending), unique if index is.
 
-    The high 32 bits are those of float32 `x` made monotone (negative numbers complemented), the low
-    32 the complement of `index`, so that of two equal values the one with the lower index is the
-    larger.
+    The high 32 bits hold float32 `x` made monotone (negative numbers complemented). The low 32 bits
+    hold the complement of `index`, so of two equal values the one with the lower index has the
+    larger key.
     """
     bits = (x.to(torch.float32) + 0.0).view(torch.int32).to(torch.int64)
-    # signed order of floats, as int32 values
+    # int32 values in the order of the floats
     monotone = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return (monotone << 32) | (0xFFFFFFFF - index)
 
 
 def threshold(statistics: Statistics, name: str) -> Threshold:
-    """The answer to a TopK."""
+    """Returns the answer to a TopK. Raises TypeError for any other answer."""
     value = statistics[name]
     if not isinstance(value, Threshold):
         raise TypeError(f"{name} is not the answer to a TopK")
@@ -143,14 +145,14 @@ def threshold(statistics: Statistics, name: str) -> Threshold:
 
 
 def value_of_key(key: Tensor) -> Tensor:
-    """The float32 that `ordering_key` was built from."""
+    """Returns the float32 value that `ordering_key` was built from."""
     high = key >> 32
     return torch.where(high < 0, high ^ 0x7FFFFFFF, high).to(torch.int32).view(torch.float32)
 
 
 def top_k_count(n: Tensor, share: float) -> Tensor:
     """k = 0 if n = 0 or share <= 0, else min(n, max(1, int(n share + 0.999999))): a ceiling that
-    ignores float fuzz.
+    ignores floating-point noise.
 
     Source: STARE's released code (arXiv 2606.19236).
     """

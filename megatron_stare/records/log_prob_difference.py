@@ -1,5 +1,5 @@
-"""How far a rollout engine's log-probs lie from the trainer's: what the ranks that hold both tell
-of them."""
+"""Difference between a rollout engine's log-probs and the trainer's, as reported by the ranks that
+hold both."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the absolute differences of some tokens.
+    """Summary of the absolute differences of some tokens.
 
-    not_numbers: how many are NaN.
-    largest_number, mean_number: of the others; 0 if there are none.
+    not_numbers: number of NaN differences.
+    largest_number, mean_number: over the other differences; 0 if there are none.
     """
 
     tokens: int
@@ -23,12 +23,12 @@ class Sizes:
 
     @property
     def largest(self) -> float:
-        """NaN where one is not a number."""
+        """Largest difference; NaN if any is not a number."""
         return math.nan if self.not_numbers else self.largest_number
 
     @property
     def mean(self) -> float:
-        """NaN where one is not a number."""
+        """Mean difference; NaN if any is not a number."""
         return math.nan if self.not_numbers else self.mean_number
 
 
@@ -36,15 +36,14 @@ class Sizes:
 class LogProbDifference:
     """Engine minus trainer over all tokens of a batch's loss mask, nats.
 
-    everywhere: a token that no rank compared counts as not a number.
-    lowest: the smallest difference, with its sign; NaN where one is not a number.
-    quantiles: of the sizes, by name.
-    from_position: by the position where a range begins, to the next one's; ranges without tokens
-    are left out.
-    of_version: by the version of the weights that sampled a token.
-    longest: of the longest response, of several the first.
-    likely, unlikely: of the tokens that the trainer finds as likely as sampled ones are, and of
-    those less likely.
+    everywhere: all tokens; a token that no rank compared counts as not a number.
+    lowest: the smallest difference, with its sign; NaN if any is not a number.
+    quantiles: quantiles of the absolute differences, by name.
+    from_position: by the first position of a range that ends where the next begins; ranges without
+        tokens are left out.
+    of_version: by the weight version that sampled the token.
+    longest: tokens of the longest response; of several, the first.
+    likely, unlikely: tokens with a probability of at least 1/1000 in the trainer, and those below.
     """
 
     everywhere: Sizes

@@ -1,5 +1,5 @@
-"""Description of a logged metric: in METRICS of the file that logs it, gathered by
-tools/make_metric_docs.py."""
+"""Description of a logged metric. The file that logs a metric describes it in METRICS, which
+tools/make_metric_docs.py collects."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 class Metric:
     """One entry of docs/metrics.md.
 
-    name: as it is logged; `<n>` at the end stands for a number.
+    name: name in the log; `<n>` at the end stands for a number.
     unit: nats, tokens, share (0 to 1), 0 or 1, ...
-    meaning: what it is, over what.
-    healthy: the range or course of a run that is well, and what it is a sign of otherwise.
+    meaning: quantity that is measured, and over what.
+    healthy: range or course in a healthy run, and what a deviation indicates.
     """
 
     name: str

@@ -1,10 +1,10 @@
 """The trajectories of one step as one flat batch, and each data-parallel rank's share of it.
 Imports torch only.
 
-Shape legend: B samples; N response positions of all samples laid end to end; T prompt and response
-positions of all samples laid end to end; R runs of tokens that one version of the weights sampled;
-L layers and K experts a token of a mixture of experts. Samples stand in canonical order: prompt
-cursor first, then sample number. In a share n, t and r are those of its own samples.
+Shape legend: B samples; N response positions of all samples, laid end to end; T prompt and response
+positions of all samples, laid end to end; R runs of consecutive tokens sampled by one weight
+version; L layers; K experts a token in a mixture of experts. Samples are in canonical order: by
+prompt cursor, then by sample number. In a share, n, t and r count its own samples only.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megatron_stare.records.trajectory import Trajectory, covering
 
 
 class _Columns:
-    """Properties that a batch and a rank's share of it have alike. In a share, n and r are those of
-    its own samples."""
+    """Properties common to a batch and a rank's share. In a share, n and r count its own samples
+    only."""
 
     prompt_lengths: Tensor
     response_lengths: Tensor
@@ -32,17 +32,17 @@ class _Columns:
 
     @property
     def size(self) -> int:
-        """B, the samples of the whole batch."""
+        """B, the number of samples of the whole batch."""
         return self.prompt_lengths.numel()
 
     @property
     def lengths(self) -> Tensor:
-        """[B] prompt plus response, tokens."""
+        """[B] tokens of prompt plus response."""
         return self.prompt_lengths + self.response_lengths
 
     @property
     def weight_versions(self) -> Tensor:
-        """[N] int64, the runs written out: for small batches."""
+        """[N] int64 version of every token, expanded from the runs; for small batches."""
         return torch.repeat_interleave(self.run_versions, self.run_lengths)
 
 
@@ -50,17 +50,17 @@ class _Columns:
 class RolloutBatch(_Columns):
     """Trajectories as flat tensors, in canonical order.
 
-    The last four columns are a method's judgement; see Method.judge.
+    Method.judge sets `advantages`, `carries_loss`, `baseline_mask` and `penalties`.
     """
 
     tokens: Tensor  # [T] int32, each sample's prompt then response
-    loss_mask: Tensor  # [N] bool, the environments' word on which positions carry loss
+    loss_mask: Tensor  # [N] bool, positions that carry loss according to the environment
     rollout_log_probs: Tensor  # [N] float32, nats
-    # [R] int64 version of the weights that sampled a run; see trajectory.NOT_SAMPLED
+    # [R] int64 weight version that sampled each run; see trajectory.NOT_SAMPLED
     run_versions: Tensor
-    # [R] int64 tokens of it; the runs cover the N positions, none lies in two samples
+    # [R] int64 tokens of each run; the runs cover all N positions, and none spans two samples
     run_lengths: Tensor
-    runs: Tensor  # [B] int64 runs of each sample
+    runs: Tensor  # [B] int64 number of runs of each sample
     prompt_lengths: Tensor  # [B] int64
     response_lengths: Tensor  # [B] int64
     groups: Tensor  # [B] int64, 0..G-1
@@ -68,17 +68,17 @@ class RolloutBatch(_Columns):
     verified: Tensor  # [B] bool, False where the verifier failed
     truncated: Tensor  # [B] bool
     advantages: Tensor | None = None  # [B]
-    carries_loss: Tensor | None = None  # [B] bool, responses whose positions of the loss mask count
-    baseline_mask: Tensor | None = None  # [B] bool, responses that the others are judged against
+    carries_loss: Tensor | None = None  # [B] bool, responses whose loss-mask positions count
+    baseline_mask: Tensor | None = None  # [B] bool, responses in the baseline of the advantages
     penalties: Tensor | None = None  # [B] float64, what shaping added to the rewards
-    # [T, L, K] where the engine sent each token; see `routing_column`
+    # [T, L, K] experts that the engine routed each token to; see `routing_column`
     experts: Tensor | None = None
     step: int = 0  # keys seeded draws of methods
     # in canonical order; they stay on the driver, for logging
     trajectories: Sequence[Trajectory] = ()
 
     def first(self, samples: int) -> RolloutBatch:
-        """The batch of its first `samples` samples."""
+        """Returns the batch of the first `samples` samples."""
         columns: dict[str, Any] = dict(self._flat(range(samples)))
         for name, x in vars(self).items():
             if isinstance(x, Tensor) and name not in columns:
@@ -86,16 +86,17 @@ class RolloutBatch(_Columns):
         return replace(self, trajectories=self.trajectories[:samples], **columns)
 
     def share(self, samples: Sequence[int]) -> RankShare:
-        """Share of a rank that takes these samples, in ascending order.
+        """Returns the share of a rank that takes these samples, given in ascending order.
 
-        Copies, because a view of a tensor travels with all of the tensor; of all samples the
-        batch's own columns.
+        Copies tensors, because serialising a view would carry its whole tensor. A share of all
+        samples holds the batch's own columns.
         """
         (share,) = self.shares([samples])
         return share
 
     def shares(self, ranks: Iterable[Sequence[int]]) -> Iterator[RankShare]:
-        """Shares of all ranks, in order; what is the same for all is counted once. See `share`."""
+        """Yields the shares of all ranks, in order; values common to all are computed once. See
+        `share`."""
         loss_lengths = self.loss_lengths
         return (self._share(samples, loss_lengths) for samples in ranks)
 
@@ -117,14 +118,14 @@ class RolloutBatch(_Columns):
 
     @property
     def loss_lengths(self) -> Tensor:
-        """[B] int64 positions of the loss mask in every sample."""
-        # [N + 1] before each position
+        """[B] int64 number of loss-mask positions in every sample."""
+        # [N + 1] number of loss positions before each position
         up_to = torch.nn.functional.pad(self.loss_mask.cumsum(0), (1, 0))
         ends = self.response_lengths.cumsum(0)
         return up_to[ends] - up_to[ends - self.response_lengths]
 
     def _flat(self, samples: Sequence[int]) -> dict[str, Tensor]:
-        """The columns that are longer than B, of some of the samples."""
+        """Returns the columns longer than B, restricted to some of the samples."""
         lengths, responses, runs = (
             x.tolist() for x in (self.lengths, self.response_lengths, self.runs)
         )
@@ -141,12 +142,13 @@ class RolloutBatch(_Columns):
 
     @classmethod
     def from_trajectories(cls, trajectories: Iterable[Trajectory], step: int = 0) -> RolloutBatch:
-        """Sorts into canonical order and lays end to end. Experts, by far the largest column, are
-        the batch's from then on and no longer the trajectories'.
+        """Builds the batch: sorts the trajectories into canonical order and lays them end to end.
+        The batch takes over the experts, by far the largest column, and removes them from the
+        trajectories.
 
         Raises:
-            DataError: the columns of a trajectory have different lengths, two prompts have one
-                cursor, or some trajectories name their experts and others do not.
+            DataError: the columns of a trajectory have different lengths, two prompts share a
+                cursor, or only some trajectories name their experts.
         """
         ordered = sorted(trajectories, key=lambda t: (t.prompt.cursor, t.sample_index))
         prompt_ids: dict[int, tuple[int, ...]] = {}
@@ -192,13 +194,13 @@ class RolloutBatch(_Columns):
 
 @dataclass(frozen=True)
 class RankShare(_Columns):
-    """Share of a rollout batch that one data-parallel rank is given.
+    """Share of a rollout batch for one data-parallel rank.
 
-    Tokens are those of its own samples. Columns with one number a sample are whole, because counts,
-    groups and canonical numbers are those of the whole batch.
+    Columns with one entry a token cover the rank's own samples. Columns with one number a sample
+    cover the whole batch, because counts, groups and canonical numbers refer to it.
     """
 
-    samples: Tensor  # [b] int64, ascending, which of the B its own are
+    samples: Tensor  # [b] int64, ascending, numbers of the rank's own samples among the B
     tokens: Tensor  # [t] int32
     loss_mask: Tensor  # [n] bool
     rollout_log_probs: Tensor  # [n] float32
@@ -206,7 +208,7 @@ class RankShare(_Columns):
     run_lengths: Tensor  # [r] int64
     prompt_lengths: Tensor  # [B] int64
     response_lengths: Tensor  # [B] int64
-    loss_lengths: Tensor  # [B] int64, positions of the loss mask in every sample
+    loss_lengths: Tensor  # [B] int64, loss-mask positions of every sample
     groups: Tensor  # [B] int64
     rewards: Tensor  # [B] float64
     advantages: Tensor | None  # [B]
@@ -217,14 +219,14 @@ class RankShare(_Columns):
     experts: Tensor | None = None  # [t, L, K]
 
     def starts(self, lengths: Tensor) -> Tensor:
-        """[B] int64 where every own sample begins in a column that holds `lengths` [B] entries of
-        each; others: 0."""
+        """[B] int64 start of every own sample in a column with `lengths` [B] entries a sample; 0
+        for other samples."""
         own = lengths[self.samples]
         return torch.zeros_like(lengths).index_copy_(0, self.samples, own.cumsum(0) - own)
 
 
 def _taken(column: Tensor, lengths: list[int], samples: Sequence[int]) -> Tensor:
-    """The parts of a flat column that belong to some of the samples, end to end."""
+    """Returns the parts of a flat column that belong to the given samples, end to end."""
     if len(samples) == len(lengths):
         return column
     ends = [0, *accumulate(lengths)]

@@ -1,9 +1,9 @@
-"""Numbers that the trainer computed of the tokens of a few responses, for people who read them.
-Imports torch only.
+"""Per-token values from the trainer for a few responses, for people who read them. Imports torch
+only.
 
-Comes from `megatron/step/diagnostics.py`, a part from every rank that holds some of the tokens; the
-driver joins them and hangs what belongs to a response on its trajectory. Shape legend: n tokens of
-one response, m tokens of a part.
+`megatron/step/diagnostics.py` makes one part on every rank that holds some of the tokens. The
+driver joins the parts and attaches each response's values to its trajectory. Shape legend: n tokens
+of one response, m tokens of a part.
 """
 
 from __future__ import annotations
@@ -17,39 +17,40 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenNumbers:
-    """Tokens of the loss mask, as they were trained on.
+    """Values of the loss-mask tokens as the trainer saw them.
 
-    In a part the first two columns say which token of the rollout batch a row is; on a trajectory
-    they are those of its own tokens. There every column has a row for each of the n tokens, and
-    tokens outside the loss mask, which an environment wrote, have NaN and 0.
+    In a part, `sample` and `position` locate each row's token in the rollout batch. On a
+    trajectory, every column has a row for each of its n tokens. Tokens outside the loss mask, which
+    an environment wrote, have NaN and 0 there.
     """
 
     sample: Tensor  # [m] int64, of the whole batch
     position: Tensor  # [m] int64, from the start of the response
-    log_prob: Tensor  # [m] float32 nats, of the log-prob pass
-    entropy: Tensor  # [m] float32 nats, likewise
+    log_prob: Tensor  # [m] float32 nats, from the log-prob pass
+    entropy: Tensor  # [m] float32 nats, from the log-prob pass
     advantage: Tensor  # [m] float32, of the response
-    weight: Tensor  # [m] float32, what the loss multiplies the advantage by; NaN where that is 0
-    # [m] int8: 1 in L+ (rarest of positive advantage), -1 in L- (of negative), 2 in U+, -2 in U-
+    weight: Tensor  # [m] float32, factor on the advantage in the loss; NaN if the advantage is 0
+    # [m] int8 code of the method's selection: 1 L+, -1 L-, 2 U+, -2 U- (see Method.selected)
     selected: Tensor
-    # [m] int8, 1 past the critical surprisal s* of its position, 0 not; -1 where that is not known
+    # [m] int8, 1 past the critical surprisal s* of its position, else 0; -1 if s* is not known
     rare: Tensor
 
     def to_host(self) -> TokenNumbers:
-        """The columns on the CPU; waits for the device."""
+        """Returns the columns on the CPU; waits for the device."""
         return TokenNumbers(**{f.name: getattr(self, f.name).cpu() for f in fields(self)})
 
 
 def of_responses(
     parts: Sequence[TokenNumbers], loss_masks: Mapping[int, Tensor]
 ) -> dict[int, TokenNumbers]:
-    """The numbers of whole responses, by sample, from the parts that the ranks hold.
+    """Returns the values of whole responses, by sample, joined from the ranks' parts.
 
     Args:
-        loss_masks: of each sample that was asked for, [n] bool.
+        parts: one of each rank.
+        loss_masks: [n] bool loss mask of each requested sample.
 
     Raises:
-        RuntimeError: the parts do not hold every token of the loss masks just once.
+        RuntimeError: the parts do not hold every token of the loss masks exactly once.
     """
     columns = {
         f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(TokenNumbers)
@@ -70,8 +71,8 @@ def of_responses(
 
 
 def spread(size: int, limit: int) -> list[int]:
-    """Up to `limit` of `size` samples, evenly. The first of a batch would always be those of the
-    same prompts; a stride shows as many prompts as it can."""
+    """Picks up to `limit` of `size` samples, evenly spaced, so that they cover as many prompts as
+    possible. The first samples of a batch would share few prompts."""
     count = min(limit, size)
     return [i * size // count for i in range(count)]
 

@@ -1,7 +1,7 @@
-"""One response to one prompt, of one turn or of several, as columns. Imports torch only.
+"""One response to one prompt, of one or more turns, as columns. Imports torch only.
 
-Shape legend: n tokens of the response: those an engine sampled, and those an environment put
-between them; L layers and K experts a token of a mixture of experts.
+Shape legend: n tokens of the response, sampled by an engine or inserted by an environment; L
+layers; K experts a token in a mixture of experts.
 """
 
 from __future__ import annotations
@@ -17,44 +17,42 @@ from torch import Tensor
 from megatron_stare.records.batch import FinishReason, Prompt
 from megatron_stare.records.token_numbers import TokenNumbers
 
-# (weight version, number of tokens) from the first token on: a response has one or two of them, its
-# tokens thousands
+# (weight version, number of tokens) of each run of tokens, in order; most responses have one or two
 VersionRuns = tuple[tuple[int, int], ...]
 
-# `given_up`: the response was abandoned before it was whole; like a verifier's timeout or crash, it
-# has no reward
+# `given_up`: the response was abandoned unfinished; like a verifier's crash, it has no reward
 RewardStatus = Literal["pending", "ok", "timeout", "crash", "given_up"]
 
-NOT_SAMPLED = -1  # the version of tokens that no weights sampled: an environment wrote them
+NOT_SAMPLED = -1  # weight version of tokens that an environment wrote
 
 
 @dataclass
 class Trajectory:
-    """Response that an environment made of a prompt, and the verifier's reward for it.
+    """Response that an environment made to a prompt, with the verifier's reward.
 
-    loss_mask is the environment's word on which tokens carry loss; everything after it obeys: loss,
-    quantiles, gate, counts and forecast.
+    The environment sets loss_mask, the tokens that carry loss. Loss, quantiles, gate, counts and
+    forecast all follow it.
     """
 
     prompt: Prompt
     sample_index: int
     tokens: Tensor  # [n] int32
-    # [n] float32, nats, of the temperature-scaled distribution; 0 where nothing was sampled
+    # [n] float32, nats, of the temperature-scaled distribution; 0 for tokens of the environment
     log_probs: Tensor
-    loss_mask: Tensor  # [n] bool, False where nothing was sampled
+    loss_mask: Tensor  # [n] bool, False for tokens of the environment
     versions: VersionRuns  # covers all n tokens
     finish_reason: FinishReason
-    text: str = ""  # with what an environment said in between; for people
-    # the policy's own part of `text`, all that a verifier reads; None: all of `text`
+    text: str = ""  # all turns and the environment's words between them; for people
+    # the policy's part of `text`, which verifiers read; None: all of `text`
     sampled_text: str | None = None
     reward: float | None = None
     reward_status: RewardStatus = "pending"
-    # [m, L, K] of the first m tokens of prompt and response; see `routing_column`
+    # [m, L, K] experts of the first m tokens of prompt and response; see `routing_column`
     experts: Tensor | None = None
-    # character of `said` where the answer begins; -1: no answer; None: not known
+    # index in `said` where the answer begins; -1: no answer; None: not known
     answer_at: int | None = None
     answer: str | None = None  # in the verifier's normal form; "": no answer; None: not known
-    numbers: TokenNumbers | None = None  # of its tokens, on the few that are written out with them
+    numbers: TokenNumbers | None = None  # per-token values, on the few trajectories that show them
     # for stored samples only: the text of every token; see rollout.model_folder.token_texts
     pieces: Sequence[str] = ()
 
@@ -63,16 +61,16 @@ class Trajectory:
 
     @property
     def said(self) -> str:
-        """Text of the policy alone, without the words of its environment.
+        """Text of the policy alone, without the environment's words.
 
-        Verifiers read it, and so does all that counts words or answers.
+        Verifiers read it, and so does everything that counts words or answers.
         """
         return self.text if self.sampled_text is None else self.sampled_text
 
     @property
     def judged(self) -> bool:
-        """Tells whether there is a reward to compare with others'; a verifier that ran out of time
-        gives one, 0."""
+        """Tells whether the trajectory has a reward to compare with others. A verifier that times
+        out gives reward 0."""
         return self.reward is not None and self.reward_status in ("ok", "timeout")
 
     @property
@@ -88,8 +86,8 @@ def sampled_trajectory(
     version: int = 0,
     finish_reason: FinishReason = "stop",
 ) -> Trajectory:
-    """A single-turn trajectory from Python numbers, every token sampled by one version: for tools
-    and tests."""
+    """Builds a single-turn trajectory from Python numbers, with every token sampled by one weight
+    version; for tools and tests."""
     ids = torch.tensor([*tokens], dtype=torch.int32)
     return Trajectory(
         prompt=prompt,
@@ -103,15 +101,17 @@ def sampled_trajectory(
 
 
 def routing_column(numbers: np.ndarray, layers: int, each: int, experts: int) -> Tensor:
-    """[m, L, K], a byte an entry where the model has at most 255 experts, else two; see `unknown`.
+    """[m, L, K] experts, one byte an entry if the model has at most 255 experts, else two; see
+    `unknown`.
 
     Args:
-        numbers: of experts, token by token, then layer by layer.
-        each: experts a token goes to, K.
-        experts: of a layer.
+        numbers: expert numbers, token by token, then layer by layer.
+        layers: L.
+        each: K, the experts a token is routed to.
+        experts: number of experts in a layer.
 
     Raises:
-        ValueError: they are not those of whole tokens, or an expert is not one of the model's.
+        ValueError: the numbers do not fill whole tokens, or an expert is not one of the model's.
     """
     if numbers.size % (layers * each):
         raise ValueError(
@@ -124,15 +124,15 @@ def routing_column(numbers: np.ndarray, layers: int, each: int, experts: int) ->
 
 
 def unknown(dtype: torch.dtype) -> int:
-    """The number that stands for an expert that nobody named: the trainer's router chooses there.
-    No expert has it."""
+    """Returns the number that stands for an unknown expert and that no expert has; there the
+    trainer's router chooses."""
     return torch.iinfo(dtype).max
 
 
 def covering(column: Tensor, tokens: int) -> Tensor:
-    """[tokens, L, K] of a column [m, L, K] of the first m <= tokens of a sequence; the rest
-    unknown. An engine never feeds the last token of a response to its model, and knows nothing of
-    it."""
+    """[tokens, L, K] experts, from a column [m, L, K] of the first m <= tokens of a sequence; the
+    rest is unknown. The last token of a response is always unknown, because the engine never feeds
+    it to its model."""
     more = torch.full(
         (tokens - len(column), *column.shape[1:]), unknown(column.dtype), dtype=column.dtype
     )

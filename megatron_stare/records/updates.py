@@ -1,5 +1,5 @@
-"""Results of the optimizer steps of one rollout batch, and how their metrics become those of the
-step."""
+"""Results of the optimizer steps of one rollout batch, and the combination of their metrics into
+those of the step."""
 
 from __future__ import annotations
 
@@ -15,54 +15,54 @@ METRICS = (
     Metric(
         "update/count",
         "steps",
-        "optimizer steps that were taken",
+        "optimizer steps taken",
         "batch.prompts / batch.mini_batch_prompts x batch.epochs",
     ),
     Metric(
         "update/finite",
         "0 or 1",
-        "0: loss or gradient of an update of the step was not finite, and that update was not"
-        " taken",
+        "0: an update of the step had a loss or gradient that was not finite, and was skipped",
         "1; 0 is an alert, faults.guards.not_finite updates in a row stop the run",
     ),
     Metric(
         "update/empty",
         "mini-batches",
-        "in which no token had a loss, so that no step was taken",
+        "mini-batches in which no token had a loss, so that no step was taken",
         "0; any is an alert",
     ),
     Metric(
         "update/skipped",
         "updates",
-        "not taken because the loss scale was too large for the gradient; float16 alone",
-        "a few at the start, then one now and then",
+        "updates skipped because the loss scale was too large for the gradient; float16 only",
+        "a few at the start, rare afterwards",
     ),
     Metric(
         "optimizer/grad_norm_max",
         "norm",
-        "the largest optimizer/grad_norm of several updates, of those that are finite",
-        "see optimizer/grad_norm, their mean",
+        "largest finite optimizer/grad_norm of the step's updates, if there are several",
+        "see optimizer/grad_norm, the mean of the updates",
     ),
     Metric(
         "ratio/first_max_abs_log",
         "nats",
-        "ratio/max_abs_log of the first of several updates, which is on policy",
+        "ratio/max_abs_log of the first update, which is on policy, if there are several",
         "exactly 0",
     ),
 )
 
 
-# default number of consecutive updates that are not finite before a run stops
+# default number of consecutive non-finite updates after which a run stops
 MAX_SKIPPED = 3
 
-# by the last part of a metric's name; every other metric is averaged
+# first words of the last part of a metric's name that mark a sum over updates; other metrics are
+# averaged
 COUNTS = ("tokens", "selected")
 
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """One optimizer step: its metrics, and the method's state that the next training step starts
-    from."""
+    """Result of one optimizer step: its metrics, and the method's state from which the next
+    training step starts."""
 
     metrics: dict[str, float]
     state: dict[str, float]
@@ -80,7 +80,7 @@ class UpdateResult:
     @property
     def skipped(self) -> bool:
         """Tells whether the loss scale was too large for the gradient, so that no step was taken;
-        float16 alone."""
+        float16 only."""
         return bool(self.metrics.get("update/skipped", 0.0))
 
     @property
@@ -94,16 +94,22 @@ class UpdateResult:
 
 
 def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
-    """The metrics of a training step from those of its updates, in order.
+    """Combines the metrics of a training step's updates, in order, into those of the step.
 
-    Largest values stay the largest, counts of tokens are summed over the updates, everything else
-    is averaged over the updates that report it: what belongs to the rollout batch is reported by
-    the first alone. In averages those of empty mini-batches have no say where others report the
-    same, nor have those whose scaled gradient overflowed. `update/count` is the number of optimizer
-    steps taken, `update/finite` 0 if a gradient was not, `update/empty` the number of empty
-    mini-batches, `update/skipped` that of overflows, `update/held` that of norms above the limit.
-    Of several updates, `ratio/first_max_abs_log` is the largest log ratio of the first, which is on
-    policy, and `optimizer/grad_norm_max` the largest norm that is finite.
+    Maxima are taken over the updates, counts of tokens are summed, and everything else is averaged
+    over the updates that report it. (Metrics of the rollout batch are reported by the first update
+    alone.) Averages ignore empty mini-batches and updates whose scaled gradient overflowed, if any
+    other update reports the metric.
+
+        update/count              optimizer steps taken
+        update/finite             0 if any gradient was not finite
+        update/empty              number of empty mini-batches
+        update/skipped            number of overflows
+        update/held               number of gradient norms above the limit
+        ratio/first_max_abs_log   largest log ratio of the first update, which is on policy
+        optimizer/grad_norm_max   largest finite gradient norm
+
+    The last two exist only with several updates.
     """
     names = {name: None for update in updates for name in update.metrics}
     rows = [update.metrics for update in updates]
@@ -127,9 +133,9 @@ def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
 def skipped_after(
     updates: Sequence[UpdateResult], skipped: int, step: int, most: int = MAX_SKIPPED
 ) -> int:
-    """How many updates in a row were not taken, counted on from `skipped` through those of a
-    training step. Those of empty mini-batches, which have no gradient, are passed over, and so are
-    overflows, which a smaller loss scale mends.
+    """Returns the number of consecutive non-finite updates, counted on from `skipped` through the
+    updates of a training step. Empty mini-batches, which have no gradient, and overflows, which a
+    smaller loss scale cures, do not count.
 
     Raises:
         NonFiniteError: loss or gradient of `most` updates in a row was not finite.

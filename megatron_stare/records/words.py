@@ -1,7 +1,7 @@
-"""Counts words in responses: in any case, whole words alone. Pure.
+"""Counts words in responses: case-insensitively, and whole words only. Pure.
 
-By words the configuration names (`finder`), by the categories of an evaluation
-(`reflection_counts`), and by those of the tokens that a method selects (`tokens_by_category`).
+Counts words that the configuration names (`finder`), words of an evaluation's categories
+(`reflection_counts`), and tokens by category (`tokens_by_category`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
-# STARE (arXiv 2606.19236), appendix B.6, names the categories and finds them by words; its lists
-# are not published. These are ours, and the paper's examples are in them: "should be", "but",
-# "instead", "verification".
+# STARE (arXiv 2606.19236), appendix B.6, names these categories and finds them by words, but does
+# not publish its lists. These lists are ours. They include the paper's examples: "should be",
+# "but", "instead", "verification".
 CATEGORIES: dict[str, tuple[str, ...]] = {
     "self_correction": (
         *(
@@ -100,7 +100,7 @@ CATEGORIES: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# Words by which a chain of thought looks back at itself (docs/evaluation.md). The categories are
+# Words by which a chain of thought reflects on itself (docs/evaluation.md). The categories are
 # three of the four behaviours of Gandhi et al. (arXiv 2503.01307), as far as single words show
 # them; the words are ours. "double-check" counts once, under verification.
 BEHAVIOURS: dict[str, tuple[str, ...]] = {
@@ -154,10 +154,10 @@ BEHAVIOURS: dict[str, tuple[str, ...]] = {
 
 
 def finder(words: Iterable[str]) -> Callable[[str], list[str]]:
-    """Makes a function that finds the words of a text: each occurrence, in lower case, in order.
+    """Makes a function that finds the words in a text: each occurrence, in lower case, in order.
 
-    Where several words begin at a place it is the longest; an apostrophe is the same as a
-    typographic one.
+    If several words begin at one place, the longest counts. Typographic apostrophes equal plain
+    ones.
 
     Args:
         words: at least one; none is empty.
@@ -167,22 +167,22 @@ def finder(words: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def places(words: Iterable[str]) -> Callable[[str], list[tuple[int, int, str]]]:
-    """Makes a function as `finder` does, that also says where each word begins and ends, characters
-    from the start."""
+    """Makes a function like `finder` that returns (begin, end, word) for each occurrence, in
+    characters from the start."""
     longest_first = sorted((re.escape(_plain(word)) for word in words), key=len, reverse=True)
     pattern = re.compile(rf"(?<!\w)(?:{'|'.join(longest_first)})(?!\w)", re.IGNORECASE)
     return lambda text: [(*each.span(), each[0].lower()) for each in pattern.finditer(_plain(text))]
 
 
 def reflection_counts(text: str) -> dict[str, int]:
-    """Counts the words of each category of BEHAVIOURS in a text, every category included."""
+    """Counts a text's words by category of BEHAVIOURS; every category is a key."""
     found = Counter(_BEHAVIOUR[word] for word in _behaviours_in(text))
     return {category: found[category] for category in BEHAVIOURS}
 
 
 def tokens_by_category(pieces: Sequence[str]) -> dict[str, set[int]]:
-    """The tokens that stand in a word of each of CATEGORIES: one that any of a word's characters
-    stand in does.
+    """Returns, by category of CATEGORIES, the tokens that hold at least one character of a category
+    word.
 
     Args:
         pieces: the text of each token of a response.
@@ -191,7 +191,7 @@ def tokens_by_category(pieces: Sequence[str]) -> dict[str, set[int]]:
     found: dict[str, set[int]] = {category: set() for category in CATEGORIES}
     token = 0
     for begin, end, word in _placed("".join(pieces)):
-        while ends[token] <= begin:  # places come in order
+        while ends[token] <= begin:  # words come in order of their place
             token += 1
         last = token
         while ends[last] < end:

@@ -1,8 +1,7 @@
-"""From the configuration to tasks: the one a run trains on, and those it is evaluated on.
+"""Makes tasks from the configuration: the one a run trains on, and those it is evaluated on.
 
-A task names its parts, each found where its kind is registered: the prompt source
-(data/prompt_source.py), the verifier (rewards/verifier.py), the environment
-(environments/environment.py).
+A task names its prompt source (data/prompt_source.py), verifier (rewards/verifier.py) and
+environment (environments/environment.py), which are each registered there.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from megatron_stare.evaluation.results import default_ks
 from megatron_stare.records.batch import Prompt, SamplingParams
 from megatron_stare.registry import Extension
 
-# what a task of `eval.tasks` may have of its own, and the run's setting that it takes the place of
+# settings that a task of `eval.tasks` may have, and the run's setting that each overrides
 OWN = {
     "source": "data.source",
     "path": "data.eval_path",
@@ -44,11 +43,10 @@ OWN = {
 class Task:
     """Data, prompt template, verifier and environment, and how responses are sampled.
 
-    name: None of a run's own task.
-    config: the run's, in which the settings of OWN are this task's. So whatever is made of a
-        configuration, a source or an environment of the user's own too, is made for any task and
-        need not know of tasks.
-    own: the task's settings by the run's that they take the place of.
+    config: the run's configuration, overridden by the task's settings (OWN). Sources and
+        environments, even a user's own, are built from it and need not know of tasks.
+    name: name in `eval.tasks`; None for the run's own task.
+    own: the task's settings, by the run's settings that they override.
     """
 
     config: Config
@@ -67,7 +65,7 @@ class Task:
         return tuple(sorted(set(self.config.eval.k))) or default_ks(self.samples)
 
     def check_ks(self) -> None:
-        """Raises ConfigError where there are no k responses to a problem."""
+        """Raises ConfigError if any k exceeds the number of responses to a problem."""
         if wrong := [k for k in self.ks if not 1 <= k <= self.samples]:
             with self.blamed():
                 raise ConfigError(
@@ -78,18 +76,18 @@ class Task:
 
     @property
     def verifier(self) -> Extension:
-        """Its name or dotted path, and its settings."""
+        """Name or dotted path of the verifier, and its settings."""
         return self.config.reward.verifier
 
     def environment(self, tokenizer: Any) -> Environment:
-        """Raises ConfigError where there is none of this name."""
+        """Builds the task's environment. Raises ConfigError if none has its name."""
         with self.blamed():
             return make_environment(self.config.rollout.environment, self.config, tokenizer)
 
     def problems(self, tokenizer: Any) -> list[Prompt]:
-        """Problems of every evaluation. Raises UserError where they are missing, malformed or fewer
-        than asked for."""
-        # None: a task of `eval.tasks` that is asked for 0 problems would be left out
+        """Returns the problems of every evaluation. Raises UserError if they are missing, malformed
+        or fewer than requested."""
+        # 0 means all: nobody lists a task of `eval.tasks` to ask 0 problems
         wanted = self.config.eval.prompts or None
         with self.blamed():
             return held_out(self.config, tokenizer, wanted)
@@ -97,7 +95,7 @@ class Task:
     def sampling(
         self, step: int, seed: int, stop_token_ids: Collection[int], greedy: bool = False
     ) -> SamplingParams:
-        """How an engine samples the responses."""
+        """Returns the sampling settings for an engine."""
         return SamplingParams(
             temperature=self.config.rollout.temperature,
             max_new_tokens=self.config.rollout.max_new_tokens,
@@ -109,16 +107,17 @@ class Task:
         )
 
     def about(self) -> dict[str, Any]:
-        """Entries on the task for the record of an evaluation.
+        """Returns entries about the task for the record of an evaluation.
 
-        Empty for the run's own task where each problem is answered once: config.yaml has that.
+        Empty for the run's own task with one response a problem, because config.yaml has its
+        settings.
         """
         if self.name is None and self.samples == 1:
             return {}
         return ({} if self.name is None else {"task": self.name}) | {"decoding": self.decoding()}
 
     def decoding(self) -> dict[str, Any]:
-        """How responses are sampled, in a word each."""
+        """Returns the sampling settings for the record."""
         return {
             "samples": self.samples,
             "temperature": self.config.rollout.temperature,
@@ -128,7 +127,8 @@ class Task:
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
-        """A UserError from inside names this task, and its own setting in place of the run's."""
+        """Rewrites a UserError raised inside so that it names this task, and its own setting
+        instead of the run's."""
         try:
             yield
         except UserError as error:
@@ -150,8 +150,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A task, made and checked: the problems that every evaluation asks, and what makes responses
-    of them."""
+    """A task that was built and checked: the problems of every evaluation, and the environment that
+    makes responses to them."""
 
     task: Task
     prompts: list[Prompt]
@@ -159,16 +159,17 @@ class Evaluation:
 
 
 def training_task(config: Config) -> Task:
-    """Task that the run trains on."""
+    """Returns the task that the run trains on."""
     return Task(config)
 
 
 def evaluation_tasks(config: Config, offline: bool = False) -> list[Task]:
-    """Tasks of `eval.tasks`; where there are none and `eval.prompts` is above 0, the run's own
-    task.
+    """Returns the tasks of `eval.tasks`; if there are none and `eval.prompts` is above 0, the run's
+    own task.
 
     Args:
-        offline: those too that training leaves out.
+        config: the run's configuration.
+        offline: include tasks that training leaves out.
     """
     if not config.eval.tasks:
         return [Task(config)] if config.eval.prompts else []
@@ -178,7 +179,7 @@ def evaluation_tasks(config: Config, offline: bool = False) -> list[Task]:
 
 
 def _task(config: Config, section: EvalTask) -> Task:
-    """The task of a section, which lies over the run's own settings."""
+    """Returns the task of a section, whose settings override the run's."""
     given = {key: value for key in OWN if (value := getattr(section, key)) is not None}
     changed: dict[str, dict[str, Any]] = {}
     for key, value in given.items():

@@ -1,2 +1,2 @@
-"""Weights in files and on their way: folders, checkpoints, the stream. Process groups come as
-arguments."""
+"""Weights in files and in transit: folders, checkpoints, the stream. Callers pass in process
+groups."""

@@ -1,7 +1,7 @@
-"""A model cut into blocks of rows: the unit in which weights are converted offline, and compared.
+"""Blocks: a model cut by rows into the units of offline conversion and comparison.
 
-A block is a few MB of one Megatron tensor of the whole model and the rows of Hugging Face tensors
-it is made of, so that converting, in either direction, never holds more than a block.
+A block is a few MB of one Megatron tensor of the whole model, with the rows of the Hugging Face
+tensors that it corresponds to. Converting in either direction never holds more than one block.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows [start, stop) of the Megatron tensor that `rule` names, and what they are made of, in
-    order."""
+    """Rows [start, stop) of the Megatron tensor that `rule` names, and the corresponding Hugging
+    Face rows, in order."""
 
     rule: Rule
     start: int
     stop: int
-    size: tuple[int, ...]  # of the whole Megatron tensor, [rows, columns] or [rows]
+    size: tuple[int, ...]  # size of the whole Megatron tensor, [rows, columns] or [rows]
     hf: tuple[Rows, ...]
 
     @property
@@ -48,12 +48,12 @@ class Block:
         return (self.stop - self.start) * math.prod(self.size[1:])
 
     def dtype(self, model: torch.dtype) -> torch.dtype:
-        """The dtype of the tensor in a checkpoint of a model whose weights are of dtype `model`."""
+        """Returns the tensor's dtype in a checkpoint of a model with weights of dtype `model`."""
         return torch.float32 if self.rule.float32 else model
 
 
 def cut(shape: ModelShape, block_bytes: int = BLOCK_BYTES) -> list[Block]:
-    """All blocks of a model; every row of every Hugging Face tensor is in exactly one."""
+    """Returns all blocks of a model; every row of every Hugging Face tensor is in exactly one."""
     sizes = expected(shape)
     return [block for rule in rules(shape) for block in _cut(rule, sizes, shape, block_bytes)]
 
@@ -66,8 +66,8 @@ def _cut(
     rest = sizes[rule.hf[0]][1:]
     step = max(1, block_bytes // (math.prod(rest) * _WIDEST))
     size = (sum(rows), *rest)
-    if rule.layout == "qkv":  # whole query groups
-        # heads of a group in each part
+    if rule.layout == "qkv":  # blocks hold whole query groups
+        # heads of a query group in each part
         heads = [(stop - start) // (shape.kv_heads * shape.head_dim) for _, (start, stop) in parts]
         unit = sum(heads) * shape.head_dim
         for group, end in _spans(shape.kv_heads, max(1, step // unit)):
@@ -77,7 +77,7 @@ def _cut(
             ]
             yield Block(rule, group * unit, end * unit, size, tuple(hf))
         return
-    first = 0  # gated: the rows of gate, then those of up
+    first = 0  # in gated layouts, gate's rows precede up's
     for name, (low, high) in parts:
         for start, stop in _spans(high - low, step):
             yield Block(
@@ -91,7 +91,7 @@ def _spans(n: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def to_megatron(block: Block, parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
-    """The block's Megatron rows from its Hugging Face rows, in order."""
+    """Converts the block's Hugging Face rows, in order, to its Megatron rows."""
     return (
         layouts.shard(block.rule, parts, _of(block, shape), 0, 1)
         if block.rule.layout == "qkv"
@@ -100,7 +100,7 @@ def to_megatron(block: Block, parts: Sequence[Tensor], shape: ModelShape) -> Ten
 
 
 def to_hf(block: Block, rows: Tensor, shape: ModelShape) -> list[Tensor]:
-    """The block's Hugging Face rows, in order, from its Megatron rows."""
+    """Converts the block's Megatron rows to its Hugging Face rows, in order."""
     if block.rule.layout != "qkv":
         return [rows]
     return [
@@ -110,23 +110,23 @@ def to_hf(block: Block, rows: Tensor, shape: ModelShape) -> list[Tensor]:
 
 
 def _of(block: Block, shape: ModelShape) -> ModelShape:
-    """The shape of a model that has the block's query groups only."""
+    """Returns the shape of a model with only the block's query groups."""
     groups = (block.hf[1].stop - block.hf[1].start) // shape.head_dim
     return replace(shape, kv_heads=groups, heads=groups * (shape.heads // shape.kv_heads))
 
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a parameter in a checkpoint: a tensor, and the indices of its leading dimensions
-    (layer, expert)."""
+    """Place of a parameter in a checkpoint: a tensor, and indices in its leading dimensions (layer,
+    expert)."""
 
     key: str
     lead: tuple[int, ...] = ()
-    dims: tuple[str, ...] = ()  # what the leading dimensions count: layers, experts
+    dims: tuple[str, ...] = ()  # names of the leading dimensions: layers, experts
 
 
-# Names of norms that Transformer Engine fuses into the next linear, and local layers of Megatron
-# save either way. The first is most checkpoints' name.
+# Names of norms that Transformer Engine fuses into the next linear layer. Megatron's local layers
+# save them under either name; the first is the more common one.
 _NORMS = {
     "input_layernorm.weight": (
         "self_attention.linear_qkv.layer_norm_weight",
@@ -147,8 +147,8 @@ _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 
 
 def places(megatron: str) -> list[Place]:
-    """Everywhere a checkpoint may hold a parameter: layers and experts stacked, as is usual, or
-    named one by one."""
+    """Returns every place where a checkpoint may hold a parameter: with layers and experts stacked,
+    as usual, or named one by one."""
     in_layer = _LAYER.fullmatch(megatron)
     if not in_layer:
         return [Place(megatron)]
@@ -166,11 +166,12 @@ def places(megatron: str) -> list[Place]:
 
 
 def written_places(megatron: str, shape: ModelShape) -> list[Place]:
-    """Places of a parameter in a converted checkpoint: named one by one where layers are not alike,
-    as Megatron does.
+    """Returns the places of a parameter in a converted checkpoint. If layers differ, they are named
+    one by one, as in Megatron.
 
-    The norm before experts, and those of latent attention, have one name in local layers and
-    another in Transformer Engine's: they are written under both, so that both load them.
+    The norm before experts, and the norms of latent attention, have one name in Megatron's local
+    layers and another in Transformer Engine's. They are written under both names, so that either
+    spec loads them.
     """
     found = places(megatron)
     if shape.dense_layers:

@@ -1,4 +1,4 @@
-"""Holds a Hugging Face folder's weights against its config.json, by the files' headers."""
+"""Checks a Hugging Face folder's weights against its config.json, from the files' headers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.files.hf_folder import locate
 from megatron_stare.weights.files.safetensors_file import DTYPES, Entry, read_header
 
-# tensors that old checkpoints hold although they follow from config.json
+# tensors in old checkpoints that config.json already determines
 _DERIVED = (".rotary_emb.inv_freq",)
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_PIECE = 1 << 24  # bytes that are compared at a time
+_PIECE = 1 << 24  # bytes compared at a time
 
 
 def rules(shape: ModelShape) -> list[Rule]:
-    """The rules of every parameter this model has, with numbers filled in; a parameter of two names
-    comes once."""
+    """Returns the rules of all the model's parameters, with numbers filled in; a parameter with two
+    names appears once."""
     family = family_of(shape)
     found: dict[tuple[str, ...], Rule] = {}
     for rule in family.rules:
@@ -36,13 +36,14 @@ def rules(shape: ModelShape) -> list[Rule]:
 
 
 def expected(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor that a Hugging Face folder of this model holds, by name."""
+    """Returns the shape of every tensor in a Hugging Face folder of this model, by name."""
     return {name: family_of(shape).size(name, shape) for rule in rules(shape) for name in rule.hf}
 
 
 def left_out(names: Iterable[str], shape: ModelShape) -> set[str]:
-    """The names of tensors that a folder may hold and no model is given: what follows from
-    config.json, a tied head, which is the embedding, and what the family leaves out."""
+    """Returns the names of tensors that a folder may hold but models here do not use: tensors that
+    config.json determines, a tied head (which is the embedding), and tensors that the family leaves
+    out."""
     family = family_of(shape)
     return {
         name
@@ -56,11 +57,11 @@ def left_out(names: Iterable[str], shape: ModelShape) -> set[str]:
 def check_folder(path: str | Path, shape: ModelShape) -> dict[str, Entry]:
     """Checks a folder, and returns the place of every tensor of the model.
 
-    Names, shapes, dtypes and the files' lengths must be those expected. A tied head that is stored
-    beside the embedding is compared with it, byte by byte; nothing else is read.
+    Names, shapes, dtypes and the files' lengths must be as expected. A tied head stored besides the
+    embedding is compared with it byte by byte; no other data is read.
 
     Raises:
-        DataError: the first thing that is not so.
+        DataError: the first mismatch.
     """
     path = Path(path)
     where = locate(path)
@@ -104,8 +105,8 @@ def _refuse_missing(names: list[str], path: Path) -> None:
 
 
 def _check_tied(head: Entry, embedding: Entry) -> None:
-    """Raises DataError where a stored head is not the embedding that it is tied to: which of the
-    two a model then computes with differs between transformers and all others."""
+    """Raises DataError if a stored head differs from the embedding that it is tied to, because
+    transformers and other software would then use different ones."""
     same = (head.dtype, head.shape, head.nbytes) == (
         embedding.dtype,
         embedding.shape,

@@ -1,10 +1,10 @@
-"""Converts Hugging Face folders to distributed checkpoints of Megatron and back, block by block, in
+"""Converts Hugging Face folders to Megatron's distributed checkpoints and back, block by block, in
 several processes.
 
-A distributed checkpoint does not depend on a layout: what is written here loads at any tensor,
-pipeline, virtual pipeline and expert parallelism, and what any layout saved is read.
-docs/checkpoints.md has the formats. Asked for a check it reads both sides again and compares them
-bit for bit.
+A distributed checkpoint does not depend on a layout. The checkpoints written here load at any
+tensor, pipeline, virtual pipeline and expert parallelism, and those saved by any layout can be
+read. docs/checkpoints.md has the formats. An optional check reads both sides again and compares
+them bit for bit.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Options:
     """Options of a conversion.
 
     Args:
-        dtype: of the result; None: that of the source.
-        processes: that read, convert and write.
-        shard_bytes: a safetensors file's size is at most this, unless one tensor is larger.
+        dtype: dtype of the result; None: that of the source.
+        processes: number of processes that read, convert and write.
+        shard_bytes: largest size of a safetensors file, unless one tensor is larger.
         check: read both sides again and compare them.
     """
 
@@ -72,14 +72,15 @@ class Options:
 
 
 def convert(source: Path, target: Path, model: Path | None, options: Options) -> None:
-    """Converts the way that `source` asks for.
+    """Converts a Hugging Face folder to a distributed checkpoint, or the other way, depending on
+    `source`.
 
     Args:
-        model: the Hugging Face folder whose config.json and tokenizer go with a distributed
-            checkpoint that has none.
+        model: Hugging Face folder with config.json and tokenizer, for a distributed checkpoint
+            without them.
 
     Raises:
-        UserError: something does not fit, or the disk is full; then there is no `target`.
+        UserError: the parts do not match, or the disk is full; `target` is then not written.
     """
     if (source / "config.json").exists() and not torch_dist.is_checkpoint(source):
         hf_to_megatron(source, target, options)
@@ -89,15 +90,14 @@ def convert(source: Path, target: Path, model: Path | None, options: Options) ->
 
 
 def companions_of(checkpoint: Path) -> Path:
-    """The folder with a checkpoint's config.json and tokenizer: itself, or what its run started
-    from."""
+    """Returns the folder with a checkpoint's config.json and tokenizer: the checkpoint itself, or
+    the model that its run started from."""
     run_dir = checkpoint.resolve().parent.parent
     recorded = run_dir / "config.yaml"
     started_from = []
     if recorded.exists():
-        path = Path(read_yaml(recorded)["model"]["path"])  # the same in every format
-        # runs of the first format recorded the path as it was given, relative to a folder above the
-        # run
+        path = Path(read_yaml(recorded)["model"]["path"])  # same key in every configuration format
+        # the first format recorded the path unresolved, relative to a folder above the run
         started_from = (
             [path] if path.is_absolute() else [*(above / path for above in run_dir.parents), path]
         )
@@ -124,7 +124,7 @@ def hf_to_megatron(source: Path, target: Path, options: Options) -> None:
         entry = entries[block.hf[0].name]
         return str(entry.file), entry.start + block.hf[0].start
 
-    blocks = sorted(cut(shape), key=position)  # read from front to back
+    blocks = sorted(cut(shape), key=position)  # so that files are read from front to back
     total = _bytes(blocks, dtype)
     with staging(target, total) as folder:
         parts, metadata = plan_parts(
@@ -139,10 +139,10 @@ def hf_to_megatron(source: Path, target: Path, options: Options) -> None:
 
 
 def megatron_to_hf(checkpoint: Path, target: Path, model: Path, options: Options) -> None:
-    """Writes the model that a distributed checkpoint holds as a Hugging Face folder.
+    """Writes the model of a distributed checkpoint as a Hugging Face folder.
 
     Args:
-        model: the folder with config.json and tokenizer.
+        model: folder with config.json and tokenizer.
     """
     shape = read_shape(model)
     with TorchDist(checkpoint) as opened:
@@ -186,7 +186,7 @@ def _bytes(blocks: Iterable[Block], dtype: torch.dtype) -> int:
 
 
 def _split(blocks: Sequence[Block], processes: int) -> list[list[Block]]:
-    """Cuts blocks into as many stretches of like size as there are processes, or fewer of few
+    """Cuts blocks into one contiguous part of similar size for each process; fewer if there are few
     blocks."""
     share = _bytes(blocks, torch.uint8) / processes
     parts: list[list[Block]] = [[] for _ in range(processes)]
@@ -199,7 +199,7 @@ def _split(blocks: Sequence[Block], processes: int) -> list[list[Block]]:
 
 @dataclass(frozen=True)
 class HfPart:
-    """The blocks that one process writes, and where from and to."""
+    """The blocks that one process writes, with source and target."""
 
     checkpoint: Path
     entries: dict[str, Entry]
@@ -208,7 +208,7 @@ class HfPart:
 
 
 def write_part(part: HfPart, advance: Advance) -> None:
-    """Converts the part's blocks and writes them; they are on disk when this returns."""
+    """Converts the part's blocks and writes them; they are on disk on return."""
     buffer = Buffer()
     with TorchDist(part.checkpoint, buffer) as checkpoint, OpenFiles(os.O_WRONLY) as files:
         for block in part.blocks:
@@ -229,10 +229,10 @@ def write_part(part: HfPart, advance: Advance) -> None:
 def _copied(
     checkpoint: TorchDist, place: Place, block: Block, part: HfPart, files: OpenFiles
 ) -> int:
-    """Has the kernel copy a block whose bytes are the same on both sides, which costs half of
+    """Copies a block inside the kernel if its bytes are the same on both sides, at half the cost of
     reading and writing it.
 
-    Returns the bytes copied; 0 where they are not the same, or lie in several places.
+    Returns the number of bytes copied; 0 if the bytes differ or are not contiguous.
     """
     (at, *others), entry = block.hf, part.entries[block.hf[0].name]
     if others or DTYPES[entry.dtype] != checkpoint.dtypes[place.key]:
@@ -268,15 +268,16 @@ def compare(
     parts: Sequence[list[Block]],
     dtype: torch.dtype,
 ) -> None:
-    """Every element of the model is the same in Hugging Face files and checkpoint.
+    """Checks that every element of the model is the same in the Hugging Face files and the
+    checkpoint.
 
     Args:
-        entries: where the Hugging Face tensors lie.
-        dtype: of the converted side. Where that is the narrower one, the other side is rounded as
-            converting does.
+        entries: places of the Hugging Face tensors.
+        dtype: dtype of the converted side. If it is the narrower one, the other side is rounded as
+            in conversion.
 
     Raises:
-        DataError: naming the tensors that differ.
+        DataError: naming a tensor that differs.
     """
     total = sum(_bytes(part, dtype) for part in parts)
     jobs = [ComparedPart(entries, checkpoint, shape, part, dtype) for part in parts]
@@ -294,7 +295,7 @@ def compare(
 
 
 def compare_part(part: ComparedPart, advance: Advance) -> list[str]:
-    """The Megatron names of parameters that differ."""
+    """Returns the Megatron names of parameters that differ."""
     different: dict[str, None] = {}
     buffer = Buffer()
     with TorchDist(part.checkpoint, buffer) as checkpoint, OpenFiles(os.O_RDONLY) as files:
@@ -317,8 +318,8 @@ def compare_part(part: ComparedPart, advance: Advance) -> list[str]:
 
 
 def same_bits(a: Tensor, b: Tensor, converted: torch.dtype) -> bool:
-    """Says whether two tensors are equal to the bit in the narrower of their dtypes; of two as
-    wide, in `converted`."""
+    """Tells whether two tensors are bitwise equal in the narrower of their dtypes; if both are
+    equally wide, in `converted`."""
     if a.dtype != b.dtype:
         narrow = min(a.dtype, b.dtype, key=lambda dtype: (dtype.itemsize, dtype != converted))
         a, b = a.to(narrow), b.to(narrow)
@@ -328,10 +329,11 @@ def same_bits(a: Tensor, b: Tensor, converted: torch.dtype) -> bool:
 
 
 class Progress:
-    """Counts bytes. A context manager; the last line says how much was done and how fast.
+    """Context manager that counts bytes and shows progress; its last line gives the amount and
+    speed.
 
     Args:
-        what: is being done, like 'convert'.
+        what: name of the work, like 'convert'.
         total: bytes.
     """
 
@@ -367,7 +369,7 @@ class Progress:
             print(self._line(), file=sys.stderr)
 
     def advance(self, nbytes: int) -> None:
-        """Takes note of `nbytes` more."""
+        """Counts `nbytes` more."""
         self._done += nbytes
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=self._done)

@@ -1,8 +1,8 @@
-"""Hugging Face folders: read tensor by tensor, so that no one needs to hold a whole model twice,
-and written.
+"""Reads Hugging Face folders tensor by tensor, so that no process holds a whole model twice, and
+writes them.
 
-Every folder that is written is written so: its files are created at their final size with headers
-and index, then filled tensor by tensor, by whoever has them.
+Writing first creates all files at their final size, with headers and index; then each process fills
+in the tensors that it holds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_stare.weights.files.open_files import OpenFiles
 from megatron_stare.weights.files.safetensors_file import Entry, lay_out, read_header, write_rows
 from megatron_stare.weights.files.staging import staging
 
-# what a folder holds besides weights, carried along when a policy is written
+# files besides weights, copied along when a policy is written
 COMPANIONS = (
     "config.json",
     "generation_config.json",
@@ -40,17 +40,16 @@ COMPANIONS = (
     "tokenizer.model",
 )
 INDEX = "model.safetensors.index.json"
-SHARD_BYTES = 4 << 30  # a file's size is at most this, unless one tensor is larger
+SHARD_BYTES = 4 << 30  # largest size of a file, unless one tensor is larger
 
 Shapes = Mapping[str, tuple[int, ...]]  # by tensor name
 
 
 def locate(path: Path) -> dict[str, Path]:
-    """The file of every tensor of a Hugging Face folder, by name.
+    """Returns the file of every tensor of a Hugging Face folder, by name.
 
     Raises:
-        DataError: no safetensors, an index that cannot be read, or a file that it names and that is
-            not there.
+        DataError: no safetensors, an unreadable index, or a file in the index is missing.
     """
     index, single = path / INDEX, path / "model.safetensors"
     if index.exists():
@@ -78,10 +77,10 @@ def locate(path: Path) -> dict[str, Path]:
 
 
 class HfFolder:
-    """The weights of a Hugging Face folder, by name, read slice by slice from safetensors."""
+    """Weights of a Hugging Face folder, by name, read slice by slice from safetensors."""
 
     def __init__(self, path: str | Path) -> None:
-        """Raises DataError where there are no readable safetensors."""
+        """Raises DataError if there are no readable safetensors."""
         self.path = Path(path)
         self._files: dict[str, Any] = {}
         self._where = locate(self.path)
@@ -98,7 +97,7 @@ class HfFolder:
         return set(self._where)
 
     def slice(self, name: str) -> Any:
-        """A lazily read tensor: indexing it reads just that part."""
+        """Returns a lazily read tensor: indexing it reads only that part."""
         if name not in self._where:
             raise DataError(f"the tensor {name!r} is missing", where=str(self.path))
         try:
@@ -110,7 +109,7 @@ class HfFolder:
 
 
 def exported_step(path: Path) -> int | None:
-    """The step that a folder was written with; None where there was none, or where there is no such
+    """Returns the step that a folder was written with; None if none was written, or without such a
     folder."""
     try:
         with safe_open(next(iter(locate(path).values())), framework="pt") as file:
@@ -121,10 +120,10 @@ def exported_step(path: Path) -> int | None:
 
 
 def copy_companions(source: Path, target: Path, dtype: str | None = None) -> None:
-    """Carries config, tokenizer and chat template along.
+    """Copies config, tokenizer and chat template.
 
     Args:
-        dtype: what config.json is made to say of the weights, like 'bfloat16'; None: what it says.
+        dtype: dtype to write into config.json, like 'bfloat16'; None: leave it as it is.
     """
     for name in COMPANIONS:
         if (source / name).exists():
@@ -149,11 +148,11 @@ def create_shards(
     tensors.
 
     Args:
-        parts: the tensors of each of those who fill the files; no file is of two of them.
-        step: of the run whose policy it is, for `exported_step`.
-        others: the dtypes of tensors that are not of `dtype`.
+        parts: one mapping of tensors for each process that fills files; no file spans two.
+        step: step of the run that wrote the policy, for `exported_step`.
+        others: dtypes of tensors with another dtype than `dtype`.
 
-    Returns where each tensor goes. Raises OSError where the disk is full.
+    Returns the place of each tensor. Raises OSError if the disk is full.
     """
     shards = [shard for part in parts for shard in _cut(part, dtype, shard_bytes, others)]
     entries: dict[str, Entry] = {}
@@ -171,7 +170,7 @@ def create_shards(
         with file.open("wb") as stream:
             stream.write(header)
             stream.flush()
-            os.posix_fallocate(stream.fileno(), 0, end)  # a full disk shows now, not half way
+            os.posix_fallocate(stream.fileno(), 0, end)  # a full disk fails now, not half way
         entries |= placed
     if len(shards) > 1:
         index = {
@@ -198,7 +197,7 @@ def _cut(
 
 
 def fill(entries: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Puts whole tensors into their files; they are on disk when this returns. Raises OSError."""
+    """Writes whole tensors into their files; they are on disk on return. Raises OSError."""
     with OpenFiles(os.O_WRONLY) as files:
         for name, tensor in tensors:
             entry = entries[name]
@@ -207,13 +206,13 @@ def fill(entries: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) ->
 
 
 def main_dtype(dtypes: Mapping[str, torch.dtype]) -> tuple[torch.dtype, dict[str, torch.dtype]]:
-    """Finds the dtype of most of a model's tensors, and those of the others by name."""
+    """Returns the dtype of most of a model's tensors, and the other tensors' dtypes by name."""
     main = Counter(dtypes.values()).most_common(1)[0][0]
     return main, {name: dtype for name, dtype in dtypes.items() if dtype != main}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Names a dtype as config.json does."""
+    """Returns a dtype's name as in config.json."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -223,12 +222,14 @@ def write_folder(
     companions_from: str | Path,
     step: int | None = None,
 ) -> None:
-    """Writes a folder that `transformers` loads: weights, most of them of one dtype, and config and
-    tokenizer of `companions_from`; config.json is made to say that dtype, which `transformers`
-    loads them in. What was there is replaced in the end.
+    """Writes a folder that `transformers` loads: weights, mostly of one dtype, and config and
+    tokenizer of `companions_from`.
+
+    config.json names the main dtype, in which `transformers` loads the weights. Replaces an
+    existing folder only at the end.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the folder cannot be written.
     """
     dtype, others = main_dtype({name: tensor.dtype for name, tensor in tensors.items()})
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -1,9 +1,9 @@
-"""Manifest of a checkpoint: name, length and SHA-256 of each of its files, in a file of its own
+"""Manifest of a checkpoint: name, length and SHA-256 of each of its files, in a separate file
 beside them.
 
-A sum is made where the bytes are written, of what is handed to the system and not of what it gives
-back: by the writers of every rank, and by the driver for what it adds. It is looked at before
-anything is loaded.
+Each sum is computed where the bytes are written, from the bytes passed to the system, not read
+back. The writers of every rank compute sums for their files, and the driver for the files that it
+adds. Sums are checked before anything is loaded.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 from megatron_stare.errors import DataError
 
 MANIFEST = "checksums.json"
-SHARD = ".distcp"  # how the files end that hold tensors
+SHARD = ".distcp"  # suffix of files that hold tensors
 FIX = "copy the checkpoint again, or use an earlier one"
-_PIECE = 4 * 2**20  # bytes that are read at a time
+_PIECE = 4 * 2**20  # bytes read at a time
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A file's length, and the SHA-256 of its bytes in hexadecimal."""
+    """Length of a file, and the SHA-256 of its bytes in hexadecimal."""
 
     size: int
     sha256: str
@@ -39,7 +39,7 @@ class Sum:
 
     @classmethod
     def of_file(cls, file: Path) -> Sum:
-        """Raises OSError where it cannot be read."""
+        """Computes the sum of a file. Raises OSError if it cannot be read."""
         found, size = hashlib.sha256(), 0
         with file.open("rb") as stream:
             while piece := stream.read(_PIECE):
@@ -52,10 +52,10 @@ Sums = Mapping[str, Sum]  # by the file's name in the checkpoint's folder
 
 
 class SummedFile(io.BufferedWriter):
-    """A new file that is written from front to back, and sums what it is given.
+    """A new file, written from front to back, that computes the sum of the bytes written to it.
 
     Attributes:
-        failure: the system's first error, which libraries that write to it may hide behind one of
+        failure: the system's first error, which libraries that write to the file may hide behind
             their own.
     """
 
@@ -91,16 +91,17 @@ class SummedFile(io.BufferedWriter):
 
 
 def write_manifest(folder: Path, sums: Sums) -> None:
-    """Raises OSError where it cannot be written."""
+    """Writes the manifest. Raises OSError if it cannot be written."""
     files = {name: vars(each) for name, each in sorted(sums.items())}
     (folder / MANIFEST).write_text(json.dumps({"files": files, "sha256": _own(files)}, indent=1))
 
 
 def read_manifest(folder: Path) -> dict[str, Sum] | None:
-    """The sums of all files of a checkpoint; None where it has none, as those of earlier releases.
+    """Returns the sums of all files of a checkpoint; None without a manifest, as in earlier
+    releases.
 
     Raises:
-        DataError: they are damaged themselves.
+        DataError: the manifest itself is damaged.
     """
     file = folder / MANIFEST
     try:
@@ -118,7 +119,8 @@ def read_manifest(folder: Path) -> dict[str, Sum] | None:
 
 
 def check_lengths(folder: Path, sums: Sums) -> None:
-    """Raises DataError naming the first file that is missing, or not as long as it was written."""
+    """Raises DataError naming the first file that is missing or has another length than was
+    written."""
     for name, written in sums.items():
         file = folder / name
         try:
@@ -135,8 +137,8 @@ def check_lengths(folder: Path, sums: Sums) -> None:
 
 
 def check_bytes(folder: Path, sums: Sums, threads: int = 1) -> None:
-    """Reads files whole. Raises DataError naming the first whose bytes are not those that were
-    written."""
+    """Reads the files completely. Raises DataError naming the first one whose bytes differ from
+    those written."""
 
     def check(name: str) -> None:
         try:
@@ -158,13 +160,13 @@ def check_bytes(folder: Path, sums: Sums, threads: int = 1) -> None:
 
 
 def tensors_of(sums: Sums) -> dict[str, Sum]:
-    """The files that hold tensors: many, and large."""
+    """Returns the files that hold tensors, which are many and large."""
     return {name: each for name, each in sums.items() if name.endswith(SHARD)}
 
 
 def shares(sums: Sums, ranks: int) -> list[dict[str, Sum]]:
-    """The files dealt to ranks, each to one, in shares of like size: the largest first, to whoever
-    has least."""
+    """Assigns each file to one rank, so that shares have similar size: the largest file first, to
+    the rank with the least so far."""
     dealt: list[dict[str, Sum]] = [{} for _ in range(ranks)]
     size = [0] * ranks
     for name in sorted(sums, key=lambda name: (-sums[name].size, name)):
@@ -175,13 +177,13 @@ def shares(sums: Sums, ranks: int) -> list[dict[str, Sum]]:
 
 
 def sums_of(folder: Path, names: Iterable[str]) -> dict[str, Sum]:
-    """Sums of small files that something else has written. Raises OSError where one cannot be
+    """Returns the sums of small files written by other code. Raises OSError if one cannot be
     read."""
     return {name: Sum.of_file(folder / name) for name in names}
 
 
 def put(file: Path, content: bytes) -> Sum:
-    """Writes a small file; its sum. Raises OSError where it cannot be written."""
+    """Writes a small file and returns its sum. Raises OSError if it cannot be written."""
     file.write_bytes(content)
     return Sum.of(content)
 

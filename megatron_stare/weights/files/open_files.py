@@ -1,4 +1,4 @@
-"""File descriptors that stay open while many small parts of few files are read, written, or
+"""File descriptors that stay open while many small parts of few files are read, written or
 copied."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from megatron_stare.errors import DataError
 
 
 class OpenFiles:
-    """Descriptors by file, opened when first asked for. A context manager that closes them."""
+    """Descriptors by file, opened at first access. A context manager that closes them."""
 
     def __init__(self, flags: int) -> None:
         self._flags = flags
@@ -35,17 +35,17 @@ class OpenFiles:
         return self._descriptors[file]
 
     def sync(self) -> None:
-        """Waits until everything that was written is on disk."""
+        """Waits until all written data is on disk."""
         for descriptor in self._descriptors.values():
             os.fsync(descriptor)
 
 
 def copy_range(source: int, start: int, target: int, to: int, nbytes: int) -> None:
-    """Copies a part of an open file into another, within the kernel where file systems allow.
+    """Copies part of an open file into another, inside the kernel if the file systems allow it.
 
     Raises:
-        OSError: it cannot be written.
-        DataError: the source ends before.
+        OSError: the target cannot be written.
+        DataError: the source ends too early.
     """
     done = 0
     while done < nbytes:
@@ -65,6 +65,6 @@ def copy_range(source: int, start: int, target: int, to: int, nbytes: int) -> No
         done += got
 
 
-# errors of a copy between file systems, or on one that cannot do it
+# errors if the two file systems differ, or if one does not support the copy
 _CANNOT_COPY = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _PIECE = 8 << 20

@@ -1,4 +1,5 @@
-"""Runs one function on several parts of a job, in a process each, and counts what they get done."""
+"""Runs one function on several parts of a job, each in its own process, and counts their
+progress."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from megatron_stare.errors import UserError
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
-Advance = Callable[[int], None]  # takes the bytes (or whatever a job counts) that were done
+Advance = Callable[[int], None]  # receives the bytes (or other units of the job) just completed
 _POLL_S = 0.2
 
 
@@ -25,19 +26,20 @@ def run_parts(
     advance: Advance,
     where: str = "convert",
 ) -> list[Result]:
-    """function(part, advance) for every part, each in a process of its own; one part runs here.
-    Results in order.
+    """Calls function(part, advance) for every part, each in its own process, and returns the
+    results in order. A single part runs in this process.
 
     Args:
-        function: importable by name; must call its `advance` with the bytes it has done, often.
-        where: names the job, in the error of a process that was killed.
+        function: importable by name; must often call its `advance` with the bytes just completed.
+        advance: called here with the progress of all parts.
+        where: name of the job, for the error if a process is killed.
 
     Raises:
-        The first error of a part; the others are stopped.
+        The first error of a part; the other parts are stopped.
     """
     if len(parts) == 1:
         return [function(parts[0], advance)]
-    context = mp.get_context("fork")  # what is imported here need not be again
+    context = mp.get_context("fork")  # children need not import modules again
     counter = context.Value("q", 0)
     results: dict[int, Result] = {}
     processes: list[BaseProcess] = []
@@ -50,7 +52,7 @@ def run_parts(
                 target=_serve, args=(there, counter, os.getpid(), function, part), daemon=True
             )
             process.start()
-            there.close()  # so that a process that dies is noticed
+            there.close()  # so that the pipe ends if the process dies
             processes.append(process)
             pipes[here] = number
         while pipes:
@@ -85,13 +87,13 @@ def _serve(
     torch.set_num_threads(1)
 
     def advance(nbytes: int) -> None:
-        if os.getppid() != parent:  # it was killed: no one waits for the result
+        if os.getppid() != parent:  # the parent was killed, so nobody waits for the result
             os._exit(1)
         with counter.get_lock():
             counter.value += nbytes
 
     try:
         answer = True, function(part, advance)
-    except Exception as error:  # raised again where the parts are awaited
+    except Exception as error:  # run_parts raises it again
         answer = False, error
     pipe.send(answer)

@@ -1,8 +1,8 @@
-"""The safetensors format, as far as files are read and written piece by piece: headers, and where
-each tensor lies.
+"""The safetensors format, for reading and writing files piece by piece: headers, and the place of
+each tensor.
 
-A file is the length of its header (8 bytes), the header (JSON: name, dtype, shape, first and last
-byte) and the data.
+A file holds the length of its header (8 bytes), the header (JSON: name, dtype, shape, first and
+last byte) and the data.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ _ALIGNED = 64  # bytes
 # dtypes that weights may have, as safetensors spells them
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_LONGEST_HEADER = 100_000_000  # bytes, as the library has it
+_LONGEST_HEADER = 100_000_000  # bytes, the library's limit
 
 
 class Buffer:
-    """Gives out parts of one stretch of memory, until it is cleared for the next block.
+    """Memory that is handed out in parts until `clear`, and then reused for the next block.
 
-    New memory costs a page fault every 4 KB, so a conversion uses it again for every block.
+    Fresh memory would cost a page fault every 4 KB.
     """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._used = 0
-        # bytes asked for since the last `clear`; the stretch grows to them there, when nothing
+        # bytes requested since the last `clear`, which grows the memory to this size while nothing
         # points into it
         self._wanted = 0
 
     def take(self, nbytes: int) -> Tensor:
-        """[nbytes] uint8, of any content, the caller's until `clear`."""
+        """Returns [nbytes] uint8 with undefined contents, which the caller may use until
+        `clear`."""
         start, self._used = self._used, self._used + nbytes + -nbytes % _ALIGNED
         self._wanted += nbytes + -nbytes % _ALIGNED
         if self._used > len(self._memory):
@@ -50,7 +51,7 @@ class Buffer:
         return self._memory[start : start + nbytes]
 
     def clear(self) -> None:
-        """Takes back everything that was given out."""
+        """Takes back all memory that was handed out."""
         if self._wanted > len(self._memory):
             self._memory = torch.empty(self._wanted, dtype=torch.uint8)
         self._used = self._wanted = 0
@@ -58,20 +59,20 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file."""
+    """Place and type of a tensor in a file."""
 
     file: Path
     dtype: str  # as safetensors spells it
     shape: tuple[int, ...]
-    start: int  # its first byte in the file
+    start: int  # the tensor's first byte in the file
     nbytes: int
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """Every tensor of a file, by name. Only the header is read.
+    """Returns every tensor of a file, by name. Reads only the header.
 
     Raises:
-        DataError: the file is missing, is no safetensors file, or ends before its last tensor does.
+        DataError: the file is missing, is not a safetensors file, or ends before its last tensor.
     """
     try:
         with file.open("rb") as stream:
@@ -88,7 +89,7 @@ def read_header(file: Path) -> dict[str, Entry]:
         raise DataError(
             f"cannot read the weights ({error.strerror})", where=str(file), fix=_FIX
         ) from error
-    except ValueError as error:  # of JSON, or of its encoding
+    except ValueError as error:  # invalid JSON or UTF-8
         raise DataError(f"not a safetensors file: {error}", where=str(file), fix=_FIX) from error
     header.pop("__metadata__", None)
     entries = {}
@@ -117,12 +118,11 @@ def lay_out(
     metadata: Mapping[str, str],
     others: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> tuple[bytes, dict[str, Entry]]:
-    """The first bytes of a file that is to hold tensors of these shapes, and where each of them
-    goes.
+    """Returns the header bytes of a file for tensors of these shapes, and each tensor's place.
 
     Args:
-        metadata: text that goes into the header.
-        others: the dtypes of tensors that are not of `dtype`.
+        metadata: text for the header.
+        others: dtypes of tensors with another dtype than `dtype`.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     position, places = 0, {}
@@ -150,10 +150,10 @@ def lay_out(
 def read_bytes(
     descriptor: int, start: int, nbytes: int, file: Path, buffer: Buffer | None = None
 ) -> Tensor:
-    """A part of an open file as a uint8 tensor [nbytes], in the buffer or in memory of its own.
+    """Reads part of an open file into a uint8 tensor [nbytes], in the buffer or in new memory.
 
     Raises:
-        DataError: the file ends before.
+        DataError: the file ends too early.
     """
     part = torch.empty(nbytes, dtype=torch.uint8) if buffer is None else buffer.take(nbytes)
     view, done = part.numpy().data, 0
@@ -170,7 +170,7 @@ def read_bytes(
 def read_rows(
     descriptor: int, entry: Entry, start: int, stop: int, buffer: Buffer | None = None
 ) -> Tensor:
-    """Rows [start, stop) of a tensor, in the buffer or in memory of their own."""
+    """Reads rows [start, stop) of a tensor into the buffer or into new memory."""
     width = entry.nbytes // entry.shape[0]
     part = read_bytes(
         descriptor, entry.start + start * width, (stop - start) * width, entry.file, buffer
@@ -179,7 +179,7 @@ def read_rows(
 
 
 def write_rows(descriptor: int, entry: Entry, start: int, rows: Tensor) -> None:
-    """Puts contiguous rows of the entry's dtype into its file, from row `start` on. Raises
+    """Writes contiguous rows of the entry's dtype into its file, from row `start` on. Raises
     OSError."""
     view = rows.reshape(-1).view(torch.uint8).numpy().data
     position, done = entry.start + start * (entry.nbytes // entry.shape[0]), 0

@@ -1,4 +1,5 @@
-"""Output that is either whole or not there: written beside its place and moved there at the end."""
+"""Makes output that is either complete or absent: written beside its target and moved there at the
+end."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ from megatron_stare.errors import UserError
 
 @contextlib.contextmanager
 def staging(target: Path, nbytes: int, *, replace: bool = False) -> Iterator[Path]:
-    """An empty folder that becomes `target`, on disk, when the context ends well; else it is
-    removed.
+    """Yields an empty folder that becomes `target`, flushed to disk, if the context ends without an
+    error; otherwise it is removed.
 
     Args:
-        nbytes: that will be written, to refuse at once what the disk has no room for.
-        replace: let what is at `target` go at the end, rather than refuse it.
+        nbytes: bytes to be written, checked against free disk space at once.
+        replace: replace an existing `target` at the end instead of refusing it.
 
     Raises:
-        UserError: there is something at `target`, or it cannot be written (the disk is full).
+        UserError: `target` exists, or cannot be written (the disk is full).
     """
     if not replace and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(
@@ -31,7 +32,7 @@ def staging(target: Path, nbytes: int, *, replace: bool = False) -> Iterator[Pat
         )
     folder = target.with_name(target.name + ".tmp")
     try:
-        shutil.rmtree(folder, ignore_errors=True)  # of a conversion that was killed
+        shutil.rmtree(folder, ignore_errors=True)  # left by a killed conversion
         folder.mkdir(parents=True)
         if (free := shutil.disk_usage(folder).free) < nbytes:
             raise UserError(
@@ -57,7 +58,7 @@ def staging(target: Path, nbytes: int, *, replace: bool = False) -> Iterator[Pat
 
 
 def sync_entry(path: Path) -> None:
-    """A file's contents, or a folder's list of names, are on disk when this returns."""
+    """Flushes a file's contents, or a folder's list of names, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

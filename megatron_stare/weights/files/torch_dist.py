@@ -1,10 +1,10 @@
-"""Reads megatron-core's distributed checkpoints (format torch_dist) in rows, without a process
+"""Reads megatron-core's distributed checkpoints (format torch_dist) by rows, without a process
 group.
 
-The format is torch.distributed.checkpoint's: `.metadata` says which tensors there are and which
-part of which file each of their chunks is; a chunk is what torch.save writes of one tensor.
-Megatron adds `metadata.json` and `common.pt`. `check_checkpoint` holds the tensors against a
-model's config.json, reading nothing but the metadata.
+The format is torch.distributed.checkpoint's. `.metadata` lists the tensors and, for each of their
+chunks, the file and byte range. A chunk is one tensor as written by torch.save. Megatron adds
+`metadata.json` and `common.pt`. `check_checkpoint` compares the tensors with a model's config.json,
+using only the metadata.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _NOT_TOGETHER = "config.json and the checkpoint do not belong together"
 
 
 def find(path: Path) -> Path:
-    """The checkpoint folder meant by `path`: itself, the newest of a run directory, or the latest
-    of a Megatron-LM one.
+    """Returns the checkpoint folder that `path` means: `path` itself, the newest checkpoint of a
+    run directory, or the latest in a Megatron-LM folder.
 
     Raises:
         DataError: there is none.
@@ -65,14 +65,13 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def check_files(path: str | Path) -> None:
-    """Raises DataError where a file of a checkpoint is missing, or shorter than its metadata
-    says."""
-    TorchDist(path)  # which looks as it reads the metadata
+    """Raises DataError if a file of a checkpoint is missing, or shorter than its metadata says."""
+    TorchDist(path)  # checks the files as it reads the metadata
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor, and the part of a file that holds it."""
+    """Part of a tensor, and the byte range of the file that holds it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -82,16 +81,16 @@ class Chunk:
 
 
 class TorchDist:
-    """A checkpoint opened for reading. A context manager: files stay open between reads."""
+    """A checkpoint opened for reading. A context manager that keeps files open between reads."""
 
     def __init__(self, path: str | Path, buffer: Buffer | None = None) -> None:
         """Reads the metadata.
 
         Args:
-            buffer: that rows are read into; None: they get memory of their own.
+            buffer: memory to read rows into; None: new memory for each read.
 
         Raises:
-            DataError: it cannot be read, or a file is missing or shorter than it says.
+            DataError: the metadata cannot be read, or a file is missing or shorter than it says.
         """
         self.path, self._buffer = Path(path), buffer
         try:
@@ -144,7 +143,7 @@ class TorchDist:
             )
 
     def place(self, megatron: str) -> Place:
-        """Finds where this checkpoint holds a parameter. Raises DataError where it does not."""
+        """Returns this checkpoint's place of a parameter. Raises DataError if there is none."""
         for place in places(megatron):
             if place.key in self.sizes:
                 return place
@@ -155,7 +154,7 @@ class TorchDist:
         )
 
     def position(self, block: Block) -> tuple[str, int]:
-        """Finds where a block starts: blocks read in this order are read from front to back."""
+        """Returns a sort key, file and position, by which blocks are read from front to back."""
         place = self.place(block.rule.megatron)
         dims = len(place.lead)
         for chunk in self._chunks_at(place):
@@ -164,7 +163,7 @@ class TorchDist:
         return "", 0
 
     def _chunks_at(self, place: Place) -> list[Chunk]:
-        """The chunks that hold something at a place's leading indices."""
+        """Returns the chunks that overlap a place's leading indices."""
         dims = len(place.lead)
         if (place.key, dims) not in self._by_lead:
             by_lead: dict[tuple[int, ...], list[Chunk]] = defaultdict(list)
@@ -179,10 +178,10 @@ class TorchDist:
         return self._by_lead[place.key, dims][place.lead]
 
     def rows(self, place: Place, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of a tensor, or of the matrix or vector at its leading indices.
+        """Reads rows [start, stop) of a tensor, or of the matrix or vector at its leading indices.
 
         Raises:
-            DataError: some of them are not there.
+            DataError: some rows are missing.
         """
         dims = len(place.lead)
         size = (stop - start, *self.sizes[place.key][dims + 1 :])
@@ -210,8 +209,8 @@ class TorchDist:
         return whole
 
     def span(self, place: Place, start: int, stop: int) -> tuple[int, int] | None:
-        """File descriptor and position of what `rows` would read, where it is one stretch of a
-        file; else None."""
+        """Returns file descriptor and position of the bytes that `rows` would read if they are
+        contiguous in one file; else None."""
         dims = len(place.lead)
         columns = self.sizes[place.key][dims + 1 :]
         for chunk in self._chunks_at(place):
@@ -225,7 +224,7 @@ class TorchDist:
         return None
 
     def _read(self, chunk: Chunk, index: tuple[int, ...], start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of the matrix at `index` of a chunk; only these are read."""
+        """Reads only rows [start, stop) of the matrix at `index` of a chunk."""
         at, part = self._find(chunk, index, start, stop)
         file = self.path / chunk.file
         data = read_bytes(self._files[file], at, part.numel() * part.itemsize, file, self._buffer)
@@ -234,17 +233,19 @@ class TorchDist:
     def _find(
         self, chunk: Chunk, index: tuple[int, ...], start: int, stop: int
     ) -> tuple[int, Tensor]:
-        """Finds where these rows begin in the chunk's file, and they themselves without data."""
+        """Returns where these rows begin in the chunk's file, and the rows as a tensor without
+        data."""
         like, first = self._skeleton(chunk)
         part = like[index][start:stop]
-        if not part.is_contiguous():  # neither Megatron nor torch writes such
+        if not part.is_contiguous():  # neither Megatron nor torch writes such tensors
             raise DataError(
                 "a tensor's elements are not stored in order", where=str(self.path / chunk.file)
             )
         return first + int(part.storage_offset()) * part.itemsize, part
 
     def _skeleton(self, chunk: Chunk) -> tuple[Tensor, int]:
-        """The chunk as a tensor without data, and the byte of the file at which its data starts."""
+        """Returns the chunk as a tensor without data, and the offset in the file at which its data
+        starts."""
         if chunk not in self._stored:
             with (self.path / chunk.file).open("rb") as stream:
                 view = cast(IO[bytes], _create_file_view(stream, chunk.start, chunk.nbytes))
@@ -255,17 +256,17 @@ class TorchDist:
                     raise DataError(
                         f"a tensor cannot be read: {reason}", where=str(stream.name), fix=_FIX
                     ) from error
-            # torch.load notes where a storage lies when it loads it without data
+            # torch.load records the offset of a storage that it loads without data
             self._stored[chunk] = like, chunk.start + like.untyped_storage()._checkpoint_offset
         return self._stored[chunk]
 
 
 def check_checkpoint(checkpoint: TorchDist, shape: ModelShape, blocks: Sequence[Block]) -> None:
-    """Every parameter of the model is there in its shape, and no other one. Other tensors (of
-    optimizers) are left.
+    """Checks that the checkpoint holds exactly the model's parameters, in their shapes. Ignores
+    tensors outside the model, such as an optimizer's.
 
     Raises:
-        DataError: the first thing that is not so.
+        DataError: the first mismatch.
     """
     used = set()
     for rule, size in {block.rule: block.size for block in blocks}.items():

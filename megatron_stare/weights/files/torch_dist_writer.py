@@ -1,7 +1,7 @@
-"""Writes a distributed checkpoint from a Hugging Face folder, through
-torch.distributed.checkpoint's own writer.
+"""Writes a distributed checkpoint from a Hugging Face folder, with torch.distributed.checkpoint's
+own writer.
 
-The writer asks for each tensor when it writes it, and gets it from the folder's files then.
+The writer requests each tensor as it writes it; only then is the tensor read from the folder.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron_stare.weights.files.safetensors_file import Entry, read_rows
 
 @dataclass(frozen=True)
 class MegatronPart:
-    """Part of a checkpoint that one process writes, and where from and to."""
+    """Part of a checkpoint that one process writes: source, plan and target folder."""
 
     folder: Path
     plan: SavePlan
@@ -57,7 +57,8 @@ def plan_parts(
     shape: ModelShape,
     dtype: torch.dtype,
 ) -> tuple[list[MegatronPart], Metadata]:
-    """Plans the part that each process writes, of its own blocks, and the metadata of the whole."""
+    """Plans the part that each process writes, from its own blocks, and the metadata of the whole
+    checkpoint."""
     items = [
         [
             (_item(block, place, shape, dtype), block)
@@ -82,8 +83,8 @@ def plan_parts(
 
 
 def _extra_states(blocks: Sequence[list[Block]], shape: ModelShape) -> list[str]:
-    """The objects that Megatron's linear layers save beside their weights (Transformer Engine's
-    scaling factors; here nothing) and ask for when they load."""
+    """Returns the keys of objects that Megatron's linear layers save with their weights (scaling
+    factors in Transformer Engine, nothing here) and require when they load."""
     keys: dict[str, None] = {}  # in order
     for rule in (block.rule for part in blocks for block in part):
         if rule.layout in _LINEAR and rule.megatron.endswith(".weight"):
@@ -115,7 +116,7 @@ def _item(block: Block, place: Place, shape: ModelShape, dtype: torch.dtype) -> 
 
 
 class _Planner(DefaultSavePlanner):
-    """Gives the writer a block, or an extra state, when it asks for it."""
+    """Hands the writer each requested block or extra state."""
 
     def __init__(self, part: MegatronPart, files: OpenFiles, advance: Advance) -> None:
         super().__init__(flatten_state_dict=False)
@@ -139,28 +140,27 @@ class _Planner(DefaultSavePlanner):
 
 
 def write_checkpoint_part(part: MegatronPart, advance: Advance) -> list[WriteResult]:
-    """Converts the part's blocks and writes them into a file, which is on disk when this
-    returns."""
+    """Converts the part's blocks and writes them into a file, which is on disk on return."""
     with OpenFiles(os.O_RDONLY) as files:
         try:
             return (
                 _writer(part.folder).write_data(part.plan, _Planner(part, files, advance)).value()
             )
-        # torch.save closes its archive after a failed write, and that raises this
+        # raised when torch.save closes its archive after a failed write
         except RuntimeError as error:
             raise _first(error) from error
 
 
 def _first(error: BaseException) -> BaseException:
-    """The error that an error came of."""
+    """Returns the original error behind an error."""
     while error.__context__ is not None:
         error = error.__context__
     return error
 
 
 def finish_checkpoint(folder: Path, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-    """Writes what makes the files a checkpoint of megatron-core, which it reads as Megatron-LM
-    does: of step 0."""
+    """Writes the files that complete a megatron-core checkpoint of step 0, as Megatron-LM also
+    reads them."""
     _writer(folder).finish(metadata, results)
     torch.save({"checkpoint_version": 3.0, "iteration": 0}, folder / "common.pt")
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
@@ -169,5 +169,5 @@ def finish_checkpoint(folder: Path, metadata: Metadata, results: list[list[Write
 
 
 def _writer(folder: Path) -> FileSystemWriter:
-    # 0: copying ahead is for tensors on a GPU
+    # 0, because copying ahead only helps tensors on a GPU
     return FileSystemWriter(folder, per_thread_copy_ahead=0)

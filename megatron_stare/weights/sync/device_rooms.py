@@ -1,7 +1,6 @@
-"""Memory of buckets that another process of this machine opens: of a GPU, or of the host in files
-of its shared memory. There they stand for handles of GPU memory: as those, they are of use on one
-machine alone.
-"""
+"""Memory for buckets that another process on the same machine opens: on a GPU, or on the host as
+files in shared memory. Host files stand in for GPU memory handles, and like them work only within
+one machine."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ FOLDER, PREFIX = Path("/dev/shm"), "megatron-stare-weights-"
 
 
 class DeviceRooms:
-    """Two rooms, by turns: who asks for a bucket is done with the one before the last. `close`
-    gives them back."""
+    """Two buffers used in turn: a caller that requests a bucket must be done with the one before
+    the last. `close` frees them."""
 
     def __init__(self) -> None:
         self._rooms: list[Tensor] = []
@@ -40,16 +39,16 @@ class DeviceRooms:
         return torch.from_file(str(file), shared=True, size=nbytes, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Lets go of the memory; what has it open keeps it. Rooms are made anew when they are asked
-        for again."""
+        """Frees the memory, except for processes that still have it open. A later request allocates
+        new buffers."""
         self._rooms = []
         while self._files:
             self._files.pop().unlink(missing_ok=True)
 
 
 def open_shared(name: str, nbytes: int) -> torch.UntypedStorage:
-    """Opens a room of another process of this machine. Raises ValueError for a file that is
-    none."""
+    """Opens a buffer of another process on this machine. Raises ValueError if the file is not
+    one."""
     if not name.startswith(PREFIX) or "/" in name:
         raise ValueError(f"{name} is no bucket of weights")
     file = FOLDER / name
@@ -59,6 +58,7 @@ def open_shared(name: str, nbytes: int) -> torch.UntypedStorage:
 
 
 def shared_name(storage: torch.UntypedStorage) -> str | None:
-    """The name by which `open_shared` opens it; None: it is not in such a file."""
+    """Returns the name by which `open_shared` opens the storage; None if it is not in a shared
+    file."""
     name = Path(storage.filename or "/").name if storage.device.type == "cpu" else ""
     return name if name.startswith(PREFIX) else None

@@ -1,10 +1,10 @@
 """The live policy as a stream of whole Hugging Face tensors, gathered over tensor, pipeline and
 expert parallel ranks.
 
-Tensors come in flat buckets of bounded size (stream_plan.py). Every bucket ends on one rank, the
-sender, because engines take weights from one process; no rank holds more than a few buckets besides
-its own shards. The other ranks send their pieces of a bucket in one message each, and those of the
-next bucket travel while a bucket is consumed.
+Tensors travel in flat buckets of bounded size (stream_plan.py). Every bucket is gathered on one
+rank, the sender, because engines take weights from one process. No rank holds more than a few
+buckets besides its own shards. Each other rank sends its pieces of a bucket in one message;
+messages of the next bucket travel while a bucket is consumed.
 """
 
 from __future__ import annotations
@@ -35,19 +35,18 @@ from megatron_stare.weights.sync.stream_plan import (
 def tensor_checksum(tensor: Tensor) -> str:
     """First 64 bits of the SHA-256 of the dtype, the shape and the bytes, as 16 hexadecimal digits.
 
-    Computed alike where weights leave and where they arrive: the trainer's side hashes what it
-    sends, the engine's what it holds afterwards.
+    Computed on both ends: the trainer hashes what it sends, the engine what it holds afterwards.
 
-    Order-sensitive and exact: any change of a bit, of dtype or of shape changes it. Two layouts
-    (strides) of the same values agree. A contiguous CPU tensor is hashed in place, without a copy;
-    1.2 to 1.5 GB/s on a core with instructions for SHA, more than twice as fast as BLAKE2.
+    Any change of a bit, of dtype or of shape changes the checksum, but two layouts (strides) of the
+    same values agree. A contiguous CPU tensor is hashed in place, without a copy. Speed is 1.2 to
+    1.5 GB/s on a core with SHA instructions, more than twice that of BLAKE2.
     """
-    # hashlib releases the GIL. The header distinguishes [2, 3] float32 from [3, 2] and from int32
-    # of the same bytes.
+    # hashlib releases the GIL. The header distinguishes float32 [2, 3] from float32 [3, 2] and from
+    # int32 with the same bytes.
     digest = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}".encode())
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if flat.numel():
-        digest.update(flat.view(torch.uint8).numpy().data)  # bytes, as numpy has no bfloat16
+        digest.update(flat.view(torch.uint8).numpy().data)  # as bytes: numpy has no bfloat16
     return digest.hexdigest()[:16]
 
 
@@ -59,11 +58,12 @@ class Bucket:
     flat: Tensor
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """By name, as views of the bucket."""
+        """Returns the tensors with their names, as views of the bucket."""
         return self.layout.tensors(self.flat)
 
     def checksums(self) -> dict[str, str]:
-        """By name, what an engine that holds these tensors computes as well."""
+        """Returns the checksums of the tensors by name; an engine computes the same for what it
+        holds."""
         return {name: tensor_checksum(tensor) for name, tensor in self.tensors()}
 
 
@@ -72,13 +72,13 @@ Rooms = Callable[[int, torch.dtype, torch.device], Tensor]
 
 
 def new_room(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of the bucket's own."""
+    """Allocates new memory for a bucket."""
     return torch.empty(numel, dtype=dtype, device=device)
 
 
 class RoomsByTurns:
-    """The same two pieces of host memory, by turns: who asks for a bucket is done with the one
-    before the last. On a GPU new memory costs nothing."""
+    """Two host buffers used in turn: a caller that requests a bucket must be done with the one
+    before the last. On a GPU it allocates new memory, which costs nothing there."""
 
     def __init__(self) -> None:
         self._rooms = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
@@ -99,17 +99,18 @@ def stream(
     group: ProcessGroup | None = None,
     rooms: Rooms = new_room,
 ) -> Iterator[Bucket | None]:
-    """The buckets of the plan, in order, on the sender; None for each of them on the other ranks.
+    """Yields the plan's buckets, in order, on the sender; on the other ranks, None for each of
+    them.
 
-    All ranks of the group must go through it to its end, but need not go in step; a rank that gives
-    pieces keeps at most two messages under way. Shards must keep their values until then. What is
-    yielded is the caller's; who drops it before asking for the next one holds two buckets' bytes at
-    a time.
+    All ranks of the group must exhaust the iterator, but need not go in step: a rank that sends
+    pieces keeps at most two messages in flight. Shards must keep their values until the end. The
+    caller owns each bucket. If it drops the bucket before requesting the next one, at most two
+    buckets are in memory.
 
     Args:
-        shards: those of the plan, with the values to send.
-        group: of the plan.
-        rooms: gives the sender memory for a bucket.
+        shards: shards of the plan, with the values to send.
+        group: process group of the plan.
+        rooms: allocates memory for a bucket on the sender.
     """
     mine = {shard.name: shard for shard in shards}
     if group is None or dist.get_rank(group) == SENDER:
@@ -123,14 +124,14 @@ def everywhere(
     group: ProcessGroup | None = None,
     rooms: Rooms = new_room,
 ) -> Iterator[Bucket]:
-    """Gathers the buckets of the plan, in order, on every rank of the group; all must go through it
-    to its end.
+    """Yields the plan's buckets, in order, on every rank of the group; all ranks must exhaust the
+    iterator.
 
-    A rank's pieces travel once, in one broadcast a bucket. No message of another bucket is under
-    way meanwhile, so the order of all calls is the same on every rank, as NCCL wants it.
+    A rank's pieces travel once, in one broadcast per bucket. Messages of two buckets are never in
+    flight together, so all ranks make their calls in the same order, as NCCL requires.
 
     Args:
-        shards, group, rooms: see `stream`.
+        plan, shards, group, rooms: see `stream`.
     """
     mine = {shard.name: shard for shard in shards}
     device = next(iter(mine.values())).tensor.device
@@ -171,7 +172,7 @@ def _gather(
     device = next(iter(mine.values())).tensor.device
     coming = [_Parcels(plan.buckets[0], group, device)]
     for number, bucket in enumerate(plan.buckets):
-        # popped: messages are let go before the next ones are received
+        # popped, so that these messages are freed before the next ones are received
         room = rooms(bucket.layout.numel, bucket.layout.dtype, device)
         gathered = Bucket(bucket.layout, _filled(room, bucket, coming.pop(), mine, plan.shape))
         coming += [
@@ -179,7 +180,7 @@ def _gather(
             for following in plan.buckets[number + 1 : number + 2]
         ]
         yield gathered
-        del gathered  # the caller may have dropped it: the next one takes its memory
+        del gathered  # if the caller dropped it too, the next bucket reuses its memory
 
 
 def _filled(
@@ -189,8 +190,8 @@ def _filled(
     mine: Mapping[str, Shard],
     shape: ModelShape,
 ) -> Tensor:
-    """The flat bucket: own pieces from their shards, those of other ranks from their parcels, each
-    copied once."""
+    """Fills the flat bucket with own pieces from their shards and other ranks' pieces from their
+    parcels, copying each once."""
     parcels.wait()
     for tensor, (_, whole) in zip(bucket.tensors, bucket.layout.tensors(flat), strict=True):
         rooms = whole.split([piece.shape[tensor.cut] for piece in tensor.pieces], dim=tensor.cut)
@@ -214,7 +215,7 @@ def _give(plan: StreamPlan, mine: Mapping[str, Shard], group: ProcessGroup) -> I
 
 
 class _Parcels:
-    """Messages of the other ranks for a bucket, one each; receiving starts at once."""
+    """Messages of the other ranks for a bucket, one from each. Creating it starts to receive."""
 
     def __init__(
         self, bucket: PlannedBucket, group: ProcessGroup | None, device: torch.device
@@ -235,13 +236,13 @@ class _Parcels:
             work.wait()
 
     def take(self, piece: Piece) -> Tensor:
-        """The values of the next piece of its rank: they are taken in the order in which they were
-        sent."""
+        """Returns the values of the next piece of its rank, in the order in which the rank sent
+        them."""
         return next(self._pieces[piece.rank]).view(piece.shape)
 
 
 class _Sent:
-    """A rank's pieces of a bucket on their way to the sender, copied into one message."""
+    """A rank's pieces of a bucket, copied into one message that is in flight to the sender."""
 
     def __init__(
         self,
@@ -257,7 +258,7 @@ class _Sent:
         for piece, room in zip(given, message.split([piece.numel for piece in given]), strict=True):
             held = _values(piece, mine, shape)
             room.view(held.shape).copy_(held)
-        self._message = message  # lives until it is sent
+        self._message = message  # kept alive until it is sent
         self._works = _post(dist.isend, {SENDER: message}, group)
 
     def wait(self) -> None:
@@ -268,7 +269,7 @@ class _Sent:
 def _post(
     operation: Callable[..., Any], buffers: Mapping[int, Tensor], group: ProcessGroup | None
 ) -> list[dist.Work]:
-    """Starts to send or receive a buffer a rank."""
+    """Starts sending or receiving one buffer per rank."""
     operations = [
         dist.P2POp(operation, buffer, group=group, group_peer=rank)
         for rank, buffer in buffers.items()
@@ -277,7 +278,7 @@ def _post(
 
 
 def _values(piece: Piece, mine: Mapping[str, Shard], shape: ModelShape) -> Tensor:
-    """A piece of this rank, a view of its shard; its rows may be spread over several dimensions."""
+    """Returns a piece of this rank as a view of its shard; its rows may span several dimensions."""
     shard = mine[piece.parameter]
     return blocks(rule_for(shard.name, shape), shard.tensor, shape, shard.part, shard.parts)[
         piece.number

@@ -1,8 +1,8 @@
-"""Which rank holds which part of which Hugging Face tensor, and which tensors a bucket of the
-weight stream holds.
+"""Plan of the weight stream: which rank holds which part of each Hugging Face tensor, and which
+tensors share a bucket.
 
-Ranks tell the sender once what they hold; it cuts the stream into buckets and tells them. Only
-names, shapes and dtypes travel here; stream.py moves the weights by the plan.
+Each rank tells the sender once what it holds. The sender cuts the stream into buckets and sends the
+plan to all ranks. Only names, shapes and dtypes travel here; stream.py moves the weights.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from megatron_stare.models import family_of, rule_for
 from megatron_stare.models.rules import blocks
 from megatron_stare.models.shape import ModelShape
 
-SENDER = 0  # the rank of the group on which every bucket ends
+SENDER = 0  # rank of the group that gathers every bucket
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A Megatron tensor of this rank: the `part`-th of `parts` over tensor-parallel ranks."""
+    """A Megatron tensor of this rank: number `part` of `parts` over the tensor-parallel ranks."""
 
-    name: str  # with layer and expert numbers of the whole model
+    name: str  # with the whole model's layer and expert numbers
     tensor: Tensor
     part: int
     parts: int
@@ -49,8 +49,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Layout of a bucket: whole tensors of one dtype, end to end. All that a receiver needs besides
-    the bytes."""
+    """Layout of a bucket: whole tensors of one dtype, end to end. Together with the bytes, all that
+    a receiver needs."""
 
     dtype: torch.dtype
     slots: tuple[Slot, ...]
@@ -64,7 +64,7 @@ class BucketLayout:
         return self.numel * self.dtype.itemsize
 
     def tensors(self, flat: Tensor) -> list[tuple[str, Tensor]]:
-        """The tensors by name, as views of the bucket."""
+        """Returns the tensors with their names, as views of the bucket."""
         return [
             (slot.name, flat[slot.start : slot.start + slot.numel].view(slot.shape))
             for slot in self.slots
@@ -73,8 +73,8 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of one Hugging Face tensor: the `number`-th block (models/rules.py) of a Megatron
-    tensor of `rank`."""
+    """Part of one Hugging Face tensor: block `number` (models/rules.py) of a Megatron tensor on
+    `rank`."""
 
     rank: int
     parameter: str
@@ -88,8 +88,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A Hugging Face tensor and its pieces in order along dimension `cut`: those of a fused one
-    part by part."""
+    """A Hugging Face tensor and its pieces, in order along dimension `cut`; a fused tensor's pieces
+    are grouped by part."""
 
     name: str
     dtype: torch.dtype
@@ -109,19 +109,19 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """A bucket's layout, and where each of its tensors (one a slot) comes from."""
+    """Layout of a bucket, and the pieces of each of its tensors (one per slot)."""
 
     layout: BucketLayout
     tensors: tuple[PlannedTensor, ...]
 
     def pieces(self, rank: int) -> list[Piece]:
-        """Pieces that a rank gives to the bucket, in order."""
+        """Returns the pieces that a rank contributes to the bucket, in order."""
         return [piece for tensor in self.tensors for piece in tensor.pieces if piece.rank == rank]
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """The same on every rank."""
+    """Plan of the stream, the same on every rank."""
 
     buckets: tuple[PlannedBucket, ...]
     shape: ModelShape
@@ -134,16 +134,16 @@ class StreamPlan:
 def plan_stream(
     shards: Sequence[Shard], shape: ModelShape, bucket_bytes: int, group: ProcessGroup | None = None
 ) -> StreamPlan:
-    """Plans the stream of what the ranks of `group` hold. All of them must call it.
+    """Plans the stream of the tensors that the ranks of `group` hold. All of them must call it.
 
     Args:
-        shards: this rank's; replicas of other ranks' are left out of the stream.
-        bucket_bytes: no bucket is larger, but one that holds a single tensor, or those that a
-            server takes in one call alone: engines take tensors whole.
-        group: ranks that hold the model between them; None: this process alone.
+        shards: this rank's shards; replicas of other ranks' shards are not streamed.
+        bucket_bytes: largest size of a bucket. Exceeded only by a bucket with a single tensor,
+            which engines take whole, or with tensors that a server takes only in one call.
+        group: ranks that together hold the model; None: this process alone.
 
     Raises:
-        ValueError: on the sender, where no rank holds a part of a tensor.
+        ValueError: on the sender, if no rank holds a part of a tensor.
     """
     if group is None:
         return plan_of([held_pieces(shards, shape, SENDER)], shape, bucket_bytes)
@@ -159,7 +159,7 @@ def plan_stream(
 def plan_of(
     held_by_ranks: Sequence[Sequence[Held]], shape: ModelShape, bucket_bytes: int
 ) -> StreamPlan:
-    """The plan that follows from what every rank holds, in order of rank.
+    """Returns the plan for what every rank holds, in order of rank.
 
     Raises:
         ValueError: no rank holds a part of a tensor.
@@ -169,8 +169,8 @@ def plan_of(
 
 @dataclass(frozen=True)
 class Held:
-    """A piece that a rank could give, and where it belongs: `part` of `parts` along dimension `cut`
-    of tensor `hf`."""
+    """A piece that a rank could contribute, and its position: `part` of `parts` along dimension
+    `cut` of tensor `hf`."""
 
     hf: str
     dtype: torch.dtype
@@ -181,8 +181,8 @@ class Held:
 
 
 def held_pieces(shards: Sequence[Shard], shape: ModelShape, rank: int) -> list[Held]:
-    """Pieces of Hugging Face tensors that a rank holds, replicas of other ranks' pieces
-    included."""
+    """Returns the pieces of Hugging Face tensors that a rank holds, including replicas of other
+    ranks' pieces."""
     held = []
     for shard in shards:
         rule = rule_for(shard.name, shape)
@@ -198,8 +198,9 @@ def held_pieces(shards: Sequence[Shard], shape: ModelShape, rank: int) -> list[H
 
 
 def _tensors(held_by_ranks: Sequence[Sequence[Held]]) -> list[PlannedTensor]:
-    """Every tensor once, each part from the lowest rank that holds it: data-parallel replicas,
-    replicated norms and the last pipeline stage's copy of a tied embedding are not sent."""
+    """Plans every tensor once, taking each part from the lowest rank that holds it. So
+    data-parallel replicas, replicated norms and the last pipeline stage's copy of a tied embedding
+    are not sent."""
     found: dict[str, dict[tuple[int, int], Held]] = {}
     for held in (one for of_rank in held_by_ranks for one in of_rank):
         found.setdefault(held.hf, {}).setdefault((held.piece.number, held.part), held)
@@ -219,7 +220,8 @@ def _tensors(held_by_ranks: Sequence[Sequence[Held]]) -> list[PlannedTensor]:
 
 
 def _units(tensors: Sequence[PlannedTensor], shape: ModelShape) -> list[list[PlannedTensor]]:
-    """The tensors, in the order of the first of those that servers take in one call alone."""
+    """Groups tensors that servers take only in one call, keeping the order of each group's first
+    tensor."""
     family, units = family_of(shape), dict[str, list[PlannedTensor]]()
     for tensor in tensors:
         place = family.served(tensor.name, shape)
@@ -228,8 +230,8 @@ def _units(tensors: Sequence[PlannedTensor], shape: ModelShape) -> list[list[Pla
 
 
 def _buckets(units: Sequence[list[PlannedTensor]], bucket_bytes: int) -> tuple[PlannedBucket, ...]:
-    """In the order of the units, none of which is torn, one dtype after the other: a bucket needs
-    no padding between its tensors."""
+    """Fills buckets with units in order, one dtype after the other, so that tensors need no padding
+    between them. Never splits a unit."""
     buckets: list[list[PlannedTensor]] = []
     for dtype in dict.fromkeys(unit[0].dtype for unit in units):
         filled = 0

@@ -1,7 +1,6 @@
-"""The way of weights from whoever has them to the engines, as three interfaces: a WeightStream
-gives the weights, bucket by bucket; a SyncTarget says where they go, past the driver; a Sender is a
-rank's own end of a target. Ranks know nothing of engines beyond this.
-"""
+"""The way of weights from the ranks to the engines, as three interfaces. A WeightStream supplies
+the weights, bucket by bucket. A SyncTarget is a destination that bypasses the driver. A Sender is
+one rank's end of a target. Ranks know nothing else about engines."""
 
 from __future__ import annotations
 
@@ -16,129 +15,130 @@ from megatron_stare.weights.sync.stream_plan import BucketLayout
 
 
 class Sender(Protocol):
-    """A rank's end of a target, kept from one update to the next. One caller at a time; a failure
-    leaves it usable."""
+    """One rank's end of a target, kept between updates. Has one caller at a time, and stays usable
+    after a failure."""
 
     def expect(self, prove: bool, first: Bucket | None) -> None:
-        """Opens an update, ahead of this sender's turn: nothing leaves this process.
+        """Prepares an update before this sender's turn; sends nothing.
 
         Args:
-            prove: gather what will prove that the values arrived.
-            first: what is sent first, if it is there already.
+            prove: collect what proves that the values arrived.
+            first: the first bucket, if it is ready.
         """
 
     def begin(self) -> None:
-        """The turn has come: waits until whoever takes the buckets is there.
+        """Starts this sender's turn: waits until the receivers of the buckets are ready.
 
         Raises:
-            UserError: they cannot be brought there; nothing has been sent.
+            UserError: the receivers cannot be made ready; nothing has been sent.
         """
 
     def handle(self, bucket: Bucket) -> Any:
-        """Names a bucket's memory for an engine's rank on this rank's device, which opens it. No
-        turn is needed."""
+        """Returns a handle of a bucket's memory that an engine's rank on the same device can open.
+        Needs no turn."""
 
     def send(self, bucket: Bucket, handles: Sequence[Any] = ()) -> None:
-        """Starts to send a bucket, whose memory is the sender's now. Waits for the one before,
-        raises its error.
+        """Starts to send a bucket, whose memory then belongs to the sender. First waits for the
+        previous bucket and raises its error.
 
         Args:
-            handles: of each rank of the one engine, where it opens memory of its device; none: the
-                bucket is sent.
+            handles: one for each rank of the engine, if it opens memory on its devices; none: the
+                bucket itself is sent.
         """
 
     def end(self) -> Any:
-        """Returns what the engines are to compare with what they hold. Waits for the last bucket,
-        and raises its error."""
+        """Waits for the last bucket, raising its error. Returns what the engines are to compare
+        with the weights that they hold."""
 
     def forget(self) -> None:
-        """Removes what was left for the engines to fetch; they have it."""
+        """Removes what was left for the engines to fetch, once they have fetched it."""
 
     def close(self) -> None:
-        """Lets go of what is held between updates."""
+        """Frees what is held between updates."""
 
 
 class SyncTarget(Protocol):
-    """A place for weights that do not pass through the driver: the servers of one engine, or of all
-    of a run.
+    """A destination for weights that bypass the driver: the servers of one engine, or of all
+    engines of a run.
 
-    The engines' side describes it, ranks send by it. It travels to them, and is compared by value:
-    who is given an equal one keeps its sender.
+    The engines' side creates it, and ranks send through it. It is serialised to the ranks and
+    compared by value: a rank that gets an equal target keeps its sender.
     """
 
     @property
     def one_sender_at_a_time(self) -> bool:
-        """True where senders must take turns."""
+        """True if senders must take turns."""
 
     @property
     def leaves_files(self) -> bool:
-        """True where the engines fetch what senders leave, until these are told to `forget`."""
+        """True if engines fetch files that senders leave, until the senders are told to
+        `forget`."""
 
     @property
     def owners_send(self) -> bool:
-        """True where a rank sends the experts it holds itself. Else they go the way of all other
+        """True if each rank sends the experts that it holds. Otherwise they are sent like all other
         tensors."""
 
     @property
     def shares_devices(self) -> bool:
-        """True where engines are on the ranks' devices, and open memory there. Then all ranks send
-        at once, each to the engines on its own device."""
+        """True if engines run on the ranks' devices and open memory there. Then all ranks send at
+        once, each to the engines on its own device."""
 
     def here(self, device: torch.device) -> Any:
-        """Names this rank's machine and device."""
+        """Returns an identifier of this rank's machine and device."""
 
     def carriers(self, places: Sequence[Any]) -> list[tuple[int, ...]]:
-        """Finds, of each engine, the ranks on the devices of its own ranks, in the order of these.
+        """Returns for each engine the trainer ranks on the devices of the engine's ranks, in the
+        order of the engine's ranks.
 
         Args:
-            places: of all ranks of the trainer, see `here`.
+            places: identifiers of all trainer ranks, see `here`.
 
         Raises:
-            UserError: an engine's rank is on no device of the trainer's.
+            UserError: an engine's rank is on none of the trainer's devices.
         """
 
     def towards(self, engine: int, rank: int) -> Sender:
-        """Makes a rank's end that leads to one engine alone, see `sender`."""
+        """Makes a sender to one engine alone, see `sender`."""
 
     def joined(self, targets: Sequence[Any]) -> SyncTarget:
-        """Makes the target that leads to the engines of all of these, this one among them."""
+        """Makes a target for the engines of all `targets`, which include this one."""
 
     def sender(self, rank: int) -> Sender:
-        """Makes a rank's end. Args: rank: of the trainer that sends by it."""
+        """Makes the sender of a trainer rank."""
 
 
 class WeightStream(Protocol):
-    """The policy's weights on their way, once: bucket by bucket to engines in processes of the run,
-    or sent to a target by those who have them."""
+    """One pass over the policy's weights: bucket by bucket to engines in processes of the run, or
+    sent to a target by the ranks that hold them."""
 
     layouts: tuple[BucketLayout, ...]  # what the buckets hold, in order
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
-        """Gives each bucket as a handle that workers can take, and the calls that it needs: wait
-        for them together with the bucket's use, so that an error of any of them is seen at once.
-        Can be gone through once.
+        """Yields each bucket as a handle for workers, with the calls that it depends on. Wait for
+        these calls together with the bucket's use, to see any error at once. Can be iterated once.
 
         Args:
-            checksums: compute what `checksums` gives.
+            checksums: compute the result of the method `checksums`.
         """
 
     def checksums(self) -> dict[str, str]:
-        """Checksums of every tensor that was given out, by name, "" where none were computed; after
-        the last bucket."""
+        """Returns the checksum of every streamed tensor, by name, after the last bucket; "" if not
+        computed."""
 
     def prepare(self, target: SyncTarget, prove: bool) -> None:
-        """Begins to gather for a `send_to` of the same arguments, which need not follow. Returns at
-        once."""
+        """Starts to gather for a `send_to` with the same arguments, which need not follow. Returns
+        at once."""
 
     def send_to(self, target: SyncTarget, prove: bool) -> list[Any]:
-        """Has all weights sent to the target. Returns what each sender tells the engines of it.
+        """Sends all weights to the target. Returns what each sender reports for the engines.
 
         Args:
-            prove: let them tell what proves the values.
+            prove: include what proves the values.
 
         Raises:
-            UserError: they could not be sent.
+            UserError: the weights could not be sent.
         """
 
     def forget(self) -> None:
-        """Has removed what was left for the engines to fetch."""
+        """Removes what senders left for the engines to fetch."""
