@@ -79,8 +79,10 @@ def load_state(
 
 
 def chain(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Returns the optimizers that are stepped one after another."""
-    return getattr(optimizer, "chained_optimizers", [optimizer])
+    """Returns the optimizers that are stepped one after another and have parameters: a pipeline
+    stage without experts has an optimizer of experts without any."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if any(group["params"] for group in part.param_groups)]
 
 
 def _begin(part: MegatronOptimizer, place: StepPlace) -> None:
