@@ -62,7 +62,7 @@ class InlineWorkers(Workers):
         return list(handles)  # calls finish when started
 
     async def result(self, handle: Handle) -> Any:
-        # lets the event loop handle this result before the next call takes the thread
+        # yield, so that the event loop handles this result before the next call blocks the thread
         await asyncio.sleep(0)
         return handle
 

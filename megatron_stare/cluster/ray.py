@@ -170,7 +170,7 @@ class Actor:
         Path(file).unlink(missing_ok=True)
 
     def spot(self, on_gpus: bool) -> Spot:
-        """Returns this process's node and visible GPUs; None for simulated GPUs."""
+        """Returns this process's node and its visible GPUs (None if GPUs are simulated)."""
         seen = tuple(filter(None, os.environ.get(VISIBLE, "").split(","))) if on_gpus else None
         return Spot(ray.get_runtime_context().get_node_id(), seen)
 

@@ -1,1 +1,1 @@
-"""The commands beside `train` and `plan`."""
+"""Commands other than `train` and `plan`."""

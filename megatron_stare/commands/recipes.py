@@ -1,5 +1,5 @@
-"""`megatron-stare recipes`: the recipes of published runs, and one of them against what was
-published."""
+"""`megatron-stare recipes`: lists the recipes of published runs, or compares one with its published
+values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_stare.config.recipes import (
 )
 from megatron_stare.process.signs_of_life import say_loading
 
-_BESIDE = (  # of every recipe, whatever was published of them
+_BESIDE = (  # settings shown for every recipe, published or not
     "model.path",
     "parallel.tensor",
     "parallel.data",
@@ -29,13 +29,13 @@ _BESIDE = (  # of every recipe, whatever was published of them
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `recipes`."""
+    """Adds the arguments of `recipes`."""
     parser.add_argument("name", nargs="?", help="one recipe; without it all are listed")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 
 def run_recipes(args: argparse.Namespace) -> None:
-    """Prints the list, or one recipe. Raises UserError where there is no such recipe."""
+    """Prints the list, or one recipe. Raises UserError for an unknown recipe."""
     if args.name is None:
         found: Any = [_row(recipe) for recipe in recipes().values()]
         if args.json:
@@ -48,7 +48,7 @@ def run_recipes(args: argparse.Namespace) -> None:
             print("\n".join(_listed(found)))
         return
     name = recipe_named(f"{FOLDER}/{args.name.removeprefix(FOLDER + '/')}")
-    assert name is not None  # a name in the folder is one, or was refused
+    assert name is not None  # recipe_named raises for an unknown name
     found = _held(recipes()[name])
     print(json.dumps(found, indent=1, ensure_ascii=False) if args.json else "\n".join(_told(found)))
 
@@ -79,8 +79,8 @@ def _listed(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _held(recipe: Recipe) -> dict[str, Any]:
-    """The recipe with every published setting, as JSON."""
-    config = load_config(f"{FOLDER}/{recipe.name}", before_method=say_loading)
+    """Returns the recipe with every published setting, for JSON."""
+    config = load_config(f"{FOLDER}/{recipe.name}")
     tree = config.model_dump(mode="json")
     rows = [
         {

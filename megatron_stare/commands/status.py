@@ -1,9 +1,7 @@
-"""How a run stands, from its files alone: where it is, how fast, what is wrong, and what to do
-where it ended.
+"""Status of a run, read from its files: progress, rates, alerts, and the command that resumes it.
 
-Comes from a run directory, of this machine or another; goes to `megatron-stare status`. Reads, and
-changes nothing; a run that is being written to, was killed, or was continued is as welcome as a
-finished one. Without torch.
+Used by `megatron-stare status`, also for runs on other machines. Changes nothing. Reads running,
+killed and resumed runs as well as finished ones. Does not import torch.
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ from megatron_stare.run_dir.liveness import State, liveness
 from megatron_stare.run_dir.run_files import RunRecord, evaluation_figures, read_run, result_name
 from megatron_stare.run_dir.run_state import RUN_STATE, complete_checkpoints
 
-RECENT = 20  # steps that rates are means over
+RECENT = 20  # steps over which rates are averaged
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The newest result on a task; "" is the run's own."""
+    """The newest result on a task. The name "" is the run's own task."""
 
     task: str
     step: int
@@ -41,24 +39,26 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Status:
-    """A run at one moment. None: not known.
+    """Status of a run at one moment. None or "" means unknown unless stated otherwise.
 
-    state, host, beat_age_s: see liveness.Liveness. pid: of the driver on `host`.
-    process: how the run's watcher last found the driver: "running", "stopped", ...; "".
-    phase, phase_s: what the driver is at and since how many seconds; "" where nothing tells.
-        limit_s: in which it must get on. done, total: responses of it.
-    step, steps: made, and planned.
-    steps_per_h, tokens_per_s, samples_per_s: of the newest steps, evaluations and checkpoints left
-        out; tokens and samples are those trained on.
-    left_s: until the last step, at that pace.
-    planned: what the run predicted of itself beside what it took; see docs/planning.md.
-    checkpoint, checkpoint_age_s: the step of the newest complete one.
-    starts: how often it was started; resumed_after, started: from which step and when the last
-    time.
-    restarts, restart: how often it started itself again after a loss, and why the last time.
-    alerts: what holds after the newest step.
-    black_box: the folder of the newest bundle; "".
-    again: the command that continues it; "" where it runs or is finished.
+    state, host, beat_age_s: see liveness.Liveness.
+    pid: process id of the driver on `host`.
+    process: last state of the driver seen by the run's watcher: "running", "stopped", ...
+    phase, phase_s: the driver's phase and the seconds since its begin.
+    limit_s: seconds within which the phase must make progress.
+    done, total: finished and wanted responses of the phase.
+    step, steps: finished and planned steps.
+    steps_per_h, tokens_per_s, samples_per_s: mean rates of the newest steps, without evaluations
+        and checkpoints. Tokens and samples are those trained on.
+    left_s: seconds until the last step at that rate.
+    planned: predicted and measured values of the run; see docs/planning.md.
+    checkpoint, checkpoint_age_s: step and age of the newest complete checkpoint.
+    starts: number of starts and resumes.
+    resumed_after, started: step and date of the last of them.
+    restarts, restart: number of automatic restarts after a loss, and reason of the last.
+    alerts: alerts that are active after the newest step.
+    black_box: folder of the newest bundle; "" if there is none.
+    again: command that resumes the run; "" if it is running or finished.
     """
 
     run: str
@@ -97,8 +97,8 @@ def status_of(run_dir: Path, now: float | None = None, here: str | None = None) 
     """Reads the status of a run.
 
     Args:
-        now: seconds since 1970; default: now.
-        here: the name of this machine.
+        now: seconds since 1970; None: the current time.
+        here: name of this machine; None: its host name.
 
     Raises:
         DataError: there is no run in this directory, or one of its files is damaged.
@@ -113,7 +113,7 @@ def status_of(run_dir: Path, now: float | None = None, here: str | None = None) 
     checkpoint = int(newest.name.removeprefix("step_")) if newest else None
     state = found.state
     if state == "finished" and not _whole(run_dir, checkpoint, step):
-        state = "dead"  # between its last step and the policy it exports
+        state = "dead"  # ended after its last step, before the export
     alive = state == "running"
     first = run.starts[-1] if run.starts else {}
     rates = _rates(run)
@@ -163,7 +163,7 @@ def _whole(run_dir: Path, checkpoint: int | None, step: int) -> bool:
 def _age(checkpoint: Path, now: float) -> float | None:
     try:
         return max(0.0, now - (checkpoint / RUN_STATE).stat().st_mtime)
-    except OSError:  # it was forgotten meanwhile, for a newer one
+    except OSError:  # removed since, for a newer one
         return None
 
 
@@ -204,7 +204,7 @@ def _evaluations(run: RunRecord) -> list[Evaluation]:
 
 
 def _alerts(run: RunRecord) -> list[Alert]:
-    """Found again, by the same checks, since a run keeps none of them."""
+    """Returns the active alerts. Repeats the checks, since a run does not store its alerts."""
     watch = Watch(str(run.setting("model.dtype") or "float32"))
     for row in run.metrics:
         metrics: dict[str, Any] = {key: value for key, value in row.items() if key != "step"}

@@ -1,4 +1,4 @@
-"""The commands that look at runs and change nothing in them: `status`, `report` and `rollouts`."""
+"""Read-only commands about runs: `status`, `report` and `rollouts`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add_status_arguments(status: argparse.ArgumentParser) -> None:
 
 
 def run_status(args: argparse.Namespace) -> int:
-    """Prints how a run stands. Returns 0 where it runs or is finished, 1 where it does not go on.
+    """Prints a run's status. Returns 0 if it is running or finished, 1 if it is dead or silent.
     Raises UserError."""
     if args.watch is not None and not args.watch > 0:
         raise UserError(f"the interval must be above 0 s, not {args.watch:g} s", where="--watch")
@@ -66,12 +66,12 @@ def _watch(run_dir: Path, told: Callable[[Status], str], every_s: float, clear: 
 
 
 def as_json(status: Status) -> str:
-    """One line; a value that is not known is null."""
+    """Returns one line of JSON, with null for unknown values."""
     return json.dumps(_plain(dataclasses.asdict(status)), allow_nan=False)
 
 
 def as_text(status: Status) -> str:
-    """For people, a line a subject."""
+    """Returns a readable text with one line per subject."""
     where = (
         f" on {status.host}" + (f" (process {status.pid})" if status.pid else "")
         if status.host
@@ -185,7 +185,7 @@ def add_report_arguments(report: argparse.ArgumentParser) -> None:
 
 
 def run_report(args: argparse.Namespace) -> None:
-    """Writes the report and prints where. Raises UserError."""
+    """Writes the report and prints its path. Raises UserError."""
     from megatron_stare.observability.report.page import write_report
 
     for run in args.runs:
@@ -202,14 +202,14 @@ def add_rollouts_arguments(rollouts: argparse.ArgumentParser) -> None:
 
 
 def run_rollouts(args: argparse.Namespace) -> None:
-    """Writes the page of sampled responses and prints where. Raises UserError."""
+    """Writes the page of sampled responses and prints its path. Raises UserError."""
     from megatron_stare.observability.report.rollouts_page import write_rollouts
 
     print(write_rollouts(args.runs, _place(args.runs, args.out, "rollouts.html", "rollouts.html")))
 
 
 def _add_runs(command: argparse.ArgumentParser, which: str, of_one: str, of_several: str) -> None:
-    """Arguments of a command that writes a page of runs."""
+    """Adds the arguments of a command that writes a page about runs."""
     command.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help=which)
     command.add_argument(
         "--out",
@@ -222,7 +222,7 @@ def _add_runs(command: argparse.ArgumentParser, which: str, of_one: str, of_seve
 
 
 def _place(runs: list[Path], out: Path | None, of_one: str, of_several: str) -> Path:
-    # of several runs not into any: no folder's own page is written over, wherever it is put
+    # a page of several runs goes into no run directory, where it might replace the run's own page
     several = len(runs) > 1
     out = out or (Path() if several else runs[0])
     return out / (of_several if several else of_one) if out.is_dir() else out

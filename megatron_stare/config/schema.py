@@ -62,9 +62,9 @@ class RunConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """How checkpoints are written, kept and checked; see docs/checkpoints.md. run.checkpoint_every
-    sets when they are written. The run.keep_checkpoints newest are kept in addition to those kept
-    by this section."""
+    """Writing, retention and verification of checkpoints; see docs/checkpoints.md.
+    run.checkpoint_every sets when they are written. The run.keep_checkpoints newest are kept in
+    addition to those kept by this section."""
 
     background: bool = Field(
         True,

@@ -68,7 +68,7 @@ METRICS = tuple(
 
 
 class Part:
-    """A part of a session. The driver's one thread calls all parts, in the order in which they were
+    """A part of a session. The driver's thread calls all parts in the order in which they were
     added."""
 
     def after_step(self) -> None:

@@ -126,7 +126,7 @@ class Session:
             self.source.leave_out(self.state.left_out)
         self.state.inputs = made_with
         held.state = self.state
-        if not (held.restarted or held.went_back):  # else the step may be done already
+        if not (held.restarted or held.went_back):  # else the lost session may have done it
             check_dump_step(self.config, dump_step, self.state.step)
         return restored
 

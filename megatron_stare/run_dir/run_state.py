@@ -111,7 +111,7 @@ class Staged:
 
 
 class RunDir:
-    """One run's directory, held by one process at a time."""
+    """The directory of a run, locked by one process at a time."""
 
     def __init__(
         self, path: Path, lock: IO[str], made: Sequence[Path], found: Sequence[str]

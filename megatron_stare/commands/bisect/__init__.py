@@ -1,2 +1,2 @@
-"""`bisect`: a run's steps made again with one cause changed at a time, and which of them explains
-the record."""
+"""`megatron-stare bisect`: repeats steps of a run with one cause changed at a time, and names the
+cause that explains the record."""

@@ -1,5 +1,4 @@
-"""`megatron-stare bisect`: its arguments, and what it does with them. Torch is imported when it
-runs."""
+"""`megatron-stare bisect`: its arguments and its run. Imports torch only when it runs."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ CAUSES = ("gate", "correction", "staleness", "layout", "engine")
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The command's."""
+    """Adds the arguments of `bisect`."""
     command.add_argument("run_dir", type=Path, metavar="RUN", help="run directory; it is only read")
     command.add_argument(
         "--from",
@@ -53,14 +52,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Makes the steps again and prints what they say.
+    """Repeats the steps and prints the explanation.
 
     Returns:
-        0: the record is what the configuration says; 1: a cause is named, or the record cannot be
-            explained.
+        0 if the record matches the configuration; 1 if a cause is named or the record cannot be
+        explained.
 
     Raises:
-        UserError: RUN cannot be bisected there.
+        UserError: the run cannot be bisected between these steps.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     found = bisect(args.run_dir, args.first, args.last, _chosen(args.causes), args.out, say=_say)
@@ -89,12 +88,11 @@ def bisect(
     out: Path | None = None,
     say: Any = _say,
 ) -> Explanation:
-    """Makes steps `first` + 1 to `last` again, unchanged and with each change, and explains the
-    record.
+    """Repeats steps `first` + 1 to `last`, unchanged and with each change, and explains the record.
 
     Raises:
-        UserError: there is no such run, checkpoint or record, the folder is taken, or the run's
-            servers are in use.
+        UserError: the run, checkpoint or record is missing, the folder is not empty, or the run
+            still uses its servers.
     """
     if not (run_dir / CONFIG_FILE).exists():
         raise DataError(f"no {CONFIG_FILE}: not a run directory", where=str(run_dir))
@@ -111,7 +109,7 @@ def bisect(
 
     config = load_recorded(run_dir / CONFIG_FILE)
     if config.sglang.urls:
-        refuse_busy(run_dir)  # its servers would be given the weights of two runs
+        refuse_busy(run_dir)  # two runs must not send weights to the same servers
     checkpoints = {
         int(path.name.removeprefix("step_")): path for path in complete_checkpoints(run_dir)
     }
@@ -174,7 +172,7 @@ def bisect(
 
 
 def as_tree(found: Explanation) -> dict[str, Any]:
-    """For JSON, which has no NaN: null."""
+    """Converts the explanation for JSON, with null for non-finite numbers."""
 
     def finite(value: Any) -> Any:
         if isinstance(value, dict):
@@ -187,7 +185,7 @@ def as_tree(found: Explanation) -> dict[str, Any]:
 
 
 def as_text(found: Explanation) -> str:
-    """A table and what it comes to."""
+    """Returns a table of the re-runs, and the conclusion."""
     head = ("", "cause", "equal steps", "entropy", "agreement", "reward")
     figures = head[3:]
     rows = [head, ("the record", "", "", *(f"{found.record[figure]:.4g}" for figure in figures))]

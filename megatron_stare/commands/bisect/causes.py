@@ -1,10 +1,10 @@
-"""Causes that may make a run's record other than its configuration says, and the parts that they
-change.
+"""Possible causes of a record that does not match its configuration, and the changes that simulate
+them.
 
-A method is changed in its gate, its draws or its importance correction: the method itself, after
-preflight, so that everything else of the run is its own. Methods travel to the ranks, so a changed
-one is pickled as the original and what to change. A late engine says that it has the newest
-weights, and samples with those before them.
+A change may replace a method's gate, draws or importance correction. It is applied to the method
+object after preflight, so that the rest of the run stays the same. Ranks receive a changed method
+pickled as the original plus the change. A late engine reports the newest weights but samples with
+the previous ones.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ CAUSES = ("gate", "correction", "staleness", "layout", "engine")
 
 @dataclass(frozen=True)
 class Change:
-    """One way in which a cause may differ.
+    """One change of a cause.
 
-    name: of the change, and of the folder of its run.
-    settings: by dotted key, that the re-run has in place of the run's.
-    method: what becomes of the method, once the configuration is checked.
-    harmless: the change may not move a sound run by more than rounding, in the first step that it
-    is made in.
+    name: name of the change and of its re-run's folder.
+    says: describes the change, for messages.
+    settings: settings of the re-run that replace the run's, by dotted key.
+    method: changes the method after the configuration is checked.
+    harmless: in a correct run the change affects its first step only by rounding.
     """
 
     name: str
@@ -56,15 +56,15 @@ class Change:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A cause that this run cannot have, and why."""
+    """A cause that does not apply to this run, with the reason."""
 
     cause: str
     why: str
 
 
 def changes(config: Config, method: Method) -> tuple[list[Change], list[LeftOut]]:
-    """Lists the changes that fit a run of this configuration and method, and the causes that have
-    none."""
+    """Returns the changes that apply to a run of this configuration and method, and the causes
+    without any."""
     kind = resolve_engine(config.rollout.engine)
     found = [
         *_gate(method),
@@ -93,13 +93,12 @@ def changes(config: Config, method: Method) -> tuple[list[Change], list[LeftOut]
 def contradictions(
     config: Config, method: Method, record: Sequence[Mapping[str, float]]
 ) -> dict[str, str]:
-    """Finds where the record itself contradicts the configuration, by cause.
+    """Returns contradictions between the record and the configuration, by cause.
 
-    Comparing re-made steps does not show such a fault: it is still there when the steps are made
-    again.
+    Repeated steps do not reveal such a fault, since they have it too.
 
     Args:
-        record: metrics by step.
+        record: metrics of each step.
     """
     read = (
         isinstance(method, Stare) and method.gate == "batch" and method.gate_entropy == "response"
@@ -216,7 +215,10 @@ def _engine(config: Config, kind: type) -> list[Change]:
 
 @dataclass(frozen=True)
 class ChangedRun(ResolvedRun):
-    """A run whose method is not quite the one that its configuration describes."""
+    """A run whose method differs from the one in its configuration.
+
+    changed: the method in use; None: the configured one.
+    """
 
     changed: Method | None = None
 
@@ -226,7 +228,7 @@ class ChangedRun(ResolvedRun):
 
 
 class _HeldGate:
-    """A gate that does not move, whatever the entropy."""
+    """Mixin that holds the gate at `held`, independent of the entropy."""
 
     held: float
 
@@ -247,8 +249,8 @@ class _ClosedGate(_HeldGate):
 
 
 class _DrawsByPlace:
-    """Draws that belong to a token's place among those that a rank has at hand, and so change with
-    the layout."""
+    """Mixin that draws by a token's position in a rank's batch, so that draws depend on the
+    layout."""
 
     def tickets(self: Any, batch: TokenBatch) -> Tensor:
         return uniform(
@@ -282,13 +284,13 @@ draws_by_place = _derived(_DrawsByPlace)
 
 
 def without_correction(method: Method) -> Method:
-    """The method whose loss nothing corrects for the engine's policy."""
+    """Returns the method without importance correction for the engine's policy."""
     assert isinstance(method, PolicyGradient)
     return replace(method, correction=None)
 
 
 def has_gate(method: Method) -> bool:
-    """Returns whether an entropy opens and closes a gate of the method."""
+    """Tells whether the method has a gate that the entropy opens and closes."""
     return isinstance(method, Stare) and method.entropy_target is not None
 
 
@@ -297,14 +299,15 @@ def has_correction(method: Method) -> bool:
 
 
 def draws(method: Method) -> bool:
-    """Returns whether a seeded draw decides about the method's tokens."""
+    """Tells whether the method selects tokens by seeded random draws."""
     return isinstance(method, ClipCov)
 
 
 class LateEngine(LocalEngine):
-    """Proves and reports what it was given, as the engine in process does; see LocalEngine."""
+    """Engine that samples with the previous weights, but reports and verifies the newest as
+    LocalEngine does."""
 
-    # weights before the newest ones
+    # the previous weights
     _before: dict[str, torch.Tensor] | None = None
 
     def begin_weight_update(self, version: int, prove: bool = True) -> None:
@@ -313,7 +316,7 @@ class LateEngine(LocalEngine):
         super().begin_weight_update(version, prove)
 
     def collect(self, wait_s: float) -> list[GenerateResult]:
-        if self._before is None:  # the first weights have none before them
+        if self._before is None:  # there are no previous weights yet
             return super().collect(wait_s)
         newest = {name: parameter.clone() for name, parameter in self._parameters.items()}
         self._put(self._before)

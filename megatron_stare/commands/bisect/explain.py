@@ -1,9 +1,9 @@
-"""Which change of a run explains its record: pure, from metrics by step.
+"""Finds the change that explains a run's record. Pure functions of metrics by step.
 
-Three questions, in this order. Do the unchanged steps, made again, give the record? Which change
-gives it instead, bit for bit for more steps, or brings every figure back that the unchanged steps
-miss? And does a change that must not matter, of the layout say, move the first step by more than
-rounding, or the record contradict itself?
+They answer three questions in this order. Do the repeated unchanged steps reproduce the record? If
+not, which change reproduces more steps bit for bit, or brings back every metric that the unchanged
+steps miss? Does a harmless change, such as another layout, affect the first step by more than
+rounding, or does the record contradict its configuration?
 """
 
 from __future__ import annotations
@@ -20,32 +20,36 @@ from megatron_stare.observability.metrics.conditions import NORMAL
 
 Row = Mapping[str, float]
 
-# figures that are compared: of each the first metric that the run has; agreement by its order of
-# magnitude
+# compared figures, each with its candidate metrics; the first one that the run logs is used.
+# Agreement is compared by its logarithm.
 FIGURES = {
     "entropy": ("entropy/mean",),
     "agreement": ("agreement/mean", "rollout/logprob_diff_mean"),
     "reward": ("reward/mean",),
 }
-# without these in both rows, two steps are not the same
+# two steps only count as equal if both rows have these metrics
 FINGERPRINT = ("entropy/mean", "reward/mean", "loss/policy", "optimizer/grad_norm")
 NOT_COMPARED = ("time/", "perf/", "memory/", "plan/", "guard/", "engine/", "step")
 
-FAR = 3.0  # standard errors from which on two courses of a figure differ
-NEAR_SHARE = 0.2  # of the unchanged steps' distance from the record, that is still as good as none
-OF_MEDIAN = 1.2533  # the standard error of a median, in those of a mean
-LEAST_AGREEMENT = 1e-9  # nats: log-probs that are equal differ by this
-# the least noise of a figure: share of its median; decades of agreement
+FAR = 3.0  # standard errors above which two series of a figure differ
+NEAR_SHARE = 0.2  # share of the unchanged steps' distance from the record that counts as none
+OF_MEDIAN = 1.2533  # standard error of a median over that of a mean
+LEAST_AGREEMENT = 1e-9  # nats, assumed for equal log-probs
+# least noise of a figure: as a share of its median, or in decades for agreement
 LEAST_NOISE = 1e-3
 LEAST_DECADES = 0.1
-# What rounding may do to the first step that a harmless change is made in: share, and where a
-# figure is near 0. In 16 bits a sum in another order differs by a hundredth and more.
+# Largest effect of rounding on the first step with a harmless change: relative, and absolute near
+# 0. In 16 bits another summation order changes a sum by a hundredth and more.
 ROUNDING = {"float32": (1e-3, 1e-5), "bfloat16": (0.1, 1e-2), "float16": (0.05, 2e-3)}
 
 
 @dataclass(frozen=True)
 class Remade:
-    """Steps that were made again. failed: why they were not; rows are [] then."""
+    """Repeated steps.
+
+    rows: metrics of each step; [] if the re-run failed.
+    failed: reason of the failure; "" if there is none.
+    """
 
     change: Change | None  # None: nothing was changed
     rows: Sequence[Row] = ()
@@ -60,11 +64,12 @@ class Remade:
 class Line:
     """Result of one re-run.
 
-    equal: steps from the first on whose metrics are the record's, bit for bit.
-    medians: of each figure over the steps; NaN where it has none.
-    moved: standard errors between it and the unchanged steps, by figure; what a change does.
-    missed: likewise between it and the record.
-    breaks: metrics of the first step that a harmless change has moved by more than rounding.
+    equal: number of first steps whose metrics equal the record bit for bit.
+    medians: median of each figure over the steps; NaN if it has no values.
+    moved: effect of the change, by figure: distance to the unchanged steps in standard errors.
+    missed: distance to the record in standard errors, by figure.
+    breaks: metrics of the first step that a harmless change affects by more than rounding.
+    failed: reason why the re-run failed; "" if it did not.
     """
 
     name: str
@@ -82,12 +87,12 @@ class Line:
 class Explanation:
     """Result of a bisection.
 
-    reproduced: the unchanged steps are the record: bit for bit, or, of a run that is not exact,
-    within its noise.
-    cause, change: what is named; "" where nothing is.
-    why: in a sentence.
-    lines: of the unchanged steps first.
-    record: medians of the figures.
+    reproduced: the unchanged steps equal the record, bit for bit or, if the run is not exact,
+        within its noise.
+    cause, change: cause and change that explain the record; "" if none does.
+    why: the conclusion in a sentence.
+    lines: results of the re-runs, the unchanged one first.
+    record: medians of the figures in the record.
     """
 
     reproduced: bool
@@ -110,15 +115,16 @@ def explain(
     dtype: str = "float32",
     contradicted: Mapping[str, str] = MappingProxyType({}),
 ) -> Explanation:
-    """Names what explains the record, or nothing.
+    """Finds the cause that explains the record, if any.
 
     Args:
-        before: metrics of the run's steps before, which its noise is told from too.
-        record: of the steps in question.
-        remade: of the same steps, the unchanged first.
-        exact: whether unchanged steps made again must be the record, bit for bit.
-        dtype: of the model in training.
-        contradicted: what the record itself says against the configuration, by cause.
+        before: metrics of earlier steps of the run, used with `record` to estimate noise.
+        record: metrics of the steps in question.
+        remade: re-runs of the same steps, the unchanged one first.
+        left_out: causes without a change.
+        exact: whether unchanged steps must reproduce the record bit for bit.
+        dtype: of the trained model.
+        contradicted: contradictions between record and configuration, by cause.
     """
     noise = {figure: _noise(figure, [*before, *record]) for figure in FIGURES}
     unchanged = remade[0]
@@ -185,8 +191,8 @@ def explain(
 
 
 def _explains(line: Line, base: Line, departs: Sequence[str]) -> bool:
-    """Returns True if a change brings the figures in `departs` back to the record and loses none of
-    the others."""
+    """Tells whether a change brings the figures in `departs` back to the record and keeps the
+    others there."""
     for figure, far in line.missed.items():
         allowed = max(FAR, NEAR_SHARE * abs(base.missed[figure])) if figure in departs else FAR
         if not abs(far) <= allowed:
@@ -220,8 +226,8 @@ def _line(
 
 
 def equal_steps(one: Sequence[Row], other: Sequence[Row]) -> int:
-    """Steps from the first on in which all metrics that both have, and do not hang on the clock,
-    are equal."""
+    """Returns the number of first steps in which all shared metrics are equal, except for those in
+    NOT_COMPARED, such as times."""
     for number, (a, b) in enumerate(zip(one, other, strict=False)):
         if not all(name in a and name in b for name in FINGERPRINT):
             return number
@@ -236,7 +242,8 @@ def _same(a: float, b: float) -> bool:
 
 
 def _broken(first: Row, sound: Row, dtype: str) -> tuple[str, ...]:
-    """Metrics of a step that differ from those of the same step by more than rounding."""
+    """Returns the metrics of a step that differ from the same step's in `sound` by more than
+    rounding."""
     share, least = ROUNDING[dtype]
     return tuple(
         name
@@ -267,8 +274,8 @@ def _median(figure: str, rows: Sequence[Row]) -> float:
 
 
 def _noise(figure: str, rows: Sequence[Row]) -> float:
-    """The standard deviation of a figure by chance, from how far steps lie from those before them;
-    a trend is none."""
+    """Returns the noise of a figure as a standard deviation, estimated from the differences between
+    successive steps, so that a trend does not count."""
     values = _values(figure, rows)
     steps = [b - a for a, b in itertools.pairwise(values)]
     if not steps:
@@ -280,8 +287,8 @@ def _noise(figure: str, rows: Sequence[Row]) -> float:
 def _distances(
     one: Sequence[Row], other: Sequence[Row], noise: Mapping[str, float]
 ) -> dict[str, float]:
-    """Standard errors between two courses of each figure, step by step; figures that are not known
-    are left out."""
+    """Returns the distance between two series of each figure, compared step by step, in standard
+    errors; leaves out unknown figures."""
     found = {}
     for figure in FIGURES:
         pairs = [(_value(figure, a), _value(figure, b)) for a, b in zip(one, other, strict=False)]

@@ -1,5 +1,5 @@
-"""Some steps of a run made again from a checkpoint, in a folder and a process of their own: the run
-is only read."""
+"""Repeats steps of a run from a checkpoint, in a separate folder and process. Only reads the
+run."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from megatron_stare.run_dir.run_state import CONFIG, ROLLBACKS, RUN_STATE
 from megatron_stare.train import make_steps
 
 LOG = "log.txt"
-_SHOWN = 12  # lines of a log
+_SHOWN = 12  # log lines shown in an error
 
-# what a re-run need not do: it trains, and nothing reads what else it might write
+# settings of a re-run, which only trains and writes metrics
 SETTINGS: dict[str, Any] = {
     "run.checkpoint_every": 0,
     "run.keep_checkpoints": 1_000_000,
     "run.rollouts_kept": 0,
     "eval": {"prompts": 0},
-    # A changed layout need not pass the self-test to the bit; the unchanged steps prove more.
+    # A changed layout may fail the bit-exact self-test, and the unchanged steps are a better test.
     "checkpoint.self_test": False,
     "checkpoint.keep_best": 0,
     "checkpoint.best_by": None,
@@ -49,14 +49,14 @@ SETTINGS: dict[str, Any] = {
 
 
 def prepare(run: Path, checkpoint: Path, folder: Path, settings: Mapping[str, Any]) -> None:
-    """Makes a run directory that goes on from a checkpoint of another, whose files it shares and
-    never writes.
+    """Makes a run directory that continues from another run's checkpoint. It links the checkpoint's
+    files and never writes to them.
 
     Args:
-        settings: by dotted key, in the place of the run's; None: as they are where nothing is set.
+        settings: settings that replace the run's, by dotted key. The value None means the default.
 
     Raises:
-        UserError: the folder cannot be written, or the settings do not go together.
+        UserError: the folder cannot be written, or the settings conflict.
     """
     config = with_settings(
         load_recorded(run / CONFIG), {**SETTINGS, **settings, "run.dir": str(folder)}
@@ -73,7 +73,7 @@ def prepare(run: Path, checkpoint: Path, folder: Path, settings: Mapping[str, An
         write_atomically(folder / METRICS_FILE, rows)
         if (run / ROLLBACKS).exists():
             shutil.copyfile(run / ROLLBACKS, folder / ROLLBACKS)
-        # answers of an environment's tools are read from the record, not asked for again
+        # the re-run reads the recorded answers of an environment's tools
         if (run / CALLS).exists():
             shutil.copytree(run / CALLS, folder / CALLS)
     except OSError as error:
@@ -84,8 +84,8 @@ def prepare(run: Path, checkpoint: Path, folder: Path, settings: Mapping[str, An
 
 
 def _share(file: Path, place: Path) -> None:
-    """A second name of a file that nobody writes to; a copy of one that is small, or lies on
-    another disk."""
+    """Hard-links a file that is never written to. Copies it if that fails, as across disks, and
+    always copies the small run state."""
     if file.name != RUN_STATE:
         with contextlib.suppress(OSError):
             os.link(file, place)
@@ -94,8 +94,8 @@ def _share(file: Path, place: Path) -> None:
 
 
 def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
-    """The configuration with other values by dotted key; None: the default. Raises ConfigError
-    where they do not go together."""
+    """Replaces settings of a configuration, by dotted key. The value None means the default. Raises
+    ConfigError if settings conflict."""
     tree = copy.deepcopy(yaml.safe_load(dump_yaml(config)))
     tree.pop("format", None)
     for dotted, value in settings.items():
@@ -111,10 +111,10 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
 
 
 def make_again(folder: Path, change: str, last: int) -> list[dict[str, Any]]:
-    """Makes the steps up to `last` in a process of its own, and returns their metrics.
+    """Runs the steps up to `last` in a separate process and returns their metrics.
 
     Raises:
-        UserError: they could not be made; says what the process said last.
+        UserError: the process failed. The message is its last error or output.
     """
     command = [
         sys.executable,
@@ -139,8 +139,8 @@ def make_again(folder: Path, change: str, last: int) -> list[dict[str, Any]]:
 
 
 def main(folder: Path, change: str, last: int) -> int:
-    """Makes the steps up to `last` in this process. Returns its exit code: 0, or 2 after an error
-    that is printed."""
+    """Runs the steps up to `last` in this process. Returns exit code 0, or prints an error and
+    returns 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
@@ -152,11 +152,11 @@ def main(folder: Path, change: str, last: int) -> int:
 
 
 def run_steps(folder: Path, change: str, last: int) -> None:
-    """The steps of the run in this folder up to `last`, which need not be the run's: its schedules
-    are."""
+    """Runs the steps of the run in this folder up to `last`. Schedules, such as that of the
+    learning rate, still follow the run's full length."""
     config = load_recorded(folder / CONFIG)
     inputs = read_inputs(config)
-    # of a method: what is changed in the settings has been changed there
+    # only changes of the method; changed settings are in the configuration already
     methods = {each.name: each.method for each in changes(inputs.config, inputs.run.method)[0]}
     if (changed := methods.get(change)) is not None:
         run = inputs.run
@@ -169,9 +169,10 @@ def run_steps(folder: Path, change: str, last: int) -> None:
 
 
 class _UpTo(Session):
-    """A session that ends with step `last`: what would be due after it - a checkpoint, an
-    evaluation - is not asked. It goes on where an engine with late weights, say, differs from the
-    trainer by more than a run may."""
+    """Session that ends after step `last`, without the checkpoint or evaluation due then.
+
+    It lifts the agreement limits, so that a change such as late weights does not end it.
+    """
 
     def __init__(self, last: int, inputs: Inputs, held: HeldRun) -> None:
         super().__init__(inputs, held)

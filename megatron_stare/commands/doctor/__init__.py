@@ -1,5 +1,6 @@
-"""`megatron-stare doctor`: what a machine or a cluster lacks for a run, each finding with its mend.
+"""`megatron-stare doctor`: reports what a machine or cluster lacks for a run, with a remedy for
+each finding.
 
-`facts.py` and `node_probe.py` look, `checks_*.py` judge what was seen and touch nothing,
-`examine.py` brings them together.
+`facts.py` and `node_probe.py` collect facts. `checks_*.py` mostly judge these facts. `examine.py`
+runs both.
 """

@@ -1,5 +1,5 @@
-"""Environment variables of one machine against a run, and settings of a run that only show late
-what is wrong."""
+"""Checks of a machine's environment variables against a run, and of settings whose faults show
+late."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def check_environment(facts: Facts, config: Config, addresses: Sequence[str] = ()) -> list[Finding]:
-    """Checks the environment variables that a rank or server started on this machine would find.
+    """Checks the environment variables that a rank or server on this machine would get.
 
     The run's own variables override the machine's.
 
     Args:
-        addresses: of all nodes, where there are several.
+        addresses: addresses of all nodes of a cluster.
     """
     shell = facts.environment
     seen = {**shell, **shared_environment(config)}
@@ -72,11 +72,10 @@ def _connections(shell: Mapping[str, str], config: Config, gpus: bool) -> Findin
 
 
 def _agreed(name: str, shell: Mapping[str, str], config: Config) -> Finding:
-    """Compares the run's value of one of AGREED with the shell's, for servers that the run only
-    joins.
+    """Compares the run's value of a variable in AGREED with the shell's, for servers that the run
+    only attaches to.
 
-    Processes that the run starts get the run's value whatever the shell has; joined servers have
-    the shell's.
+    Processes that the run starts get the run's value. Attached servers have the shell's value.
     """
     own, value = shared_environment(config).get(name), shell.get(name)
     if own is not None and config.sglang.urls and value is not None and value != own:
@@ -93,8 +92,8 @@ def _agreed(name: str, shell: Mapping[str, str], config: Config) -> Finding:
 
 
 def _infiniband(seen: Mapping[str, str], facts: Facts) -> Finding:
-    """NCCL_IB_HCA: names, or beginnings of names, of adapters; `^` excludes, `=` wants whole
-    names."""
+    """Checks NCCL_IB_HCA, a list of adapter names or prefixes. A leading `^` excludes them, `=`
+    requires whole names."""
     value = seen.get("NCCL_IB_HCA", "")
     names = [name.partition(":")[0] for name in value.lstrip("^=").split(",") if name]
     exact = "=" in value[:2]
@@ -115,7 +114,8 @@ def _infiniband(seen: Mapping[str, str], facts: Facts) -> Finding:
 
 
 def _interface(variable: str, seen: Mapping[str, str], facts: Facts, several: bool) -> Finding:
-    """NCCL takes beginnings of names, `^` and `=`; gloo whole names."""
+    """Checks the interfaces in a variable. NCCL accepts prefixes, `^` and `=`; gloo only whole
+    names."""
     value, there = seen.get(variable, ""), facts.interfaces
     exact = variable.startswith("GLOO") or value.startswith("=")
     names = [name for name in value.lstrip("=").split(",") if name]
@@ -148,7 +148,7 @@ def _interface(variable: str, seen: Mapping[str, str], facts: Facts, several: bo
 
 
 def _visibility(shell: Mapping[str, str], config: Config) -> Finding:
-    """Ray shows each rank its GPU by CUDA_VISIBLE_DEVICES; see docs/cluster.md."""
+    """Checks that Ray will set CUDA_VISIBLE_DEVICES for each rank; see docs/cluster.md."""
     noset, zero = (shell.get(name, "") for name in VISIBILITY)
     if noset not in ("", "0"):
         return fault(
@@ -163,7 +163,7 @@ def _visibility(shell: Mapping[str, str], config: Config) -> Finding:
 
 
 def _proxy(shell: Mapping[str, str], addresses: Sequence[str]) -> Finding:
-    """Requests to servers, and Ray's own, are not to go through a proxy."""
+    """Checks that requests to servers and Ray's own traffic bypass a proxy."""
     named = [
         name
         for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
@@ -193,7 +193,7 @@ def _covers(word: str, address: str) -> bool:
 
 
 def _cache(shell: Mapping[str, str]) -> Finding:
-    """Checks that the folder where transformers and datasets cache downloads can be written."""
+    """Checks that the download cache of transformers and datasets is writable."""
     home = shell.get("HF_HUB_CACHE") or shell.get("HF_HOME") or "~/.cache/huggingface"
     folder = Path(home).expanduser()
     there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
@@ -204,8 +204,8 @@ def _cache(shell: Mapping[str, str]) -> Finding:
 
 
 def check_timeouts(config: Config) -> Finding:
-    """The limit of a collective is how long a rank that hangs goes unseen. It need not be as long
-    as a rollout: ranks are in no collective then, see docs/cluster.md."""
+    """Checks the timeout of collectives, which is the time until a hanging rank is noticed. It may
+    be shorter than a rollout, since ranks are in no collective then; see docs/cluster.md."""
     seconds = config.faults.requests.collective_limit(config.runtime.timeout_s)
     if seconds > COLLECTIVE_S:
         return warning(
@@ -218,7 +218,7 @@ def check_timeouts(config: Config) -> Finding:
 
 
 def check_interface_setting(facts: Facts, config: Config) -> Finding:
-    """runtime.interface on one node."""
+    """Checks runtime.interface on one node."""
     name = config.runtime.interface
     if name and not facts.interfaces.get(name):
         mend = f"interfaces there: {', '.join(sorted(facts.interfaces))}"

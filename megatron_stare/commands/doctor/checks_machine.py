@@ -1,4 +1,4 @@
-"""Limits, memory, clocks, GPUs' links, ports and folders of machines."""
+"""Checks of limits, memory, clocks, GPU links, ports and folders of machines."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from megatron_stare.commands.doctor.facts import Facts, FolderSeen
 from megatron_stare.commands.doctor.finding import Finding, fault, ok, warning
 
-# limits of a node with GPUs: Ray's own advice for clusters is 65536 files
+# least limits of a node with GPUs; Ray recommends 65536 files for clusters
 OPEN_FILES, PROCESSES = 65536, 4096
 OPEN_FILES_ON_CPUS = 4096
-# room for Ray's objects and NCCL's buffers on a node with GPUs; a run on CPUs asks for less
+# least /dev/shm for Ray's objects and NCCL's buffers on a node with GPUs; runs on CPUs need less
 SHARED_MEMORY = 8 * 10**9
 SHARED_MEMORY_ON_CPUS = 128 * 2**20
-SKEW_S = 1.0  # beyond, leases of a shared file system and the order of logs go wrong
-SLOW_MB_S = 100.0  # a checkpoint of 460 GB over 32 ranks takes minutes at this
-# what `nvidia-smi topo -m` calls a way between GPUs that leaves the PCIe bridge of a CPU
+SKEW_S = 1.0  # greater skew breaks leases of shared file systems and the order of logs
+SLOW_MB_S = 100.0  # at this speed a checkpoint of 460 GB over 32 ranks takes minutes
+# names in `nvidia-smi topo -m` of connections between GPUs that cross a PCIe host bridge
 FAR = ("SYS", "NODE", "PHB")
 
 
@@ -62,10 +62,12 @@ def check_shared_memory(facts: Facts) -> Finding:
 
 
 def check_clock(asked: float, told: float, answered: float) -> Finding:
-    """A node's clock against this one's; it was read between two moments of ours.
+    """Compares a node's clock with this machine's. All times are seconds since 1970.
 
     Args:
-        asked: when it was asked; told: what it said; answered: when that came. Seconds since 1970.
+        asked: time of the request, by this clock.
+        told: the node's time.
+        answered: time of the answer, by this clock.
     """
     skew = told - asked if told < asked else max(told - answered, 0.0)
     if abs(skew) > SKEW_S:
@@ -76,8 +78,8 @@ def check_clock(asked: float, told: float, answered: float) -> Finding:
 
 
 def check_topology(facts: Facts, tensor: int) -> Finding:
-    """Checks by `nvidia-smi topo -m` that links within groups of `tensor` neighbouring GPUs leave
-    no PCIe bridge."""
+    """Checks with `nvidia-smi topo -m` that connections within groups of `tensor` neighbouring GPUs
+    do not cross a PCIe host bridge."""
     links = parse_topology(facts.topology)
     count = len(links)
     far = [
@@ -100,8 +102,9 @@ def check_topology(facts: Facts, tensor: int) -> Finding:
 
 
 def parse_topology(table: str) -> list[list[str]]:
-    """Row by row, how each GPU reaches each: 'X', 'NV18', 'PIX', 'PXB', 'PHB', 'NODE' or 'SYS'."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", table)  # its header is underlined
+    """Returns the matrix of connections between GPUs: 'X', 'NV18', 'PIX', 'PXB', 'PHB', 'NODE' or
+    'SYS'."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", table)  # removes the underlining of the header
     rows = [
         line.split() for line in plain.splitlines() if re.match(r"GPU\d+\s", line) and "\t" in line
     ]
@@ -110,7 +113,7 @@ def parse_topology(table: str) -> list[list[str]]:
 
 
 def check_ports(ports: Sequence[int], host: str = "") -> Finding:
-    """Checks that every port from the first to the last of a range can be listened on here."""
+    """Checks that every port from the first to the last of a range is free on this machine."""
     if not ports:
         return ok("ports", "runtime.ports is not set: the kernel's choice")
     taken = [port for port in range(ports[0], ports[-1] + 1) if not _free(host, port)]
@@ -132,7 +135,7 @@ def _free(host: str, port: int) -> bool:
 
 
 def check_folder(seen: FolderSeen) -> list[Finding]:
-    """The folder of runs: written, renamed and locked as a checkpoint wants it."""
+    """Checks that the folder of runs supports writing, renaming and locking."""
     where = f"folder {seen.path}"
     if seen.error:
         return [

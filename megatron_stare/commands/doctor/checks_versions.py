@@ -1,4 +1,4 @@
-"""Versions of one machine, and of several beside each other."""
+"""Checks of package versions on one machine, and between machines."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megatron_stare.commands.doctor.finding import Finding, fault, ok, warning
 from megatron_stare.config.schema import Config
 
 PYTHONS = ((3, 10), (3, 13))
-# what constraints.txt pins and is used by its private parts, too
+# packages pinned in constraints.txt whose private API is used
 PINNED = {"torch": "2.13.0", "ray": "2.60.0"}
 MEGATRON = {'python_version < "3.12"': "0.16.1", 'python_version >= "3.12"': "0.19.2"}
 SETUP = "bash scripts/setup_env.sh"
-# least driver of a CUDA release on Linux: NVIDIA, CUDA Toolkit release notes, minor-version
+# oldest driver for a CUDA release on Linux; from NVIDIA's CUDA Toolkit release notes, minor-version
 # compatibility
 LEAST_DRIVER = {12: (525, 60), 13: (580, 0)}
 ALIKE = (
@@ -31,8 +31,7 @@ ALIKE = (
 
 
 def check_versions(facts: Facts, config: Config | None) -> list[Finding]:
-    """Checks the versions of packages on one machine; `config` is the planned run, if one is
-    given."""
+    """Checks the package versions on one machine, against the run in `config` if given."""
     versions = facts.versions
     found = [_python(versions), _megatron(versions)]
     found += [_pinned(name, versions, wanted) for name, wanted in PINNED.items()]
@@ -46,7 +45,7 @@ def check_versions(facts: Facts, config: Config | None) -> list[Finding]:
 
 
 def _servers(facts: Facts, config: Config | None) -> list[Finding]:
-    """Compares the libraries of trainer and servers that meet on GPUs."""
+    """Compares the library versions of trainer and servers that the weight sync on GPUs needs."""
     if config is None or not facts.gpus or not facts.served:
         return []
     own, served = facts.versions, facts.served
@@ -79,11 +78,11 @@ def _python(versions: Mapping[str, str]) -> Finding:
 
 
 def _megatron(versions: Mapping[str, str]) -> Finding:
-    """The newest release for the Python that is installed; what has not been run with 0.19.2 is
-    said."""
+    """Checks for the newest megatron-core release for the installed Python. For the newest overall,
+    notes what was not tested with it."""
     older, newest = MEGATRON.values()
     python = _numbers(versions["python"])[:2]
-    if python > PYTHONS[1]:  # which is a fault of its own
+    if python > PYTHONS[1]:  # reported by `_python`
         return ok("megatron-core", versions.get("megatron-core", "none"))
     wanted = newest if python >= (3, 12) else older
     finding = _pinned("megatron-core", versions, wanted)
@@ -153,8 +152,8 @@ def _flash_attention(versions: Mapping[str, str]) -> Finding:
 
 
 def _apex(facts: Facts) -> list[Finding]:
-    """NVIDIA's is not on the index; what `pip install apex` brings is a web framework's part of
-    that name."""
+    """Checks that an installed `apex` is NVIDIA's. `pip install apex` installs an unrelated web
+    framework package."""
     found = facts.versions.get("apex")
     if found is None or facts.apex_is_nvidias:
         return [ok("apex", found or "not installed, and not needed beside Transformer Engine")]
@@ -169,8 +168,8 @@ def _apex(facts: Facts) -> list[Finding]:
 
 
 def check_server_version(version: str | None, supported: Sequence[str]) -> Finding:
-    """Checks the server's release in the environment that rollout servers start in; None: it has no
-    server."""
+    """Checks the server release in the environment of rollout servers; None: no server is
+    installed."""
     if version is None:
         return fault(
             "server environment",
@@ -187,7 +186,7 @@ def check_server_version(version: str | None, supported: Sequence[str]) -> Findi
 
 
 def check_alike(nodes: Mapping[str, Facts]) -> list[Finding]:
-    """The same version of everything on every node."""
+    """Checks that all nodes have the same versions."""
     found = []
     for name in ALIKE:
         versions = {node: facts.versions.get(name, "none") for node, facts in nodes.items()}

@@ -1,4 +1,5 @@
-"""All that the doctor looks at, of this machine or of every node of a cluster, and what it says."""
+"""Runs all checks of the doctor on this machine or on every node of a cluster, and prints the
+findings."""
 
 from __future__ import annotations
 
@@ -38,12 +39,12 @@ from megatron_stare.process.network import free_port
 from megatron_stare.rollout.engines.replicas import server_python, server_release
 
 HERE = "127.0.0.1"
-NODE_S = 120.0  # limit of one look at a node
-SLOW_GB_S = 0.5  # between nodes: ten-gigabit Ethernet has 1.25, InfiniBand 25 and more
+NODE_S = 120.0  # timeout of a call on a node
+SLOW_GB_S = 0.5  # least bandwidth between nodes; 10 Gbit Ethernet has 1.25, InfiniBand 25 and more
 
 
 def examine(config: Config | None, *, bandwidth: bool) -> list[Finding]:
-    """Examines this machine and, where `config` names a Ray cluster, every node of the cluster.
+    """Examines this machine, or every node of the Ray cluster if `config` names one.
 
     Raises:
         UserError: the cluster cannot be joined.
@@ -63,15 +64,17 @@ def examine(config: Config | None, *, bandwidth: bool) -> list[Finding]:
 
 
 def served_by(config: Config | None) -> str | None:
-    """Returns the Python of the servers that a run starts on its nodes; None if it starts none, or
-    if nobody says where their environment is: that is another check's fault."""
+    """Returns the Python of the servers that a run starts on its nodes.
+
+    None if it starts none, or their environment is not found, which another check reports.
+    """
     with contextlib.suppress(UserError):
         return None if config is None else server_python(config)
     return None
 
 
 def of_machine(facts: Facts, config: Config | None, addresses: Sequence[str] = ()) -> list[Finding]:
-    """Checks that need one machine's facts alone."""
+    """Runs the checks that only need one machine's facts."""
     tensor = config.parallel.tensor if config else 1
     found = [*check_versions(facts, config), *check_limits(facts), check_shared_memory(facts)]
     if facts.gpus:
@@ -129,8 +132,8 @@ def _cluster_bandwidth(workers: Any, addresses: Sequence[str], nodes: dict[str, 
 
 
 def _local_bandwidth() -> Finding:
-    """Two processes of this machine over gloo; over NCCL, `nccl_ranks` of scripts/gpu_check.sh is
-    the check."""
+    """Measures gloo between two processes of this machine. For NCCL, use `nccl_ranks` of
+    scripts/gpu_check.sh."""
     from megatron_stare.commands.doctor.node_probe import measure_bandwidth
 
     place = f"tcp://{HERE}:{free_port(HERE, (0,))}"
@@ -160,7 +163,7 @@ def as_json(found: Sequence[Finding]) -> str:
 
 
 def as_text(found: Sequence[Finding]) -> str:
-    """A line a finding, what is wrong last and with its mend."""
+    """Returns one line per finding, faults last, each followed by its remedy."""
     order = sorted(found, key=lambda each: ("ok", "warning", "fault").index(each.level))
     width = max(len(each.subject) for each in found)
     lines = []

@@ -1,5 +1,5 @@
-"""Looks at one machine, and judges nothing: versions, limits, devices, environment, what a folder
-of it can do."""
+"""Collects facts about one machine without judging them: versions, limits, devices, environment,
+and a folder's capabilities."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PACKAGES = (
     "transformers",
     "numpy",
 )
-# what a run or its libraries read
+# environment variables that a run or its libraries read
 VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "GLOO_SOCKET_IFNAME",
@@ -61,7 +61,7 @@ VARIABLES = (
 INFINIBAND, SHARED_MEMORY = Path("/sys/class/infiniband"), Path("/dev/shm")
 NCCL = "libnccl.so.2"  # the soname that PyTorch links to
 TOOL_S = 60
-WRITTEN = 32 * 2**20  # bytes that a folder is tried with
+WRITTEN = 32 * 2**20  # bytes written to test a folder
 _SECOND_LOCK = (
     "import fcntl, sys\n"
     "file = open(sys.argv[1], 'w')\n"
@@ -69,7 +69,7 @@ _SECOND_LOCK = (
     "except OSError:\n    sys.exit(1)"
 )
 
-# prints versions of another environment; the wheel of NCCL has CUDA's release in its name
+# script that prints versions of another environment; NCCL's wheel has the CUDA release in its name
 SERVED = """
 import importlib.metadata, json
 found = {each.metadata["Name"].lower(): each.version for each in importlib.metadata.distributions()}
@@ -83,16 +83,18 @@ print(json.dumps({name: found[name] for name in ("torch", "sglang") if name in f
 class Facts:
     """The facts of one machine.
 
-    versions: of packages, of 'python', 'cuda' as PyTorch has it, 'nccl' as it is loaded, and of
-        'driver'; only what is there.
-    apex_is_nvidias: whether the `apex` that is installed has NVIDIA's compiled optimizers.
-    gpus: memory of each, bytes; topology: the table of `nvidia-smi topo -m`, empty without GPUs.
-    limits: soft limits by name; -1: none.
-    shared_memory: free and whole size of /dev/shm, bytes; whole: 0 where there is none.
-    interfaces: IPv4 addresses by name. infiniband: the names of adapters.
-    clock: seconds since 1970, while it was asked.
-    served: versions in the servers' environment, of 'torch', 'nccl' and 'sglang'; empty if no
-        server is started or the environment is not there.
+    versions: versions of installed packages, 'python', 'cuda' (PyTorch's), 'nccl' (as loaded) and
+        'driver'. Missing ones are left out.
+    apex_is_nvidias: whether NVIDIA's compiled optimizers (amp_C) are installed.
+    gpus: memory of each GPU, bytes.
+    topology: the table of `nvidia-smi topo -m`; empty without GPUs.
+    limits: soft limits by name; -1: no limit.
+    shared_memory: free and total size of /dev/shm, bytes; 0 if there is none.
+    interfaces: IPv4 addresses by interface.
+    infiniband: names of adapters.
+    clock: the machine's time, seconds since 1970.
+    served: versions of 'torch', 'nccl' and 'sglang' in the servers' environment; empty if the run
+        starts no server or the environment is missing.
     """
 
     host: str
@@ -113,7 +115,7 @@ def local_facts(served_by: str | None = None) -> Facts:
     """Collects the facts of this machine, as this process sees it.
 
     Args:
-        served_by: the Python of the servers' environment; None: no server is started.
+        served_by: Python of the servers' environment; None: the run starts no server.
     """
     return Facts(
         host=socket.gethostname(),
@@ -143,7 +145,7 @@ def local_facts(served_by: str | None = None) -> Facts:
 
 
 def _served_versions(python: str) -> dict[str, str]:
-    """Reads versions from the packages of another environment, without importing them."""
+    """Reads package versions in another environment, without importing the packages."""
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
         said = subprocess.run(
             [python, "-c", SERVED], capture_output=True, text=True, timeout=TOOL_S, check=True
@@ -167,15 +169,17 @@ def _versions() -> dict[str, str]:
 
 
 def loaded_nccl() -> str | None:
-    """Release of the NCCL that a process here loads, which need not be the one that PyTorch was
-    built with, all that torch.cuda.nccl.version() says; None: it loads none."""
+    """Returns the release of the NCCL library that this process loads; None if there is none.
+
+    It may differ from torch.cuda.nccl.version(), which is the release PyTorch was built with.
+    """
     number = ctypes.c_int()
     try:
         if ctypes.CDLL(NCCL).ncclGetVersion(ctypes.byref(number)) != 0:
             return None
-    except (OSError, AttributeError):  # no such library, or none that says
+    except (OSError, AttributeError):  # no library, or no version function
         return None
-    base = 10000 if number.value >= 10000 else 1000  # before 2.9; nccl.h, NCCL_VERSION
+    base = 10000 if number.value >= 10000 else 1000  # 1000 before 2.9; see NCCL_VERSION in nccl.h
     return f"{number.value // base}.{number.value % base // 100}.{number.value % 100}"
 
 
@@ -184,7 +188,7 @@ def _smi(query: str) -> str:
 
 
 def _output(tool: str, *arguments: str) -> str:
-    """Returns what a tool prints; nothing where it is not there or fails."""
+    """Returns a tool's output; "" if it is missing or fails."""
     path = shutil.which(tool)
     if path is None:
         return ""
@@ -203,9 +207,13 @@ def _shared_memory() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class FolderSeen:
-    """renames: a folder under another name is there at once; locks: a lock that one process holds
-    no other gets;
-    mb_s: 10^6 bytes a second, written and synced. error: why nothing could be tried."""
+    """Capabilities of a folder.
+
+    renames: a renamed folder appears at once.
+    locks: a second process cannot take a lock that is held.
+    mb_s: speed of writing with sync, 10^6 bytes/s.
+    error: reason why nothing could be tested.
+    """
 
     path: str
     renames: bool = False
@@ -215,7 +223,7 @@ class FolderSeen:
 
 
 def look_at_folder(path: Path) -> FolderSeen:
-    """Tries a folder, or the nearest one above it that there is."""
+    """Tests a folder, or its nearest existing parent."""
     there = next(each for each in (path, *path.absolute().parents) if each.is_dir())
     try:
         scratch = Path(tempfile.mkdtemp(prefix=".doctor-", dir=there))
@@ -231,7 +239,8 @@ def look_at_folder(path: Path) -> FolderSeen:
 
 @contextlib.contextmanager
 def marker(path: Path) -> Iterator[Path | None]:
-    """A file in the folder, for other nodes to look for; None where it cannot be written."""
+    """Context manager with a temporary file in the folder, for other nodes to find; yields None if
+    it cannot be written."""
     there = next(each for each in (path, *path.absolute().parents) if each.is_dir())
     try:
         handle, name = tempfile.mkstemp(prefix=".doctor-", dir=there)

@@ -1,4 +1,4 @@
-"""One line of what the doctor says."""
+"""Findings of the doctor."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ Level = Literal["ok", "warning", "fault"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check: what was looked at, what was seen, and, unless it is ok, what to do.
+    """Result of one check.
 
-    subject: what it is about, such as 'open files'; a node's name before it where there are
-    several.
-    level: a fault ends or spoils a run; a warning may cost time, or matters on some clusters alone.
+    subject: the checked item, such as 'open files', prefixed by the node's name in a cluster.
+    level: a fault ends or spoils a run. A warning may cost time, or matters only on some clusters.
+    seen: the observed value.
+    mend: the remedy; "" if ok.
     """
 
     subject: str
@@ -23,7 +24,7 @@ class Finding:
     mend: str = ""
 
     def of(self, node: str) -> Finding:
-        """The same, of a node."""
+        """Returns the finding with the node's name before its subject."""
         return Finding(f"{node}: {self.subject}", self.level, self.seen, self.mend)
 
 

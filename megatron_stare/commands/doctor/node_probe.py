@@ -1,5 +1,5 @@
-"""Worker of the doctor on each node of a cluster: looks at the node, and is one end of a bandwidth
-measurement."""
+"""The doctor's worker on each node of a cluster: collects the node's facts and takes part in the
+bandwidth measurement."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron_stare.commands.doctor.facts import Facts, local_facts
 from megatron_stare.commands.doctor.finding import Finding
 from megatron_stare.process.network import free_port
 
-MEASURED, ROUNDS = 16 * 2**20, 5  # bytes of a message, and how many
+MEASURED, ROUNDS = 16 * 2**20, 5  # bytes per message, and number of messages
 LIMIT_S = 120
 
 
 class NodeProbe:
-    """A worker; one a node."""
+    """Worker that runs once per node."""
 
     def facts(self, served_by: str | None = None) -> Facts:
         return local_facts(served_by)
@@ -40,12 +40,15 @@ class NodeProbe:
         return measure_bandwidth(rank, world, meeting_place)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing."""
 
 
 def measure_bandwidth(rank: int, world: int, meeting_place: str) -> float:
-    """Bus bandwidth of an all-reduce over `world` ranks and gloo, 10^9 bytes a second: 2 (n - 1) /
-    n of the message's bytes by the time of the quickest round, as NCCL's tests count it."""
+    """Returns the bus bandwidth of a gloo all-reduce over `world` ranks, 10^9 bytes/s.
+
+    With n ranks it is 2 (n - 1) / n times the message's bytes over the time of the fastest round,
+    as in NCCL's tests.
+    """
     limit = timedelta(seconds=LIMIT_S)
     dist.init_process_group(
         "gloo", init_method=meeting_place, rank=rank, world_size=world, timeout=limit

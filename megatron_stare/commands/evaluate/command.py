@@ -1,5 +1,4 @@
-"""`megatron-stare eval`: its arguments, and what it does with them. Torch is imported when it
-runs."""
+"""`megatron-stare eval`: its arguments and its run. Imports torch only when it runs."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ from megatron_stare.config.load import load_config
 from megatron_stare.process.interruption import Interruption, on_driver_thread
 from megatron_stare.process.signs_of_life import say_loading
 
-_PARTS = 20  # lines of progress a task, where there is no terminal
+_PARTS = 20  # progress lines per task without a terminal
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The command's."""
+    """Adds the arguments of `eval`."""
     command.add_argument(
         "config", help="YAML file: its model, tasks (eval.tasks), engines and verifiers are used"
     )
@@ -61,7 +60,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Evaluates, and prints the results. Returns the exit code. Raises UserError."""
+    """Evaluates and prints the results. Returns the exit code. Raises UserError."""
     kept = "interrupted; what was answered is kept, and the same command goes on with it"
 
     def evaluate(interruption: Interruption) -> int:
@@ -108,8 +107,8 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _shown(task: str) -> Callable[[int, int], None]:
-    """Returns a callback that prints a task's progress: one line that moves on a terminal, else 20
-    lines a task."""
+    """Returns a callback that prints a task's progress: one updated line on a terminal, else up to
+    _PARTS + 1 lines."""
     last = -1
 
     def told(done: int, wanted: int) -> None:

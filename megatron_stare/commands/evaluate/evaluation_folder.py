@@ -1,15 +1,14 @@
-"""The folder of one `megatron-stare eval`: what is evaluated, every response as it comes, and the
-results.
+"""The folder of one `megatron-stare eval`: description of the evaluation, responses and results.
 
-    evaluation.json   what is evaluated and how: checkpoint, tasks, decoding, seeds
+    evaluation.json   checkpoint, tasks, decoding and seeds
     config.yaml       the resolved configuration
-    responses.jsonl   a line a response, written when it has its verdict
-    problems.jsonl    a line a problem
-    results.json      the record of every task that is done
-    heartbeat.json    what the evaluation is at; and blackbox/, where it hung (docs/black_box.md)
+    responses.jsonl   one line per verified response, written as it arrives
+    problems.jsonl    one line per problem
+    results.json      the record of every finished task
+    heartbeat.json    progress of the evaluation
+    blackbox/         bundle written if it hangs (docs/black_box.md)
 
-A process that is killed leaves a folder that the same command goes on with: a response is in it
-whole or not at all.
+After a kill the same command resumes from the folder. Every response in it is complete.
 """
 
 from __future__ import annotations
@@ -34,15 +33,16 @@ Key = tuple[int, int]  # cursor of the prompt, number of the sample
 
 
 class EvaluationFolder:
-    """Held by one process at a time.
+    """The folder of an evaluation, locked by one process at a time.
 
     Args:
-        what: by name, what a response depends on; of `tasks` by task. A folder takes no responses
-            of anything else; tasks may be added.
+        what: everything that responses depend on, by name, with the entry `tasks` by task. A folder
+            only takes responses with equal values. Tasks may be added.
+        config: the resolved configuration as YAML.
 
     Raises:
-        UserError: it cannot be written, another process has it, it is damaged, or what is in it is
-            of something else.
+        UserError: the folder cannot be written, is locked or damaged, or belongs to another
+            evaluation.
     """
 
     def __init__(self, path: Path, what: Mapping[str, Any], config: str) -> None:
@@ -58,7 +58,7 @@ class EvaluationFolder:
         try:
             self._hold()
             written = self._written(what)
-            keep(path / RESPONSES, lambda _: True)  # without a line that a kill tore
+            keep(path / RESPONSES, lambda _: True)  # drops an incomplete last line
             self._responses: dict[tuple[str, bool], dict[Key, Response]] = {}
             for row in read_jsonl(path / RESPONSES):
                 self._note(row)
@@ -79,10 +79,9 @@ class EvaluationFolder:
             ) from error
 
     def _written(self, what: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the folder's record from here on: what the folder holds, and the tasks that are
-        new.
+        """Returns the new content of evaluation.json: the old content plus new tasks.
 
-        Raises UserError where the folder holds something else, or responses made in another way.
+        Raises UserError if the folder contains other files, or responses made in another way.
         """
         now = {"format": FORMAT, **json.loads(json.dumps(what))}
         if not (self.path / EVALUATION).exists():
@@ -99,7 +98,7 @@ class EvaluationFolder:
         }
         for key, old in _flat(before).items():
             new = _flat(now).get(key)
-            # tasks may be left out when an evaluation is continued
+            # a resumed evaluation may leave out tasks
             if new != old and not (new is None and key.startswith("tasks.")):
                 raise UserError(
                     f"its responses were sampled with {key} {old}, not {new}",
@@ -129,16 +128,16 @@ class EvaluationFolder:
         )
 
     def task(self, name: str) -> KeptResponses:
-        """The responses of a task; see evaluator.Kept."""
+        """Returns the stored responses of a task; see evaluator.Kept."""
         return KeptResponses(self, name)
 
     def known(self, task: str, greedy: bool) -> dict[Key, Response]:
-        """Responses to a task that the folder holds already, by prompt and sample."""
+        """Returns the stored responses of a task, by prompt and sample."""
         return self._responses.setdefault((task, greedy), {})
 
     def add(self, task: str, greedy: bool, response: Response) -> None:
-        """Takes one more; it is the kernel's when this returns, so no kill of this process loses
-        it."""
+        """Appends a response and flushes it to the kernel, so that a kill of this process does not
+        lose it."""
         row = {"task": task, "greedy": greedy, **response.record()}
         assert self._file is not None
         try:
@@ -153,7 +152,7 @@ class EvaluationFolder:
         self._note(row)
 
     def finish(self, name: str, found: Evaluated) -> None:
-        """Takes the results of a task, in place of earlier ones."""
+        """Writes the results of a task, replacing earlier results of the task."""
         rows = [{"task": name, **row} for row in found.problems]
         others = [row for row in read_jsonl(self.path / PROBLEMS) if row.get("task") != name]
         write_atomically(self.path / PROBLEMS, [*others, *rows])
@@ -174,7 +173,7 @@ class EvaluationFolder:
 
 
 class KeptResponses:
-    """The part of a folder that is one task's."""
+    """The stored responses of one task in a folder."""
 
     def __init__(self, folder: EvaluationFolder, task: str) -> None:
         self._folder, self._task = folder, task

@@ -1,8 +1,8 @@
-"""`megatron-stare eval`: a checkpoint's results on tasks, without a trainer.
+"""`megatron-stare eval`: evaluates a checkpoint on tasks without a trainer.
 
-opened    `read`: configuration, checkpoint and problems, checked before anything is started
-answered  `run`: engines are started, given the weights, and asked for what is missing
-counted   evaluation/evaluate.py: by the function that training evaluates with
+`read` checks configuration, checkpoint and problems before any process starts. `run` starts
+engines, loads the weights and samples the missing responses. evaluation/evaluate.py, which training
+uses too, computes the results.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ from megatron_stare.weights.files.convert import Options, megatron_to_hf
 from megatron_stare.weights.files.hf_folder import exported_step
 from megatron_stare.weights.files.torch_dist import find, is_checkpoint
 
-OWN_TASK = "held-out"  # what a run's own task is called where it has to have a name
-WEIGHTS = "weights"  # a distributed checkpoint as a Hugging Face folder, while it is needed
-Shown = Callable[[str], Progress]  # of a task, what is told responses done and wanted
+OWN_TASK = "held-out"  # name of the run's own task
+WEIGHTS = "weights"  # temporary Hugging Face folder, converted from a distributed checkpoint
+Shown = Callable[[str], Progress]  # returns the progress callback of a task
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The weights to be evaluated.
+    """The weights to evaluate.
 
-    path: a Hugging Face folder, or a distributed checkpoint. step: training steps behind them, as
-    far as they say it.
+    path: a Hugging Face folder or a distributed checkpoint.
+    distributed: whether it is a distributed checkpoint.
+    step: training steps that produced the weights; 0 if unknown.
     """
 
     path: Path
@@ -66,7 +67,7 @@ class Checkpoint:
 
     @classmethod
     def at(cls, path: Path) -> Checkpoint:
-        """Raises DataError where there is none."""
+        """Finds the checkpoint at a path. Raises DataError if there is none."""
         path = path.absolute()
         if (path / "config.json").exists() and not is_checkpoint(path):
             return cls(path, False, exported_step(path) or 0)
@@ -74,8 +75,8 @@ class Checkpoint:
         return cls(path, True, RunState.read(path).step if (path / RUN_STATE).exists() else 0)
 
     def identity(self) -> dict[str, Any]:
-        """Identity of the weights at a path: the path, the step, and a digest of file names, sizes
-        and write times."""
+        """Returns the identity of the weights: path, step, and a digest of file names, sizes and
+        modification times."""
         files = sorted(
             file for file in self.path.iterdir() if file.suffix in (".safetensors", ".distcp")
         )
@@ -94,7 +95,8 @@ class Opened:
     evaluations: dict[str, Evaluation]
 
     def what(self) -> dict[str, Any]:
-        """All that a response depends on, but for the engine's release and arithmetic."""
+        """Returns everything that a response depends on, except for the engine's release and
+        rounding."""
         config = self.config
         return {
             "checkpoint": self.checkpoint.identity(),
@@ -107,14 +109,14 @@ class Opened:
 
 
 def read(config: Config, checkpoint: Path, tasks: Sequence[str]) -> Opened:
-    """Checks all that can be known before engines are started.
+    """Reads and checks the inputs of an evaluation before engines start.
 
     Args:
         checkpoint: a Hugging Face folder, a run directory or a distributed checkpoint.
-        tasks: names of those that are asked; none: all of the configuration.
+        tasks: names of the tasks to evaluate; empty: all tasks of the configuration.
 
     Raises:
-        UserError: the first thing that cannot work.
+        UserError: the first fault found.
     """
     found = Checkpoint.at(checkpoint)
     config = with_absolute_paths(config)
@@ -151,12 +153,12 @@ def read(config: Config, checkpoint: Path, tasks: Sequence[str]) -> Opened:
 def run(
     opened: Opened, out: Path, shown: Shown, note: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
-    """Evaluates every task, and returns its record by name. What is in `out` already is not done
-    again.
+    """Evaluates every task and returns the records by name. Does not sample stored responses in
+    `out` again.
 
     Raises:
-        UserError: the folder is another evaluation's; or engines, verifiers or the disk fail: what
-            was answered stays.
+        UserError: the folder belongs to another evaluation; or engines, verifiers or the disk fail.
+            Responses stay stored.
     """
     config, step = opened.config, opened.checkpoint.step
     records: dict[str, dict[str, Any]] = {}
@@ -214,7 +216,7 @@ class _Missing:
 
 
 def _missing(folder: EvaluationFolder, name: str, evaluation: Evaluation) -> _Missing:
-    """Responses of a task, and those of them that are not in the folder."""
+    """Counts the responses that a task needs, and how many of them the folder lacks."""
     task = evaluation.task
     wanted = left = 0
     for greedy, samples in ((False, task.samples), (True, int(task.config.eval.greedy))):
@@ -231,11 +233,11 @@ def _load(
     converted: Path,
     watched: Watched,
 ) -> None:
-    """Gives the engines the weights, and has them prove that they arrived."""
+    """Sends the weights to the engines and verifies the sync."""
     folder, config = opened.checkpoint.path, opened.config
     if opened.checkpoint.distributed:
-        # An existing folder is from a killed evaluation, and complete: conversion leaves a whole
-        # folder or none.
+        # An existing folder comes from a killed evaluation. It is complete, since conversion never
+        # leaves a partial folder.
         if not converted.exists():
             with watched.phase("conversion"):
                 megatron_to_hf(folder, converted, Path(config.model.path), Options())
@@ -249,7 +251,8 @@ def _load(
 
 
 def _chosen(config: Config, names: Sequence[str]) -> dict[str, Task]:
-    """Tasks by name. Raises ConfigError where one is not known, or there is none."""
+    """Returns the chosen tasks by name. Raises ConfigError if a name is unknown or there are no
+    tasks."""
     known = {task.name or OWN_TASK: task for task in evaluation_tasks(config, offline=True)}
     if not known:
         raise ConfigError(
@@ -264,7 +267,8 @@ def _chosen(config: Config, names: Sequence[str]) -> dict[str, Task]:
 
 
 def _what(evaluation: Evaluation) -> dict[str, Any]:
-    """Everything that a task's responses depend on. More samples of the same kind may join them."""
+    """Returns everything that a task's responses depend on. The number of samples is not included,
+    so that it may grow."""
     task, prompts = evaluation.task, evaluation.prompts
     decoding = {name: value for name, value in task.decoding().items() if name != "samples"}
     asked = [(prompt.cursor, prompt.token_ids, prompt.answer) for prompt in prompts]
@@ -283,8 +287,8 @@ def _digest(thing: Any) -> str:
 
 
 def default_out(config: Config, checkpoint: Path) -> Path:
-    """evals/NAME, the name that of the run and of the last folders of the checkpoint's path: the
-    same every time."""
+    """Returns evals/NAME, where NAME consists of the run's name and the last folders of the
+    checkpoint's path."""
     parts = [
         part
         for part in checkpoint.absolute().parts[-3:]
@@ -294,7 +298,7 @@ def default_out(config: Config, checkpoint: Path) -> Path:
 
 
 def refuse_missing(checkpoint: Path) -> None:
-    """Raises UserError where there is nothing at all."""
+    """Raises UserError if the path does not exist."""
     if not checkpoint.exists():
         raise UserError(
             "there is no such folder", where=f"--checkpoint {checkpoint}", fix="correct the path"
