@@ -25,8 +25,7 @@ def group_advantages(
     Args:
         rewards: [B] float64.
         groups: [B] int64 group numbers from 0.
-        counted: [B] bool; other responses get advantage 0 and enter neither mean nor standard
-            deviation.
+        counted: [B] bool; other responses get advantage 0 and enter no mean or deviation.
         spread: divisor of the centred reward: 'sample' is the standard deviation with n - 1 (GRPO
             as in verl and slime), 'population' with n, 'none' no division (Dr. GRPO, arXiv
             2503.20783).
@@ -36,7 +35,7 @@ def group_advantages(
     Returns:
         [B] float64. A group with a single counted response keeps r / (1 + eps), as in verl. If all
         rewards of a group are equal, its advantages are exactly 0 despite rounding of the mean, so
-        that selections leave these tokens out.
+        that selections leave its tokens out.
     """
     if number is None:
         number = int(groups.max()) + 1 if groups.numel() else 0

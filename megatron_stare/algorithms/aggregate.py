@@ -1,5 +1,4 @@
-"""Coefficients that turn token losses into one number: each token's loss is multiplied by its
-coefficient, then all are summed.
+"""Coefficients that turn token losses into one number, their weighted sum.
 
 Coefficients come from counts over the whole optimizer-step batch, so the sum over ranks and
 micro-batches is the same in every layout. The exception, 'micro_batch_mean', exists to compare with

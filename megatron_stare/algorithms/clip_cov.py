@@ -5,8 +5,8 @@ their loss.
     max(1, int(share N)) of them, drawn at random, get loss 0; the denominator stays N
 
 The released code draws at least one token per micro-batch, unseeded. Here the draw is over the
-whole batch and keyed by seed, step and the token's canonical number, so it is the same in every
-layout. The ratio clip is 1 on both sides, as released.
+whole batch, keyed by seed, step and the token's canonical number: it is the same in every layout.
+The ratio clip is 1 on both sides, as released.
 """
 
 from __future__ import annotations

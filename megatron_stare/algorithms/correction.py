@@ -40,11 +40,11 @@ class Correction:
     """Settings of the importance correction.
 
     mode: treatment of ratios outside the bounds.
-    level: take the ratio by 'token', or by response as 'sequence' (product) or 'geometric' (mean).
+    level: ratio by 'token', or by response as 'sequence' (product) or 'geometric' (mean).
     low, high: bounds of the ratio; `truncate` uses only `high`.
     reject: (low, high); tokens whose own ratio lies outside leave loss and denominator, whatever
-        the mode. null: rejects none.
-    veto: a response with any token ratio below this leaves loss and denominator. null: no veto.
+        the mode. null: none.
+    veto: a response with any token ratio below this leaves loss and denominator. null: none.
     normalise: divide the weights by their mean over the kept tokens of the whole batch.
     """
 
@@ -102,8 +102,8 @@ class Correction:
         return keep
 
     def final_requests(self, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        """Returns the requests that need the final set of kept tokens: the mean weight if weights
-        are normalised, else none."""
+        """Returns requests over the final set of kept tokens: the mean weight if weights are
+        normalised, else none."""
         return (
             {"correction/mean": Mean(self.plain_weights(kept, known), kept.loss_mask)}
             if self.normalise
@@ -111,8 +111,8 @@ class Correction:
         )
 
     def weights(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """[N] detached factors on the policy loss. With `normalise` they are all 0 if their mean is
-        0, because no token is kept or icepop gives every token weight 0."""
+        """[N] detached factors on the policy loss. With `normalise` all are 0 if their mean is,
+        because no token is kept or icepop gives every token weight 0."""
         weight = self.plain_weights(batch, statistics)
         if not self.normalise:
             return weight

@@ -4,7 +4,7 @@ easy questions.
     A_i = r_i - mean        J = (1 / (B L_max)) sum_{i,t} min(rho A, clip(rho) A)
 
 L_max is a constant, 3000 in the paper's recipe. verl's seq-mean-token-sum-norm is the same from
-release 0.8. Up to 0.7 it divided by L_max only, which is 'dr_grpo_verl' here.
+release 0.8; up to 0.7 it divided by L_max only ('dr_grpo_verl').
 """
 
 from __future__ import annotations

@@ -69,8 +69,7 @@ class EntropyBonus:
     def control(
         self, state: dict[str, torch.Tensor], statistics: Statistics
     ) -> dict[str, torch.Tensor]:
-        """Returns the state with USED, the coefficient of this step, and COEF and OPEN, from which
-        the next step starts."""
+        """Returns the state with USED for this step, and COEF and OPEN for the next."""
         if self.target is None:
             return state
         entropy = scalar(statistics, MEASURE)

@@ -1,9 +1,8 @@
 """Filters, which take tokens out of the loss one after the other, before the method requests its
 own statistics.
 
-A filter may request statistics too, and the next filter sees only the tokens that it kept. This
-fixes the order: importance rejection, then a method's mask, then its quantiles over the kept
-tokens.
+A filter may request statistics too; the next filter sees only the tokens that it kept. This fixes
+the order: importance rejection, a method's mask, then its quantiles over the kept tokens.
 """
 
 from __future__ import annotations

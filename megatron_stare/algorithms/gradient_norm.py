@@ -34,7 +34,7 @@ from megatron_stare.records.batch_statistics import (
 from megatron_stare.records.metric import Metric
 
 IMPROBABLE = 0.002  # tau_p of STAPO
-# lower ends of the ranges of token probability, and of entropy in nats; the first range starts at 0
+# lower ends of the ranges of probability, and of entropy in nats; the first ranges start at 0
 PROBABILITIES = (IMPROBABLE, 0.05, 0.5, 0.9)
 ENTROPIES = (0.1, 0.5, 1.5)
 CELLS = (len(PROBABILITIES) + 1) * (len(ENTROPIES) + 1)
@@ -107,7 +107,7 @@ def upper_bound(log_prob: Tensor, entropy: Tensor, vocabulary: int) -> Tensor:
 
 
 def norm_requests(batch: TokenBatch, push: Tensor, vocabulary: int) -> Mapping[str, Request]:
-    """Returns the statistics of the whole batch that `norm_metrics` reads.
+    """Returns the whole-batch statistics that `norm_metrics` reads.
 
     Args:
         batch: with sum_p2.
@@ -136,8 +136,8 @@ def norm_requests(batch: TokenBatch, push: Tensor, vocabulary: int) -> Mapping[s
 
 
 def cell_requests(batch: TokenBatch) -> Mapping[str, Request]:
-    """Returns the statistics of the whole batch that `cell_metrics` reads: the number of tokens in
-    every cell and the sum of their norms.
+    """Returns the whole-batch statistics that `cell_metrics` reads: every cell's number of
+    tokens and sum of norms.
 
     Raises:
         ValueError: the batch lacks the sums over the vocabulary.
@@ -156,8 +156,8 @@ def cell_requests(batch: TokenBatch) -> Mapping[str, Request]:
 
 def cell_metrics(statistics: Statistics) -> dict[str, Tensor]:
     """Returns `gradient/token_norm_<n>` and `gradient/token_share_<n>`, 0-dim. As in STAPO's
-    figure, the norm is the gradient of a token's own log-prob in the logits after division by the
-    temperature, before any weight."""
+    figure, the norm is that of a token's own log-prob in the logits over the temperature, before
+    any weight."""
     tokens, norms = tensor(statistics, "norm/cell_tokens"), tensor(statistics, "norm/cell")
     means, shares = norms / tokens.clamp_min(1), tokens / tokens.sum().clamp_min(1)
     found = {f"gradient/token_norm_{n}": means[n] for n in range(CELLS)}

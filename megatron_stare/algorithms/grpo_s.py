@@ -1,8 +1,8 @@
 """GRPO-S (arXiv 2508.04349): GTPO's idea per response. A response's reward grows with its mean
 entropy.
 
-Let E be the mean entropy of a response under the old policy, and n and m the numbers of correct and
-wrong responses to the prompt; each sum is over the responses of the same kind:
+Let E be the mean entropy of a response under the old policy, with n correct and m wrong responses
+to the prompt. Each sum is over the responses of the same kind.
 
     correct   r = beta1 + beta2 n E / sum E
     wrong     r = -beta1 - beta2 m (1 / E) / sum (1 / E)
@@ -128,8 +128,8 @@ class GrpoS(Clipped):
 
 
 def refuse_by_token(aggregation: Aggregation, correction: Correction | None) -> None:
-    """Refuses settings by token: a loss with one number a response can only be averaged and
-    weighted by response. Raises ValueError."""
+    """Raises ValueError for settings by token: a loss with one number a response can only be
+    averaged and weighted by response."""
     if aggregation != "sequence_mean":
         raise ValueError("the loss is one number a response, so aggregation must be sequence_mean")
     if correction is not None and (correction.level == "token" or correction.reject is not None):

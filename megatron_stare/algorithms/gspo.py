@@ -4,8 +4,8 @@
     J = mean_i min(s_i A, clip(s_i, 1 - 3e-4, 1 + 4e-4) A)
 
 `form: token` is GSPO-token, s_{i,t} = sg[s_i] p / sg[p]. It has the same value and, with one
-advantage a response, the same gradient; ln s_{i,t} is at most 10, as in verl. The clip bounds are
-far below those of a token ratio: a bound of 0.2 never clips.
+advantage a response, the same gradient; its log is at most 10, as in verl. The bounds are far below
+those of a token ratio: 0.2 never clips.
 """
 
 from __future__ import annotations

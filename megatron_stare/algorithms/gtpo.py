@@ -1,8 +1,8 @@
 """GTPO (arXiv 2508.04349; not 2508.03772 of the same name): a token's reward grows with its share
 of the entropy.
 
-At position t, d_t correct and h_t wrong responses of the prompt are long enough to have a token.
-With H the entropy of the old policy there:
+At position t, d_t correct and h_t wrong responses of the prompt have a token, with entropy H under
+the old policy:
 
     correct   r = alpha1 + alpha2 d_t H / sum H
     wrong     r = -alpha1 - alpha2 h_t (1 / H) / sum (1 / H)
@@ -10,17 +10,15 @@ With H the entropy of the old policy there:
 
 Read literally, eq. 6 takes mean and std over correct and wrong tokens separately ('separate'). Then
 the mean advantage of each side is exactly 0: the outcome cancels, and the policy learns entropy
-alone. The default, 'joint', takes them over all tokens: the mean advantage is positive over a
-prompt's correct tokens and negative over its wrong ones. Single tokens may still get the wrong
-sign. If one side has few tokens, the overall mean lies near the other side's, whose tokens with a
-small share of the entropy fall beyond it.
+alone. The default, 'joint', takes them over all tokens. Then the mean advantage is positive over a
+prompt's correct tokens and negative over its wrong ones. Still, if one side has few tokens, the
+overall mean lies near the other side's mean, and that other side's tokens with a small share of the
+entropy get the wrong sign.
 
 A side gets advantage 0 if its rewards differ by rounding only, as in 'separate' with one correct
 response, whose share is always 1. Dividing by that spread would turn rounding into advantages of
-several units.
-
-The paper's "entropy clipped at 0.2 and 0.28" is read as DAPO's ratio bounds; entropy_clamp is the
-literal reading.
+several units. "Entropy clipped at 0.2 and 0.28" is read as DAPO's ratio bounds; entropy_clamp is
+the literal reading.
 """
 
 from __future__ import annotations
@@ -155,8 +153,8 @@ class Gtpo(Clipped):
         ) + self.eps
 
     def _scope(self, batch: TokenBatch) -> tuple[Tensor, int]:
-        """Returns the number [N] of the set that each token is compared within, and how many sets
-        there are."""
+        """Returns the number [N] of the set in which each token is compared, and the number of
+        sets."""
         group = _whole(batch.groups)[batch.sequence]
         return (group, batch.num_groups) if self.scope == "group" else (torch.zeros_like(group), 1)
 

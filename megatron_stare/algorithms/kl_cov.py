@@ -4,9 +4,8 @@ close to the old policy.
     loss = -A rho + beta |ln p - ln p_old|  on the max(1, int(share N)) tokens of largest covariance
     loss = -A rho                           elsewhere
 
-There is no setting for a ratio clip, because the released code ignores the one that its scripts
-pass. With one optimizer step a rollout batch, ln p = ln p_old: the term has no gradient, and KL-Cov
-is inert.
+There is no ratio clip, because the released code ignores the one that its scripts pass. With one
+optimizer step a rollout batch ln p = ln p_old, so the term has no gradient and KL-Cov is inert.
 """
 
 from __future__ import annotations

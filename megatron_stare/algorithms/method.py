@@ -1,12 +1,12 @@
 """The contract between a method and the trainer.
 
-One training step runs in this order:
+A training step:
 
-1. The driver calls `judge` once on the rollout batch, which computes the advantages.
+1. The driver calls `judge` on the rollout batch, which computes the advantages.
 2. The trainer runs the log-prob pass.
-3. It answers `requests` over the tokens of all ranks; `control` updates the method's state once.
-4. For every mini-batch it answers `requests` over that mini-batch alone, then calls `token_loss`
-   and `coefficients` on each micro-batch.
+3. The trainer answers `requests` over all ranks; `control` updates the method's state.
+4. For every mini-batch the trainer answers `requests` over that mini-batch alone, then calls
+   `token_loss` and `coefficients` on each micro-batch.
 
 The training loss is the sum over tokens of coefficient times token loss. Shape legend: B samples, N
 response positions in the batch passed in.
@@ -32,8 +32,8 @@ State = dict[str, Tensor]  # 0-dim float64 tensors that a method keeps from step
 
 @dataclass(frozen=True)
 class TokenTerms:
-    """Loss of every token before aggregation, `loss` [N], and tensors to log, `shares` [N] by name:
-    each is logged as its mean over the loss tokens."""
+    """Token losses before aggregation, `loss` [N], and values to log, `shares` [N] by name, each
+    logged as its mean over the loss tokens."""
 
     loss: Tensor
     shares: Mapping[str, Tensor] = field(default_factory=dict)
@@ -65,8 +65,8 @@ class Method(ABC):
 
         Only with None may a run skip the log-prob pass (`statistics.gate: lagged`). Such a run
         makes one update a rollout batch. `requests` then finds NaN for both quantities, `control`
-        moves the state after the training pass, which computes them, and the old log-prob in
-        `token_loss` is the current one, detached.
+        runs after the training pass, which computes them, and `token_loss` gets the current
+        log-prob, detached, as the old one.
         """
         return f"{type(self).__name__} does not say that it can do without the log-prob pass"
 
@@ -76,8 +76,8 @@ class Method(ABC):
         return ()
 
     def carries_loss(self, batch: RolloutBatch) -> Tensor:
-        """[B] bool: responses whose loss-mask tokens carry loss. Tokens of other responses count
-        neither in N nor in any quantile."""
+        """[B] bool: responses whose loss-mask tokens carry loss; tokens of others count neither in
+        N nor in quantiles."""
         return batch.verified
 
     def baseline_mask(self, batch: RolloutBatch) -> Tensor:
@@ -89,10 +89,10 @@ class Method(ABC):
         return batch.rewards
 
     def judge(self, batch: RolloutBatch) -> RolloutBatch:
-        """Returns the rollout batch with advantages, the mask of responses that carry loss, the
-        baseline mask and the length penalties.
+        """Returns the rollout batch with advantages, loss and baseline masks of responses, and
+        length penalties.
 
-        These columns are computed only here; every rank reads them from the batch.
+        Only this method computes these columns; every rank reads them from the batch.
         """
         shaped, judged_against = self.shaped_rewards(batch), self.baseline_mask(batch)
         return replace(
@@ -136,11 +136,11 @@ class Method(ABC):
         """[N] factor on every token's loss before summing; 0 outside batch.loss_mask."""
 
     def selected(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """[N] int8 code of the set in `selects` that each token belongs to, for diagnostics and for
-        people who read responses.
+        """[N] int8 code of each token's set among `selects`, for diagnostics and for people who
+        read responses.
 
-        1 is L+, the rare tokens of positive advantage, and -1 is L-, those of negative advantage. 2
-        is U+ and -2 is U-, the common tokens of either sign. 0 is no set.
+        1 is L+ and -1 is L-, the rare tokens of positive and negative advantage. 2 is U+ and -2 is
+        U-, the common ones. 0 is no set.
         """
         return torch.zeros_like(batch.loss_mask, dtype=torch.int8)
 

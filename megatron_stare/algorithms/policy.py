@@ -83,9 +83,9 @@ class PolicyGradient(Method):
     aggregation: how token losses become one number (see aggregate.py).
     length_norm: L_max of the 'dr_grpo' aggregations, tokens.
     truncated: treatment of responses cut off at the length limit (see shaping.py).
-    equal_groups: 'keep' counts tokens of groups whose rewards are all equal. 'mask' removes their
-        loss and leaves them out of N and of every entropy, like code that drops such groups without
-        refilling the batch (Skywork-OR1).
+    equal_groups: 'keep' counts tokens of groups whose rewards are all equal. 'mask' takes them out
+        of loss, N and entropies, like code that drops such groups without refilling the batch
+        (Skywork-OR1).
     overlong: DAPO's soft overlong punishment, or null.
     length_penalty: GROP, or null.
     correction: importance correction between rollout and training policy, or null.
@@ -203,13 +203,13 @@ class PolicyGradient(Method):
         return asked | dict(self.asks(batch, narrowed.kept, known))
 
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        """Returns the method's own statistics; `kept` is the batch whose mask holds only the tokens
-        that the filters kept."""
+        """Returns the method's own statistics; the mask of `kept` holds only the tokens that the
+        filters kept."""
         return {}
 
     def with_loss(self, batch: TokenBatch, narrowed: Narrowed, known: Statistics) -> Tensor:
-        """[N] bool: tokens that have a loss, that is, kept by the filters and with a nonzero
-        correction weight.
+        """[N] bool: tokens that have a loss: those that the filters kept and the correction gives a
+        weight.
 
         With a KL term or an entropy bonus, all counted tokens, because both act on tokens without
         policy loss too.

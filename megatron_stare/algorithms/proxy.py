@@ -2,8 +2,8 @@
 2606.19236, appendix B.2).
 
 STARE selects the tokens of highest surprisal in the whole batch, as a proxy for those past the
-critical surprisal s* of their own position, which needs the distribution. Here both are known
-(sensitivity.py), so these metrics compare them:
+critical surprisal s* of their own position. Computing s* needs the distribution, which is known
+here (sensitivity.py):
 
     precision   share of L+ with s > s*, of U+ with s <= s*; likewise for L- and U-
     A Phi       sum over the set; negative for a correct L+, whose tokens raise the entropy at
@@ -56,7 +56,7 @@ METRICS = (
 def proxy_requests(
     batch: TokenBatch, sets: Sequence[TokenSet], selected: Tensor
 ) -> Mapping[str, Request]:
-    """Returns the statistics of the whole batch that `proxy_metrics` reads.
+    """Returns the whole-batch statistics that `proxy_metrics` reads.
 
     Args:
         batch: with sum_p2 and sum_p2_log_p.

@@ -1,21 +1,21 @@
 """How a policy-gradient step moves the entropy, to first order (STARE, arXiv 2606.19236, section 3
 and appendix D).
 
-Let a step sample token a with advantage A and move the logits by eta A (one_hot(a) - p). The
-entropy at that position then changes at the rate dH/deta = -A Phi(a), so Phi is how fast the
-entropy falls when the sampled token is pushed up:
+Let a step sample token a with advantage A and move the logits by eta A (one_hot(a) - p). Then the
+entropy at that position changes at the rate dH/deta = -A Phi(a): Phi is how fast the entropy falls
+when the sampled token is pushed up.
 
     Phi(a) = p (ln p + H) - S2        S2 = sum_v p_v^2 (ln p_v + H) = sum p^2 ln p + H sum p^2 >= 0
     Phi(a) > 0  if and only if  s < s* = H - W0(S2 e^H)        (s = -ln p, Lambert W0)
 
 So the entropy falls for common tokens (s < s*) of positive advantage, U+, and for rare tokens of
-negative advantage, L-. It rises for U- (common, negative) and L+ (rare, positive). The critical
-surprisal s* of a position depends on its whole distribution. All functions are elementwise over [N]
-positions, without host synchronisation.
+negative advantage, L-. It rises for U- (common, negative) and L+ (rare, positive). s* depends on
+the whole distribution of its position. All functions are elementwise over [N] positions, without
+host synchronisation.
 
 At temperature T all quantities above belong to the sampling distribution, softmax(z / T). The push
-on the logits z and the slope of the entropy in z each carry a factor 1 / T, so rates per unit step
-in z carry 1 / T^2.
+on the logits z and the slope of the entropy in z each carry 1 / T, so rates per unit step in z
+carry 1 / T^2.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ _HALLEY_STEPS = 12  # converges cubically; six steps reach double precision for 
 
 
 def second_moment(sum_p2: Tensor, sum_p2_log_p: Tensor, entropy: Tensor) -> Tensor:
-    """[N] S2 from the sums over the vocabulary of p^2 and p^2 ln p. S2 is never negative, so values
-    below 0, due to rounding, become 0."""
+    """[N] S2 from the sums over the vocabulary of p^2 and p^2 ln p. Rounding below 0 becomes 0,
+    because S2 is never negative."""
     return (sum_p2_log_p + entropy * sum_p2).clamp_min(0)
 
 
@@ -117,8 +117,8 @@ def critical_surprisal(entropy: Tensor, s2: Tensor) -> Tensor:
 
 
 def lambert_w0(x: Tensor) -> Tensor:
-    """Returns the w >= -1 with w e^w = x, in float64, for x >= -1/e; NaN below. Runs Halley's
-    iteration from a starting point near w."""
+    """Returns the w >= -1 with w e^w = x, in float64, for x >= -1/e, by Halley's iteration; NaN
+    below."""
     x = x.to(torch.float64)
     # series about the branch point -1/e
     near_branch = -1 + (2 * (torch.e * x + 1).clamp_min(0)).sqrt()
@@ -161,7 +161,7 @@ def _second_moment_of(batch: TokenBatch) -> Tensor:
 
 
 def sensitivity_requests(batch: TokenBatch, push: Tensor) -> Mapping[str, Request]:
-    """Returns the statistics of the whole batch that `EntropyForecast.of` reads.
+    """Returns the whole-batch statistics that `EntropyForecast.of` reads.
 
     Args:
         batch: with sum_p2 and sum_p2_log_p.
@@ -191,7 +191,7 @@ class EntropyForecast:
     (one_hot(a) - p).
 
     change: rate of the mean entropy under the method's own loss.
-    plain_change: rate of the mean entropy under the plain advantages; the sum of the masses.
+    plain_change: the same rate under the plain advantages; the sum of the masses.
     masses: part of `plain_change` from each quadrant.
     shares: share of the tokens in each quadrant.
     rare_share: share of tokens past their critical surprisal.

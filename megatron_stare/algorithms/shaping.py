@@ -1,5 +1,5 @@
-"""Length penalties on rewards, and the masks of responses and groups that count. Runs on whole
-batches, on the host.
+"""Length penalties on rewards, and the responses and groups that count. Runs on whole batches, on
+the host.
 
 Shape legend: B responses, G prompt groups.
 """
@@ -25,8 +25,8 @@ class Overlong:
         min(-(n - (max_length - cache)) / cache * factor, 0)
 
     max_length: longest response allowed, tokens.
-    cache: number of tokens before max_length over which the penalty grows from 0.
-    factor: size of the penalty at max_length.
+    cache: tokens before max_length over which the penalty grows from 0.
+    factor: penalty at max_length.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -50,11 +50,10 @@ class LengthPenalty:
     """Group Relative Overlong Punishment (GROP; GTPO and GRPO-S, arXiv 2508.04349, appendix D).
 
     A group is easy if its share of correct responses is at least `easy_from`, hard if at most 1 -
-    easy_from, else medium. Let L = max((shortest + longest) / 2, mean) over the lengths of the
-    group's correct responses (easy) or all responses (medium). The penalty of a correct response of
-    length n is 0 below L, -(n - L) / (2 L) up to 2 L, and -1/2 beyond. Hard groups have no penalty.
-    Neither do medium groups in which at most half of the responses are correct, a case the paper
-    leaves open.
+    easy_from, else medium. Let L = max((shortest + longest) / 2, mean) over the lengths of its
+    correct responses (easy) or of all (medium). A correct response of length n gets 0 below L, -(n
+    - L) / (2 L) up to 2 L, and -1/2 beyond. Hard groups get no penalty. Neither do medium groups
+    with at most as many right as wrong, a case the paper leaves open.
 
     easy_from: gamma_1; the paper gives no number.
     correct_from: lowest reward of a correct response.
@@ -119,7 +118,6 @@ def _typical_length(n: Tensor, groups: Tensor, over: Tensor, number: int) -> Ten
 
 
 def informative_groups(values: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
-    """[G] bool: groups whose counted values [B] are not all equal, which DAPO's dynamic sampling
-    keeps."""
+    """[G] bool: groups whose counted values [B] differ, which DAPO's dynamic sampling keeps."""
     number = int(groups.max()) + 1 if groups.numel() else 0
     return ~all_equal(values.to(torch.float64), groups, counted, number)

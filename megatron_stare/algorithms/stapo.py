@@ -95,7 +95,7 @@ class Stapo(Grpo):
     """Settings of STAPO, with the defaults of version 4 of the paper.
 
     tau_p: probability below which a token may be spurious.
-    version: tokens that the entropy quantile is over: candidates ('v4') or all ('v1').
+    version: tokens over which the entropy quantile is taken: candidates ('v4') or all ('v1').
     quantile: q, 0.75 in v4; v1 of the paper gives both 0.8 and 0.2.
     interpolation: between two entropies; the paper does not specify it.
     denominator: divide the loss by the 'kept' tokens (the paper) or by 'all'.

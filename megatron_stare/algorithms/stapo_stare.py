@@ -1,10 +1,9 @@
 """Applies STAPO's mask, then STARE's quantile to the tokens that the mask keeps.
 
-The two methods disagree on improbable tokens of correct answers: STAPO silences those of low
-entropy, STARE amplifies all of them. The order resolves this. Tokens that the mask removes are not
-in the loss, not in N and not among STARE's candidates, so STARE amplifies the improbable tokens of
-high entropy. The gate still uses the mean entropy of all response tokens. This composition is ours;
-no paper has run it.
+The methods disagree on improbable tokens of correct answers: STAPO silences those of low entropy,
+STARE amplifies all. Here the mask comes first. Tokens that it removes are not in the loss, not in N
+and not among STARE's candidates, so STARE amplifies improbable tokens of high entropy. The gate
+still uses the mean entropy of all response tokens. This composition is ours; no paper has run it.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ from megatron_stare.records.batch_statistics import Statistics, scalar
 
 @dataclass(frozen=True, kw_only=True)
 class StapoStare(Stare):
-    """Settings of STARE, and `spurious` with STAPO's settings.
-
-    spurious: STAPO's tau_p, version, quantile, interpolation and denominator.
-    """
+    """Settings of STARE, and `spurious`: STAPO's tau_p, version, quantile, interpolation,
+    denominator."""
 
     spurious: SpuriousTokens = field(default_factory=SpuriousTokens)
 

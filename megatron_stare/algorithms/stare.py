@@ -1,18 +1,18 @@
 """STARE (arXiv 2606.19236): surprisal-guided advantage reweighting behind a target-entropy gate.
 
 While the batch's mean entropy is below its target, STARE multiplies the advantages of the tokens
-that move entropy most. These are the share P of highest surprisal among tokens of positive
-advantage (L+), of negative advantage (L-), or both:
+that move entropy most: the share P of highest surprisal among tokens of positive advantage (L+), of
+negative advantage (L-), or both.
 
     w = 1 + g (W - 1) on L+      w = 1 - g (1 - M) on L-      w = 1 elsewhere
     g = 1[mean H < target]
     J = (1 / N) sum_{i,t} w min(rho A, clip(rho, 1 - low, 1 + high) A)
 
 The paper takes the quantile over the whole batch, as this file does; its released code takes it per
-micro-batch and rank. If W and M are adaptive, the paper, its code and this file move them before
-the loss of the same step, even while the gate is closed. token_sets.py has the other operators of
-the paper's ablation, which also act on common tokens. The ablation's gates by sample and by token
-compare the entropy of the response or token with the target.
+micro-batch and rank. Paper, code and this file move W and M (adaptive) before the loss of the same
+step, even while the gate is closed. token_sets.py has the ablation's other operators, which also
+act on common tokens. The ablation's gates by sample and by token read the entropy of the response
+or the token.
 """
 
 from __future__ import annotations

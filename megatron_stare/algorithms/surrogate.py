@@ -86,8 +86,8 @@ def bounded_ratio(log_prob: Tensor, old_log_prob: Tensor, *, low: float, high: f
 def response_mean(x: Tensor, batch: TokenBatch) -> Tensor:
     """[N] mean of x over the masked tokens of each token's response; differentiable.
 
-    Correct only if the tokens at hand hold whole responses, or if `batch.over_ranks` sums over the
-    ranks that hold the rest. Methods that use it are sequence-coupled.
+    Correct only if responses are whole in the tokens at hand, or in those of the ranks that
+    `batch.over_ranks` sums over. Methods that use it are sequence-coupled.
     """
     if batch.sequence_lengths is None:
         raise ValueError("a mean by response needs sequence_lengths")

@@ -1,14 +1,14 @@
 """The sets of tokens that STARE's operators act on (arXiv 2606.19236, section 3 and table 4).
 
-    L+ rare tokens of positive advantage        U+ common tokens of positive advantage
-    L- rare tokens of negative advantage        U- common tokens of negative advantage
+    L+ rare tokens of positive advantage        U+ common ones
+    L- rare tokens of negative advantage        U- common ones
 
     O1 amplifies L+    O2 attenuates U+    O3 amplifies U-    O4 attenuates L-
     C1 = O1 + O3       C2 = O1 + O4        C3 = O2 + O3       C4 = O2 + O4
 
 To first order every operator raises the entropy (sensitivity.py). Rare tokens are the share P of
 highest surprisal among the tokens of their sign in the whole batch, or those with p below a fixed
-bound. The paper does not define the common tokens. Here they are all others ('complement'), or the
+bound. The paper does not define the common ones. Here they are all others ('complement'), or the
 share P of lowest surprisal ('bottom'); docs/algorithms/stare.md gives the reasons.
 """
 
@@ -38,11 +38,11 @@ Common = Literal["complement", "bottom"]
 class TokenSet:
     """One of L+, L-, U+ and U-.
 
-    name: name in statistics and metrics.
+    name: in statistics and metrics.
     sign: sign of its tokens' advantage.
     rare: True: the rare tokens of that sign; False: the common ones.
     weight: state value that multiplies their advantage while the gate is open.
-    code: the set's code in `Method.selected`.
+    code: in `Method.selected`.
     """
 
     name: str
@@ -74,7 +74,6 @@ class Selection:
     """Rule that separates rare tokens from common ones.
 
     share: P.
-    common: see Stare.
     rare_below: probability below which a token is rare; None: rare by share.
     """
 
@@ -111,8 +110,8 @@ class Selection:
 
     def bound(self, of: TokenSet, statistics: Statistics) -> Tensor | float:
         """Returns the surprisal, in nats, that separates the set from the other tokens of its sign.
-        By share it is the surprisal of one token: the least surprising rare one, or the most
-        surprising one of 'bottom'."""
+        By share it is that of one token: the least surprising rare one, or the most surprising one
+        of 'bottom'."""
         if self.rare_below is not None:
             return -math.log(self.rare_below)
         value = threshold(statistics, of.name).value

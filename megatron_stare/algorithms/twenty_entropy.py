@@ -7,8 +7,8 @@ highest entropy.
 
 The official code takes the top k per micro-batch, this file over the whole batch. TRL divides by
 all tokens instead of the kept ones (`denominator: all`), which makes the loss about five times
-smaller. N counts the tokens with an advantage. Read literally, the paper counts all response tokens
-(`candidates: all`), even those without advantage, which teach nothing.
+smaller. N counts the tokens with an advantage. Read literally, the paper counts all response
+tokens, even those that teach nothing (`candidates: all`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """The task of the quickstart: add three two-digit numbers, writing out two partial sums. Generated,
 never stored.
 
-Problem i of a stream is a pure function of (seed, split, i). A fixed hash of its numbers assigns
-each problem to a split, so training and held-out problems never overlap. `ArithmeticPrompts` serves
-the rollout; demonstrations serve the supervised warm-up that makes the quickstart's starting model;
-`ALPHABET` serves its tokenizer. Imports torch only when the first prompt is taken, so that tools
-stay light.
+Problem i of a stream is a pure function of (seed, split, i). A fixed hash assigns each problem to a
+split, so training and held-out problems never overlap. `ArithmeticPrompts` serves the rollout;
+demonstrations serve the supervised warm-up that makes the quickstart's starting model; `ALPHABET`
+serves its tokenizer.
 """
 
 from __future__ import annotations
@@ -73,7 +72,6 @@ def demonstration(problem: Problem, seed: int, wrong_rate: float) -> str:
     derivations.
 
     Args:
-        problem: the problem to solve.
         seed: picks the derivation, together with the problem.
         wrong_rate: probability that one of the two sums is wrong; the rest is consistent with it,
             so the final answer is wrong.

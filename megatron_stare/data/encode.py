@@ -20,7 +20,7 @@ class PromptEncoder:
     `rollout.max_prompt_tokens`.
 
     Args:
-        config: configuration of the run.
+        config: the run's configuration.
         tokenizer: a transformers tokenizer.
 
     Raises:

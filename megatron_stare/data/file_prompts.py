@@ -51,7 +51,7 @@ class FilePrompts:
     records that stay.
 
     Args:
-        config: configuration of the run.
+        config: the run's configuration.
         tokenizer: a transformers tokenizer.
         split: 'train' reads `data.path` or `data.mixture`, 'eval' reads `data.eval_path`.
 

@@ -41,7 +41,7 @@ class GeneratedPrompts(ABC):
     """A PromptSource of generated problems; the task's subclass defines the problems.
 
     Args:
-        config: configuration of the run.
+        config: the run's configuration.
         tokenizer: a transformers tokenizer.
         split: 'train' depends on `run.seed`; 'eval' is the same for every run.
 

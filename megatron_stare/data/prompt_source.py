@@ -56,8 +56,8 @@ def make_source(config: Config, tokenizer: Any, split: Split) -> PromptSource:
     """Builds the source that `data.source` names, at its first prompt.
 
     Args:
-        config: configuration of the run. `run.seed` orders the training split; the evaluation split
-            is the same for every seed.
+        config: the run's configuration. `run.seed` orders the training split; evaluation is the
+            same for every seed.
         tokenizer: a transformers tokenizer.
         split: 'train' or 'eval'. Two sources of the 'eval' split yield the same problems in the
             same order.
@@ -91,8 +91,6 @@ def held_out(config: Config, tokenizer: Any, wanted: int | None) -> list[Prompt]
     """Returns the problems that every evaluation of a run uses.
 
     Args:
-        config: configuration of the run.
-        tokenizer: a transformers tokenizer.
         wanted: number of problems, at least 1; None: all.
 
     Raises:
@@ -128,8 +126,8 @@ def held_out(config: Config, tokenizer: Any, wanted: int | None) -> list[Prompt]
 
 
 class PromptQueue:
-    """Prompts of a source in its order, each used once. A prompt that was given back is the next to
-    be taken. Prompts may be marked as left out, and are then skipped.
+    """Prompts of a source in its order, each used once. A prompt given back is the next to be
+    taken; prompts left out are skipped.
 
     The queue's state is the source's state before the first unused prompt, so prompts waiting in
     the queue need not be saved.

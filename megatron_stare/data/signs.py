@@ -103,7 +103,6 @@ def demonstration(problem: Problem, seed: int, short_rate: float, give_up_rate: 
     combinations in the cyclic order of SIGNS, from a random first one.
 
     Args:
-        problem: the problem to solve.
         seed: picks the response, together with the problem.
         short_rate: probability of a guess, with all signs alike, towards the total.
         give_up_rate: probability, after each failed attempt, that a search ends there; otherwise it

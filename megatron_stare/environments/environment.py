@@ -68,12 +68,11 @@ class Generate(Protocol):
         stop string or the length limit.
 
         Args:
-            context: token ids.
             max_new_tokens: limit of this turn; None: what rollout.max_new_tokens leaves for the
                 whole response.
-            stop: strings that end the turn: the first one completed in the text ends it with that
-                token. Each ends in an ASCII character and contains no special token, because a
-                turn's text has none.
+            stop: strings; the token that completes the first of them in the text ends the turn.
+                Each ends in an ASCII character and contains no special token, because a turn's text
+                has none.
 
         Raises:
             DataError: `context` does not begin with the prompt's tokens, or a stop string is
@@ -111,7 +110,7 @@ class Environment(ABC):
     concurrently.
 
     Args:
-        config: configuration of the run.
+        config: the run's configuration.
         tokenizer: a transformers tokenizer.
 
     A subclass adds its own settings as keyword-only parameters.
@@ -164,7 +163,6 @@ class Response:
         reads.
 
         Args:
-            tokens: token ids.
             text: text of the tokens, for people.
         """
         ids = torch.tensor([*tokens], dtype=torch.int32)

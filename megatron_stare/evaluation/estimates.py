@@ -1,10 +1,9 @@
 """Estimates avg@k, pass@k and maj@k of one problem from its n sampled responses, and the interval
 of a mean over problems. Pure.
 
-All three estimates average over all subsets of k of the n responses. So they are unbiased for k
-fresh responses and do not depend on the order of the responses. The variance of a mean is taken
-over problems, because several prompts may share one. docs/evaluation.md has the definitions in
-words.
+All three average over all subsets of k of the n responses, so they are unbiased for k fresh
+responses and independent of the order. The variance of a mean is over problems, because several
+prompts may share one. docs/evaluation.md has the definitions in words.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) ->
     Args:
         classes: for every answer j, c_j and its result r_j in [0, 1].
         samples: n, including responses without an answer.
-        k: number of responses drawn.
 
     Raises:
         ValueError: unless 1 <= k <= n and the classes hold at most n responses.
@@ -84,8 +82,6 @@ def _not_beaten(
     Args:
         others: [c + 1] for each class, the weights of drawing 0..c of its responses.
         silent: the same for the responses without an answer.
-        a: responses drawn from the class in question.
-        k: responses drawn in total.
     """
     rest, tied = k - a, sum(len(each) > a for each in others)
     # indexed by classes that tie, and by responses drawn
@@ -129,17 +125,15 @@ def wilson_interval(
     problems, m is N, which gives Wilson's own interval.
 
     Results that are shares vary less than 0s and 1s, so m exceeds the number of problems G. This
-    excess is itself an estimate, and a poor one from few problems, or near saturation, where only
-    the few results other than 0 and 1 inform it. So m = G + min(w, (z/t)²) (m - G). Here w = min(1,
-    G min(p, 1 - p)/5), after the rule that a normal approximation needs five results of either
-    kind, and t is Student's quantile with G - 1 degrees of freedom. If no result deviates from the
+    excess is estimated: poorly from few problems, and near saturation only from the few results
+    other than 0 and 1. So m = G + min(w, (z/t)²) (m - G). Here w = min(1, G min(p, 1 - p)/5), as a
+    normal approximation needs five results of either kind, and t is Student's quantile with G - 1
+    degrees of freedom. If no result deviates from the
     mean, m is G. tests/evaluation/test_coverage.py simulates how often the interval contains the
     true mean.
 
     Args:
-        results: one a prompt.
         problems: the problem of each prompt; None: all are different.
-        level: coverage of the interval.
 
     Returns:
         mean, low, high.

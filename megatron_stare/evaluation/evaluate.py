@@ -1,8 +1,8 @@
 """Evaluates a task's held-out problems, both during training and for `megatron-stare eval`.
 
 Problems and sampling noise are the same at every evaluation and for every seed of the run, so
-results are paired. A problem number groups prompts of the same problem, because their results are
-not independent.
+results are paired. Each prompt's problem is recorded, because prompts of one problem are not
+independent.
 """
 
 from __future__ import annotations
@@ -48,23 +48,20 @@ def evaluate(
     ks: Sequence[int] = (),
     about: Mapping[str, Any] = MappingProxyType({}),
 ) -> Evaluated:
-    """Runs one evaluation. A response whose verifier failed counts as wrong and is counted in
-    `failures`.
+    """Runs one evaluation. A response whose verifier failed counts as wrong, and among `failures`.
 
     `correct` holds for every problem the share of its responses that are right (avg@k). `pass1` is
     their mean, an estimate of pass@1 whatever `samples` is. evaluation/results.py computes the
     other figures.
 
     Args:
-        prompts: the problems.
-        rollout: makes the responses.
-        judged: the task's verifier, called to find answers that are the same.
+        judged: the task's verifier, to find answers that are the same.
         step: number of training steps behind the weights, which is their version.
         seed: keys the noise.
         greedy: also decode greedily, one response a problem.
         samples: responses a problem.
         ks: values of k for pass@k and maj@k; (): the powers of two up to `samples`, and `samples`.
-        about: further entries of the record, about the task.
+        about: further entries for the record, about the task.
     """
     groups = _by_prompt(rollout(prompts, samples, step=0, seed=seed, greedy=False), samples)
     says = any(response.answer is not None for group in groups for response in group)

@@ -2,9 +2,8 @@
 answer.
 
 A `Response` is a trajectory without its tokens. Two answers are the same if their normal forms are
-equal, or if the verifier accepts the response with one answer when the other is the reference.
-Classes are built in sample order, each represented by its first answer, so they do not depend on
-which response finished first.
+equal, or if the verifier accepts the response with one when the other is the reference. Classes are
+built in sample order, each represented by its first answer, whichever response finished first.
 """
 
 from __future__ import annotations
@@ -81,7 +80,6 @@ def answer_classes(problems: Sequence[Sequence[Response]], judged: Judged) -> li
     """Returns the classes of every problem's responses.
 
     Args:
-        problems: the responses to every problem.
         judged: called once, with all pairs of answers that only the verifier can compare. Integers
             in normal form need no verifier: they differ if they are written differently.
     """

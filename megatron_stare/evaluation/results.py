@@ -80,7 +80,7 @@ def results_of(
     Args:
         answered: every prompt, each with the same number of responses.
         problems: the problem of each prompt; prompts of one problem are not independent.
-        ks: values of k for pass@k and maj@k, none above the number of responses.
+        ks: k of pass@k and maj@k, none above the number of responses.
     """
     samples = len(answered[0].responses)
     responses = [response for each in answered for response in each.responses]
@@ -107,8 +107,7 @@ def results_of(
 
 
 def problem_row(answered: Answered, ks: Sequence[int]) -> dict[str, Any]:
-    """Returns the figures of one prompt. `majority` is the most frequent answer; of several, the
-    first to appear."""
+    """Returns the figures of one prompt; `majority` is the first of the most frequent answers."""
     samples, votes = len(answered.responses), answered.votes
     row: dict[str, Any] = {
         "samples": samples,

@@ -94,7 +94,6 @@ def family_named(model_type: Any, where: str) -> ModelFamily:
     """Returns the family of a `model_type`.
 
     Args:
-        model_type: value in config.json.
         where: file that names it, for the error.
 
     Raises:
@@ -166,8 +165,7 @@ def read_shape(path: str | Path) -> ModelShape:
 
 
 def _to_download(path: str | Path) -> str:
-    """Returns a hint on how to get a missing model folder; for a path OWNER/NAME, the command that
-    downloads it."""
+    """Returns a hint on getting a missing model folder; for OWNER/NAME, its download command."""
     parts = Path(path).parts
     if Path(path).exists() or len(parts) < 2:
         return "model.path must be a Hugging Face model folder on this machine"
@@ -184,10 +182,8 @@ def _to_download(path: str | Path) -> str:
 
 def published_shape(path: str | Path) -> ModelShape | None:
     """Returns the shipped shape of the model that a missing folder is named after, such as
-    `models/Qwen2.5-32B`. Serves to plan or rehearse a run without the model.
-
-    None: something exists at the path, or no shape of this name ships.
-    """
+    `models/Qwen2.5-32B`, to plan or rehearse a run without the model. None: something exists at the
+    path, or no shape of this name ships."""
     whole = Path(path).name.lower()
     for name in (whole, whole.removeprefix("deepseek-")):
         folder = SHIPPED / "assets" / "architectures" / name

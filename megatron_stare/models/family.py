@@ -82,7 +82,6 @@ class ModelFamily:
         """Raises DataError for a setting of this family that is not supported here.
 
         Args:
-            config: contents of config.json.
             where: the file, for the error.
         """
         _refuse_two_ropes(config, where)

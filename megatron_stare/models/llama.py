@@ -6,7 +6,7 @@ from megatron_stare.models.family import ModelFamily
 
 
 class Llama(ModelFamily):
-    """Llama: the defaults of ModelFamily."""
+    """Llama, with the defaults of ModelFamily."""
 
     model_type = "llama"
 

@@ -52,7 +52,6 @@ class Rule:
 
         Args:
             rows: row counts of the tensors in hf, or of the parts.
-            shape: the model's shape.
         """
         if len(rows) == len(self.sources):
             return [(0, n) for n in rows]

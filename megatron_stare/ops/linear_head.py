@@ -2,15 +2,14 @@
 in one of three modes.
 
     materialised         all logits at once; backward overwrites them with their gradient
-    gradient_in_forward  chunk by chunk; forward takes the slope of a token-local loss in a chunk's
-                         log-probs, and the chunk's gradients, before the next chunk overwrites
-                         its logits
+    gradient_in_forward  chunk by chunk; forward computes a chunk's gradients too, from the slope of
+                         a token-local loss, before the next chunk overwrites its logits
     recompute            chunk by chunk; backward computes every chunk's logits again
 
 'materialised' holds [n, V] logits, the others one chunk of them. The modes need 3, 3 and 4 products
-of n H V multiplications. The chunked modes sum the weight's gradient over chunks in float32. The
-gradient in the hidden states covers this rank's columns only; megatron/model/head.py sums it over
-the ranks of the group.
+of n H V multiplications each. The chunked modes sum the weight's gradient over chunks in float32.
+The gradient in the hidden states covers this rank's columns only; megatron/model/head.py sums it
+over the ranks of the group.
 
 Shape legend: n rows, H hidden size, V vocabulary columns of this rank.
 """
@@ -88,8 +87,8 @@ class LinearHead:
                 so far and 0 for the others, and uses only the chunk's slopes. A token's slope must
                 not depend on other tokens' log-probs or entropies.
             weight_gradient: [V, H] float32 buffer to which the chunked modes add the weight's
-                gradient (gradient_in_forward before backward); autograd then returns none for the
-                weight. None: autograd carries it.
+                gradient (gradient_in_forward before backward); autograd then returns no gradient
+                for the weight. None: autograd carries it.
 
         Raises:
             RuntimeError: with gradient_in_forward, the loss couples tokens, or was scaled before

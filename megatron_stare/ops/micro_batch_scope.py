@@ -78,8 +78,8 @@ def summary(
     """Returns `whole` for the log, with the selections replaced by those of the micro-batches.
 
     Numbers of selected tokens are summed; thresholds are averaged over the micro-batches that have
-    one. Such a threshold selects nothing; its key is 0. The groups are those of
-    `gather_by_micro_batch`; of the ranks that share micro-batches, only the first contributes.
+    one. An averaged threshold selects nothing; its key is 0. The groups are those of
+    `gather_by_micro_batch`; of ranks that share micro-batches, only the first contributes.
     """
     speaks = micro_batch_group is None or micro_batch_group.rank() == 0
     asked: dict[str, Request] = {}

@@ -20,7 +20,7 @@ class PlanRules:
 
     data_parallel: number of ranks that take different samples.
     budget: tokens a micro-batch may hold, padding included.
-    packed: True: sequences are laid end to end; False: right-padded to the longest.
+    packed: lay sequences end to end; else right-pad them to the longest.
     multiple: every rank's number of micro-batches is a multiple of this (for virtual pipelines, the
         number of stages).
     each: sequences are padded to a multiple of this (for context parallelism, twice its ranks).

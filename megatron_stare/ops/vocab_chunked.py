@@ -1,9 +1,9 @@
 """Implements ops/vocab_parallel.py for CPUs: PyTorch over blocks of rows that stay in cache,
 without a buffer of the logits' size.
 
-A block goes through half a dozen elementwise operations; all but the first find it in cache,
-whereas over the whole tensor each would read it from memory. The block size depends on the shape
-alone, so two passes over the same logits give the same bits.
+A block goes through half a dozen elementwise operations, and all but the first find it in cache.
+Over the whole tensor, each would read it from memory. The block size depends on the shape alone, so
+two passes over the same logits give the same bits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 # Elements of a block and of each of its two work buffers: 16 rows of 32k columns.
 # benchmarks/results/head.md has the costs of other sizes. BLOCK_CUDA, for GPUs without Triton,
-# is larger, to save kernel launches rather than to fit a cache.
+# is larger to save kernel launches.
 BLOCK = 1 << 19
 BLOCK_CUDA = 1 << 25
 # Fewest rows of a block, for wide vocabularies. Threads split the rows of a sum; with 3 rows, one

@@ -227,8 +227,7 @@ def _runs_triton(logits: Tensor) -> bool:
 
 def _merge(sums: Tensor, problem: Problem) -> tuple[Tensor, ...]:
     """Combines every rank's (m, s, t, z_target), and (q, u) if given, [4 or 6, N], after one
-    all-gather of 16 or 24 bytes a token and rank. The returned m is finite: 0 if no logit is
-    finite.
+    all-gather of 16 or 24 bytes a token and rank. The returned m is 0 if the maximum is not finite.
 
     Works in float64, like all that follows: float32 would add as much rounding error as the sums
     did, and these tensors are only [N].

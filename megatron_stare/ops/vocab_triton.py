@@ -1,5 +1,5 @@
 """Implements ops/vocab_parallel.py for GPUs, sm_80 and newer. Forward reads every logit once.
-Backward reads it once and writes its gradient once, if wanted in place. Everything in between is
+Backward reads it once and writes its gradient once, possibly in place. Everything in between is
 float32 in registers.
 
 Forward keeps a row's running maximum m and rescales the sums when a block raises it: with h =

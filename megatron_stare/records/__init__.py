@@ -1,2 +1,2 @@
-"""The records that travel between tasks, rollouts, rewards and training: flat columns, never a
-Python list a token."""
+"""Records that travel between tasks, rollouts, rewards and training: flat columns, never a Python
+list per token."""

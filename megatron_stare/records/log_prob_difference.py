@@ -39,8 +39,8 @@ class LogProbDifference:
     everywhere: all tokens; a token that no rank compared counts as not a number.
     lowest: the smallest difference, with its sign; NaN if any is not a number.
     quantiles: quantiles of the absolute differences, by name.
-    from_position: by the first position of a range that ends where the next begins; ranges without
-        tokens are left out.
+    from_position: by the first position of a range of positions; ranges without tokens are left
+        out.
     of_version: by the weight version that sampled the token.
     longest: tokens of the longest response; of several, the first.
     likely, unlikely: tokens with a probability of at least 1/1000 in the trainer, and those below.

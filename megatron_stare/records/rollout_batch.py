@@ -22,8 +22,7 @@ from megatron_stare.records.trajectory import Trajectory, covering
 
 
 class _Columns:
-    """Properties common to a batch and a rank's share. In a share, n and r count its own samples
-    only."""
+    """Properties common to a batch and a rank's share, whose n and r count its own samples only."""
 
     prompt_lengths: Tensor
     response_lengths: Tensor
@@ -88,8 +87,8 @@ class RolloutBatch(_Columns):
     def share(self, samples: Sequence[int]) -> RankShare:
         """Returns the share of a rank that takes these samples, given in ascending order.
 
-        Copies tensors, because serialising a view would carry its whole tensor. A share of all
-        samples holds the batch's own columns.
+        Copies tensors, because serialising a view would carry its whole tensor; a share of all
+        samples reuses the batch's columns.
         """
         (share,) = self.shares([samples])
         return share

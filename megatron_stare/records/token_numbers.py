@@ -46,7 +46,6 @@ def of_responses(
     """Returns the values of whole responses, by sample, joined from the ranks' parts.
 
     Args:
-        parts: one of each rank.
         loss_masks: [n] bool loss mask of each requested sample.
 
     Raises:
@@ -71,8 +70,8 @@ def of_responses(
 
 
 def spread(size: int, limit: int) -> list[int]:
-    """Picks up to `limit` of `size` samples, evenly spaced, so that they cover as many prompts as
-    possible. The first samples of a batch would share few prompts."""
+    """Picks up to `limit` of `size` samples, evenly spaced to cover as many prompts as possible;
+    the first samples of a batch would share few prompts."""
     count = min(limit, size)
     return [i * size // count for i in range(count)]
 

@@ -54,8 +54,7 @@ METRICS = (
 # default number of consecutive non-finite updates after which a run stops
 MAX_SKIPPED = 3
 
-# first words of the last part of a metric's name that mark a sum over updates; other metrics are
-# averaged
+# metrics are summed if their name after the "/" begins with one of these words, else averaged
 COUNTS = ("tokens", "selected")
 
 
@@ -133,9 +132,9 @@ def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
 def skipped_after(
     updates: Sequence[UpdateResult], skipped: int, step: int, most: int = MAX_SKIPPED
 ) -> int:
-    """Returns the number of consecutive non-finite updates, counted on from `skipped` through the
-    updates of a training step. Empty mini-batches, which have no gradient, and overflows, which a
-    smaller loss scale cures, do not count.
+    """Returns the number of consecutive non-finite updates, counted on from `skipped` through a
+    training step. Empty mini-batches, which have no gradient, and overflows, which a smaller loss
+    scale cures, do not count.
 
     Raises:
         NonFiniteError: loss or gradient of `most` updates in a row was not finite.

@@ -1,7 +1,7 @@
 """Makes tasks from the configuration: the one a run trains on, and those it is evaluated on.
 
-A task names its prompt source (data/prompt_source.py), verifier (rewards/verifier.py) and
-environment (environments/environment.py), which are each registered there.
+A task names a prompt source, a verifier and an environment, registered in data/prompt_source.py,
+rewards/verifier.py and environments/environment.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Task:
     config: the run's configuration, overridden by the task's settings (OWN). Sources and
         environments, even a user's own, are built from it and need not know of tasks.
     name: name in `eval.tasks`; None for the run's own task.
-    own: the task's settings, by the run's settings that they override.
+    own: name of the task's setting, by the run's setting that it overrides.
     """
 
     config: Config
@@ -150,8 +150,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A task that was built and checked: the problems of every evaluation, and the environment that
-    makes responses to them."""
+    """A checked task, with the problems of every evaluation and the environment that makes
+    responses."""
 
     task: Task
     prompts: list[Prompt]
@@ -168,7 +168,6 @@ def evaluation_tasks(config: Config, offline: bool = False) -> list[Task]:
     own task.
 
     Args:
-        config: the run's configuration.
         offline: include tasks that training leaves out.
     """
     if not config.eval.tasks:

@@ -119,7 +119,7 @@ def save_run(rank: int, init: str, config: Config, folder: str) -> None:
         pytest.param(
             "deepseek_v3", {"tensor": 2, "sequence": True, "expert": 2}, id="latents-tp2-ep2"
         ),
-        pytest.param("deepseek_v3_short", {"pipeline": 2}, id="a-stage-without-experts"),
+        pytest.param("deepseek_v3_short", EVERYWHERE, id="a-stage-without-experts"),
         *SLOW,
     ],
 )

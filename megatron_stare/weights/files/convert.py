@@ -80,7 +80,7 @@ def convert(source: Path, target: Path, model: Path | None, options: Options) ->
             without them.
 
     Raises:
-        UserError: the parts do not match, or the disk is full; `target` is then not written.
+        UserError: source and model do not match, or the disk is full; then there is no `target`.
     """
     if (source / "config.json").exists() and not torch_dist.is_checkpoint(source):
         hf_to_megatron(source, target, options)

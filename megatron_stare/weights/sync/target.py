@@ -22,7 +22,7 @@ class Sender(Protocol):
         """Prepares an update before this sender's turn; sends nothing.
 
         Args:
-            prove: collect what proves that the values arrived.
+            prove: collect checksums, which prove that the values arrived.
             first: the first bucket, if it is ready.
         """
 
@@ -134,7 +134,7 @@ class WeightStream(Protocol):
         """Sends all weights to the target. Returns what each sender reports for the engines.
 
         Args:
-            prove: include what proves the values.
+            prove: report checksums, which prove that the values arrived.
 
         Raises:
             UserError: the weights could not be sent.
