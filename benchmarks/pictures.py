@@ -4,7 +4,8 @@ python benchmarks/pictures.py                   # docs/pictures/entropy.svg, fro
 python benchmarks/pictures.py --run runs/stare --against runs/grpo --log stare.log \\
     --replace /home/me/runs/=runs/              # and screenshots of pages, and the terminal's lines
 
-Screenshots want a Chromium (apt-get install chromium). A page is drawn of copies of the runs, in
+site.png is the first page of the site, taken by hand. Screenshots want a Chromium (apt-get install
+chromium). A page is drawn of copies of the runs, in
 which --replace shortens folders; nothing else of them is changed.
 """
 
