@@ -131,8 +131,10 @@ class ReplicaFacts:
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """A server that the run uses but did not start. answer: how a test request failed, "" if it was
-    answered."""
+    """A server that the run uses but did not start.
+
+    answer: the error of a test request; "" if the server answered it.
+    """
 
     engine: int
     url: str

@@ -292,7 +292,8 @@ def stage_bytes(
 def _chunk(
     parts: Parts, shape: ModelShape, parallel: ParallelConfig, stage: int, chunk: int
 ) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
-    """Returns the tensors of a stage's chunk by bucket, and its experts."""
+    """Returns the tensors of one chunk of a pipeline stage: those of each gradient bucket, and
+    those of the experts."""
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     layers = shape.layers // (stages * chunks)
     start = (chunk * stages + stage) * layers
