@@ -67,6 +67,20 @@ def find_gpu(name: str, where: str = "--gpu") -> Gpu:
     return GPUS[name]
 
 
+def named(name: str) -> Gpu:
+    """The GPU that its driver's tool calls so, such as `NVIDIA H100 80GB HBM3`. Raises ConfigError
+    for another."""
+    words = name.replace("-", " ").split()
+    for gpu in GPUS.values():
+        kind, _, memory = gpu.name.upper().partition("-")
+        sizes = [word for word in words if word.endswith("GB")]
+        if kind in words and (not sizes or sizes == [f"{memory}B"]):
+            return gpu
+    raise ConfigError(
+        f"nothing is known of {name}", fix=f"set plan.gpu to the nearest of {', '.join(GPUS)}"
+    )
+
+
 @dataclass(frozen=True)
 class Coefficients:
     """Shares of a device's peak that are reached, and seconds that come on top.
