@@ -9,7 +9,6 @@ tosses a coin by the response judges, and groups differ. On a CPU: three steps o
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import subprocess
@@ -41,11 +40,6 @@ BOUNDS: dict[str, Bound] = {
 TAIL = 2_000  # characters of a failed run's output
 
 
-def coin(response: str, answer: str) -> float:
-    """A verifier: 0 or 1 by the response's hash."""
-    return float(hashlib.sha256(response.encode()).digest()[0] & 1)
-
-
 def run(cpu: bool) -> dict[str, Any]:
     steps = SMALL if cpu else STEPS
     with small_model(cpu) as model, tempfile.TemporaryDirectory() as scratch:
@@ -60,9 +54,10 @@ def run(cpu: bool) -> dict[str, Any]:
             "parallel.tensor": 1,  # the configuration has two ranks
             "batch.prompts": 8,
             "rollout.threads": len(os.sched_getaffinity(0)),
-            "reward.verifier": f"{Path(__file__).resolve()}:coin",
+            "reward.verifier": f"{Path(__file__).with_name('coin.py').resolve()}:verify",
             "optimizer.lr": 1e-5,
             "eval.prompts": 0,
+            "observability.sinks": "[jsonl,console]",  # TensorBoard is one more thing to carry
         }
         ended = subprocess.run(
             [
@@ -85,7 +80,10 @@ def run(cpu: bool) -> dict[str, Any]:
 def figures_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Figures of a run's metrics; NaN for an agreement that was not measured in every step."""
     finite = [
-        all(math.isfinite(row.get(name, math.nan)) for name in ("loss/policy", "optimizer/grad_norm"))
+        all(
+            math.isfinite(row.get(name, math.nan))
+            for name in ("loss/policy", "optimizer/grad_norm")
+        )
         for row in rows
     ]
     found = {
