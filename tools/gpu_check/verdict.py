@@ -44,7 +44,7 @@ def _there(name: str) -> bool:
         return importlib.util.find_spec("torch") is not None and _device_has(name)
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # the package around it
+    except (ImportError, OSError, RuntimeError):  # the package around it, or a library of its own
         return False
 
 

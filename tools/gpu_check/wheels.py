@@ -48,7 +48,7 @@ PYTORCH = (
     *("torch", "triton", "filelock", "fsspec", "Jinja2", "MarkupSafe", "mpmath", "networkx"),
     *("setuptools", "sympy", "typing_extensions"),
 )
-PLATFORMS = ("2_28", "2_27", "2_24", "2_17", "2_12", "2_5")
+NEWEST_GLIBC, OLDEST_GLIBC = 39, 5  # 2.39 is Ubuntu 24.04's, that of scripts/Containerfile
 
 
 def trainers() -> list[str]:
@@ -92,47 +92,56 @@ def listed() -> str:
 
 
 def fetch(folder: Path) -> int:
-    """Fetches both lists for Python 3.12 on Linux, x86-64. Returns pip's first status that is not
-    0; all are tried."""
+    """Fetches both lists for Python 3.12 on Linux, x86-64. Returns 1 where one did not come, which
+    is named; the others are there."""
     wheel = ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp"]
-    for platform in PLATFORMS:
-        wheel += ["--platform", f"manylinux_{platform}_x86_64"]
-    for platform in ("manylinux2014", "manylinux1", "linux"):
+    for glibc in range(NEWEST_GLIBC, OLDEST_GLIBC - 1, -1):
+        wheel += ["--platform", f"manylinux_2_{glibc}_x86_64"]
+    for platform in ("manylinux2014", "manylinux2010", "manylinux1", "linux"):
         wheel += ["--platform", f"{platform}_x86_64"]
-    statuses = []
+    lost = []
     for name, wanted in ((TRAINER, trainers()), (SERVERS, servers())):
-        for requirement in wanted:
-            built = requirement.partition("==")[0] in BUILT
-            how = ["--no-binary=:all:", "--no-build-isolation"] if built else wheel
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *how]
-            status = subprocess.call([*command, "-d", str(folder / name), requirement])
-            if status:
-                print(f"{name}: {requirement} did not come", flush=True)
-            statuses.append(status)
-    return next(filter(None, statuses), 0)
+        built = [each for each in wanted if each.partition("==")[0] in BUILT]
+        ready = [each for each in wanted if each not in built]
+        into = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        into += ["-d", str(folder / name)]
+        source = ["--no-binary=:all:", "--no-build-isolation"]
+        # together, which is quicker; each by itself where one is not to be had
+        together = bool(ready) and not subprocess.call([*into, *wheel, *ready])
+        for each in (*(() if together else ready), *built):
+            if subprocess.call([*into, *(source if each in built else wheel), each]):
+                lost.append(each)
+    print("".join(f"{each} did not come\n" for each in lost), end="", flush=True)
+    return int(bool(lost))
 
 
 def install(folder: Path, root: Path = ROOT) -> int:
-    """Installs what was fetched, without a network. Returns pip's first status that is not 0.
+    """Installs what was fetched, without a network. Returns 1 where something did not install; the
+    rest is there.
 
-    The servers' environment sees this interpreter's packages behind its own, and this project.
+    Transformer Engine comes last, and whole or not at all: without its part for PyTorch, which may
+    not build, the trainer would take it for usable. The servers' environment sees this
+    interpreter's packages behind its own, and this project.
     """
-    offline = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--upgrade"]
-    pip = [sys.executable, "-m", "pip", "install", *offline]
-    statuses = []
-    if files := _files(folder / TRAINER):
-        statuses.append(subprocess.call([*pip, "--target", str(root / ".gpu_wheels"), *files]))
-    if files := _files(folder / SERVERS):
-        environment = root / ".venv-sglang"
-        statuses.append(
-            subprocess.call([sys.executable, "-m", "venv", "--without-pip", str(environment)])
-        )
+    failed = False
+    trainer, environment = _files(folder / TRAINER), root / ".venv-sglang"
+    engine = [file for file in trainer if Path(file).name.startswith("transformer_engine")]
+    failed |= _install([file for file in trainer if file not in engine], root / ".gpu_wheels")
+    if served := _files(folder / SERVERS):
+        failed |= subprocess.call([sys.executable, "-m", "venv", "--without-pip", environment]) > 0
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         packages = environment / "lib" / version / "site-packages"
-        statuses.append(subprocess.call([*pip, "--target", str(packages), *files]))
+        failed |= _install(served, packages)
         behind = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
         (packages / "behind.pth").write_text("\n".join([*behind, str(root)]) + "\n")
-    return next(filter(None, statuses), 0)
+    return int(failed | _install(engine, root / ".gpu_wheels"))
+
+
+def _install(files: list[str], target: Path) -> bool:
+    """Returns True where pip failed, which then has installed none of them."""
+    offline = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--upgrade"]
+    pip = [sys.executable, "-m", "pip", "install", *offline, "--target", str(target)]
+    return bool(files) and subprocess.call([*pip, *files]) > 0
 
 
 def _files(folder: Path) -> list[str]:
