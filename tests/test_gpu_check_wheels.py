@@ -73,7 +73,7 @@ def test_all_that_the_trainer_s_packages_require_is_carried() -> None:
 
 
 def test_checks_are_imported_with_no_more_than_what_is_carried() -> None:
-    """What they start as well: the command of a run."""
+    """The command of a run, which one of them starts, is imported as well."""
     checks = [file.stem for file in FOLDER.glob("*.py") if file.stem != "__main__"]
     code = (
         f"import sys\nsys.path[:0] = [{str(FOLDER)!r}]\n"

@@ -35,7 +35,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 LIMIT_S = 480.0  # of a check
 EVERY = ("psutil",)  # describes the machine
 GPU_ONLY = ("cuda", SECOND_GPU, "nccl 2.30", "transformer_engine.pytorch")
-_TRAINER = ("cuda", "megatron.core", "pydantic", "psutil", "transformers")
+# triton: megatron-core 0.19 imports it
+_TRAINER = ("cuda", "triton", "megatron.core", "pydantic", "psutil", "transformers")
 _SERVERS = (*_TRAINER, "aiohttp", "orjson", "sglang")
 # in the order in which they tell most, with what each needs: known here, as without it a check
 # cannot be imported
@@ -47,7 +48,7 @@ CHECKS: dict[str, tuple[str, ...]] = {
     "mfu_32b": _TRAINER,
     "update_group": (*_SERVERS, SECOND_GPU),
     "vocabulary": ("cuda", "triton"),
-    "stage_32b": ("cuda", "megatron.core", "pydantic"),
+    "stage_32b": ("cuda", "triton", "megatron.core", "pydantic"),
     "server_hash": ("cuda",),
     "cuda_ipc": ("cuda",),
     "agreement": _TRAINER,

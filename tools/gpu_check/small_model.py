@@ -17,7 +17,6 @@ from megatron_stare.process.shipped import SHIPPED
 
 TINY = SHIPPED / "assets" / "tiny-adder"
 SHAPE = SHIPPED / "assets" / "architectures" / "qwen2.5-0.5b" / "config.json"
-OWN = 16  # tokens of tiny-adder's vocabulary
 
 
 @contextlib.contextmanager
@@ -43,6 +42,7 @@ def write_model(folder: Path, shape: dict[str, object]) -> None:
     model.save_pretrained(folder)
     shutil.copy(TINY / "tokenizer_config.json", folder)
     tokenizer = json.loads((TINY / "tokenizer.json").read_text())
-    size = model.config.vocab_size
-    tokenizer["model"]["vocab"] |= {f"<{number}>": number for number in range(OWN, size)}
+    words = tokenizer["model"]["vocab"]
+    # the last id is <|endoftext|>, which transformers adds to every tokenizer of a Qwen2
+    words |= {f"<{id_}>": id_ for id_ in range(len(words), model.config.vocab_size - 1)}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
