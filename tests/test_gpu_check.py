@@ -7,7 +7,9 @@ import importlib
 import json
 import math
 import os
+import re
 import runpy
+import select
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,16 +19,24 @@ from typing import Any
 
 import pytest
 import torch
+from support import sglang_servers as servers
 from support.adams import offloading, precision_aware
+from support.carried_only import without_the_rest
 from support.runs import ROOT
 
 from megatron_stare.config.schema import PerformanceConfig
+from megatron_stare.errors import UserError
+from megatron_stare.models import read_shape
+from megatron_stare.planning.phase_times import body_flops
+from megatron_stare.rollout.engines.model_folder import load_tokenizer, stop_token_ids
+from megatron_stare.rollout.engines.sglang.protocol import SUPPORTED_VERSIONS
 
 FOLDER = ROOT / "tools" / "gpu_check"
 SCRIPT = ROOT / "scripts" / "gpu_check.sh"
 QUICK = ("vocabulary", "server_hash", "kth_largest_key", "stage_32b", "trainer", "offload")
-SLOW = ("agreement", "export", "te", "settings", "optimizers")
-ALONE = ("cuda_ipc", "nccl_ranks")  # they start processes of their own
+SLOW = ("agreement", "export", "te", "settings", "optimizers", "mfu_32b")
+ALONE = ("quickstart", "cuda_ipc", "nccl_ranks")  # they start processes of their own
+SERVED = ("serve", "server_cycle", "update_group")  # with a real SGLang server
 
 
 def module(name: str) -> ModuleType:
@@ -38,15 +48,20 @@ def module(name: str) -> ModuleType:
         sys.path.remove(str(FOLDER))
 
 
-def test_every_check_is_run_by_a_test() -> None:
+def entry() -> dict[str, Any]:
+    """Runs tools/gpu_check/__main__.py without its main: the names that it defines."""
     sys.path.insert(0, str(FOLDER))
     try:
-        checks = runpy.run_path(str(FOLDER / "__main__.py"), run_name="looked at")["CHECKS"]
+        return runpy.run_path(str(FOLDER / "__main__.py"), run_name="looked at")
     finally:
         sys.path.remove(str(FOLDER))
-    assert sorted(checks) == sorted(QUICK + SLOW + ALONE)
-    page = (ROOT / "docs" / "gpu.md").read_text()
-    assert all(f"| `{name}` |" in page for name in checks)
+
+
+def test_every_check_is_run_by_a_test() -> None:
+    checks = entry()["CHECKS"]
+    assert sorted(checks) == sorted(QUICK + SLOW + ALONE + SERVED)
+    rows = re.findall(r"^\| `(\w+)` \| ", (ROOT / "docs" / "gpu.md").read_text(), re.MULTILINE)
+    assert rows == list(checks)  # in the order in which they are run
 
 
 @pytest.mark.parametrize(
@@ -107,12 +122,13 @@ def test_the_optimizers_rows_with_stand_ins(writers) -> None:
     assert [each["verdict"] for each in said] == ["pass", "pass", "fail", "fail"]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
         "PYTHON": sys.executable,
         "PYTHONPATH": str(ROOT),
         "TORCHDYNAMO_DISABLE": "1",
+        **variables,
     }
     return subprocess.run(
         ["bash", str(SCRIPT), *arguments],
@@ -127,12 +143,96 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ALONE)
 def test_a_check_with_processes_of_its_own(tmp_path: Path, name: str) -> None:
-    ended = run("--cpu", name, "--out", str(tmp_path))
+    ended = run("--cpu", name, "--out", str(tmp_path), **without_the_rest())
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert json.loads((tmp_path / f"{name}.json").read_text())["small, on a CPU"] is True
 
 
-@pytest.mark.skipif(module("verdict").lacking(["cuda"]) == [], reason="there is a GPU")
+@pytest.mark.slow
+@pytest.mark.sglang
+@pytest.mark.skipif(servers.MISSING is not None, reason=str(servers.MISSING))
+@pytest.mark.parametrize("name", SERVED)
+def test_a_check_with_a_server(tmp_path: Path, name: str) -> None:
+    ended = run("--cpu", name, "--out", str(tmp_path), SGLANG_PYTHON=servers.PYTHON)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result = json.loads((tmp_path / f"{name}.json").read_text())
+    assert result["libraries"]["servers"]["sglang"] in SUPPORTED_VERSIONS
+
+
+NO_GPU = pytest.mark.skipif(module("verdict").lacking(["cuda"]) == [], reason="there is a GPU")
+
+
+@NO_GPU
+def test_the_most_telling_check_comes_first(tmp_path: Path) -> None:
+    ended = run("--out", str(tmp_path))
+    assert ended.returncode == 3, ended.stderr
+    names = [line.partition(":")[0] for line in ended.stdout.splitlines()]
+    assert names == list(entry()["CHECKS"])
+    assert names[:5] == ["serve", "quickstart", "server_cycle", "trainer", "mfu_32b"]
+    assert "update_group: not run: cuda, " in ended.stdout
+    assert "a second GPU missing" in ended.stdout
+
+
+def test_a_check_that_reaches_its_limit_is_too_slow_and_not_repeated(tmp_path: Path) -> None:
+    assert entry()["LIMIT_S"] <= 480
+    (tmp_path / "trainer.json").write_text(json.dumps({"verdict": "pass"}))
+    asked = ("vocabulary", "trainer", "--cpu", "--out", str(tmp_path))
+    ended = run(*asked, "--limit", "0")
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stdout.startswith("vocabulary: too slow; it took longer than 0 s")
+    assert "trainer: pass, found before" in ended.stdout  # the next one has its turn
+    result = json.loads((tmp_path / "vocabulary.json").read_text())
+    assert result["check"] == "vocabulary" and result["verdict"] == "too slow"
+    ended = run(*asked)
+    assert ended.returncode == 1 and "vocabulary: too slow, found before" in ended.stdout
+    ended = run("vocabulary", "--cpu", "--out", str(tmp_path), "--again")
+    assert ended.returncode == 0 and "vocabulary: pass\n" in ended.stdout
+
+
+def test_all_processes_of_a_check_end_with_it(tmp_path: Path) -> None:
+    """One that is left would hold the pipe open."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        left = f"exec 9>{pipe}; sleep 600 & echo left >&9; exit 3"
+        assert entry()["ended"](["sh", "-c", left], 60.0) == 3
+        said = b""
+        while select.select([reading], [], [], 60.0)[0] and (more := os.read(reading, 100)):
+            said += more
+        assert said == b"left\n" and select.select([reading], [], [], 0)[0]
+    finally:
+        os.close(reading)
+    assert entry()["ended"](["sleep", "600"], 0.0) is None
+
+
+def test_an_error_that_the_product_explains_is_a_result(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A check dies of other errors, and leaves no result."""
+    check = ModuleType("explained")
+    check.BOUNDS, check.GPU_ONLY = {"tokens": (">=", 1.0)}, ()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "explained", check)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    errors: list[Exception] = [
+        RuntimeError("not explained"),
+        UserError("the server ended with 1", where="http://one"),
+    ]
+
+    def fails(cpu: bool) -> None:
+        raise errors.pop(0)
+
+    check.run = fails  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError):
+        entry()["one"]("explained", tmp_path, cpu=True)
+    assert list(tmp_path.iterdir()) == []
+    entry()["one"]("explained", tmp_path, cpu=True)
+    result = json.loads((tmp_path / "explained.json").read_text())
+    assert result["verdict"] == "fail" and "the server ended with 1" in result["broken"][0]
+
+
+@NO_GPU
 def test_what_is_missing_is_not_run_and_what_is_there_is_not_repeated(tmp_path: Path) -> None:
     (tmp_path / "trainer.json").write_text(json.dumps({"verdict": "pass"}))
     ended = run("trainer", "export", "--out", str(tmp_path))
@@ -143,33 +243,6 @@ def test_what_is_missing_is_not_run_and_what_is_there_is_not_repeated(tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trainer.json"]
     ended = run("trainer", "--again", "--out", str(tmp_path))
     assert ended.returncode == 3 and "trainer: not run: cuda missing" in ended.stdout
-
-
-def test_the_wheels_to_carry_are_those_of_this_project() -> None:
-    listed = run("--wheels").stdout.splitlines()
-    pinned = [
-        line.partition(";")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()
-    ]
-    # for Python 3.12
-    assert {"megatron-core==0.19.2", "typing_extensions==4.16.0"} < set(listed) <= set(pinned)
-
-
-# modules that come with neither PyTorch nor transformers, and are not carried
-NOT_THERE = ("ray", "rich", "tensorboard", "aiohttp", "orjson", "math_verify", "pytest", "absl")
-
-
-def test_checks_need_no_more_than_what_is_carried() -> None:
-    code = (
-        f"import sys\nsys.path[:0] = [{str(FOLDER)!r}, {str(ROOT / 'benchmarks')!r}]\n"
-        # importing them fails as if they were not installed
-        f"sys.modules.update(dict.fromkeys({NOT_THERE!r}))\n"
-        f"import machine\nfor name in {(*QUICK, *SLOW, *ALONE)!r}: __import__(name)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-    )
-    assert ended.returncode == 0, ended.stderr
 
 
 # what a check may want that a machine with PyTorch has not, by what is looked for in `CHECKS`
@@ -192,12 +265,8 @@ FEW_NEEDS = [
 def test_a_check_names_all_that_it_cannot_be_imported_without(names: tuple[str, ...]) -> None:
     """Modules that are not among a check's needs are taken away. A need that is not named would let
     the check fail where it cannot be run."""
-    sys.path.insert(0, str(FOLDER))
-    try:
-        entry = runpy.run_path(str(FOLDER / "__main__.py"), run_name="looked at")
-    finally:
-        sys.path.remove(str(FOLDER))
-    needs = {*entry["EVERY"], *(need for name in names for need in entry["CHECKS"][name])}
+    found = entry()
+    needs = {*found["EVERY"], *(need for name in names for need in found["CHECKS"][name])}
     gone = [module for need, module in HEAVY.items() if need not in needs]
     assert "transformers" in gone
     code = (
@@ -211,7 +280,10 @@ def test_a_check_names_all_that_it_cannot_be_imported_without(names: tuple[str, 
     assert ended.returncode == 0, ended.stderr
 
 
-def test_the_oldest_nccl_that_has_several_ranks_on_a_device(
+SECOND = module("verdict").SECOND_GPU
+
+
+def test_the_oldest_nccl_that_has_several_ranks_on_a_device_and_a_second_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lacking = module("verdict").lacking
@@ -221,3 +293,89 @@ def test_the_oldest_nccl_that_has_several_ranks_on_a_device(
     assert lacking(["nccl 2.30"]) == ["nccl 2.30"]
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 1))
     assert lacking(["nccl 2.30"]) == []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert lacking(["cuda", SECOND]) == [SECOND]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert lacking(["cuda", SECOND]) == []
+
+
+def test_the_servers_python_is_one_with_sglang(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    verdict = module("verdict")
+    has, not_has = tmp_path / "has", tmp_path / "not"
+    for file, status in ((has, 0), (not_has, 1)):
+        file.write_text(f"#!/bin/sh\nexit {status}\n")
+        file.chmod(0o755)
+    monkeypatch.setattr(verdict, "SGLANG", tmp_path / "nowhere")
+    monkeypatch.setenv("MEGATRON_STARE_SGLANG_PYTHON", str(not_has))
+    monkeypatch.setenv("SGLANG_PYTHON", str(has))
+    assert verdict.sglang_python() == str(has) and verdict.lacking(["sglang"]) == []
+    monkeypatch.setenv("SGLANG_PYTHON", str(not_has))
+    assert verdict.sglang_python() is None and verdict.lacking(["sglang"]) == ["sglang"]
+    monkeypatch.setattr(verdict, "SGLANG", has)  # that of the checkout
+    assert verdict.sglang_python() == str(has)
+
+
+ROW = {"loss/policy": 0.5, "optimizer/grad_norm": 1.0}
+ROW |= {"agreement/mean": 0.01, "agreement/p99": 0.1, "agreement/p999": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("change", "broken"),
+    [
+        ({}, None),
+        ({"loss/policy": math.nan}, "not finite"),
+        ({"optimizer/grad_norm": math.inf}, "not finite"),
+        ({"optimizer/grad_norm": 0.0}, "without a gradient"),
+        ({"agreement/mean": 0.03}, "agreement, mean"),
+        ({"agreement/p99": math.nan}, "agreement, p99"),
+        ({"agreement/p999": None}, "agreement, p999"),  # not measured
+    ],
+)
+def test_one_step_can_fail_the_quickstart(change: dict[str, Any], broken: str | None) -> None:
+    quickstart = module("quickstart")
+    odd = {name: value for name, value in (ROW | change).items() if value is not None}
+    figures = quickstart.figures_of([ROW, odd, *[ROW] * 18])
+    verdict, found = module("verdict").verdict_of(figures, quickstart.BOUNDS)
+    assert verdict == ("fail" if broken else "pass")
+    assert [broken in each for each in found] == ([True] if broken else [])
+    figures = quickstart.figures_of([ROW] * 19)
+    assert module("verdict").verdict_of(figures, quickstart.BOUNDS)[0] == "fail"
+
+
+def test_the_small_model_spells_every_token(tmp_path: Path) -> None:
+    small_model = module("small_model")
+    shape = json.loads(small_model.SHAPE.read_text()) | {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 40,
+    }
+    small_model.write_model(tmp_path, shape)
+    tokenizer, tiny = load_tokenizer(str(tmp_path)), load_tokenizer(str(small_model.TINY))
+    assert tokenizer("12+3=").input_ids == tiny("12+3=").input_ids
+    assert len(tokenizer) == 40 and len({tokenizer.decode([token]) for token in range(40)}) == 40
+    assert tokenizer.decode([15, 38]) == "<15><38>"
+    assert stop_token_ids(str(tmp_path), tokenizer) == (1,)
+
+
+def test_the_share_of_the_peak_is_that_of_the_planned_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage = module("stage_32b")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, flops in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        assert stage.peak() == flops
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Voodoo")
+    with pytest.raises(UserError, match="nothing is known of Voodoo"):
+        stage.peak()
+
+
+def test_operations_are_those_of_a_plan() -> None:
+    stage = module("stage_32b")
+    shape = read_shape(ROOT / "assets/architectures/qwen2.5-32b")
+    planned = 3 * sum(body_flops(shape, length, 0) for length in (100, 7))
+    assert stage.operations(shape, [100, 7]) == planned

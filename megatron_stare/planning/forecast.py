@@ -8,7 +8,7 @@ import subprocess
 from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
-from megatron_stare.planning.gpus import CPU, GPUS, Coefficients, Gpu, find_gpu
+from megatron_stare.planning.gpus import CPU, Coefficients, Gpu, find_gpu, named
 from megatron_stare.planning.memory import PlannedFit
 from megatron_stare.planning.phase_times import Lengths, Step, step_time
 
@@ -31,20 +31,6 @@ def gpu_of(config: Config) -> Gpu:
             fix="set plan.gpu",
         )
     return CPU
-
-
-def named(name: str) -> Gpu:
-    """Returns the GPU with this name in nvidia-smi, such as `NVIDIA H100 80GB HBM3`. Raises
-    ConfigError for an unknown GPU."""
-    words = name.replace("-", " ").split()
-    for gpu in GPUS.values():
-        kind, _, memory = gpu.name.upper().partition("-")
-        sizes = [word for word in words if word.endswith("GB")]
-        if kind in words and (not sizes or sizes == [f"{memory}B"]):
-            return gpu
-    raise ConfigError(
-        f"the GPU {name} is unknown", fix=f"set plan.gpu to the nearest of {', '.join(GPUS)}"
-    )
 
 
 def name_here() -> str | None:

@@ -66,6 +66,20 @@ def find_gpu(name: str, where: str = "--gpu") -> Gpu:
     return GPUS[name]
 
 
+def named(name: str) -> Gpu:
+    """Returns the GPU with this name in nvidia-smi, such as `NVIDIA H100 80GB HBM3`. Raises
+    ConfigError for an unknown GPU."""
+    words = name.replace("-", " ").split()
+    for gpu in GPUS.values():
+        kind, _, memory = gpu.name.upper().partition("-")
+        sizes = [word for word in words if word.endswith("GB")]
+        if kind in words and (not sizes or sizes == [f"{memory}B"]):
+            return gpu
+    raise ConfigError(
+        f"the GPU {name} is unknown", fix=f"set plan.gpu to the nearest of {', '.join(GPUS)}"
+    )
+
+
 @dataclass(frozen=True)
 class Coefficients:
     """Achieved shares of a device's peak, and additional times.

@@ -37,13 +37,14 @@ LAYERS = [*sorted(FOLDER.glob("*/*.yaml")), FOLDER / "index.yaml"]
 ARCHITECTURES = ROOT / "assets/architectures"
 # parameters as published in the index of each model's weights
 PARAMETERS = {
+    "qwen2.5-0.5b": 494_032_768,  # whose embedding is tied and counts once
     "qwen2.5-math-7b": 7_615_616_512,
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-14b-instruct": 14_770_033_664,
     "qwen2.5-32b": 32_763_876_352,
     "r1-distill-qwen-1.5b": 1_777_088_000,
     "qwen3-8b-base": 8_190_735_360,
-    "qwen3-1.7b-base": 1_720_574_976,  # whose embedding is tied and counts once
+    "qwen3-1.7b-base": 1_720_574_976,  # likewise
     "qwen3-14b-base": 14_768_307_200,
 }
 ARCHITECTURE = {

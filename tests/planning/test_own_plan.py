@@ -23,8 +23,7 @@ from megatron_stare.config.resolved import ResolvedRun, resolve_run
 from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.step.rank_memory import SavedForBackward
 from megatron_stare.observability.metrics.planned import planned_and_measured
-from megatron_stare.planning.forecast import named
-from megatron_stare.planning.gpus import find_gpu
+from megatron_stare.planning.gpus import find_gpu, named
 from megatron_stare.planning.own_plan import ModelFlops, own_plan
 from megatron_stare.planning.phase_times import all_gpus
 from megatron_stare.records.batch import Prompt

@@ -3,40 +3,52 @@ each found.
 
 A result is a JSON file in benchmarks/results/gpu/: machine, figures, bounds and verdict. A check
 that lacks something is `not run`, with the reason, and leaves no file, so that it is tried again;
-it is never a pass.
+it is never a pass. One that reaches its limit is ended, and `too slow`.
 
-    python tools/gpu_check [NAME ...] [--again] [--cpu] [--out FOLDER] [--wheels [FOLDER]]
+    python tools/gpu_check [NAME ...] [--again] [--cpu] [--limit S] [--out FOLDER]
+    python tools/gpu_check --wheels [FOLDER] | --install FOLDER
 
-Exit status: 0 where every check passed or had passed, 1 where one failed, 3 where one could not be
-run.
+Exit status: 0 where every check passed or had passed, 1 where one failed or was too slow, 3 where
+one could not be run.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from verdict import lacking, verdict_of
+import wheels
+from verdict import SECOND_GPU, SGLANG_VARIABLES, lacking, sglang_python, verdict_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
-LIMIT_S = 480.0
+LIMIT_S = 480.0  # of a check
 EVERY = ("psutil",)  # describes the machine
-GPU_ONLY = ("cuda", "nccl 2.30", "transformer_engine.pytorch")
-_TRAINER = ("cuda", "megatron.core", "pydantic", "psutil", "transformers")
+GPU_ONLY = ("cuda", SECOND_GPU, "nccl 2.30", "transformer_engine.pytorch")
+# triton: megatron-core 0.19 imports it
+_TRAINER = ("cuda", "triton", "megatron.core", "pydantic", "psutil", "transformers")
+_SERVERS = (*_TRAINER, "aiohttp", "orjson", "sglang")
 # in the order in which they tell most, with what each needs: known here, as without it a check
 # cannot be imported
 CHECKS: dict[str, tuple[str, ...]] = {
+    "serve": _SERVERS,
+    "quickstart": (*_TRAINER, "rich"),
+    "server_cycle": _SERVERS,
     "trainer": _TRAINER,
+    "mfu_32b": _TRAINER,
+    "update_group": (*_SERVERS, SECOND_GPU),
     "vocabulary": ("cuda", "triton"),
-    "stage_32b": ("cuda", "megatron.core", "pydantic"),
+    "stage_32b": ("cuda", "triton", "megatron.core", "pydantic"),
     "server_hash": ("cuda",),
     "cuda_ipc": ("cuda",),
     "agreement": _TRAINER,
@@ -48,17 +60,6 @@ CHECKS: dict[str, tuple[str, ...]] = {
     "settings": _TRAINER,
     "optimizers": _TRAINER,
 }
-# beside PyTorch, Triton and transformers; the versions are those of constraints.txt
-CARRIED = (
-    "megatron-core",
-    "pydantic",
-    "pydantic_core",
-    "annotated-types",
-    "typing-inspection",
-    "typing_extensions",  # pydantic wants a newer one than PyTorch brings
-    "orjson",
-    "psutil",
-)
 
 
 def main() -> int:
@@ -84,11 +85,26 @@ def main() -> int:
         metavar="FOLDER",
         help="list wheels to carry, or fetch them",
     )
+    parser.add_argument(
+        "--install", type=Path, metavar="FOLDER", help="install what --wheels FOLDER fetched"
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=LIMIT_S,
+        metavar="S",
+        help=f"seconds of a check, after which it is too slow; default {LIMIT_S:.0f}",
+    )
     # this process is the check's
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.wheels == "":
+        print(wheels.listed())
+        return 0
     if args.wheels is not None:
-        return wheels(args.wheels)
+        return wheels.fetch(Path(args.wheels))
+    if args.install is not None:
+        return wheels.install(args.install)
     if unknown := sorted(set(args.names) - set(CHECKS)):
         parser.error(f"no check is called {unknown[0]!r}; there are {', '.join(CHECKS)}")
     if args.one:
@@ -96,41 +112,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         out = args.out or (Path(scratch) if args.cpu else RESULTS)
         out.mkdir(parents=True, exist_ok=True)
-        said = [check(name, out, again=args.again, cpu=args.cpu) for name in args.names or CHECKS]
-    return 1 if "fail" in said else 3 if "not run" in said else 0
+        said = [
+            check(name, out, again=args.again, cpu=args.cpu, limit_s=args.limit)
+            for name in args.names or CHECKS
+        ]
+    return 1 if {"fail", "too slow"} & {*said} else 3 if "not run" in said else 0
 
 
-def wheels(folder: str) -> int:
-    """Prints the wheels that a machine with PyTorch lacks, or fetches them for Python 3.12 on
-    Linux."""
-    lines = (
-        line.partition(";")[0].strip()
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
-    )
-    # of two, the later is for Python 3.12
-    pins = dict(line.split("==") for line in lines if "==" in line)
-    wanted = [f"{name}=={pins[name]}" for name in CARRIED]
-    if not folder:
-        print("\n".join(wanted))
-        return 0
-    fetch = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--python-version",
-        "3.12",
-    ]
-    for platform in ("manylinux_2_28", "manylinux_2_24", "manylinux_2_17", "manylinux2014"):
-        fetch += ["--platform", f"{platform}_x86_64"]
-    return subprocess.call([*fetch, "-d", folder, *wanted])
-
-
-def check(name: str, out: Path, *, again: bool, cpu: bool) -> str:
-    """Runs one check unless its result is there, and says what came of it: pass, fail or not
-    run."""
+def check(name: str, out: Path, *, again: bool, cpu: bool, limit_s: float) -> str:
+    """Runs one check unless its result is there, and says what came of it: pass, fail, too slow or
+    not run."""
     file = out / f"{name}.json"
     if file.exists() and not again:
         verdict = json.loads(file.read_text())["verdict"]
@@ -142,21 +133,14 @@ def check(name: str, out: Path, *, again: bool, cpu: bool) -> str:
     if missing := lacking(needs):
         print(f"{name}: not run: {', '.join(missing)} missing", flush=True)
         return "not run"
-    command = [
-        sys.executable,
-        str(HERE),
-        name,
-        "--one",
-        "--out",
-        str(out),
-        *(["--cpu"] if cpu else []),
-    ]
-    try:
-        status = subprocess.run(command, timeout=LIMIT_S).returncode
-    except subprocess.TimeoutExpired:
-        print(f"{name}: fail: it took longer than {LIMIT_S:.0f} s", flush=True)
-        return "fail"
-    if status or not file.exists():
+    command = [sys.executable, str(HERE), name, "--one", "--out", str(out)]
+    status = ended([*command, *(["--cpu"] if cpu else [])], limit_s)
+    if status is None:
+        broken = [f"it took longer than {limit_s:.0f} s, and was ended"]
+        store(
+            file, {"check": name, "small, on a CPU": cpu, "verdict": "too slow", "broken": broken}
+        )
+    elif status or not file.exists():
         print(f"{name}: fail: it ended with status {status}", flush=True)
         return "fail"
     result: dict[str, Any] = json.loads(file.read_text())
@@ -167,31 +151,61 @@ def check(name: str, out: Path, *, again: bool, cpu: bool) -> str:
     return result["verdict"]
 
 
+def ended(command: list[str], limit_s: float) -> int | None:
+    """Exit status of the command, which sees no GPU with --cpu. None: it reached its limit, and was
+    ended with all processes of its group."""
+    environment = dict(os.environ)
+    if "--cpu" in command:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    if (python := sglang_python()) is not None:
+        environment[SGLANG_VARIABLES[0]] = python
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:  # an interrupt, too
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def store(file: Path, result: dict[str, Any]) -> None:
+    """Writes a result, whole or not at all."""
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(result, indent=1) + "\n")
+    part.replace(file)
+
+
 def one(name: str, out: Path, *, cpu: bool) -> int:
-    """The check itself, in this process."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
+    """Runs the check itself, in this process. An error that the product explains is a result."""
+    sys.path.append(str(ROOT / "benchmarks"))  # behind: it has a quickstart.py, too
     from machine import machine
 
+    from megatron_stare.errors import UserError
+
     module = importlib.import_module(name)
-    found = module.run(cpu)
     bounds = {
         each: bound
         for each, bound in module.BOUNDS.items()
         if not cpu or each not in module.GPU_ONLY
     }
-    verdict, broken = verdict_of(found["figures"], bounds)
+    found: dict[str, Any] = {}
+    try:
+        found = module.run(cpu)
+        verdict, broken = verdict_of(found["figures"], bounds)
+    except UserError as error:
+        verdict, broken = "fail", [str(error)]
     result = {
         "check": name,
         "small, on a CPU": cpu,
         "machine": machine(),
         "verdict": verdict,
         "broken": broken,
-    }
-    result |= {
         "bounds": {each: " ".join(map(str, bound)) for each, bound in bounds.items()},
         **found,
     }
-    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    store(out / f"{name}.json", result)
     return 0
 
 

@@ -9,7 +9,9 @@ measured.
 from __future__ import annotations
 
 import tempfile
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from clock import now
@@ -21,6 +23,7 @@ from megatron_stare.megatron.backend.cpu_backend import backend, device, has_tra
 from megatron_stare.megatron.batching.packing import pack
 from megatron_stare.megatron.model.model import build_policy, hidden_states
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.planning.gpus import CPU, named
 
 GPU_ONLY = ("share of the peak", "memory at most, GB")
 BOUNDS: dict[str, Bound] = {
@@ -29,7 +32,6 @@ BOUNDS: dict[str, Bound] = {
     "share of the peak": (">=", 0.30),
     "memory at most, GB": ("<=", 130.0),
 }
-PEAK = 989e12  # dense bfloat16 of an H100 or H200, operations a second
 
 
 def run(cpu: bool) -> dict[str, Any]:
@@ -50,8 +52,55 @@ def run(cpu: bool) -> dict[str, Any]:
         qk_norm=False,
     )
     lengths = [40, 24] if cpu else [16_384, 8_192, 8_192]
-    tokens = sum(lengths)
-    settings = ModelConfig(path="", dtype="float32" if cpu else "bfloat16", recompute="full")
+    found = passed(shape, [lengths], recompute="full", cpu=cpu)
+    work = operations(shape, lengths)
+    return {
+        "figures": {
+            "gradients that are not finite": float(found.not_finite),
+            "seconds": found.seconds,
+            "share of the peak": work / found.seconds / peak(),
+            "memory at most, GB": found.most / 1e9,
+        },
+        "operations, without those computed again": work,
+        "tokens": sum(lengths),
+    }
+
+
+def peak() -> float:
+    """Dense bfloat16 operations a second of this machine's GPU, in planning/gpus.py; there a CPU
+    has a nominal one. Raises ConfigError for a GPU that is not in the table."""
+    return (named(torch.cuda.get_device_name()) if torch.cuda.is_available() else CPU).flops
+
+
+@dataclass(frozen=True)
+class Passed:
+    """Result of forward and backward over micro-batches.
+
+    seconds: of the quickest of three, without the first.
+    not_finite: gradients of parameters that are not finite.
+    most: bytes of device memory at most, 0 on a CPU.
+    """
+
+    seconds: float
+    not_finite: int
+    most: int
+
+
+def passed(
+    shape: ModelShape,
+    micro_batches: Sequence[list[int]],
+    *,
+    recompute: Literal["none", "full"],
+    cpu: bool,
+    held: int = 0,
+) -> Passed:
+    """Passes through a stage's layers, in bfloat16 on a GPU.
+
+    Args:
+        micro_batches: lengths of the packed sequences of each.
+        held: bytes a parameter that are taken beside weights, gradients and activations.
+    """
+    settings = ModelConfig(path="", dtype="float32" if cpu else "bfloat16", recompute=recompute)
     with tempfile.TemporaryDirectory() as meeting:
         layout = parallel_layout.join(
             ParallelConfig(), 0, f"file://{meeting}/ranks", seed=1, timeout_s=120
@@ -64,33 +113,35 @@ def run(cpu: bool) -> dict[str, Any]:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
-            words = torch.randint(0, 1024, (1, tokens), device=device())
-            places = torch.cat([torch.arange(length) for length in lengths])[None].to(device())
-            packing = pack(lengths, torch.device("cpu")).to(
-                device(), bounds=has_transformer_engine()
-            )
+            parameters = sum(parameter.numel() for parameter in model.parameters())
+            room = torch.empty(held * parameters, dtype=torch.uint8, device=device())
+            inputs = [_inputs(lengths) for lengths in micro_batches]
+            if not cpu:
+                torch.cuda.reset_peak_memory_stats()
             seconds = []
             for _ in range(3):
                 model.zero_grad_buffer()
                 start = now()
                 with backend():
-                    hidden_states(model, words, places, packing).float().pow(2).mean().backward()
+                    for words, places, packing in inputs:
+                        states = hidden_states(model, words, places, packing)
+                        (states.float().pow(2).mean() / len(inputs)).backward()
                 seconds.append(now() - start)
             gradients = [parameter.main_grad for parameter in model.parameters()]
             bad = sum(int(not gradient.isfinite().all()) for gradient in gradients)
+            most = 0 if cpu else torch.cuda.max_memory_allocated()
+            del room
         finally:
             parallel_layout.leave()
-    work = operations(shape, lengths)
-    return {
-        "figures": {
-            "gradients that are not finite": float(bad),
-            "seconds": min(seconds[1:]),
-            "share of the peak": work / min(seconds[1:]) / PEAK,
-            "memory at most, GB": torch.cuda.max_memory_allocated() / 1e9 if not cpu else 0.0,
-        },
-        "operations, without those computed again": work,
-        "tokens": tokens,
-    }
+    return Passed(min(seconds[1:]), bad, most)
+
+
+def _inputs(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Token ids and positions [1, tokens] of a micro-batch on the device, and its packing."""
+    words = torch.randint(0, 1024, (1, sum(lengths)), device=device())
+    places = torch.cat([torch.arange(length) for length in lengths])[None].to(device())
+    packing = pack(lengths, torch.device("cpu")).to(device(), bounds=has_transformer_engine())
+    return words, places, packing
 
 
 def operations(shape: ModelShape, lengths: list[int]) -> float:

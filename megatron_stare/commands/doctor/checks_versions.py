@@ -64,7 +64,7 @@ def _servers(facts: Facts, config: Config | None) -> list[Finding]:
             return [ok("servers' libraries", said)]
         mend = (
             "CUDA memory handles go from one to the other, which nobody has tried between these"
-            " releases: run update_group of scripts/gpu_check.sh first, or set sglang.sync=disk"
+            " releases: run server_cycle of scripts/gpu_check.sh first, or set sglang.sync=disk"
         )
         return [warning("servers' libraries", said, mend)]
     return []
