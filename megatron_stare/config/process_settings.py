@@ -30,7 +30,7 @@ OWNED = {
     "OMP_NUM_THREADS": "runtime.trainer_threads and rollout.threads say it",
     "MKL_NUM_THREADS": "runtime.trainer_threads and rollout.threads say it",
     "CUDA_DEVICE_MAX_CONNECTIONS": (
-        "performance.cuda_connections says it for ranks, sglang.environment for servers"
+        "performance.cuda_connections says it for ranks; SGLang sets 8 for its servers"
     ),
 }
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
