@@ -175,7 +175,7 @@ def _up_to_date(
     tree: Mapping[str, Any], where: str | Path, steps: list[Callable[[Tree], Tree]]
 ) -> Tree:
     """Applies the upgrade steps from the file's format on. Raises DataError if a newer release
-    wrote the file, or its format is no valid number."""
+    wrote the file, or if the number of its format is not valid."""
     tree = dict(tree)
     found = tree.pop(KEY, 1)
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:

@@ -81,7 +81,7 @@ class EvaluationFolder:
     def _written(self, what: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the new content of evaluation.json: the old content plus new tasks.
 
-        Raises UserError if the folder contains other files, or responses made in another way.
+        Raises UserError if the folder contains other files, or responses of other settings.
         """
         now = {"format": FORMAT, **json.loads(json.dumps(what))}
         if not (self.path / EVALUATION).exists():
