@@ -370,7 +370,7 @@ def test_the_share_of_the_peak_is_that_of_the_planned_gpu(
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
         assert stage.peak() == flops
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Voodoo")
-    with pytest.raises(UserError, match="nothing is known of Voodoo"):
+    with pytest.raises(UserError, match="the GPU Voodoo is unknown"):
         stage.peak()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.leftovers import Traces
-from support.runs import ROOT, command, environment, metrics, model, watched_as
+from support.runs import LOADING, ROOT, command, environment, metrics, model, watched_as
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -123,7 +123,8 @@ def test_the_supervisor_is_small_and_its_run_ends_with_it(tmp_path: Path) -> Non
             supervisor.kill()
             supervisor.communicate()
     assert traces.left() == []
-    told, *_, last = (tmp_path / "said").read_text().splitlines()
+    loading, told, *_, last = (tmp_path / "said").read_text().splitlines()
+    assert f"{loading}\n" == LOADING
     assert told.startswith("SIGTERM: ")  # what it does then depends on what it was at
     assert last.endswith((" --supervise", " --supervise --resume"))
 

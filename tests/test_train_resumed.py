@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.runs import metrics, model, train
+from support.runs import LOADING, metrics, model, train
 
 from megatron_stare.rollout.sources.kept import from_bytes
 from megatron_stare.run_dir.run_state import KEPT
@@ -199,7 +199,7 @@ def test_killed_and_resumed_is_the_run_that_nobody_disturbed(
     settings = {**COMMON, "run.checkpoint_every": feature.saved, **feature.settings}
     monkeypatch.setenv("KILL_AT", str(order))
     done = train(model(), *feature.overrides, "run.dir=whole", cwd=tmp_path, **settings)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, LOADING)
     whole = metrics(tmp_path / "whole")
     feature.shown(tmp_path / "whole")
     assert name != "lagged_gate" or "warning: statistics.scope=micro_batch" in done.stdout
@@ -219,7 +219,7 @@ def test_killed_and_resumed_is_the_run_that_nobody_disturbed(
     resumed = train(
         model(), *feature.overrides, "run.dir=killed", "--resume", cwd=tmp_path, **settings
     )
-    assert (resumed.returncode, resumed.stderr) == (0, "")
+    assert (resumed.returncode, resumed.stderr) == (0, LOADING)
     assert f"continuing after step {int(last.name.removeprefix('step_'))}" in resumed.stdout
     feature.shown(tmp_path / "killed")
     if feature.recorded is not None:  # else responses are sampled again, by newer weights

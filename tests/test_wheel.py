@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.runs import ROOT
+from support.runs import LOADING, ROOT
 
 SOURCES = (
     "megatron_stare",
@@ -101,7 +101,7 @@ def test_the_quickstart_s_configuration_and_model_are_found(
         "run.seed=7",
         cwd=tmp_path,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, LOADING)
     resolved = yaml.safe_load(done.stdout)
     assert resolved["run"]["seed"] == 7
     assert Path(resolved["model"]["path"]).is_relative_to(installed.parent)

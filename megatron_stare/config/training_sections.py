@@ -192,8 +192,8 @@ class OptimizerConfig(Section):
     name: Literal["adam", "sgd"] = Field(
         "adam",
         description=(
-            "adam is AdamW; sgd is only for the single steps of tools/check_invariance.py, since"
-            " checkpoints cannot store its state"
+            "adam is AdamW; sgd is refused in a run, since checkpoints cannot store its state: it"
+            " serves the single steps of tools/check_invariance.py"
         ),
     )
     lr: float = Field(1e-6, gt=0, description="peak learning rate")

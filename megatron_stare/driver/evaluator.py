@@ -115,7 +115,8 @@ class Evaluator:
         missing = [
             (prompt, index) for prompt, index in wanted if (prompt.cursor, index) not in known
         ]
-        if self._verifiers[evaluation.task.verifier].judges_groups:
+        pool = self._verifiers.get(evaluation.task.verifier)
+        if pool is not None and pool.judges_groups:
             whole = {prompt.cursor for prompt, _ in missing}  # judged as a whole group
             missing = [each for each in wanted if each[0].cursor in whole]
         progress(len(wanted) - len(missing), len(wanted))

@@ -122,7 +122,7 @@ def test_what_cannot_be_fitted_is_refused(tmp_path: Path) -> None:
         calibrate([a_run(tmp_path, steps=6)], GPU, Coefficients(), None)
     with pytest.raises(DataError, match="cannot be read"):
         calibrate([tmp_path / "none"], GPU, Coefficients(), None)
-    with pytest.raises(ConfigError, match="links alone"):
+    with pytest.raises(ConfigError, match="the links of this GPU's node alone would need"):
         calibrate([a_run(tmp_path, metrics={"time/log_probs_s": 1e-9})], GPU, Coefficients(), None)
     slow = replace(GPU, flops=GPU.flops / 10)
     with pytest.raises(ConfigError, match="more than this GPU can do"):

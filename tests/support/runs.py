@@ -30,6 +30,8 @@ SMALL = {
 INLINE = {"runtime.runner": "inline", "parallel.tensor": 1}
 TIMED = ("time/", "perf/", "memory/", "plan/")
 
+LOADING = "loading PyTorch and Megatron ...\n"  # said by every run before anything else
+
 
 def command(
     *overrides: str, config: str | Path = ROOT / "configs/quickstart.yaml", **settings: Any

@@ -395,7 +395,7 @@ def test_bad_checkpoint(
     (cut_short / ".metadata").unlink()
     # what is left looks like a Hugging Face folder
     refused(capsys, cut_short, target, "no model.safetensors")
-    refused(capsys, tmp_path / "nowhere", target, "neither a Hugging Face folder")
+    refused(capsys, tmp_path / "nowhere", target, "there is no such folder")
     without_config = copy(converted / "megatron", tmp_path / "bare")
     (without_config / "config.json").unlink()
     refused(capsys, without_config, target, "does not say what model it is")
