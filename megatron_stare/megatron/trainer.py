@@ -6,14 +6,16 @@ processes a rollout batch; the weight stream passes new weights to the engines.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_stare.config.performance import check_device_performance
 from megatron_stare.config.resolved import ResolvedRun
@@ -44,7 +46,6 @@ from megatron_stare.megatron.optimizer.optimizer_state import adam_name, chain
 from megatron_stare.megatron.step.differences import Compared
 from megatron_stare.megatron.step.not_finite import NotFinite, OwnGradients, look
 from megatron_stare.megatron.step.passes import Reference, compute_log_probs
-from megatron_stare.megatron.step.profiling import StepProfile, marked
 from megatron_stare.megatron.step.rank_memory import RankMemory
 from megatron_stare.megatron.step.state_sums import RankProof, state_sums
 from megatron_stare.megatron.step.step import Policy, Step
@@ -70,6 +71,37 @@ UNREPLAYED = (
     "moe.routing_replay: off; in 16 bits engine and trainer choose other experts for some tokens,"
     " whose log-probs then differ by more than rounding alone would make them"
 )
+
+
+@contextlib.contextmanager
+def marked(name: str) -> Iterator[None]:
+    """Names a pass in a trace, and on CUDA as an NVTX range that `nsys profile` shows."""
+    with contextlib.ExitStack() as marks:
+        marks.enter_context(record_function(name))
+        if torch.cuda.is_available():
+            marks.enter_context(torch.cuda.nvtx.range(name))
+        yield
+
+
+class StepProfile:
+    """Records this process's operators from now until `write`, and on CUDA its kernels."""
+
+    def __init__(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities)
+        self._profile.start()
+
+    def write(self, file: Path) -> None:
+        """Ends the recording and writes a Chrome trace, compressed if the name ends in .gz.
+
+        Raises:
+            OSError: the file cannot be written; the recording has ended.
+        """
+        self._profile.stop()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._profile.export_chrome_trace(str(file))
 
 
 class Trainer:
