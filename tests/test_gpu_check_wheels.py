@@ -72,6 +72,7 @@ def test_all_that_the_trainer_s_packages_require_is_carried() -> None:
     assert closure(carried) <= carried | closure(["torch"])
 
 
+@pytest.mark.wide
 def test_checks_are_imported_with_no_more_than_what_is_carried() -> None:
     """The command of a run, which one of them starts, is imported as well."""
     checks = [file.stem for file in FOLDER.glob("*.py") if file.stem != "__main__"]
@@ -118,6 +119,7 @@ def wheel(folder: Path, name: str) -> None:
             archive.writestr(file, text)
 
 
+@pytest.mark.wide
 def test_what_is_fetched_is_found_once_it_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,32 +27,7 @@ from megatron_stare.rollout.sources.rollout_source import _Judging
 from megatron_stare.train import train
 
 ROOT = Path(__file__).parents[2]
-HERE = "test_what_verifiers_are_given"
-
-
-def within(response: str, answer: str, *, columns: dict[str, Any], bonus: float = 0.0) -> float:
-    return float(len(response) <= columns["limit"]) + bonus
-
-
-def maybe(response: str, answer: str, *, columns: dict[str, Any] | None = None) -> float:
-    return float(bool(columns))
-
-
-def rarest(responses: list[str], answer: str, *, columns: dict[str, Any] | None = None) -> Any:
-    """Pays a right response the more, the fewer there are; with a column, only then."""
-    right = [each == answer for each in responses]
-    return [each / sum(right) if each else 0.0 for each in right]
-
-
-def one_too_few(responses: list[str], answer: str) -> list[float]:
-    return [1.0] * (len(responses) - 1)
-
-
-def not_numbers(responses: list[str], answer: str) -> list[Any]:
-    return [1.0, "no", *[0.0] * (len(responses) - 2)]
-
-
-KNOWN_ANSWERS: list[Any] = []
+HERE = "support.given_verifiers"
 
 
 def test_what_a_verifier_asks_for_is_read_from_its_parameters() -> None:
