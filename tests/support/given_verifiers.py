@@ -1,5 +1,4 @@
-"""Verifiers of tests/rewards/test_what_verifiers_are_given.py; a module apart, so that workers start
-without torch."""
+"""Verifiers of a test of what verifiers are given, apart from it: workers start without torch."""
 
 from __future__ import annotations
 
