@@ -26,7 +26,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from megatron_stare.errors import ConfigError
@@ -92,7 +92,6 @@ class WeightedSum:
         return rewards_of(self, [response], answer)[0]
 
 
-@cache
 def asked_by(verify: Verifier) -> Asked:
     """Determines the inputs of a verifier from its parameters."""
     if isinstance(verify, WeightedSum):

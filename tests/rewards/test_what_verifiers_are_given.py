@@ -44,6 +44,16 @@ def test_what_a_verifier_asks_for_is_read_from_its_parameters() -> None:
     assert (added.groups, added.needs_columns) == (True, True)
 
 
+def test_a_callable_that_cannot_be_hashed_is_a_verifier_too() -> None:
+    class Longer:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, response: str, answer: str) -> float:
+            return float(len(response) > len(answer))
+
+    assert rewards_of(Longer(), ["ab", "a"], "b") == [1.0, 0.0]
+
+
 def test_columns_are_no_setting_and_others_are() -> None:
     verify = make_verifier(Extension(f"{HERE}.within", {"bonus": 0.5}))
     assert rewards_of(verify, ["four", "fives"], "", {"limit": 4}) == [1.5, 0.5]
