@@ -3,10 +3,11 @@
     bash scripts/test.sh --slow                # all that this commit has left; run again to resume
     bash scripts/test.sh --slow tests/rollout  # some of them
 
-What a file came to is kept in build/slow/COMMIT/, so a file whose tests passed is not run again for
-that commit. Once every file has been run, the table is benchmarks/results/slow_suite.json: the
-commit, the machine, and of each file its seconds, the tests that passed, and by name those that
-failed or were skipped, with the reason.
+The results of each file are kept in build/slow/COMMIT/, so a file whose tests passed is not run
+again for that commit. After every file of a whole run the table is written,
+benchmarks/results/slow_suite.json: the commit, the machine, of each file its seconds, the tests
+that passed, and by name those that failed or were skipped, with the reason; and the files that are
+left to run.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def git(*arguments: str) -> str:
 
 def main(paths: list[str]) -> int:
     commit = git("rev-parse", "--short", "HEAD")
-    if git("status", "--porcelain", "--untracked-files=no"):
+    if git("status", "--porcelain", "--untracked-files=no", "--", f":!{TABLE.relative_to(ROOT)}"):
         sys.exit(
             "error: there are changes that no commit has: commit them, as results are kept by"
             " commit"
@@ -73,6 +74,9 @@ def main(paths: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, dict[str, Any]] = {}
     every = files_of(paths)
+    if not paths:
+        sys.path.insert(0, str(ROOT / "benchmarks"))
+        from machine import machine
     for number, file in enumerate(every, 1):
         report = folder / f"{file.replace('/', '.')}.xml"
         if not report.exists() or "failed" in outcome(report):
@@ -99,13 +103,10 @@ def main(paths: list[str]) -> int:
                 flush=True,
             )
         results[file] = outcome(report)
-    if not paths:
-        sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-        from machine import machine
-
-        TABLE.write_text(
-            json.dumps({"commit": commit, "machine": machine(), "files": results}, indent=1) + "\n"
-        )
+        if not paths:
+            table = {"commit": commit, "machine": machine(), "files": results}
+            table["left"] = every[number:]
+            TABLE.write_text(json.dumps(table, indent=1) + "\n")
     failed = [
         f"{file}::{name}" for file, told in results.items() for name in told.get("failed", {})
     ]
