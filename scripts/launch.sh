@@ -11,6 +11,8 @@
 #   SEED              seed of data order and sampling (1)
 #   EVALUATE          0 leaves the recipe's evaluation out (1)
 # How it is laid out. Left empty, each is the recipe's.
+#   NODES             nodes with GPUS_PER_NODE (8) GPUs each: DATA_PARALLEL and, if colocated, ENGINES are adapted to
+#                     them, unless DATA_PARALLEL or ENGINES is given
 #   TENSOR PIPELINE CONTEXT DATA_PARALLEL    ranks of the trainer in each direction
 #   ENGINES ENGINE_TENSOR                    servers, and the GPUs of each
 #   COLOCATED                                true: servers are on the trainer's GPUs; false: on others
@@ -122,39 +124,76 @@ settings_of_variables() {
     [ "$EVALUATE" = 1 ] || settings+=('eval.tasks=[]' 'data.decontaminate=[]')
 }
 
+# Whether the run is on GPUs of nodes that a plan can be made for.
+on_gpus() { [ "$ENGINE" = sglang ] && [ "$DEVICE" = cuda ] && [ "${GPUS_PER_NODE:-8}" != 0 ]; }
+
+# Whether the layout is given, by a variable or among the key=value words that are the arguments.
+layout_is_given() {
+    [ -z "${DATA_PARALLEL:-}${ENGINES:-}" ] || return 0
+    case " $* " in *" parallel.data="* | *" rollout.engines="*) return 0 ;; esac
+    return 1
+}
+
+# Asks `megatron-stare plan` for a recipe with `settings`, over NODES unless the layout is given. Leaves planned_nodes,
+# planned_grace_s and planned_layout. Arguments: the recipe.
+plan_of() {
+    local planned name value over=(--gpus-per-node "${GPUS_PER_NODE:-8}")
+    [ -z "${NODES:-}" ] || layout_is_given "${settings[@]}" || over+=(--nodes "$NODES")
+    planned="$("$PYTHON" -m megatron_stare.cli plan "recipes/$1" "${settings[@]}" "${over[@]}" --launch)" || exit 2
+    # shellcheck disable=SC2034 # slurm_submit.sh reads them
+    planned_nodes="" planned_grace_s="" planned_layout=()
+    while read -r name value; do
+        case "$name" in
+        nodes | grace_s) printf -v "planned_$name" %s "$value" ;;
+        layout) planned_layout+=("$value") ;;
+        esac
+    done <<<"$planned"
+}
+
+# Checks the recipe and the variables, and leaves them in `settings`. Arguments: the recipe, key=value words.
+settings_of_recipe() {
+    local recipe="${1:-}" words word
+    case "$recipe" in
+    "" | *=*) fail "no recipe is named" "run_recipe.sh short_cot_qwen2.5_math_7b; megatron-stare recipes lists them" ;;
+    esac
+    [ -z "${ALGORITHM:-}" ] ||
+        fail "ALGORITHM=$ALGORITHM has no effect: a recipe sets its method" "name another recipe, such as ${recipe}_$ALGORITHM"
+    for word in "$@"; do
+        case "$word" in
+        -*) fail "unknown option $word" "set variables or key=value words instead; --help lists them" ;;
+        esac
+    done
+    shift
+    ENGINE="${ENGINE:-sglang}" DEVICE="${DEVICE:-cuda}" EVALUATE="${EVALUATE:-1}"
+    find_project_python
+    settings=()
+    settings_of_variables
+    read -r -a words <<<"${SETTINGS:-}"
+    settings+=(${words[@]+"${words[@]}"} "$@")
+}
+
 # Trains. Arguments: the recipe, key=value words.
 launch() {
-    local recipe="${1:-}" words
-    local settings=() resume=()
+    local recipe="${1:-}" settings resume=()
     case "$recipe" in
     -h | --help)
         usage_of "$0"
         usage_of "${BASH_SOURCE[0]}"
         exit 0
         ;;
-    "" | *=*) fail "no recipe is named" "run_recipe.sh short_cot_qwen2.5_math_7b; megatron-stare recipes lists them" ;;
     esac
-    [ -z "${ALGORITHM:-}" ] ||
-        fail "ALGORITHM=$ALGORITHM has no effect: a recipe sets its method" "name another recipe, such as ${recipe}_$ALGORITHM"
-    shift
-    local word
-    for word in "$recipe" "$@"; do
-        case "$word" in
-        -*) fail "unknown option $word" "set variables or key=value words instead; --help lists them" ;;
-        esac
-    done
-    ENGINE="${ENGINE:-sglang}" DEVICE="${DEVICE:-cuda}" EVALUATE="${EVALUATE:-1}" RESUME="${RESUME:-auto}"
-    DRY_RUN="${DRY_RUN:-0}"
+    RESUME="${RESUME:-auto}" DRY_RUN="${DRY_RUN:-0}"
     one_of DRY_RUN 0 1
     one_of RESUME auto 0 1
-    find_project_python
+    settings_of_recipe "$@"
     WORK="${WORK:-$PWD}"
     cd "$WORK" 2>/dev/null || fail "there is no folder $WORK" "set WORK to a folder that all nodes see"
     RUN_DIR="${RUN_DIR:-$PWD/runs/$recipe}"
-    settings_of_variables
-    settings+=("run.dir=$RUN_DIR")
-    read -r -a words <<<"${SETTINGS:-}"
-    settings+=(${words[@]+"${words[@]}"} "$@")
+    if [ -n "${NODES:-}" ] && on_gpus && ! layout_is_given "${settings[@]}"; then
+        plan_of "$recipe"
+        settings+=(${planned_layout[@]+"${planned_layout[@]}"})
+    fi
+    settings=("run.dir=$RUN_DIR" "${settings[@]}")
     if [ "$RESUME" = 1 ] || { [ "$RESUME" = auto ] && [ -e "$RUN_DIR/config.yaml" ]; }; then resume=(--resume); fi
     if [ -n "${STOP_AFTER:-}" ]; then resume+=(--stop-after "$STOP_AFTER"); fi
     local train=("$PYTHON" -m megatron_stare.cli train "recipes/$recipe" "${settings[@]}" ${resume[@]+"${resume[@]}"})

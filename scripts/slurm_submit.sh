@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
 # Submits a recipe, or a script of yours, as a Slurm job that starts Ray on its nodes, is requeued at its time limit,
 # and goes on by itself.
-#   NODES=2 bash scripts/slurm_submit.sh short_cot_qwen2.5_math_7b
-#   NODES=4 TIME=24:00:00 PARTITION=h100 bash scripts/slurm_submit.sh short_cot_qwen2.5_32b key=value
+#   bash scripts/slurm_submit.sh short_cot_qwen2.5_math_7b
+#   NODES=16 TIME=24:00:00 PARTITION=h100 bash scripts/slurm_submit.sh short_cot_qwen2.5_32b key=value
 #   bash scripts/slurm_submit.sh my_run.sh key=value
 # All variables of the run (scripts/launch.sh) hold in the job, too.
-#   NODES            of the job (2)
-#   GPUS_PER_NODE    asked of Slurm; 0: none are asked for (8)
+#   NODES            of the job; a recipe is laid over them (the recipe's, as `megatron-stare plan` counts them; a
+#                    script's: 2)
+#   GPUS_PER_NODE    asked of Slurm; 0: none are asked for, and nothing is planned (8)
 #   CPUS_PER_NODE    asked of Slurm, for one task a node (all: the nodes are the job's alone)
 #   TIME             limit of one start of the job, as Slurm writes it (24:00:00)
 #   GRACE_S          seconds before that limit at which the run is told to save after its step and end, and the job is
-#                    requeued; longer than a step and a save take, or the step under way is given up (300)
+#                    requeued; longer than a step and a save take, or the step under way is lost (twice what
+#                    `megatron-stare plan` predicts of both, at least 300; a script's: 300)
 #   PARTITION ACCOUNT QOS JOB_NAME RESERVATION    as Slurm has them (Slurm's; JOB_NAME: that of the recipe or script)
 #   SBATCH_ARGS      further words for sbatch, such as --exclude=node7
 #   LOG              file of the job's output, %j is its number (WORK/slurm-%j.log)
@@ -32,6 +34,34 @@ export DRY_RUN="${DRY_RUN:-0}"
 # The recipe, or the name of another script. Arguments: the script and its own.
 name_of() { if [ "$1" = "$RUN_RECIPE" ]; then echo "$2"; else basename "$1" .sh; fi; }
 
+# Seconds of a time limit as Slurm writes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; huge for UNLIMITED.
+seconds_of() {
+    local days=0 clock="$1" parts
+    case "$clock" in
+    UNLIMITED | INFINITE) echo 2147483647; return ;;
+    *-*) days="${clock%%-*}" clock="${clock#*-}" ;;
+    esac
+    IFS=: read -r -a parts <<<"$clock"
+    case "$1:${#parts[@]}" in
+    *-*:[123] | *:3) parts=("${parts[@]}" 0 0) ;; # hours first
+    *) parts=(0 "${parts[@]}" 0) ;;               # minutes first
+    esac
+    [[ "$days${parts[0]}${parts[1]}${parts[2]}" =~ ^[0-9]+$ ]] ||
+        fail "TIME is $1" "a limit as Slurm writes it, such as 24:00:00 or 2-00:00:00"
+    echo $(((10#$days * 24 + 10#${parts[0]}) * 3600 + 10#${parts[1]} * 60 + 10#${parts[2]}))
+}
+
+# NODES and GRACE_S, where they are not given, of the plan of a recipe. Arguments: the recipe, key=value words.
+take_size_of_recipe() {
+    local settings
+    settings_of_recipe "$@"
+    on_gpus || return 0
+    plan_of "$1"
+    [ -z "${NODES:-}" ] || [ "$NODES" = "$planned_nodes" ] ||
+        fail "NODES is $NODES, and the layout that is given needs $planned_nodes" "leave NODES or the layout out"
+    NODES="$planned_nodes" GRACE_S="${GRACE_S:-$planned_grace_s}"
+}
+
 submit() {
     local script="${1:-}"
     case "$script" in
@@ -44,11 +74,18 @@ submit() {
         ;;
     *) script="$RUN_RECIPE" ;;
     esac
-    export MEGATRON_STARE_ROOT="$ROOT" WORK="${WORK:-$PWD}" GRACE_S="${GRACE_S:-300}"
     one_of DRY_RUN 0 1
-    local gpus="${GPUS_PER_NODE:-8}"
-    local sbatch=(sbatch --requeue --open-mode=append "--signal=B:USR1@$GRACE_S" "--nodes=${NODES:-2}"
-        --ntasks-per-node=1 "--time=${TIME:-24:00:00}" "--job-name=${JOB_NAME:-$(name_of "$script" "$@")}"
+    export MEGATRON_STARE_ROOT="$ROOT" WORK="${WORK:-$PWD}"
+    local gpus="${GPUS_PER_NODE:-8}" time="${TIME:-24:00:00}" limit
+    [ "$script" != "$RUN_RECIPE" ] || take_size_of_recipe "$@"
+    export NODES="${NODES:-2}" GRACE_S="${GRACE_S:-300}"
+    limit="$(seconds_of "$time")"
+    [ "$GRACE_S" -le 65535 ] || fail "GRACE_S is $GRACE_S, and Slurm takes at most 65535" "set STOP_AFTER and GRACE_S=300"
+    [ "$GRACE_S" -lt "$limit" ] ||
+        fail "the limit TIME=$time is $limit s, and the run would be told to save $GRACE_S s before it" \
+            "a longer TIME, or a GRACE_S that is below it and longer than a step and a save"
+    local sbatch=(sbatch --requeue --open-mode=append "--signal=B:USR1@$GRACE_S" "--nodes=$NODES"
+        --ntasks-per-node=1 "--time=$time" "--job-name=${JOB_NAME:-$(name_of "$script" "$@")}"
         "--output=${LOG:-$WORK/slurm-%j.log}" "--chdir=$WORK" --export=ALL)
     [ "$gpus" = 0 ] || sbatch+=("--gpus-per-node=$gpus")
     if [ -n "${CPUS_PER_NODE:-}" ]; then sbatch+=("--cpus-per-task=$CPUS_PER_NODE"); else sbatch+=(--exclusive); fi
@@ -70,6 +107,7 @@ job() {
         head="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
         nodes="$SLURM_JOB_NUM_NODES"
     fi
+    export NODES="$nodes"
     export RUN_DIR="${RUN_DIR:-$WORK/runs/$(name_of "$@")-${SLURM_JOB_ID:-JOB}}"
     echo "start $((${SLURM_RESTART_COUNT:-0} + 1)) of job ${SLURM_JOB_ID:-JOB} on $nodes nodes; run: $RUN_DIR"
     # a node's one task is all of Ray there: it is not to be bound to a core

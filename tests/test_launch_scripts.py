@@ -35,10 +35,13 @@ NOT_OURS = {"BASH_SOURCE", "PWD", "SECONDS", "PYTHONPATH", "ROOT", "MEGATRON_STA
 
 @pytest.fixture
 def recorder(tmp_path: Path) -> Path:
-    """A PYTHON that writes down its arguments, a JSON list a line in `calls`, and does nothing."""
+    """A PYTHON that plans, and otherwise only writes down its arguments, a line in `calls` each,
+    with zero bytes between."""
     path = tmp_path / "python"
     path.write_text(
-        '#!/usr/bin/env bash\n{ printf "%s\\0" "$@"; echo; } >>"$(dirname "$0")/calls"\n'
+        "#!/usr/bin/env bash\n"
+        f'case "$*" in *" plan "*) exec {sys.executable} "$@" ;; esac\n'
+        '{ printf "%s\\0" "$@"; echo; } >>"$(dirname "$0")/calls"\n'
     )
     path.chmod(0o755)
     return path
@@ -278,12 +281,12 @@ def test_a_submission_prints_the_job_too(recorder: Path) -> None:
         str(recorder),
         "scontrol",
     ]
-    assert "# on USR1, 300 s before the limit: kill -USR1 RUN; the run ends with 75" in dry.stdout
+    assert "# on USR1, 480 s before the limit: kill -USR1 RUN; the run ends with 75" in dry.stdout
     assert {
         "--nodes=4",
         "--time=1:00:00",
         "--partition=h100",
-        "--signal=B:USR1@300",
+        "--signal=B:USR1@480",
         "--requeue",
     } <= set(lines[0])
     assert "recipes/short_cot_qwen2.5_32b" in lines[5] and "run.seed=3" in lines[5]
@@ -302,6 +305,89 @@ def test_a_submission_prints_the_job_too(recorder: Path) -> None:
     assert not any("gpus" in word for word in given)
     refused = run(submit, "nothing.sh", recorder=recorder)
     assert refused.returncode == 2 and "there is no script nothing.sh" in refused.stderr
+
+
+@pytest.mark.wide
+def test_a_recipe_gives_its_job_the_size(recorder: Path) -> None:
+    """Its nodes, its layout over other nodes, and a warning before the limit that is longer than
+    its step."""
+    submit, recipe = OTHERS[0], "dapo_qwen2.5_32b"
+
+    def shown(*words: str, **variables: str) -> tuple[list[str], list[str]]:
+        done = run(submit, recipe, *words, recorder=recorder, DRY_RUN="1", **variables)
+        assert done.returncode == 0, done.stderr
+        lines = [shlex.split(line)[1:] for line in done.stdout.splitlines() if line[0] == "+"]
+        return lines[0], next(line for line in lines if "train" in line)
+
+    def grace(submitted: list[str]) -> int:
+        return int(next(word for word in submitted if "USR1@" in word).partition("@")[2])
+
+    def planned(*words: str) -> float:
+        told = recorder.parent / "plan.json"
+        command = [sys.executable, "-m", "megatron_stare.cli", "plan", f"recipes/{recipe}"]
+        subprocess.run(
+            [*command, *words, "--json", told], cwd=ROOT, check=True, capture_output=True
+        )
+        step = json.loads(told.read_text())["step"]
+        return float(sum(step["phases"].values()) + step["checkpoint"])
+
+    own, trained = shown()
+    assert "--nodes=4" in own and resolved(trained[1:]).parallel.data == 4
+    assert 2 * planned() <= grace(own) < 2.2 * planned()
+    wide, trained = shown(NODES="16")
+    config = resolved(trained[1:])
+    assert "--nodes=16" in wide and (config.parallel.data, config.rollout.engines) == (16, 32)
+    assert 2 * planned("--nodes", "16") <= grace(wide) < grace(own)
+    given, trained = shown(NODES="2", DATA_PARALLEL="2", ENGINES="4", GRACE_S="301", TIME="302:0")
+    config = resolved(trained[1:])
+    assert "--nodes=2" in given and (config.parallel.data, config.rollout.engines) == (2, 4)
+    assert grace(given) == 301
+    short, trained = shown("plan.response_tokens=64", "parallel.data=2", "rollout.engines=4")
+    assert "--nodes=2" in short and grace(short) < grace(own) / 4
+
+    for variables, words in (
+        (
+            {"NODES": "16", "DATA_PARALLEL": "4"},
+            "NODES is 16, and the layout that is given needs 4",
+        ),
+        ({"TIME": "0:30:00", "GRACE_S": "1800"}, "the limit TIME=0:30:00 is 1800 s"),
+        ({"TIME": "soon"}, "TIME is soon"),
+        ({"GRACE_S": "70000"}, "Slurm takes at most 65535"),
+        ({"NODES": "4", "GPUS_PER_NODE": "4", "PIPELINE": "3"}, "cannot be cut into replicas"),
+        ({"DEVICE_GB": "16"}, "the run does not fit"),
+    ):
+        refused = run(submit, recipe, recorder=recorder, DRY_RUN="1", **variables)
+        assert refused.returncode == 2 and words in refused.stderr, refused.stderr
+        assert refused.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        ("90", 5400),
+        ("90:30", 5430),
+        ("1:02:03", 3723),
+        ("2-3", 183600),
+        ("2-3:04", 183840),
+        ("2-03:08:09", 184089),
+        ("UNLIMITED", 2147483647),
+    ],
+)
+def test_a_time_limit_is_read_as_slurm_reads_it(recorder: Path, limit: str, seconds: int) -> None:
+    (recorder.parent / "own.sh").write_text("exit 0\n")
+    for grace, code in ((seconds - 1, 0), (seconds, 2)):
+        if grace > 65535:
+            continue
+        done = run(
+            OTHERS[0], "own.sh", recorder=recorder, DRY_RUN="1", TIME=limit, GRACE_S=str(grace)
+        )
+        assert done.returncode == code, done.stderr
+    functions = re.search(r"^seconds_of\(\) \{.*?^\}$", OTHERS[0].read_text(), re.M | re.S)
+    assert functions is not None
+    said = subprocess.run(
+        ["bash", "-c", f"{functions[0]}; seconds_of {limit}"], capture_output=True, text=True
+    )
+    assert int(said.stdout) == seconds
 
 
 @pytest.mark.parametrize(

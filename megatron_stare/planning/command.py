@@ -65,6 +65,14 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
         help="write the whole plan as JSON, in bytes and seconds",
     )
     plan.add_argument(
+        "--launch",
+        action="store_true",
+        help=(
+            "print only what a launch script needs: the number of nodes, the seconds in which a"
+            " step and a save surely end, and the settings of the layout over --nodes"
+        ),
+    )
+    plan.add_argument(
         "--calibrate",
         type=Path,
         action="append",
@@ -104,7 +112,7 @@ def run_command(args: argparse.Namespace) -> int:
 
     from megatron_stare.planning.calibrate import calibrate
     from megatron_stare.planning.phase_times import Lengths
-    from megatron_stare.planning.run_plan import Site, as_json, make_plan, text
+    from megatron_stare.planning.run_plan import Site, as_json, for_launch, make_plan, text
     from megatron_stare.process.silence_upstreams import quiet_upstreams
 
     quiet_upstreams()
@@ -124,5 +132,5 @@ def run_command(args: argparse.Namespace) -> int:
         raise UserError(
             f"cannot be written: {error.strerror}", where=str(error.filename)
         ) from error
-    print(text(plan))
+    print(for_launch(plan) if args.launch else text(plan))
     return int(bool(plan.faults))

@@ -6,6 +6,7 @@ Imports torch and Megatron, which command.py must not import for its arguments.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from megatron_stare.config.load import with_absolute_paths
 from megatron_stare.config.resolved import ResolvedRun, resolve_run
 from megatron_stare.config.rules import check_layout, check_recompute
 from megatron_stare.config.schema import Config, ParallelConfig
-from megatron_stare.errors import ConfigError
+from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.planning.forecast import capacity_of, step_of
 from megatron_stare.planning.gpus import SOURCES, Fitted, Gpu
 from megatron_stare.planning.layout_search import Candidate, check_nodes, search
@@ -333,6 +334,27 @@ def as_json(plan: Plan) -> dict[str, Any]:
         ],
         "took": plan.took,
     }
+
+
+def for_launch(plan: Plan) -> str:
+    """Returns what a launch script needs, one name and value a line: `nodes`; `grace_s`, the
+    seconds before a time limit at which a run must be told to save; and a `layout` line for each
+    setting of the layout.
+
+    A step is counted twice, because dynamic sampling may take several rounds. Raises UserError if
+    the run does not fit into the GPUs' memory.
+    """
+    if plan.faults:
+        raise UserError(
+            f"the run does not fit: {plan.faults[0]}",
+            fix="`megatron-stare plan` shows its memory and the layouts that fit",
+        )
+    config = plan.run.config
+    grace = max(300, 60 * math.ceil(2 * (plan.step.seconds + plan.step.checkpoint) / 60))
+    lines = [f"nodes {plan.nodes}", f"grace_s {grace}"]
+    lines += [f"layout parallel.data={config.parallel.data}"]
+    lines += [f"layout rollout.engines={config.rollout.engines}"]
+    return "\n".join(lines)
 
 
 def days(plan: Plan) -> float:
