@@ -1,9 +1,11 @@
-"""`performance`: what is asked for reaches Megatron, what cannot be is refused, nothing is on
-before it was proven."""
+"""`performance`: what is asked for reaches Megatron, what cannot be is refused, and null is on only
+on a GPU, where tests cover the setting."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,14 +26,17 @@ from megatron_stare.config.performance import (
     FEATURES,
     NOT_OFFERED,
     check_performance,
+    chosen,
     environment,
-    is_on,
     megatron_fields,
+    reasons,
 )
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import PerformanceConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.models import read_shape
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.planning.preflight import check
 
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
@@ -71,26 +76,89 @@ def test_a_setting_turns_on_its_fields_and_no_others(feature: performance.Featur
     on = PerformanceConfig(**{feature.name: True})
     for part in PARTS:
         before, after = megatron_fields(PerformanceConfig(), part), megatron_fields(on, part)
-        assert not any(before.values())  # nothing is proven yet
+        assert not any(before.values())
         assert {name: value for name, value in after.items() if value} == dict(
             feature.sets.get(part, {})
         )
         assert before.keys() == after.keys()
 
 
-@without_gpu
-def test_null_is_on_where_it_is_proven_and_the_device_has_it(
-    monkeypatch: pytest.MonkeyPatch,
+GPU = frozenset(performance.NEEDS)  # a device that has everything
+NAMES = {feature.name for feature in FEATURES}
+GAINS = {
+    "rope_fusion",
+    "swiglu_fusion",
+    "bias_fusion",
+    "wgrad_fusion",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "batched_p2p",
+}
+
+
+def on(*overrides: str, has: Collection[str] = GPU, shape: ModelShape | None = None) -> set[str]:
+    """Names of the settings that are on, each of which was null unless it is overridden."""
+    config = load_config(QUICKSTART, [MODEL, "optimizer.distributed=true", *overrides])
+    settings = chosen(config, shape, has)
+    found = {feature.name for feature in FEATURES if getattr(settings, feature.name)}
+    left = [each for each in FEATURES if getattr(settings, each.name) is None]
+    assert not left and reasons(config, shape, has).keys() == NAMES - found
+    return found
+
+
+def test_on_a_gpu_null_is_on_if_tests_cover_it() -> None:
+    assert on() == GAINS
+    assert on(has=()) == set()
+    assert on("performance.automatic=false") == set()
+    assert on("performance.automatic=false", "performance.bias_fusion=true") == {"bias_fusion"}
+    assert on("performance.swiglu_fusion=false") == GAINS - {"swiglu_fusion"}
+    assert on(has={"cuda"}) == GAINS - {"rope_fusion", "wgrad_fusion"}
+    assert on(has={"cuda", "wgrad"}) == GAINS - {"rope_fusion"}
+    assert on("optimizer.distributed=false") == GAINS - {"overlap_param_gather"}
+    without_overlap = GAINS - {"overlap_param_gather", "overlap_grad_reduce"}
+    assert on("performance.overlap_grad_reduce=false") == without_overlap
+    two = ("parallel.pipeline=2", "parallel.virtual_pipeline=2")
+    assert on(*two) == GAINS - {"batched_p2p"}
+    assert on("parallel.pipeline=4", "parallel.virtual_pipeline=2") == GAINS
+    assert on("parallel.pipeline=2") == GAINS
+
+
+def test_a_proven_setting_is_on_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    proven = tuple(replace(each, proven=each.name == "bias_fusion") for each in FEATURES)
+    monkeypatch.setattr(performance, "FEATURES", proven)
+    assert on(has=()) == {"bias_fusion"}
+
+
+def test_latent_attention_has_no_fused_rotary_embedding(tmp_path: Path) -> None:
+    save_model(tmp_path / "latent", "deepseek_v3")
+    assert on(shape=read_shape(str(tmp_path / "latent"))) == GAINS - {"rope_fusion"}
+
+
+def test_tests_that_cover_a_setting_are_there() -> None:
+    ours = re.compile(r"(tests/megatron/\S+\.py)::(\w+)")
+    for feature in FEATURES:
+        assert (feature.name in GAINS) == bool(feature.covered), feature.name
+        for file, name in ours.findall(feature.covered):
+            assert f"def {name}(" in (ROOT / file).read_text()
+
+
+def test_a_rank_builds_its_model_with_what_was_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled = replace(FEATURES[1], proven=True)
-    fused = replace(FEATURES[0], proven=True)
-    assert (compiled.name, fused.name) == ("swiglu_fusion", "rope_fusion")
-    assert is_on(PerformanceConfig(), compiled)
-    assert not is_on(PerformanceConfig(swiglu_fusion=False), compiled)
-    assert not is_on(PerformanceConfig(), fused)  # no CUDA
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(performance, "_installed", lambda name: name == "transformer_engine")
-    assert is_on(PerformanceConfig(), fused)
+    monkeypatch.setattr(performance, "device_has", lambda: {"cuda"})
+    config = load_config(QUICKSTART, [MODEL, "model.dtype=float32", "parallel.tensor=1"])
+    asked = []
+
+    def build(*arguments: Any) -> None:
+        asked.append(arguments)
+        raise InterruptedError
+
+    monkeypatch.setattr("megatron_stare.megatron.trainer.build_policy", build)
+    monkeypatch.setattr("megatron_stare.megatron.trainer.join", lambda *_: None)
+    with pytest.raises(InterruptedError):
+        Trainer(resolve_run(config), 0, f"file://{tmp_path}/ranks")
+    ((*_, settings, _),) = asked
+    assert settings.swiglu_fusion is True and settings.rope_fusion is False
 
 
 REFUSED = [
@@ -211,9 +279,7 @@ def test_a_dry_run_says_what_turns_each_on(
     assert yaml.safe_load(text)["performance"]["bias_fusion"] is True  # remarks are comments
     for feature in FEATURES:
         turns_on = f"performance.{feature.name}=true turns it on"
-        assert (turns_on in text) == (
-            feature.name != "bias_fusion" and not is_on(PerformanceConfig(), feature)
-        )
+        assert (turns_on in text) == (feature.name != "bias_fusion")
     assert "# activations: a rank keeps about" in text
     assert "# not offered: performance.tp_comm_overlap: Transformer Engine's user buffers" in text
 

@@ -1,15 +1,17 @@
 """Settings of `performance`, one row each. They save time or memory without changing results.
 
-A row contains Megatron's fields, the requirements, and the check of scripts/gpu_check.sh that
-proves the setting. A setting left at null is on if that check's result is committed (`proven`;
-tests/test_performance.py compares it with the result) and the device meets the requirements. A new
-setting needs a row here and a field in config/schema.py.
+A row contains Megatron's fields, the requirements, the tests that cover the setting, and the check
+of scripts/gpu_check.sh that proves it. `chosen` decides whether a setting left at null is on: on a
+GPU it is, if tests cover it (`covered`) or the check's result is committed (`proven`;
+tests/test_performance.py compares it with the result), and if device and run meet the
+requirements. `performance.automatic: false` turns all of them off. A new setting needs a row here
+and a field in config/training_sections.py.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -52,6 +54,8 @@ class Feature:
     sets: Megatron's fields while it is on. While it is off they are false or 0.
     needs: keys of NEEDS.
     wants: settings of the run that must be on as well.
+    covered: tests of the setting, here or upstream; "" if there are none, or if the setting is a
+        trade and not a gain.
     check: the check of scripts/gpu_check.sh that proves it.
     proven: whether the check's committed result shows that it is correct and no slower.
     """
@@ -60,25 +64,61 @@ class Feature:
     sets: Mapping[Part, Mapping[str, Any]]
     needs: tuple[str, ...] = ()
     wants: tuple[str, ...] = ()
+    covered: str = ""
     check: str = "settings"
     proven: bool = field(default=False)
 
 
+# Upstream's tests at core_v0.19.0 of Megatron-LM and 2.20 of Transformer Engine.
 FEATURES: tuple[Feature, ...] = (
-    Feature("rope_fusion", {"model": {"apply_rope_fusion": True}}, needs=("cuda", "te")),
-    Feature("swiglu_fusion", {"model": {"bias_activation_fusion": True}}),
-    Feature("bias_fusion", {"model": {"bias_dropout_fusion": True}}),
     Feature(
-        "wgrad_fusion", {"model": {"gradient_accumulation_fusion": True}}, needs=("cuda", "wgrad")
+        "rope_fusion",
+        {"model": {"apply_rope_fusion": True}},
+        needs=("cuda", "te"),
+        covered="Transformer Engine's tests/pytorch/test_fused_rope.py:135, packed sequences",
     ),
-    Feature("overlap_grad_reduce", {"gradients": {"overlap_grad_reduce": True}}),
+    Feature(
+        "swiglu_fusion",
+        {"model": {"bias_activation_fusion": True}},
+        covered=(
+            "tests/megatron/test_overlap.py::test_fused_operations_compute_the_same; for experts"
+            " Megatron's tests/unit_tests/fusions/test_swiglu_fusion.py:8"
+        ),
+    ),
+    Feature(
+        "bias_fusion",
+        {"model": {"bias_dropout_fusion": True}},
+        covered=(
+            "tests/megatron/test_overlap.py::test_fused_operations_compute_the_same; Megatron's"
+            " tests/unit_tests/fusions/test_bias_dropout_fusion.py:15"
+        ),
+    ),
+    Feature(
+        "wgrad_fusion",
+        {"model": {"gradient_accumulation_fusion": True}},
+        needs=("cuda", "wgrad"),
+        covered="Transformer Engine's tests/pytorch/test_numerics.py:1443",
+    ),
+    Feature(
+        "overlap_grad_reduce",
+        {"gradients": {"overlap_grad_reduce": True}},
+        covered=(
+            "tests/megatron/test_overlap.py::test_gradients_are_those_without_overlap; Megatron's"
+            " tests/unit_tests/distributed/test_param_and_grad_buffer.py:272"
+        ),
+    ),
     Feature(
         "overlap_param_gather",
         {"gradients": {"overlap_param_gather": True}, "optimizer": {"overlap_param_gather": True}},
         wants=("optimizer.distributed", "performance.overlap_grad_reduce"),
+        covered="tests/megatron/test_overlap.py::test_parameters_are_those_without_overlap",
     ),
     Feature(
-        "batched_p2p", {"model": {"batch_p2p_comm": True}}, needs=("cuda",), check="nccl_ranks"
+        "batched_p2p",
+        {"model": {"batch_p2p_comm": True}},
+        needs=("cuda",),
+        covered="Megatron's default, megatron/core/model_parallel_config.py:390",
+        check="nccl_ranks",
     ),
     Feature(
         "precision_aware_optimizer",
@@ -113,24 +153,97 @@ NOT_OFFERED = {
 }
 
 
-def missing(feature: Feature) -> list[str]:
-    """Returns the names of the feature's requirements that this process's device does not meet."""
-    return [name for name, there in (NEEDS[need] for need in feature.needs) if not there()]
+def device_has() -> frozenset[str]:
+    """Returns the keys of NEEDS that this process's device meets."""
+    return frozenset(need for need, (_, there) in NEEDS.items() if there())
 
 
-def is_on(performance: PerformanceConfig, feature: Feature) -> bool:
-    """Tells whether the feature is on in a run. A feature set to true counts as on, since a check
-    raised before if it cannot be."""
-    asked: bool | None = getattr(performance, feature.name)
-    return feature.proven and not missing(feature) if asked is None else asked
+def missing(feature: Feature, has: Collection[str] | None = None) -> list[str]:
+    """Returns the names of the feature's requirements that a device does not meet.
+
+    Args:
+        has: keys of NEEDS that the device meets; None: this process's device.
+    """
+    has = device_has() if has is None else has
+    return [NEEDS[need][0] for need in feature.needs if need not in has]
+
+
+def chosen(
+    config: Config, shape: ModelShape | None = None, has: Collection[str] | None = None
+) -> PerformanceConfig:
+    """Returns the settings, each feature that is null replaced by true or false.
+
+    Args:
+        shape: of the model; None: nothing depends on it.
+        has: keys of NEEDS that the device meets; None: this process's device.
+    """
+    off = reasons(config, shape, has)
+    values = {
+        feature.name: feature.name not in off
+        for feature in FEATURES
+        if getattr(config.performance, feature.name) is None
+    }
+    return config.performance.model_copy(update=values)
+
+
+def reasons(
+    config: Config, shape: ModelShape | None = None, has: Collection[str] | None = None
+) -> dict[str, str]:
+    """Returns for each feature that is off the reason, by name. Arguments as in `chosen`."""
+    has = device_has() if has is None else has
+    found: dict[str, str] = {}
+    for feature in FEATURES:
+        asked = getattr(config.performance, feature.name)
+        reason = _reason(feature, config, shape, has, found) if asked is None else "set to false"
+        if reason and not asked:
+            found[feature.name] = reason
+    return found
+
+
+def _reason(
+    feature: Feature,
+    config: Config,
+    shape: ModelShape | None,
+    has: Collection[str],
+    off: Collection[str],
+) -> str:
+    """Returns why a feature that is null stays off; "" if it is on.
+
+    Args:
+        off: names of features in earlier rows that are off.
+    """
+    if lacking := missing(feature, has):
+        return f"needs {' and '.join(lacking)}"
+    if not config.performance.automatic:
+        return "performance.automatic is false"
+    if not feature.proven:
+        if not feature.covered:
+            return f"not proven: `bash scripts/gpu_check.sh {feature.check}`"
+        if "cuda" not in has:
+            return "on by itself only with CUDA"
+    for wanted in feature.wants:
+        section, _, name = wanted.partition(".")
+        asked = getattr(getattr(config, section), name)
+        if name in off or asked is False:
+            return f"needs {wanted}"
+    if feature.name == "rope_fusion" and shape is not None and shape.latent is not None:
+        return "latent attention's rotary embedding is not fused"
+    if feature.name == "batched_p2p" and _delivers_wrong_chunks(config):
+        return "two stages with several chunks"
+    return ""
+
+
+def _delivers_wrong_chunks(config: Config) -> bool:
+    """Tells whether batched exchanges would deliver the wrong chunk's tensors."""
+    return config.parallel.pipeline == 2 and config.parallel.virtual_pipeline > 1
 
 
 def megatron_fields(performance: PerformanceConfig, part: Part) -> dict[str, Any]:
     """Returns the values, on or off, of all fields that the rows set in one of Megatron's
-    configurations."""
+    configurations. A feature at null is off: `chosen` decides before."""
     fields: dict[str, Any] = {}
     for feature in FEATURES:
-        on = is_on(performance, feature)
+        on = bool(getattr(performance, feature.name))
         for name, value in feature.sets.get(part, {}).items():
             fields[name] = value if on else fields.get(name, type(value)())
     return fields
@@ -220,8 +333,7 @@ def check_performance(config: Config, shape: ModelShape | None = None) -> None:
             where="performance.optimizer_offload",
             fix="set model.dtype=bfloat16, or leave it out",
         )
-    parallel = config.parallel
-    if performance.batched_p2p and parallel.pipeline == 2 and parallel.virtual_pipeline > 1:
+    if performance.batched_p2p and _delivers_wrong_chunks(config):
         raise ConfigError(
             "batched exchanges of two stages with several chunks would deliver the wrong chunk's"
             " tensors",
@@ -263,22 +375,13 @@ def check_device_performance(performance: PerformanceConfig) -> None:
         )
 
 
-def hints(performance: PerformanceConfig) -> list[str]:
-    """Returns one line for --dry-run about every setting that is off, with how to turn it on or why
-    it is not offered."""
-    found = []
-    for feature in FEATURES:
-        if is_on(performance, feature):
-            continue
-        lacking = missing(feature)
-        why = (
-            f"which needs {' and '.join(lacking)}"
-            if lacking
-            else f"after `bash scripts/gpu_check.sh {feature.check}`"
-        )
-        found.append(
-            f"off: performance.{feature.name}; performance.{feature.name}=true turns it on, {why}"
-        )
-    return found + [
+def hints(config: Config) -> list[str]:
+    """Returns one line for --dry-run about every setting that is off on this process's device, with
+    the reason and how to turn it on, or why it is not offered."""
+    lines = [
+        f"off: performance.{name}, {reason}; performance.{name}=true turns it on"
+        for name, reason in reasons(config).items()
+    ]
+    return lines + [
         f"not offered: performance.{name}: {reason}" for name, reason in NOT_OFFERED.items()
     ]

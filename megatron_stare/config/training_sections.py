@@ -289,9 +289,12 @@ class MoeConfig(Section):
 
 
 class PerformanceConfig(Section):
-    """Settings that save time or memory and change results only in the last bits. null: on if the
-    setting is proven and the device supports it; see docs/gpu.md."""
+    """Settings that save time or memory and change results only in the last bits. null: on with
+    CUDA if tests cover the setting and device and run support it; see docs/gpu.md."""
 
+    automatic: bool = Field(
+        True, description="false: every setting of this section that is null is off"
+    )
     rope_fusion: bool | None = Field(
         None, description="rotary embedding in one kernel; needs Transformer Engine"
     )

@@ -225,7 +225,7 @@ def remarks(config: Config) -> list[str]:
                 else ""
             )
         )
-    return found + hints(config.performance) + not_checked(config) + limits_not_checked(config)
+    return found + hints(config) + not_checked(config) + limits_not_checked(config)
 
 
 def placement(config: Config) -> list[str]:

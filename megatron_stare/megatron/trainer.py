@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megatron_stare.config.performance import check_device_performance
+from megatron_stare.config.performance import check_device_performance, chosen
 from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.config.rules import check_device
 from megatron_stare.errors import DataError
@@ -114,9 +114,10 @@ class Trainer:
         if not torch.cuda.is_available():
             torch.set_num_threads(config.runtime.trainer_threads)
             keep_freed()
-        self.config, self.method = config, run.method
         check_device(config, experts=shape.experts > 0)
         check_device_performance(config.performance)
+        config = config.model_copy(update={"performance": chosen(config, shape)})
+        self.config, self.method = config, run.method
         self._computes_on = computes_on()  # now, because files may change during the run
         timeout_s = config.faults.requests.collective_limit(config.runtime.timeout_s)
         layout = join(config.parallel, rank, init_method, config.run.seed, timeout_s)

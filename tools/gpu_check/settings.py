@@ -1,5 +1,5 @@
-"""Every setting of `performance` alone against none of them: the gradients' difference, and time
-and memory beside it.
+"""Every setting of `performance` alone against none of them, and together all that are on by
+themselves: the gradients' difference, time and memory.
 
 A setting whose needs are not there is `not run`, by its name, and proves nothing. On one device a
 setting that overlaps communication has none to overlap: its figures show that it does no harm, not
@@ -8,6 +8,7 @@ that it is faster.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from clock import exact_products
@@ -26,44 +27,48 @@ BOUNDS: dict[str, Bound] = {
 }
 
 
+TOGETHER = "all that are on by themselves"
+
+
 def run(cpu: bool) -> dict[str, Any]:
     exact_products()
     size, dtype, near = Size.of(cpu), "float32" if cpu else "bfloat16", 1e-5 if cpu else NEAR
+    repeats = 1 if cpu else 5
     found: dict[str, dict[str, Any]] = {}
     with model_folder(size) as folder:
-        plain = trained(folder, size, dtype=dtype, repeats=1 if cpu else 5)
+        plain = trained(folder, size, dtype=dtype, repeats=repeats)
+
+        def beside_none(names: Collection[str], distributed: bool) -> dict[str, Any]:
+            with_it = trained(
+                folder,
+                size,
+                dtype=dtype,
+                performance=PerformanceConfig(**dict.fromkeys(names, True)),  # type: ignore[arg-type]
+                distributed=distributed,
+                repeats=repeats,
+            )
+            error = gradient_error(with_it.gradients, plain.gradients)
+            time = with_it.seconds / plain.seconds
+            return {
+                "verdict": "pass" if error <= near and (cpu or time <= SLOWER) else "fail",
+                "gradient, largest difference": error,
+                "time over none": time,
+                "peak memory over none": with_it.peak / plain.peak if plain.peak else None,
+            }
+
         for feature in FEATURES:
             lacking = missing(feature)
             if feature.check != "settings" or lacking:
                 why = f"{', '.join(lacking)} missing" if lacking else f"`{feature.check}` does"
                 found[feature.name] = {"verdict": f"not run: {why}"}
                 continue
-            on = {feature.name: True}
-            on |= {
-                name.partition(".")[2]: True
-                for name in feature.wants
-                if name.startswith("performance.")
-            }
-            distributed = "optimizer.distributed" in feature.wants
-            with_it = trained(
-                folder,
-                size,
-                dtype=dtype,
-                performance=PerformanceConfig(**on),  # type: ignore[arg-type]
-                distributed=distributed,
-                repeats=1 if cpu else 5,
+            sections = [wanted.partition(".") for wanted in feature.wants]
+            beside = [name for section, _, name in sections if section == "performance"]
+            found[feature.name] = beside_none(
+                [feature.name, *beside], distributed="optimizer.distributed" in feature.wants
             )
-            error, time = (
-                gradient_error(with_it.gradients, plain.gradients),
-                with_it.seconds / plain.seconds,
-            )
-            right = error <= near and (cpu or time <= SLOWER)
-            found[feature.name] = {
-                "verdict": "pass" if right else "fail",
-                "gradient, largest difference": error,
-                "time over none": time,
-                "peak memory over none": with_it.peak / plain.peak if plain.peak else None,
-            }
+        gains = [each.name for each in FEATURES if each.covered and not missing(each)]
+        found[TOGETHER] = beside_none(gains, distributed=True)
     verdicts = [each["verdict"] for each in found.values()]
     figures = {
         "settings that were run": float(

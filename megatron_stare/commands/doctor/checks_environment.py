@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_stare.commands.doctor.facts import Facts
 from megatron_stare.commands.doctor.finding import Finding, fault, ok, warning
 from megatron_stare.config.fault_sections import COLLECTIVE_S
+from megatron_stare.config.performance import FEATURES, reasons
 from megatron_stare.config.process_settings import (
     AGREED,
     ALLOCATORS,
@@ -42,7 +43,22 @@ def check_environment(facts: Facts, config: Config, addresses: Sequence[str] = (
         _visibility(shell, config),
         _proxy(shell, addresses),
         _cache(shell),
+        *_performance(facts, config),
     ]
+
+
+def _performance(facts: Facts, config: Config) -> list[Finding]:
+    """Lists the settings of `performance` that are on and off on a machine with GPUs."""
+    if not facts.gpus:
+        return []
+    has = {"cuda"}
+    if "transformer-engine" in facts.versions:
+        has |= {"te", "wgrad"}
+    off = reasons(config, has=has)
+    on = [feature.name for feature in FEATURES if feature.name not in off]
+    lines = [f"on: {', '.join(on) or 'nothing'}"]
+    lines += [f"off: {name} ({reason})" for name, reason in off.items()]
+    return [ok("performance", "; ".join(lines))]
 
 
 def _allocator(seen: Mapping[str, str], config: Config) -> Finding:
