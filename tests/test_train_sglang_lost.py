@@ -76,6 +76,51 @@ def test_a_run_goes_on_though_a_server_is_killed(tmp_path: Path) -> None:
     assert run.traces.left() == []
 
 
+def test_a_server_on_the_trainers_devices_that_is_killed_comes_back(tmp_path: Path) -> None:
+    """Killed in mid-run, it restarts in a rollout, in which the trainer has left the devices, and
+    serves after the next sync of each tensor group's own servers."""
+    run = Run(
+        tmp_path,
+        *(
+            "parallel.tensor=2",
+            "rollout.engines=2",
+            "sglang.sync=tensor",
+            "sglang.colocated=true",
+            f"sglang.agreement_limit={LIMIT}",
+        ),
+        "observability.sinks=[jsonl, console, support.cursors_sink.Cursors]",
+        **{"run.steps": 8},
+    )
+    try:
+        lines = []
+        for line in run.lines():
+            lines.append(line)
+            if is_step(line, 2):
+                assert run.traces.look() == 2
+                group = min(
+                    p.pid
+                    for p in run.traces._marked()
+                    if SERVE in p.cmdline() and os.getpgid(p.pid) == p.pid
+                )
+                os.killpg(group, signal.SIGKILL)
+        assert run.process.wait() == 0, run.errors()
+    finally:
+        run.process.kill()
+        run.process.wait()
+        run.log.close()
+    rows = metrics(run.dir)
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    for row in rows:
+        assert row["agreement/max"] <= LIMIT and row["agreement/canary_max"] <= LIMIT
+        assert row["agreement/max_of_age_1"] == row["agreement/max"]
+    assert sum(row["engine/dead"] for row in rows) == 1 == sum(r["engine/starting"] for r in rows)
+    assert [row["engine/serving"] for row in rows[-3:]] == [2.0] * 3
+    assert any("is dead" in line and "the server ended with -9" in line for line in lines)
+    steps = json.loads((run.dir / "cursors.json").read_text())
+    assert [c for n in range(1, 9) for c in steps[str(n)]] == list(range(8 * 4))
+    assert run.traces.left() == []
+
+
 def test_a_server_that_hangs_in_a_weight_sync_costs_what_the_black_box_waits_for(
     tmp_path: Path,
 ) -> None:

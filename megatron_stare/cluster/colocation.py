@@ -9,7 +9,8 @@
     checkpoint     parameters, optimizer                   weights
 
 Optimizer state and KV cache are never on a device together. A rank loads what a call needs
-(Trainer.onload). This module decides when the trainer offloads and what the servers hold.
+(Trainer.onload). This module decides when the trainer offloads, what the servers hold, and when a
+lost server may restart: in rollout and eval, since a server sizes its cache by the free memory.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class Colocation:
         """Releases the servers' memory until the next sync, after the last response of a step."""
         if not self._on:
             return
+        self._engines.hold_restarts()
         held = self._engines.memory_mb()
         self._engines.release_memory()
         self._note("memory/engines_freed_mb", held, self._engines.memory_mb())
@@ -95,9 +97,11 @@ class Colocation:
         self._note("memory/engines_taken_mb", self._engines.memory_mb(), held)
 
     def synced(self) -> None:
-        """Offloads the trainer until the next log-prob pass, after the weight sync is verified."""
+        """Offloads the trainer until the next log-prob pass, after the weight sync is verified.
+        Lets lost servers restart until `release`."""
         if self._on:
             self._leave(self._leaving)
+            self._engines.allow_restarts()
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -106,10 +110,12 @@ class Colocation:
         if not self._on or "optimizer" not in self._leaving:
             yield
             return
+        self._engines.hold_restarts()
         self._engines.release_memory(("cache",))
         yield
         self._leave(self._leaving)
         self._engines.resume_memory(("cache",))
+        self._engines.allow_restarts()
 
     def _leave(self, parts: list[str] | tuple[str, ...]) -> None:
         if parts:

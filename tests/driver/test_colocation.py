@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,9 @@ def two_steps(
 
     with contextlib.closing(runner):
         memory = PhaseMemory(noted, runner.trainers, runner.engines)
+        for name in ("hold_restarts", "allow_restarts"):
+            note = partial(MOMENTS.note, name)
+            monkeypatch.setattr(runner.engines, name, note)
         colocation = Colocation(config, runner.trainers, runner.engines)
         canary: Any = Canary(runner)
         rollouts = TrainingSource(
@@ -207,6 +211,16 @@ def test_no_two_share_the_device_that_need_not(
     assert MOMENTS.at("sync") == [(set(), {"weights", "kv_cache"})] * 3
     assert MOMENTS.at("saved") == [({"parameters", "optimizer"}, {"weights"})]
     assert MOMENTS.at("checkpoint") == [(set(), {"weights", "kv_cache"})]
+    # a server that restarts sizes its cache by the free memory: the trainer is away from the device
+    assert MOMENTS.at("allow_restarts") == [(set(), {"weights", "kv_cache"})] * 4
+    assert [name for name, *_ in MOMENTS.seen if name.endswith("_restarts")] == [
+        "allow_restarts",
+        "hold_restarts",
+    ] * 3 + ["allow_restarts"]
+    held_from = [i for i, (name, *_) in enumerate(MOMENTS.seen) if name == "hold_restarts"]
+    allowed_from = [i for i, (name, *_) in enumerate(MOMENTS.seen) if name == "allow_restarts"]
+    for first, last in zip(allowed_from, held_from, strict=False):
+        assert not any(parts for _, parts, _ in MOMENTS.seen[first : last + 1])
     for phase in ("rollout", "log_probs", "update", "sync", "checkpoint"):
         assert metrics[f"memory/{phase}_peak_mb"] > 0
     stayed, _ = two_steps(tmp_path, monkeypatch, "none")

@@ -88,6 +88,7 @@ class Fakes:
         monkeypatch: pytest.MonkeyPatch,
         *replicas: Sequence[FakeServer | None],
         sync: str = "distributed",
+        config: Config = CONFIG,
         **settings: Any,
     ) -> None:
         by_url = {
@@ -130,7 +131,7 @@ class Fakes:
         monkeypatch.setattr(
             engine_worker, "make_replica", lambda config, number, beside: Coming(number)
         )
-        self.run = Run(CONFIG, len(replicas), tensors=lambda version: TENSORS, **settings)
+        self.run = Run(config, len(replicas), tensors=lambda version: TENSORS, **settings)
         self.run.publish()
         self.run.pool.news()
 
@@ -292,6 +293,78 @@ def test_one_that_does_not_come_up_is_begun_again_and_then_given_up(
     assert "engine 0 is dead (it was starting): it did not come up: there is no other" in told
     fakes.roll_out()
     run.close()
+
+
+COLOCATED = CONFIG.model_copy(
+    update={"sglang": CONFIG.sglang.model_copy(update={"colocated": True, "sync": "tensor"})}
+)
+
+
+@pytest.mark.parametrize("allowed", [True, False], ids=["in a rollout", "while the trainer works"])
+def test_one_beside_the_trainer_restarts_only_while_the_trainer_is_away(
+    monkeypatch: pytest.MonkeyPatch, allowed: bool
+) -> None:
+    """Lost in a rollout it restarts at once; lost at another time it waits for the next rollout.
+    Whoever needs the device waits for it, takes its memory, and the next weights make it serve."""
+    mortal = Mortal("localhost:1", "/generate")
+    other = Mortal("localhost:2")
+    fakes = Fakes(
+        monkeypatch, [mortal, Mortal("localhost:3")], [other], sync="tensor", config=COLOCATED
+    )
+    run, pool = fakes.run, fakes.run.pool
+    if allowed:
+        pool.allow_restarts()
+    fakes.roll_out()
+    if not allowed:
+        assert run.health == [DEAD, HEALTHY]
+        run.publish()
+        assert run.health == [DEAD, HEALTHY]
+        pool.allow_restarts()
+    assert run.health == [STARTING, HEALTHY]
+    pool.hold_restarts()
+    assert run.health == [Health.DIRTY, HEALTHY] and not pool._fleet._coming
+    pool.release_memory()
+    assert run.health == [Health.RELEASED] * 2
+    pool.resume_memory()
+    run.publish()
+    assert run.health == [HEALTHY] * 2
+    fakes.roll_out()
+    other.die()
+    run.publish()
+    assert run.health == [HEALTHY, DEAD]  # held again
+    assert news_of(run) == BACK
+    run.close()
+
+
+def test_whoever_needs_the_device_waits_for_a_server_that_does_not_come_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is lost then, and does not restart while the device is needed."""
+    fakes = Fakes(
+        monkeypatch,
+        [Mortal("localhost:1", "/generate")],
+        [Mortal("localhost:2")],
+        sync="tensor",
+        config=COLOCATED,
+    )
+    fakes.run.pool.allow_restarts()
+    fakes.roll_out()
+    fakes.run.pool.hold_restarts()
+    assert fakes.run.health == [DEAD, HEALTHY]
+    fakes.run.close()
+
+
+def test_servers_of_their_own_devices_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes = Fakes(
+        monkeypatch,
+        [Mortal("localhost:1", "/generate"), None],
+        [Mortal("localhost:2")],
+        sync="tensor",
+    )
+    fakes.roll_out()
+    fakes.run.pool.hold_restarts()
+    assert fakes.run.health == [STARTING, HEALTHY]
+    fakes.run.close()
 
 
 def test_one_that_loses_request_after_request_is_begun_again_though_it_is_there(

@@ -175,15 +175,17 @@ def test_servers_of_others_are_waited_for_without_bound_and_none_where_most_is_z
 
 
 @pytest.mark.parametrize(
-    ("settings", "most"),
+    ("settings", "most", "held"),
     [
-        ({}, 5),
-        ({"sglang": {"urls": ["http://localhost:1"]}}, None),
-        ({"sglang": {"colocated": True}}, 0),
+        ({}, 5, False),
+        ({"sglang": {"urls": ["http://localhost:1"]}}, None, False),
+        ({"sglang": {"colocated": True}}, 5, True),
+        # nobody could wait for a server that somebody else starts
+        ({"sglang": {"colocated": True, "urls": ["http://localhost:1"]}}, None, False),
     ],
 )
 def test_the_rule_is_that_of_the_configuration(
-    settings: dict[str, object], most: int | None
+    settings: dict[str, object], most: int | None, held: bool
 ) -> None:
     config = Config.model_validate(
         {
@@ -193,7 +195,7 @@ def test_the_rule_is_that_of_the_configuration(
             **settings,
         }
     )
-    assert RestartRule.of(config) == RestartRule(most, 60.0, 2.0, 7)
+    assert RestartRule.of(config) == RestartRule(most, 60.0, 2.0, 7, held)
 
 
 def test_losing_one_request_after_the_other_is_being_lost_where_another_is_left() -> None:

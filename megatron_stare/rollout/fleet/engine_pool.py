@@ -214,6 +214,16 @@ class EnginePool:
             if "weights" in parts:
                 self._fleet.health.resumed(number)
 
+    def allow_restarts(self) -> None:
+        """Lets lost engines restart, now or when they are lost, until `hold_restarts`. Only engines
+        on the trainer's devices wait for this."""
+        self._fleet.allow_restarts()
+
+    def hold_restarts(self) -> None:
+        """Waits for engines that are restarting; no other engine restarts until
+        `allow_restarts`."""
+        self._fleet.hold_restarts()
+
     def memory_mb(self) -> float | None:
         """Returns the current memory of the engines' own processes, 10^6 bytes; None if unknown."""
         held = self._results("memory_mb")

@@ -17,6 +17,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from megatron_stare.errors import UserError
+from megatron_stare.process.interruption import wait_for
 from megatron_stare.process.workers import Handle, WorkerLostError, Workers
 from megatron_stare.rollout.engines.engine import EngineLostError, ModelInfo
 from megatron_stare.rollout.engines.state import publishes
@@ -53,6 +54,8 @@ class Fleet:
         self.losses = 0
         self._patient, self._back_off_s = rule.most is None, rule.back_off_s
         self._coming: dict[int, Future[ModelInfo]] = {}  # replicas that are restarting
+        self._holds = rule.held  # whether restarts need to be allowed
+        self._held = rule.held  # True: no restart begins
         self._closed, self._lock = threading.Event(), threading.Lock()
         # transitions since the last `metrics`, by the state they led to
         self._counts: Counter[str] = Counter()
@@ -154,7 +157,29 @@ class Fleet:
                     self.health.came_up(replica)
             self._begin_due()
 
+    def allow_restarts(self) -> None:
+        """Restarts replicas that are due, now and whenever one is lost, until `hold_restarts`."""
+        with self._lock:
+            self._held = False
+            self._begin_due()
+
+    def hold_restarts(self) -> None:
+        """Waits for the replicas that are restarting, and begins no other restart until
+        `allow_restarts`. A replica that came up may be called from then on. Does nothing if the
+        rule does not hold restarts."""
+        if not self._holds:
+            return
+        with self._lock:
+            self._held = True
+            coming = list(self._coming.values())
+        for each in coming:
+            with contextlib.suppress(Exception):  # `look` reports it
+                wait_for(each)
+        self.look()
+
     def _begin_due(self) -> None:
+        if self._held:
+            return
         now = time.monotonic()
         for replica in self.health.due(now):
             self.health.begun_again(replica, now)

@@ -60,21 +60,23 @@ class RestartRule:
     back_off_s: wait before the second restart, doubled for each further one within the window.
     losses: consecutive lost requests after which the replica counts as lost, if another replica
         serves.
+    held: restarts wait until the fleet allows them (Fleet.allow_restarts), because a server sizes
+        its cache by the free memory that it finds, and the trainer may hold the device.
     """
 
     most: int | None = 3
     window_s: float = 3600.0
     back_off_s: float = 10.0
     losses: int = 5
+    held: bool = False
 
     @classmethod
     def of(cls, config: Config) -> RestartRule:
-        """Reads the rule from a run's configuration. Servers that share the trainer's device are
-        not restarted: a server sizes its cache by the free memory it finds, and the trainer may
-        occupy the device at that time."""
+        """Reads the rule from a run's configuration."""
         asked = config.faults.engines
-        most = None if config.sglang.urls else 0 if config.sglang.colocated else asked.most
-        return cls(most, asked.window_s, asked.back_off_s, asked.losses)
+        most = None if config.sglang.urls else asked.most
+        held = config.sglang.colocated and not config.sglang.urls
+        return cls(most, asked.window_s, asked.back_off_s, asked.losses, held)
 
 
 # for pools in which a restarted replica would never receive weights
