@@ -1,0 +1,166 @@
+"""Trains tabular policies in the worlds of worlds.py, all seeds at once.
+
+A step samples G responses to each prompt from the policy, computes group advantages, and makes one
+or several updates by plain gradient ascent on the method's objective. The learning rate is in
+logits: with advantage 1 on every token, one update moves the logits of a state that all responses
+of a prompt visit by `lr` times the mean of (one_hot(action) - p) over these responses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from twins import Tokens, Twin, group_advantages
+from worlds import World, evaluate, first_state
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a training.
+
+    group: G, responses to a prompt.
+    updates: updates of a step, each on its own share of the prompts; from the second on the policy
+        is no longer the one that sampled, so clips act.
+    every: steps between two exact evaluations.
+    """
+
+    steps: int = 400
+    group: int = 8
+    lr: float = 0.5
+    updates: int = 1
+    every: int = 20
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class History:
+    """Exact values over the training, [E, K] at the steps `at`; before the first step at 0.
+
+    gate: [E, K] share of the steps since the evaluation before in which a gate was open; NaN for
+        methods without a gate.
+    """
+
+    at: list[int]
+    entropy: Tensor
+    reward: Tensor
+    pass_at: dict[int, Tensor]
+    gate: Tensor
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A step's responses. N = P G T tokens, response by response.
+
+    state, action: [K, N] int64; `state` counts over all prompts' states.
+    old_log_prob, entropy, advantage: [K, N].
+    """
+
+    state: Tensor
+    action: Tensor
+    old_log_prob: Tensor
+    entropy: Tensor
+    advantage: Tensor
+
+    def of_prompts(self, first: int, last: int, each: int) -> Sample:
+        """Returns the tokens of some prompts, of `each` tokens a prompt."""
+        rows = slice(first * each, last * each)
+        return Sample(
+            *(
+                column[:, rows]
+                for column in (
+                    self.state,
+                    self.action,
+                    self.old_log_prob,
+                    self.entropy,
+                    self.advantage,
+                )
+            )
+        )
+
+
+def sample(
+    world: World, logits: Tensor, step: int, group: int, generator: torch.Generator
+) -> Sample:
+    """Samples G responses to every prompt of every seed."""
+    seeds, prompts, states, actions = logits.shape
+    log_p = torch.log_softmax(logits, -1).flatten(1, 2)  # [K, P V, A]
+    entropies = -(log_p.exp() * log_p).sum(-1)
+    offset = (torch.arange(prompts) * states)[None, :, None]
+    prefix = torch.zeros((seeds, prompts, group), dtype=torch.int64)
+    columns: list[tuple[Tensor, ...]] = []
+    for level in range(world.depth):
+        state = (offset + first_state(actions, level) + prefix).flatten(1)
+        here = log_p.gather(1, state[..., None].expand(-1, -1, actions))
+        drawn = torch.rand(state.shape, generator=generator, dtype=torch.float64)
+        action = (here.exp().cumsum(-1) < drawn[..., None]).sum(-1).clamp_max(actions - 1)
+        log_prob = here.gather(-1, action[..., None])[..., 0]
+        columns.append((state, action, log_prob, entropies.gather(1, state)))
+        prefix = prefix * actions + action.view_as(prefix)
+    rewards = world.rewards_at(step).gather(-1, prefix)
+    advantage = group_advantages(rewards).flatten(1)
+    stacked = [torch.stack(each, -1).flatten(1) for each in zip(*columns, strict=True)]
+    return Sample(*stacked, advantage.repeat_interleave(world.depth, -1))
+
+
+def gradient(
+    world: World, logits: Tensor, batch: Sample, twin: Twin, state: dict[str, Tensor]
+) -> Tensor:
+    """[K, P, V, A] gradient of the method's objective on a mini-batch, before coupling."""
+    seeds, prompts, states, actions = logits.shape
+    log_p = torch.log_softmax(logits, -1).flatten(1, 2)
+    here = log_p.gather(1, batch.state[..., None].expand(-1, -1, actions))
+    log_prob = here.gather(-1, batch.action[..., None])[..., 0]
+    tokens = Tokens(log_prob, batch.old_log_prob, batch.entropy, batch.advantage)
+    slope = twin.slope(tokens, state)
+    p = here.exp()
+    rows = -slope[..., None] * p
+    rows.scatter_add_(-1, batch.action[..., None], slope[..., None])
+    if (factor := twin.bonus(state)) is not None:
+        entropy = -(p * here).sum(-1, keepdim=True)
+        # the entropy's gradient in the logits is -p (ln p + H)
+        rows -= factor[:, None, None] / batch.state.shape[1] * p * (here + entropy)
+    total = torch.zeros_like(log_p)
+    total.scatter_add_(1, batch.state[..., None].expand(-1, -1, actions), rows)
+    return total.view(seeds, prompts, states, actions)
+
+
+def coupled(gradients: Tensor, coupling: float) -> Tensor:
+    """Replaces a share of each prompt's gradient by the mean of all prompts' at the same prefix."""
+    return (1 - coupling) * gradients + coupling * gradients.mean(1, keepdim=True)
+
+
+def train(world: World, twin: Twin, settings: Settings) -> History:
+    """Trains all seeds of a world by one method."""
+    logits = world.logits.clone()
+    seeds, prompts = logits.shape[:2]
+    generator = torch.Generator().manual_seed(settings.seed)
+    state = twin.start(seeds)
+    each = settings.group * world.depth  # tokens of a prompt
+    bounds = [prompts * i // settings.updates for i in range(settings.updates + 1)]
+    at, found, gates = [0], [evaluate(world, logits, 0)], [torch.full((seeds,), torch.nan)]
+    opened = torch.zeros(seeds, dtype=torch.float64)
+    for step in range(settings.steps):
+        batch = sample(world, logits, step, settings.group, generator)
+        state = twin.control(state, batch.entropy.mean(-1))
+        opened += state.get("gate", opened * torch.nan)
+        for first, last in pairwise(bounds):
+            part = batch.of_prompts(first, last, each)
+            # an update's objective is a mean over its tokens: of (last - first) T of them a state
+            # that all responses of a prompt visit has one
+            scale = settings.lr * (last - first) * world.depth
+            logits += scale * coupled(gradient(world, logits, part, twin, state), world.coupling)
+        if (step + 1) % settings.every == 0:
+            at.append(step + 1)
+            found.append(evaluate(world, logits, step))
+            gates.append(opened / settings.every)
+            opened = torch.zeros_like(opened)
+    return History(
+        at,
+        torch.stack([each.entropy for each in found]),
+        torch.stack([each.reward for each in found]),
+        {k: torch.stack([each.pass_at[k] for each in found]) for k in found[0].pass_at},
+        torch.stack(gates),
+    )

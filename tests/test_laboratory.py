@@ -1,0 +1,218 @@
+"""The laboratory's methods are the methods' own: same selection, same derivative in every log-prob,
+same states; its policies are exact: enumeration against sampling and finite differences."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from support.runs import ROOT
+from support.token_batches import ask, loss_and_gradient, state_of, token_batch
+from torch import Tensor
+
+from megatron_stare.algorithms.advantage import group_advantages as own_advantages
+from megatron_stare.algorithms.dapo import Dapo
+from megatron_stare.algorithms.entropy_bonus import COEF, OPEN, USED, EntropyBonus
+from megatron_stare.algorithms.grpo import Grpo
+from megatron_stare.algorithms.method import Method
+from megatron_stare.algorithms.stare import Stare
+from megatron_stare.algorithms.twenty_entropy import TwentyEntropy
+from megatron_stare.records.batch import TokenBatch
+
+sys.path.insert(0, str(ROOT / "benchmarks/laboratory"))
+
+from simulate import Settings, coupled, gradient, sample, train
+from twins import BonusTwin, ForksTwin, StareTwin, Tokens, Twin, dapo, group_advantages
+from worlds import WORLDS, World, evaluate, first_state, tree
+
+PROMPTS, GROUP, DEPTH = 4, 4, 3
+SEEDS, DRAWS = 100, 10  # 1,000 batches of each method
+STARE = {"amplify": 1.4, "attenuate": 0.6, "entropy_target": 1.0}
+METHODS: dict[str, tuple[Twin, Method]] = {
+    "grpo": (Twin(), Grpo(aggregation="token_mean")),
+    "dapo": (dapo(), Dapo()),
+    "twenty_entropy": (ForksTwin(), TwentyEntropy()),
+    "twenty_entropy_half": (ForksTwin(share=0.5), TwentyEntropy(share=0.5)),
+    "stare_o1": (StareTwin(**STARE), Stare(**STARE)),  # type: ignore[arg-type]
+    "stare_o4": (
+        StareTwin(variant="O4", share=0.3, **STARE),  # type: ignore[arg-type]
+        Stare(variant="O4", share=0.3, **STARE),  # type: ignore[arg-type]
+    ),
+    "stare_c2": (StareTwin(variant="C2", **STARE), Stare(variant="C2", **STARE)),  # type: ignore[arg-type]
+    "stare_ungated": (
+        StareTwin(variant="C2", entropy_target=None),
+        Stare(variant="C2", entropy_target=None),
+    ),
+    "stare_adaptive": (
+        StareTwin(variant="C2", adaptive=True, **STARE),  # type: ignore[arg-type]
+        Stare(variant="C2", adaptive=True, **STARE),  # type: ignore[arg-type]
+    ),
+}
+
+
+def random_tokens(draw: int) -> tuple[Tokens, Tensor]:
+    """Batches of SEEDS seeds, of which many log-probs and entropies are equal, some groups have
+    equal rewards and some batches no token with an advantage; and the rewards [K, P, G]."""
+    generator = torch.Generator().manual_seed(draw)
+    tokens = PROMPTS * GROUP * DEPTH
+
+    def noise(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, dtype=torch.float64)
+
+    old = (-8 * noise(SEEDS, tokens) ** 3 * 4).round() / 4  # ties
+    entropy = (2 * noise(SEEDS, tokens) * 8).round() / 8
+    rewards = (noise(SEEDS, PROMPTS, GROUP) < noise(SEEDS, PROMPTS, 1) ** 2).double()
+    advantage = group_advantages(rewards).flatten(1).repeat_interleave(DEPTH, -1)
+    log_prob = old + 0.8 * (noise(SEEDS, tokens) - 0.5)
+    return Tokens(log_prob, old, entropy, advantage), rewards
+
+
+def own_batch(tokens: Tokens, seed: int) -> TokenBatch:
+    """The batch of one seed as the method's own code reads it."""
+    batch = token_batch([0.0] * (PROMPTS * GROUP), lengths=[DEPTH] * (PROMPTS * GROUP))
+    batch.log_prob = tokens.log_prob[seed].clone().requires_grad_()
+    batch.old_log_prob = tokens.old_log_prob[seed].clone()
+    batch.rollout_log_prob = tokens.old_log_prob[seed].clone()
+    batch.entropy = tokens.entropy[seed].clone()
+    batch.advantage = tokens.advantage[seed].clone()
+    return batch
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", METHODS)
+def test_a_twin_is_the_method(name: str) -> None:
+    twin, method = METHODS[name]
+    opened = 0
+    for draw in range(DRAWS):
+        tokens, rewards = random_tokens(draw)
+        state = twin.control(twin.start(SEEDS), tokens.entropy.mean(-1))
+        slope = twin.slope(tokens, state)
+        for seed in range(SEEDS):
+            batch = own_batch(tokens, seed)
+            statistics = ask(method, batch)
+            own = state_of(method, statistics)
+            for key in state:
+                assert float(own[key]) == pytest.approx(float(state[key][seed]), abs=1e-12)
+            _, derivative = loss_and_gradient(method, batch)
+            torch.testing.assert_close(-derivative, slope[seed], rtol=1e-9, atol=1e-12)
+            if isinstance(twin, StareTwin) and isinstance(method, Stare):
+                codes = method.selected(batch, statistics)
+                for each in method.selects:
+                    assert torch.equal(codes == each.code, twin.rare(tokens, each.sign)[seed])
+                opened += int(state["gate"][seed])
+        groups = torch.arange(PROMPTS * GROUP) // GROUP
+        counted = torch.ones(PROMPTS * GROUP, dtype=torch.bool)
+        for seed in range(0, SEEDS, 10):
+            own_ones = own_advantages(rewards[seed].flatten(), groups, counted)
+            torch.testing.assert_close(group_advantages(rewards[seed]).flatten(), own_ones)
+    if isinstance(twin, StareTwin) and twin.entropy_target is not None:
+        assert 0 < opened < SEEDS * DRAWS * 0.95  # both sides of the gate were seen
+
+
+def test_the_adaptive_bonus_moves_as_the_methods() -> None:
+    settings = {"coef": 0.01, "delta": 0.004, "coef_min": 0.0, "coef_max": 0.02}
+    twin = BonusTwin(target=0.5, **settings)
+    method = Grpo(
+        aggregation="token_mean",
+        entropy_bonus=EntropyBonus(target=0.5, **settings),
+    )
+    state, own = twin.start(1), state_of(method)
+    entropies = torch.rand(60, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for entropy in entropies:
+        state = twin.control(state, entropy[None])
+        own = method.control(own, {"entropy_bonus/measure": entropy})
+        for mine, theirs in (("coef", COEF), ("used", USED), ("open", OPEN)):
+            assert float(state[mine]) == pytest.approx(float(own[theirs]), abs=1e-12)
+    assert float(state["coef"]) > 0
+
+
+def test_micro_batches_select_each_for_itself() -> None:
+    tokens, _ = random_tokens(3)
+    halves = StareTwin(micro_batches=2, share=0.25).rare(tokens, 1)
+    middle = tokens.advantage.shape[1] // 2
+    for rows in (slice(None, middle), slice(middle, None)):
+        piece = Tokens(
+            tokens.log_prob[:, rows],
+            tokens.old_log_prob[:, rows],
+            tokens.entropy[:, rows],
+            tokens.advantage[:, rows],
+        )
+        assert torch.equal(halves[:, rows], StareTwin(share=0.25).rare(piece, 1))
+    assert not torch.equal(halves, StareTwin(share=0.25).rare(tokens, 1))
+
+
+def test_the_gradient_is_that_of_the_objective() -> None:
+    """By autograd, of the surrogate and the entropy bonus, with ratios that differ from 1."""
+    world = tree(3, prompts=2, actions=3, depth=3, seed=4)
+    batch = sample(world, world.logits, 0, 4, torch.Generator().manual_seed(1))
+    noise = torch.randn(world.logits.shape, generator=torch.Generator().manual_seed(2))
+    logits = (world.logits + 0.1 * noise).requires_grad_()
+    twin = BonusTwin(target=None, coef=0.3)
+    found = gradient(world, logits.detach(), batch, twin, twin.start(3))
+    log_p = torch.log_softmax(logits, -1).flatten(1, 2)
+    here = log_p.gather(1, batch.state[..., None].expand(-1, -1, 3))
+    ratio = (here.gather(-1, batch.action[..., None])[..., 0] - batch.old_log_prob).exp()
+    free, bounded = ratio * batch.advantage, ratio.clamp(0.8, 1.2) * batch.advantage
+    entropy = -(here.exp() * here).sum(-1)
+    objective = (torch.minimum(free, bounded) + 0.3 * entropy).mean(-1).sum()
+    (wanted,) = torch.autograd.grad(objective, logits)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_enumeration_agrees_with_sampling(name: str) -> None:
+    world: World = WORLDS[name](2, seed=5)
+    exact = evaluate(world, world.logits, 0)
+    batch = sample(world, world.logits, 0, 4000, torch.Generator().manual_seed(3))
+    assert float(batch.entropy.mean()) == pytest.approx(float(exact.entropy.mean()), rel=0.02)
+    counts = batch.state.new_zeros(world.logits.flatten(1, 2).shape)
+    for k in range(2):
+        counts[k].index_put_(
+            (batch.state[k], batch.action[k]), torch.ones_like(batch.action[k]), accumulate=True
+        )
+    seen = counts.double() / counts.sum(-1, keepdim=True).clamp_min(1)
+    often = counts.sum(-1) > 1000
+    p = torch.softmax(world.logits.flatten(1, 2), -1)
+    assert (seen - p)[often].abs().max() < 0.06
+    one, many = exact.pass_at[1], exact.pass_at[64]
+    assert ((one <= many) & (many <= 1)).all() and (exact.reward >= one - 1e-12).all()
+
+
+def test_pass_at_k_and_entropy_by_hand() -> None:
+    """One prompt, two choices of two: p(right) is known, and so is the entropy."""
+    logits = torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 0.0]], dtype=torch.float64).view(
+        1, 1, 3, 2
+    )
+    rewards = torch.tensor([0.0, 0.0, 1.0, 0.5], dtype=torch.float64).view(1, 1, 4)
+    world = World("hand", logits, rewards, 0.0)
+    assert (world.depth, first_state(2, 1), first_state(2, 2)) == (2, 1, 3)
+    exact = evaluate(world, logits, 0, ks=(1, 2))
+    right = 0.5 * torch.sigmoid(torch.tensor(1.0, dtype=torch.float64))
+    torch.testing.assert_close(exact.pass_at[1][0], right)
+    torch.testing.assert_close(exact.pass_at[2][0], 1 - (1 - right) ** 2)
+    torch.testing.assert_close(exact.reward[0], right + 0.5 * (0.5 - right))
+    two, tilted = torch.tensor([0.5, 0.5]), torch.softmax(torch.tensor([1.0, 0.0]), 0)
+    h2, ht = (float(-(p * p.log()).sum()) for p in (two, tilted))
+    assert float(exact.entropy[0]) == pytest.approx((h2 + 0.5 * h2 + 0.5 * ht) / 2, rel=1e-6)
+
+
+def test_a_training_repeats_and_learns_and_rewards_change() -> None:
+    world = WORLDS["changing"](20, changes_at=60)
+    settings = Settings(steps=120, every=60, lr=2.0)
+    first, again = (train(world, Twin(), settings) for _ in range(2))
+    assert torch.equal(first.entropy, again.entropy) and first.at == [0, 60, 120]
+    start, middle, end = first.pass_at[1].mean(1).tolist()
+    assert middle > start + 0.2 and end < middle  # what was right is wrong now
+    assert torch.isnan(first.gate).all()
+    held = train(world, StareTwin(entropy_target=0.9, variant="C2", amplify=3.0), settings)
+    assert ((held.gate[1:] >= 0) & (held.gate[1:] <= 1)).all()
+    assert held.entropy[-1].mean() > first.entropy[-1].mean()
+
+
+def test_coupling_shares_gradients_between_prompts() -> None:
+    gradients = torch.randn((1, 4, 3, 2), dtype=torch.float64)
+    assert torch.equal(coupled(gradients, 0.0), gradients)
+    alike = coupled(gradients, 1.0)
+    torch.testing.assert_close(alike, gradients.mean(1, keepdim=True).expand_as(alike))
+    torch.testing.assert_close(coupled(gradients, 0.3).sum(1), gradients.sum(1))
