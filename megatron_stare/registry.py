@@ -42,8 +42,8 @@ MOVED = {
 class Extension:
     """A named extension, built in or a user's own, with its settings.
 
-    In YAML it is a name or `{name: ..., setting: value}`. Its function or class determines which
-    settings exist; see `settings_of`.
+    In YAML an extension is a name or `{name: ..., setting: value}`. The function or class that the
+    extension names determines which settings exist; see `settings_of`.
 
     name: a short name, or a path for `resolve`.
     settings: unchecked settings.
@@ -54,7 +54,7 @@ class Extension:
 
     @classmethod
     def read(cls, value: Any) -> Extension:
-        """Reads an extension from its YAML value. Raises ValueError if it has no name."""
+        """Reads an extension from its YAML value. Raises ValueError if the value has no name."""
         if isinstance(value, cls):
             return value
         written = {"name": value} if isinstance(value, str) else value
@@ -70,7 +70,8 @@ class Extension:
         return cls.read(json.loads(text) if text.startswith("{") else text)
 
     def written(self) -> str | dict[str, Any]:
-        """Returns the value for `read`: only the name if there are no settings."""
+        """Returns a YAML value from which `read` makes this extension: the name alone if the
+        extension has no settings, else a mapping."""
         return {"name": self.name, **self.settings} if self.settings else self.name
 
     def __str__(self) -> str:
@@ -136,8 +137,8 @@ def settings_of(
 
 
 def _typed(reader: Callable[..., Any], key: str, value: Any, where: str) -> Any:
-    """Converts a setting's value to its parameter's annotated type; unchanged without
-    annotation."""
+    """Converts a setting's value to its parameter's annotated type. Returns the value unchanged if
+    the parameter has no annotation."""
     from pydantic import TypeAdapter, ValidationError  # only needed for extensions with settings
     from pydantic.errors import PydanticUserError
 
@@ -195,8 +196,8 @@ def _attribute(module: ModuleType, name: str, where: str) -> Any:
 
 
 def _imported_file(path: str, where: str) -> ModuleType:
-    """Imports a file as a module, once per process. Its name cannot be imported, so it shadows no
-    other module."""
+    """Imports a file as a module, once per process. The module gets a name that no import statement
+    can name, so the module shadows no other module."""
     file = Path(path).expanduser().resolve()
     name = f"file:{file}"
     if name in sys.modules:

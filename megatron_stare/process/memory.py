@@ -8,8 +8,9 @@ Ray's object store, counts as 1/n in each. Resident size would count the page n 
 full collection visits every object (a few hundred thousand from torch and transformers alone) in
 the middle of a step, and a rank that collects delays all others.
 
-`keep_freed` keeps memory that a step frees on a CPU for the next step. By default glibc returns it
-to the system, which then clears every page again: a tenth of a small model's step.
+`keep_freed` keeps memory that a step frees on a CPU for the next step. By default glibc returns
+freed memory to the system, which then clears every page again. The clearing takes a tenth of a
+small model's step.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ _mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack
 def take_peak_bytes() -> int | None:
     """Returns this process's peak memory in bytes since the last call, and restarts the peak.
 
-    On CUDA: torch's allocator. Otherwise: resident size, with pages shared with other processes
-    counted in full. None if the kernel does not report it; only Linux does.
+    On CUDA the peak is that of torch's allocator. Without CUDA the peak is that of the resident
+    size, in which a page shared with other processes counts in full. Returns None if the kernel
+    does not report the resident size's peak; only Linux reports this peak.
     """
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
@@ -60,8 +62,8 @@ def device_used_bytes() -> int | None:
 def keep_freed() -> None:
     """Keeps freed host memory in this process from now on, for later tensors.
 
-    Both limits are needed: the first makes allocations up to `_LARGEST` come from the heap, the
-    second never returns the heap's end to the system.
+    Sets two limits of malloc, and needs both. M_MMAP_THRESHOLD makes allocations up to `_LARGEST`
+    come from the heap. M_TRIM_THRESHOLD keeps malloc from returning the heap's end to the system.
     """
     if _mallopt is not None:
         _mallopt(_M_MMAP_THRESHOLD, _LARGEST)
@@ -69,8 +71,8 @@ def keep_freed() -> None:
 
 
 def freeze() -> None:
-    """Excludes all current objects from future garbage collections. Collects first, because
-    remaining garbage would stay."""
+    """Excludes all current objects from future garbage collections. Collects garbage before that,
+    because a frozen object is never freed by the collector."""
     gc.collect()
     gc.freeze()
 

@@ -92,8 +92,8 @@ class Listener:
     """A listener at a host:port on the network.
 
     Args:
-        address: host:port. Without a port, or if the port is no number, it cannot be checked and
-            counts as listening.
+        address: host:port. An address without a numeric port cannot be checked and counts as
+            listening.
         own: another address of this machine, tried too if the host is this machine.
     """
 
@@ -110,7 +110,8 @@ class Listener:
         self._there = time.monotonic()  # last time that it was reachable
 
     def missing(self, timeout_s: float = CONNECT_S) -> Exception | None:
-        """Returns the reason if no connection can be made now; None if it can."""
+        """Returns the reason if no connection to the listener can be made now; None if a connection
+        can be made."""
         reason: Exception | None = None
         for host in self._hosts:
             try:
@@ -124,11 +125,13 @@ class Listener:
         return reason
 
     def require(self, what: str, where: str, fix: str) -> None:
-        """Raises ConfigError, starting with `what`, if nothing listens there."""
+        """Raises ConfigError if nothing listens at the address. The error's text starts with
+        `what`."""
         if (reason := self.missing()) is not None:
             why = getattr(reason, "strerror", None) or reason
             raise ConfigError(f"{what} {self.address}: {why}", where=where, fix=fix)
 
     def gone(self, after_s: float, timeout_s: float) -> bool:
-        """Returns True if nothing listens now, and nothing has for `after_s` seconds."""
+        """Returns True if nothing listens at the address now, and no connection has succeeded for
+        more than `after_s` seconds."""
         return self.missing(timeout_s) is not None and time.monotonic() - self._there > after_s

@@ -1,8 +1,9 @@
 """Keeps the output of a run's workers in files beside its other results.
 
-Ray keeps its own files in each node's /tmp, where they vanish with the node. The driver names a
-folder in the run directory. Every rank and engine that Ray hosts appends its stdout and stderr to
-its own file there. When an engine's server ends, the engine adds the end of the server's log.
+Ray keeps its own output files in each node's /tmp, and these files vanish with the node. The driver
+names a folder in the run directory. Every rank and engine that Ray hosts appends its stdout and
+stderr to its own file in that folder. When an engine's server ends, the engine appends the last
+part of the server's log to the engine's file.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ TAIL_BYTES = 1 << 20  # of a server's log
 
 @contextlib.contextmanager
 def kept_output(folder: Path) -> Iterator[None]:
-    """Makes workers that start while this is open keep their output in the folder."""
+    """Makes every worker that starts inside this context manager append its output to a file in
+    `folder`."""
     before = os.environ.get(FOLDER)
     os.environ[FOLDER] = str(folder.resolve())
     try:
@@ -33,7 +35,8 @@ def kept_output(folder: Path) -> Iterator[None]:
 
 
 def carried_output() -> dict[str, str]:
-    """Returns the environment variable that names the folder; {} if there is none."""
+    """Returns the environment variable that names the output folder, with its value; {} if the
+    variable is not set."""
     return {FOLDER: os.environ[FOLDER]} if FOLDER in os.environ else {}
 
 
@@ -44,8 +47,8 @@ def keep_own_output(role: str) -> Path | None:
         role: names the file: "training ranks 3" is written to training_ranks_3.log.
 
     Returns:
-        The file; None if there is no folder, or this node cannot write to it. The output then stays
-            where it was.
+        The file; None if there is no output folder, or this node cannot write to the folder. If
+            None is returned, the output goes where it went before.
     """
     file = _file(role)
     if file is None:

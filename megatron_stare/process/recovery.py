@@ -1,9 +1,9 @@
-"""Decides how often and when a run restarts after a loss, and records each restart in the run
-directory.
+"""Decides how often and when a run restarts after it loses a worker or its driver, and records each
+restart in the run directory.
 
-Used by the driver, which reopens a run after losing a worker, and by the supervisor
-(supervision.py), which restarts the driver. This module must therefore not import anything that a
-run computes with.
+The driver uses this module to reopen a run after losing a worker. The supervisor (supervision.py)
+uses this module to restart the driver. This module must therefore not import anything that a run
+computes with.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class RecoveryRule:
 
     @classmethod
     def of(cls, section: Any) -> RecoveryRule:
-        """Makes the rule from a section: its model, or a dict read from a config.yaml. Missing
-        fields keep their defaults."""
+        """Makes the rule from the `faults.run` section, given as the section's pydantic model or as
+        a dict read from a config.yaml. Missing fields keep their defaults."""
         values = section if isinstance(section, dict) else vars(section)
         return cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
 
@@ -39,9 +39,9 @@ class RecoveryRule:
 class Attempts:
     """The restarts of one run, as one process counts them.
 
-    A restart stops counting once the run is `window_steps` steps beyond the furthest step before
-    that restart. Repeated steps are no progress, so a run that always dies before its next
-    checkpoint ends.
+    A restart no longer counts towards `attempts` once the run is `window_steps` steps beyond the
+    furthest step before that restart. Repeated steps are not progress. If a run always dies before
+    it reaches the next checkpoint, the restarts therefore end.
     """
 
     def __init__(self, rule: RecoveryRule) -> None:
@@ -51,12 +51,12 @@ class Attempts:
 
     @property
     def counting(self) -> int:
-        """Number of restarts that count now."""
+        """Number of restarts that count towards `attempts` now."""
         return len(self._reached)
 
     def lost(self, step: int) -> float | None:
-        """Records that the run was lost after `step`. Returns seconds until its restart, which
-        counts from then on; None: no restart."""
+        """Records that the run was lost after `step`. Returns the seconds until the run's restart,
+        and counts this restart; None if the run is not restarted."""
         rule = self.rule
         self.furthest = max(self.furthest, step)
         self._reached = [

@@ -1,7 +1,8 @@
 """Finds files that ship with the project besides its code: `configs/`, `assets/` and `tools/`.
 
-In a checkout they are beside the package; a wheel contains them in its `share/` (setup.py copies
-them there). Shipped configs name files relative to that place, so they work from any folder.
+In a checkout these folders are beside the package. A wheel contains these folders in its `share/`
+(setup.py copies the folders into `share/`). Shipped configs name files relative to the folder that
+contains `configs/`, so shipped configs work from any working directory.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def resolve_paths(path: Path, tree: dict[str, Any]) -> None:
 
 
 def tool(name: str) -> Path:
-    """Returns the script of one of TOOLS. Run it as a script, because it imports files beside
-    it."""
+    """Returns the script of one of TOOLS. Run the file as a script, because the file imports files
+    in its own folder."""
     return SHIPPED / "tools" / f"{name}.py"
 
 

@@ -1,6 +1,6 @@
-"""Lines on stderr that say what takes seconds to start, before it does.
+"""Prints a line to stderr before a start-up stage that takes seconds.
 
-stdout is left alone: programs parse it.
+Nothing is printed to stdout, because programs parse stdout.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from typing import Any
 
 
 def say_loading(*, always: bool = False) -> None:
-    """Says that the libraries of a run are imported next; once a process.
+    """Says that the libraries of a run are imported next. Says nothing if the process has already
+    imported torch.
 
     Args:
-        always: not on a terminal alone.
+        always: print also if stderr is not a terminal.
     """
     if "torch" not in sys.modules:
         say("loading PyTorch and Megatron ...", always=always)
 
 
 def unsaid(text: str) -> Any:
-    """Takes a line that nobody is to be told."""
+    """Accepts a line and prints nothing; for callers that must stay silent."""
 
 
 def counted(number: int, what: str) -> str:
@@ -30,10 +31,10 @@ def counted(number: int, what: str) -> str:
 
 
 def say(text: str, *, always: bool = False) -> None:
-    """Prints a line where a person looks at stderr.
+    """Prints a line to stderr if stderr is a terminal.
 
     Args:
-        always: or where nobody does.
+        always: print also if stderr is not a terminal.
     """
     with contextlib.suppress(OSError, ValueError):  # of a terminal that is gone
         if always or sys.stderr.isatty():

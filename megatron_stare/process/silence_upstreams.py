@@ -1,5 +1,5 @@
-"""Silences known harmless messages of upstreams, at import and in normal use; no other module
-does."""
+"""Silences known harmless messages of upstream packages, at import and in normal use. No other
+module silences messages."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def quiet_upstreams() -> None:
     """Silences upstreams in this process, before it imports them; forked processes inherit the
     filters.
 
-    megatron-core reports at import what it does without CUDA libraries, and later what would be
-    faster with them; README reports it once. transformers draws progress bars even for files that
-    load instantly.
+    At import megatron-core warns about missing CUDA libraries. Later megatron-core reports which
+    operations would be faster with these libraries. README states both facts once. transformers
+    draws progress bars even for files that load instantly.
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")

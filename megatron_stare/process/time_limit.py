@@ -39,8 +39,9 @@ def seconds_of(text: str) -> float:
 
 
 class TimeLimit:
-    """Time limit counted from `begun`. A step is expected to take as long as the longest recent
-    step, a save as long as the longest save so far; the first of either counts as zero.
+    """Time limit counted from `begun`. The next step is expected to take as long as the longest
+    recent step, and the next save as long as the longest save so far. Until the first step ends,
+    the expected step time is zero. Until the first save ends, the expected save time is zero.
 
     Args:
         limit_s: None: no limit.

@@ -1,9 +1,9 @@
 """Identifies the code and what it computes on: releases of packages, commit and digest of this
 package, the device.
 
-Equal results of `computes_on` imply bit-equal numbers in the same layout: they name everything else
-that decides a number's last bits. Torch is imported only there, because the doctor may run without
-it.
+Two runs with the same parallel layout and equal results of `computes_on` compute bit-equal numbers.
+Besides the layout, only the facts that `computes_on` names decide a number's last bits. Torch is
+imported only in functions, because the doctor may run without it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _TIMEOUT_S = 5.0  # git on a hanging disk must not block a run
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Returns the releases of those packages that are installed."""
+    """Returns the installed release of each given package, by name. Packages that are not installed
+    are left out."""
     found = {}
     for name in packages:
         try:
@@ -49,8 +50,8 @@ def code_digest() -> str:
 
 
 def computes_on() -> str:
-    """Returns device, library releases, and a digest of this package's code: an upgrade may change
-    the order of sums."""
+    """Returns the device, library releases, and a digest of this package's code. An upgrade of any
+    of them may change the order of sums."""
     import torch
 
     libraries = (f"{name} {release}" for name, release in versions(LIBRARIES).items())
@@ -78,10 +79,10 @@ def _cpu_info() -> str:
 
 
 def origin() -> dict[str, str]:
-    """Returns the origin of a run's numbers.
+    """Returns when, where and by which code a run's numbers were computed.
 
-    `date` (local time with its offset, ISO 8601), `host`, `version`, and in a git checkout
-    `commit`, with `+changes` if tracked files differ from it.
+    The keys are `date` (local time with its offset, ISO 8601), `host`, `version`, and in a git
+    checkout `commit`. The commit ends in `+changes` if tracked files differ from the commit.
     """
     found = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -1,5 +1,5 @@
-"""One interface for workers of every kind. Runners (cluster/) implement it; the trainer's group and
-the engines' pool use it."""
+"""One interface for workers of every kind. Runners (cluster/) implement the `Workers` interface.
+The trainer's group and the engines' pool use the interface."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class Workers(ABC):
     async def result(self, handle: Handle) -> Any:
         """Async `wait` for one handle; does not block the event loop if workers are processes.
 
-        Returns the result, or raises the worker's error, its loss or the timeout of one call.
+        Returns the result, or raises the worker's own error. Raises WorkerLostError if the worker
+        died or the call exceeded the time limit of one call.
         """
 
     @abstractmethod
@@ -57,8 +58,8 @@ class Workers(ABC):
         """Stores a value once, where every worker can fetch it."""
 
     def replace(self, worker: int) -> None:
-        """Ends one worker, whatever its state, and recreates it in the same place. Returns when it
-        is ready.
+        """Ends one worker, whatever its state, and recreates the worker in the same place. Returns
+        when the new worker is ready.
 
         May be called from any thread, while nobody else calls this worker. Raises UserError if the
         worker cannot be created.

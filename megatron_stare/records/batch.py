@@ -1,7 +1,7 @@
 """Prompts, a method's view of their responses, and the plan of micro-batches. Imports torch only.
 
 Shape legend: B samples of a rollout batch in canonical order (by prompt cursor, then by sample
-number); N response positions of some samples, laid end to end.
+number); N response positions of some samples, concatenated.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ _WHOLE_BATCH = frozenset(
 
 @dataclass
 class TokenBatch:
-    """Response positions that a method works on, laid end to end ([N]): a rollout batch, a
-    mini-batch or a micro-batch.
+    """Response positions that a method works on. Each column ([N]) concatenates the positions of
+    all responses of a rollout batch, a mini-batch or a micro-batch.
 
     `log_prob` carries gradient in the training pass; everything else is detached. `index` numbers
     every response position of the whole batch in canonical order, so ties break alike in every
@@ -114,8 +114,8 @@ class TokenBatch:
 
     @property
     def in_baseline(self) -> Tensor:
-        """[N] bool: positions of responses in the baseline. Responses without loss (`truncated:
-        mask`) are in it but not in `loss_mask`."""
+        """[N] bool: positions of responses whose rewards count in the baseline. Responses without
+        loss (`truncated: mask`) are in this mask but not in `loss_mask`."""
         return self.loss_mask if self.baseline_mask is None else self.baseline_mask
 
     @property
@@ -126,21 +126,21 @@ class TokenBatch:
 
     @property
     def selected_by(self) -> Tensor:
-        """[N] log-prob that selections read, detached; the same in the requests and in every
-        micro-batch."""
+        """[N] detached log-prob by which a method selects tokens. The requests for statistics and
+        every micro-batch use the same values."""
         chosen = self.old_log_prob if self.selection_log_prob is None else self.selection_log_prob
         return chosen.detach()
 
     @property
     def selecting_entropy(self) -> Tensor:
-        """[N] entropy that selections read, nats, detached. It belongs to the same policy as
-        `selected_by`, except when that holds the engine's log-probs, because engines return no
-        entropies."""
+        """[N] detached entropy in nats by which a method selects tokens. The entropy and
+        `selected_by` belong to the same policy, unless `selected_by` holds the engine's log-probs:
+        engines return no entropies."""
         chosen = self.entropy if self.selection_entropy is None else self.selection_entropy
         return chosen.detach()
 
     def select(self, rows: Tensor) -> TokenBatch:
-        """Returns the same record for some of its positions ([n] int64)."""
+        """Returns a TokenBatch of only the positions `rows` ([n] int64) of this batch."""
         per_token = {
             f.name: value[rows]
             for f in fields(self)

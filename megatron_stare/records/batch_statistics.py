@@ -1,8 +1,9 @@
-"""Statistics that a method may request over the whole batch, and their answers. Imports torch only.
+"""Requests for statistics that a method may make over the whole batch, and the answers to the
+requests. Imports torch only.
 
-A method names its requests. `ops/statistics_executor.py` answers them over the right process
-groups, so every method is exact over the global batch in every layout. Shape legend: N response
-positions held by this rank.
+A method names its requests. `ops/statistics_executor.py` answers the requests over the right
+process groups, so every method is exact over the global batch in every layout. Shape legend: N
+response positions held by this rank.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ Interpolation = Literal["linear", "lower", "higher", "nearest"]
 class TopK:
     """Request for the k masked positions of largest `key`; ties go to the lower index.
 
-    k = top_k_count(number masked, share), or min(number masked, count) if `count` is given.
+    With n = the number of positions where `mask` is True: k = top_k_count(n, share), or k = min(n,
+    count) if `count` is given.
     """
 
     key: Tensor  # [N] float32
@@ -36,8 +38,9 @@ class Quantile:
     are none.
 
     The quantile is at position (n - 1) q of the sorted values. `interpolation` decides between two
-    values as in numpy; 'nearest' rounds half to the even position. Compare `x` with the answer as
-    float32 values, or the token at the quantile may fall below it.
+    values as in numpy; 'nearest' rounds half to the even position. Convert `x` to float32 before
+    comparing `x` with the quantile. Otherwise the token at the quantile may fall below the
+    quantile.
     """
 
     x: Tensor  # [N]
@@ -48,8 +51,8 @@ class Quantile:
 
 @dataclass(frozen=True)
 class SegmentSum:
-    """Request for [number] float64 sums of `x` by segment over the masked positions; 0 for a
-    segment without any."""
+    """Request for [number] float64 sums of `x` by segment over the masked positions. The sum of a
+    segment without masked positions is 0."""
 
     x: Tensor  # [N]
     segment: Tensor  # [N] int64 in [0, number)
@@ -59,8 +62,8 @@ class SegmentSum:
 
 @dataclass(frozen=True)
 class Mean:
-    """Request for the mean of `x` over the masked positions; NaN if there are none, and controllers
-    ignore NaN."""
+    """Request for the mean of `x` over the masked positions. The mean is NaN if no position is
+    masked; controllers ignore NaN."""
 
     x: Tensor  # [N]
     mask: Tensor  # [N] bool
@@ -103,7 +106,7 @@ class Threshold:
     value: Tensor  # float32, the smallest selected value; +inf if k = 0
 
     def select(self, key: Tensor, index: Tensor, mask: Tensor) -> Tensor:
-        """[N] bool: positions among the k."""
+        """[N] bool: the k selected positions."""
         return mask & (ordering_key(key, index) >= self.key) & (self.k > 0)
 
 
@@ -116,7 +119,8 @@ def scalar(statistics: Statistics, name: str) -> Tensor:
 
 
 def tensor(statistics: Statistics, name: str) -> Tensor:
-    """Returns the answer to any request except TopK. Raises TypeError for the answer to a TopK."""
+    """Returns the tensor that answers the request `name`. Raises TypeError if the request is a
+    TopK."""
     value = statistics[name]
     if isinstance(value, Threshold):
         raise TypeError(f"{name} is the answer to a TopK")
@@ -124,7 +128,8 @@ def tensor(statistics: Statistics, name: str) -> Tensor:
 
 
 def ordering_key(x: Tensor, index: Tensor) -> Tensor:
-    """[N] int64 key ordered by (x ascending, index descending), unique if index is.
+    """[N] int64 key ordered by (x ascending, index descending). The keys are unique if the indices
+    are unique.
 
     The high 32 bits hold float32 `x` made monotone (negative numbers complemented). The low 32 bits
     hold the complement of `index`, so of two equal values the one with the lower index has the
@@ -137,7 +142,7 @@ def ordering_key(x: Tensor, index: Tensor) -> Tensor:
 
 
 def threshold(statistics: Statistics, name: str) -> Threshold:
-    """Returns the answer to a TopK. Raises TypeError for any other answer."""
+    """Returns the answer to a TopK. Raises TypeError if the request is not a TopK."""
     value = statistics[name]
     if not isinstance(value, Threshold):
         raise TypeError(f"{name} is not the answer to a TopK")

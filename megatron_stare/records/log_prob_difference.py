@@ -12,8 +12,9 @@ from dataclasses import dataclass
 class Sizes:
     """Summary of the absolute differences of some tokens.
 
-    not_numbers: number of NaN differences.
-    largest_number, mean_number: over the other differences; 0 if there are none.
+    not_numbers: the number of NaN differences.
+    largest_number, mean_number: the largest and the mean of the differences that are not NaN; 0 if
+        all differences are NaN.
     """
 
     tokens: int
@@ -23,12 +24,12 @@ class Sizes:
 
     @property
     def largest(self) -> float:
-        """Largest difference; NaN if any is not a number."""
+        """Largest difference; NaN if any difference is NaN."""
         return math.nan if self.not_numbers else self.largest_number
 
     @property
     def mean(self) -> float:
-        """Mean difference; NaN if any is not a number."""
+        """Mean difference; NaN if any difference is NaN."""
         return math.nan if self.not_numbers else self.mean_number
 
 
@@ -36,14 +37,16 @@ class Sizes:
 class LogProbDifference:
     """Engine minus trainer over all tokens of a batch's loss mask, nats.
 
-    everywhere: all tokens; a token that no rank compared counts as not a number.
-    lowest: the smallest difference, with its sign; NaN if any is not a number.
+    everywhere: differences of all tokens. A token that no rank compared counts as NaN.
+    lowest: the smallest signed difference; NaN if any difference is NaN.
     quantiles: quantiles of the absolute differences, by name.
-    from_position: by the first position of a range of positions; ranges without tokens are left
-        out.
-    of_version: by the weight version that sampled the token.
-    longest: tokens of the longest response; of several, the first.
-    likely, unlikely: tokens with a probability of at least 1/1000 in the trainer, and those below.
+    from_position: differences in ranges of positions, by the first position of each range. Ranges
+        without tokens are left out.
+    of_version: differences by the weight version that sampled the token.
+    longest: differences of the longest response's tokens. If several responses are longest, the
+        first is meant.
+    likely: differences of tokens to which the trainer gives a probability of at least 1/1000.
+    unlikely: differences of tokens to which the trainer gives a probability below 1/1000.
     """
 
     everywhere: Sizes

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 class Metric:
     """One entry of docs/metrics.md.
 
-    name: name in the log; `<n>` at the end stands for a number.
-    unit: nats, tokens, share (0 to 1), 0 or 1, ...
-    meaning: quantity that is measured, and over what.
-    healthy: range or course in a healthy run, and what a deviation indicates.
+    name: the metric's name in the log. `<n>` at the end of a name stands for a number.
+    unit: the metric's unit: nats, tokens, share (0 to 1), 0 or 1, ...
+    meaning: the measured quantity, and the tokens, samples or steps over which the quantity is
+        measured.
+    healthy: the range of values or the trend in a healthy run, and what a deviation indicates.
     """
 
     name: str

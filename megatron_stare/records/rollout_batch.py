@@ -1,10 +1,10 @@
 """The trajectories of one step as one flat batch, and each data-parallel rank's share of it.
 Imports torch only.
 
-Shape legend: B samples; N response positions of all samples, laid end to end; T prompt and response
-positions of all samples, laid end to end; R runs of consecutive tokens sampled by one weight
-version; L layers; K experts a token in a mixture of experts. Samples are in canonical order: by
-prompt cursor, then by sample number. In a share, n, t and r count its own samples only.
+Shape legend: B samples; N response positions of all samples, concatenated; T prompt and response
+positions of all samples, concatenated; R runs of consecutive tokens sampled by one weight version;
+L layers; K experts a token in a mixture of experts. Samples are in canonical order: by prompt
+cursor, then by sample number. For a RankShare, n, t and r count only the samples of the rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from megatron_stare.records.trajectory import Trajectory, covering
 
 
 class _Columns:
-    """Properties common to a batch and a rank's share, whose n and r count its own samples only."""
+    """Properties common to RolloutBatch and RankShare. For a RankShare, n and r count only the
+    samples of the rank."""
 
     prompt_lengths: Tensor
     response_lengths: Tensor
@@ -41,7 +42,8 @@ class _Columns:
 
     @property
     def weight_versions(self) -> Tensor:
-        """[N] int64 version of every token, expanded from the runs; for small batches."""
+        """[N] int64 weight version of every token, expanded from `run_versions` and `run_lengths`.
+        Use this property only for small batches."""
         return torch.repeat_interleave(self.run_versions, self.run_lengths)
 
 
@@ -87,15 +89,15 @@ class RolloutBatch(_Columns):
     def share(self, samples: Sequence[int]) -> RankShare:
         """Returns the share of a rank that takes these samples, given in ascending order.
 
-        Copies tensors, because serialising a view would carry its whole tensor; a share of all
-        samples reuses the batch's columns.
+        Copies tensors, because serialising a view would serialise the view's whole tensor. If the
+        rank takes all samples, nothing is copied: the RankShare uses the batch's columns.
         """
         (share,) = self.shares([samples])
         return share
 
     def shares(self, ranks: Iterable[Sequence[int]]) -> Iterator[RankShare]:
-        """Yields the shares of all ranks, in order; values common to all are computed once. See
-        `share`."""
+        """Yields the shares of all ranks, in order. Values common to all shares are computed once.
+        See `share`."""
         loss_lengths = self.loss_lengths
         return (self._share(samples, loss_lengths) for samples in ranks)
 
@@ -141,8 +143,8 @@ class RolloutBatch(_Columns):
 
     @classmethod
     def from_trajectories(cls, trajectories: Iterable[Trajectory], step: int = 0) -> RolloutBatch:
-        """Builds the batch: sorts the trajectories into canonical order and lays them end to end.
-        The batch takes over the experts, by far the largest column, and removes them from the
+        """Builds the batch: sorts the trajectories into canonical order and concatenates them. The
+        batch takes over the experts, by far the largest column, and removes them from the
         trajectories.
 
         Raises:
@@ -218,14 +220,15 @@ class RankShare(_Columns):
     experts: Tensor | None = None  # [t, L, K]
 
     def starts(self, lengths: Tensor) -> Tensor:
-        """[B] int64 start of every own sample in a column with `lengths` [B] entries a sample; 0
-        for other samples."""
+        """[B] int64: the index at which each of the rank's samples starts in a column of this
+        share; 0 for samples of other ranks. `lengths` [B] gives the column's entries for each
+        sample."""
         own = lengths[self.samples]
         return torch.zeros_like(lengths).index_copy_(0, self.samples, own.cumsum(0) - own)
 
 
 def _taken(column: Tensor, lengths: list[int], samples: Sequence[int]) -> Tensor:
-    """Returns the parts of a flat column that belong to the given samples, end to end."""
+    """Returns the concatenated entries of the given samples in a flat column."""
     if len(samples) == len(lengths):
         return column
     ends = [0, *accumulate(lengths)]

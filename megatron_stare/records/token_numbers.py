@@ -1,9 +1,9 @@
-"""Per-token values from the trainer for a few responses, for people who read them. Imports torch
-only.
+"""Per-token values from the trainer for a few responses, for people who read the responses. Imports
+torch only.
 
-`megatron/step/diagnostics.py` makes one part on every rank that holds some of the tokens. The
-driver joins the parts and attaches each response's values to its trajectory. Shape legend: n tokens
-of one response, m tokens of a part.
+Every rank that holds some of the tokens makes a TokenNumbers of its own tokens, called a part
+(`megatron/step/diagnostics.py`). The driver joins the parts and attaches each response's values to
+its trajectory. Shape legend: n tokens of one response, m tokens of a part.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenNumbers:
-    """Values of the loss-mask tokens as the trainer saw them.
+    """Values that the trainer computed for the loss-mask tokens.
 
-    In a part, `sample` and `position` locate each row's token in the rollout batch. On a
-    trajectory, every column has a row for each of its n tokens. Tokens outside the loss mask, which
-    an environment wrote, have NaN and 0 there.
+    In the part that one rank makes, `sample` and `position` locate each row's token in the rollout
+    batch. In the TokenNumbers of a trajectory, every column has a row for each of the trajectory's
+    n tokens. The environment wrote the tokens outside the loss mask; the rows of these tokens are
+    NaN in float columns and 0 in integer columns.
     """
 
     sample: Tensor  # [m] int64, of the whole batch

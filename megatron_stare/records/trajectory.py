@@ -31,7 +31,7 @@ class Trajectory:
     """Response that an environment made to a prompt, with the verifier's reward.
 
     The environment sets loss_mask, the tokens that carry loss. Loss, quantiles, gate, counts and
-    forecast all follow it.
+    forecast all use only the tokens in loss_mask.
     """
 
     prompt: Prompt
@@ -63,7 +63,7 @@ class Trajectory:
     def said(self) -> str:
         """Text of the policy alone, without the environment's words.
 
-        Verifiers read it, and so does everything that counts words or answers.
+        Verifiers and all code that counts words or answers read this text.
         """
         return self.text if self.sampled_text is None else self.sampled_text
 
@@ -124,15 +124,16 @@ def routing_column(numbers: np.ndarray, layers: int, each: int, experts: int) ->
 
 
 def unknown(dtype: torch.dtype) -> int:
-    """Returns the number that stands for an unknown expert and that no expert has; there the
-    trainer's router chooses."""
+    """Returns the number that stands for an unknown expert; no expert has this number. The
+    trainer's router chooses the experts that are unknown."""
     return torch.iinfo(dtype).max
 
 
 def covering(column: Tensor, tokens: int) -> Tensor:
-    """[tokens, L, K] experts, from a column [m, L, K] of the first m <= tokens of a sequence; the
-    rest is unknown. The last token of a response is always unknown, because the engine never feeds
-    it to its model."""
+    """[tokens, L, K] experts of all tokens of a sequence. `column` [m, L, K] gives the experts of
+    the first m <= tokens tokens; the experts of the later tokens are unknown. The experts of a
+    response's last token are always unknown, because the engine never runs its model on the last
+    token."""
     more = torch.full(
         (tokens - len(column), *column.shape[1:]), unknown(column.dtype), dtype=column.dtype
     )

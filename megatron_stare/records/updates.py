@@ -108,7 +108,7 @@ def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
         ratio/first_max_abs_log   largest log ratio of the first update, which is on policy
         optimizer/grad_norm_max   largest finite gradient norm
 
-    The last two exist only with several updates.
+    ratio/first_max_abs_log and optimizer/grad_norm_max exist only if the step has several updates.
     """
     names = {name: None for update in updates for name in update.metrics}
     rows = [update.metrics for update in updates]
@@ -132,9 +132,9 @@ def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
 def skipped_after(
     updates: Sequence[UpdateResult], skipped: int, step: int, most: int = MAX_SKIPPED
 ) -> int:
-    """Returns the number of consecutive non-finite updates, counted on from `skipped` through a
-    training step. Empty mini-batches, which have no gradient, and overflows, which a smaller loss
-    scale cures, do not count.
+    """Returns the number of consecutive non-finite updates at the end of a training step; `skipped`
+    is that number before the step. Empty mini-batches have no gradient, and a smaller loss scale
+    cures overflows, so neither of these two kinds of updates changes the number.
 
     Raises:
         NonFiniteError: loss or gradient of `most` updates in a row was not finite.

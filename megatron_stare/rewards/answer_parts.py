@@ -205,8 +205,8 @@ def clock(text: str) -> Clock | None:
 
 
 def sides(text: str) -> list[str]:
-    """Returns the sides of an equation or of a chain of equations; a single item if there is no
-    equals sign outside brackets."""
+    """Returns the sides of an equation or of a chain of equations. Returns the whole text as the
+    only side if the text has no equals sign outside brackets."""
     return [part.strip() for part in split(text, ("=",))]
 
 
@@ -228,7 +228,7 @@ def is_name(text: str) -> bool:
 
 
 def split(text: str, marks: tuple[str, ...]) -> list[str]:
-    """Splits a text at marks outside brackets. The '=' of <=, >= and != is no mark."""
+    """Splits a text at marks outside brackets. Does not split at the '=' of <=, >= and !=."""
     found, depth, start, at = [], 0, 0, 0
     while at < len(text):
         if text[at] == "\\" and text[at + 1 : at + 2] in ("{", "}"):
@@ -259,9 +259,9 @@ _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
 def items(text: str) -> list[str]:
-    r"""Splits a list without brackets at commas, semicolons, 'and' and 'or', and at a leading \pm
-    into both signs. Returns one item if the text is no list; a number with thousands' commas is one
-    item."""
+    r"""Splits a list without brackets at commas, semicolons, 'and' and 'or'. Splits an item that
+    contains one \pm into two items, with + and with -. Returns one item if the text is not a list.
+    A number with thousands' commas is one item."""
     text = _JOINED.sub(",", text)
     if _THOUSANDS.fullmatch(text.strip()):
         return [text]
@@ -332,5 +332,6 @@ def _balanced(text: str) -> bool:
 
 
 def union(text: str) -> list[str]:
-    """Returns the parts of a union; a single item if there is no union."""
+    """Returns the parts of a union. Returns the whole text as the only part if the text is not a
+    union."""
     return [part.strip() for part in split(text, (r"\cup",))]

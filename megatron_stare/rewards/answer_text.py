@@ -88,8 +88,8 @@ def plain(text: str) -> str:
 
 
 def tidy(text: str) -> str:
-    """Reduces an answer like `plain` but keeps it valid LaTeX: a space that ends a command's name
-    stays."""
+    """Reduces an answer in the same way as `plain`, but keeps the answer valid LaTeX: a space that
+    ends a command's name stays."""
     text = re.sub(r"(\\[A-Za-z]+)\s+(?=[A-Za-z])", "\\1\0", without_fonts(text))
     return plain(text).replace("\0", " ")
 
@@ -131,8 +131,8 @@ def exact_value(text: str) -> Fraction | None:
 
 
 def same_number(wanted: Decimal, given: Decimal) -> bool:
-    """Compares two numbers: integers exactly, others within 1e-6, relative to the reference if that
-    is below 1."""
+    """Compares two integers exactly. Compares other numbers with a tolerance of 1e-6, multiplied by
+    the reference's absolute value if this value is below 1."""
     if wanted == wanted.to_integral_value() and given == given.to_integral_value():
         return wanted == given
     return abs(wanted - given) <= Decimal("1e-6") * min(Decimal(1), abs(wanted))
@@ -184,10 +184,11 @@ def hedges(text: str) -> bool:
 
 
 def must_be_written_alike(wanted: str, given: str) -> bool:
-    """Returns True if two answers are equal only if written alike: numbers with a base, times of
-    day.
+    """Tells whether two answers must be compared as text, because an answer is a number with a base
+    or a time of day.
 
-    math-verify would ignore the difference between such answers.
+    math-verify would ignore the difference between two numbers in different bases, or between two
+    times of day.
     """
     pair = (plain(wanted), plain(given))
     return any(_CLOCK.fullmatch(text) or _BASE.fullmatch(text) for text in pair)
@@ -214,8 +215,8 @@ def of_another_kind(wanted: str, given: str) -> bool:
 
 
 def _outer_bracket(text: str) -> str:
-    """Returns the bracket that encloses the whole text; '' if there is none, or if several stand
-    side by side."""
+    """Returns the opening sign of the pair of brackets that encloses the whole text. Returns '' if
+    no single pair encloses the whole text, as in (1)(2)."""
     text = text.replace("\\{", "{").replace("\\}", "}")
     if not text or text[0] not in _PAIRS or text[-1] not in ")]}":
         return ""

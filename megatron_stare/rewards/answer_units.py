@@ -1,10 +1,10 @@
 r"""Handles units and words after a number: which are known, which agree, and which change the
 number.
 
-An answer may have a known unit if the reference has none. If both have a unit, the units must
-agree: they are the same, or of the same kind and the number is converted. A word that changes the
-number (7 million, 7 squared) is not a unit, nor is a letter that is a variable (7t). Imports the
-standard library only.
+An answer may have a known unit if the reference has none. If answer and reference both have a unit,
+the units must be the same or of the same kind. Between two units of the same kind, the number is
+converted. A word that changes the number (7 million, 7 squared) is not a unit, nor is a letter that
+is a variable (7t). Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ def quantity(text: str) -> Quantity | None:
 
 
 def _of_several(text: str) -> Quantity | None:
-    """Converts a value in several units of a kind, such as 7 hours 30 minutes, to the last unit;
-    None for anything else."""
+    """Converts a value that is written in several units of the same kind, such as 7 hours 30
+    minutes, to the unit that is written last. Returns None for any other text."""
     parts, at = [], 0
     while at < len(text):
         if not (found := _SEVERAL.match(text, at)) or found.end() == at:
@@ -203,7 +203,8 @@ def _of_several(text: str) -> Quantity | None:
 
 
 def _unit(words: str, *, set_as_text: bool) -> tuple[str, Fraction] | None:
-    """Returns kind and size of a unit in words or symbols; None if it is not a unit."""
+    """Returns kind and size of a unit that is written in words or in symbols. Returns None if the
+    text is not a unit."""
     bare = words.strip()
     if (
         (set_as_text or len(bare) > 1)
@@ -294,8 +295,8 @@ _FACTOR = re.compile(r"([A-Za-z]+)\s*(?:\^?\s*\{?\s*([+-]?\d)\s*\}?)?")
 
 
 def _symbols(text: str) -> tuple[str, Fraction] | None:
-    r"""Returns kind and size of a unit in symbols, such as kg m^2/s or W m^{-2}; None if it is not
-    a unit."""
+    r"""Returns kind and size of a unit that is written in symbols, such as kg m^2/s or W m^{-2}.
+    Returns None if the text is not a unit."""
     text = (
         re.sub(r"\\(?:cdot|times)(?![A-Za-z])|[~*]|\\[,;:! ]", " ", text)
         .replace("\\mu", "u")

@@ -22,14 +22,14 @@ def verify(response: str, answer: str) -> float:
 
 
 def answer_start(response: str) -> int:
-    """Returns the position of the last '=', characters from the start; -1 if the response does not
-    end in an integer after it."""
+    """Returns the position of the last '=' in the response, as a character index. Returns -1 if the
+    text after this '=' is not an integer."""
     return response.rfind("=") if _answer(response) else -1
 
 
 def normal_answer(response: str) -> str:
-    """Returns the integer at the end of the response, without leading zeros; "" if there is
-    none."""
+    """Returns the integer at the end of the response, without leading zeros; "" if the response
+    does not end in '=' and an integer."""
     match = _answer(response)
     return match[1] + match[2] if match else ""
 

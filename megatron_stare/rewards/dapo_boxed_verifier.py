@@ -23,12 +23,13 @@ def verify(response: str, answer: str) -> float:
 
 
 def answer_start(response: str) -> int:
-    """Returns the position of the last box, characters from the start; -1 if there is none or it
-    does not close."""
+    """Returns the position of the response's last box, as a character index. Returns -1 if the
+    response has no box, or if the last box has no closing brace."""
     box = last_box(response)
     return box.start if box and box.content is not None else -1
 
 
 def normal_answer(response: str) -> str:
-    """Returns the normalised content of the last box; "" if there is none that closes."""
+    """Returns the normalised content of the last box; "" if the response has no box, or if the last
+    box has no closing brace."""
     return normalised(last_boxed(response) or "")

@@ -1,11 +1,12 @@
 r"""Implements DAPO's rule: compares the text after the last 'Answer:' of a response with the
 reference.
 
-Both are normalised as in Minerva (Lewkowycz et al., arXiv 2206.14858, appendix D.1), with the lists
-that DAPO (arXiv 2503.14476) published, and must then have the same characters. Only the last 300
-characters of a response count. The reward is 1 for right and 0 for wrong; DAPO uses 1 and -1. The
-advantages are the same, but any addition to the reward, such as the overlong punishment, must be
-halved (`overlong.factor: 0.5`). Runs in reward workers.
+Answer and reference are normalised as in Minerva (Lewkowycz et al., arXiv 2206.14858, appendix
+D.1), with the lists that DAPO (arXiv 2503.14476) published. The normalised texts must be equal,
+character by character. Only the last 300 characters of a response count. The reward is 1 for right
+and 0 for wrong; DAPO uses 1 and -1. Rewards of 1 and 0 give the same advantages as rewards of 1 and
+-1. Any addition to the reward, such as the overlong punishment, must be halved (`overlong.factor:
+0.5`). Runs in reward workers.
 """
 
 from __future__ import annotations
@@ -81,15 +82,16 @@ def verify(response: str, answer: str) -> float:
 
 
 def answer_start(response: str) -> int:
-    """Returns the position of the last 'Answer:', characters from the start; -1 if the last 300
-    characters have none."""
+    """Returns the position of the response's last 'Answer:', as a character index. Returns -1 if
+    the last 300 characters contain no 'Answer:'."""
     before = max(0, len(response) - _SEEN)
     starts = [found.start() for found in _ANSWER.finditer(response, before)]
     return starts[-1] if starts else -1
 
 
 def normal_answer(response: str) -> str:
-    """Returns the normalised text after the last 'Answer:'; "" if there is none."""
+    """Returns the normalised text after the last 'Answer:'; "" if the last 300 characters contain
+    no 'Answer:'."""
     found = _ANSWER.findall(response[-_SEEN:])
     return normalised(found[-1]) if found else ""
 

@@ -14,8 +14,8 @@ _OPEN, _CLOSE = "<answer>", "</answer>"
 class Box(NamedTuple):
     """A box of a response.
 
-    start: characters from the start of the response.
-    content: text in the box; None if its braces do not close, as in a truncated answer.
+    start: position of the box, in characters from the start of the response.
+    content: text in the box; None if the closing brace is missing, as in a truncated answer.
     """
 
     start: int
@@ -40,14 +40,15 @@ def last_box(text: str) -> Box | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """Returns the content of the last box; None if there is none, or if its braces do not close."""
+    """Returns the content of the last box. Returns None if the text has no box, or if the last box
+    has no closing brace."""
     box = last_box(text)
     return box.content if box else None
 
 
 def _braced(text: str, start: int) -> str | None:
-    r"""Returns the text from `start` to the brace that closes the one before `start`; None if it
-    does not close.
+    r"""Returns the text between the opening brace just before `start` and the matching closing
+    brace. Returns None if the matching brace is missing.
 
     \{ and \} are printed characters and need no partner.
     """
@@ -64,15 +65,16 @@ def _braced(text: str, start: int) -> str | None:
 
 
 def final_answer(response: str) -> str | None:
-    """Returns the text of the final answer; None if there is none, or if the last one is not
-    closed."""
+    """Returns the text of the final answer. Returns None if the response has no final answer, or if
+    the final answer has no closing brace or tag."""
     found = _found(response)
     return found[1] if found else None
 
 
 def final_answer_start(response: str) -> int:
-    """Returns the position of the final answer, characters from the start; -1 if the last one is
-    not closed or is empty."""
+    """Returns the position of the final answer in the response, as a character index. Returns -1 if
+    the response has no final answer, or if the final answer is empty or has no closing brace or
+    tag."""
     found = _found(response)
     return found[0] if found and found[1] and found[1].strip() else -1
 

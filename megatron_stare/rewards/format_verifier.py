@@ -1,8 +1,8 @@
-r"""Grades the form of a response, whether right or wrong: its thoughts must be closed before the
-final answer.
+r"""Grades the form of a response, whether the answer is right or wrong: if the response has
+thoughts, </think> must precede the final answer.
 
-Meant for a sum of rewards, such as `math + 0.1 * format`. Runs in reward workers; imports nothing
-heavy.
+This verifier is meant for a sum of rewards, such as `math + 0.1 * format`. Runs in reward workers;
+imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """Returns 1.0 if the final answer is closed, not empty and after the thoughts, else 0.0.
+    """Returns 1.0 if the final answer follows </think>, has its closing brace or tag and is not
+    empty, else 0.0. A response without thoughts needs no </think>.
 
-    A response may start inside its thoughts, because chat templates put the opening tag into the
+    A response may contain </think> without <think>, because chat templates put <think> into the
     prompt.
     """
     opened, closed = response.count(_OPEN), response.count(_CLOSE)

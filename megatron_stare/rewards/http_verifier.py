@@ -1,4 +1,5 @@
-"""Calls a verifier over HTTP: on another machine, in another language, or a model as judge.
+"""Calls a verifier over HTTP. The verifier may run on another machine, be written in another
+language, or use a model as judge.
 
 The reply to POST {"response": ..., "answer": ...} is a number or {"reward": number}. Runs in reward
 workers, whose wall-clock limit (`reward.timeout_s`) covers all attempts for an answer.

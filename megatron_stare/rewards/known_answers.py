@@ -36,7 +36,7 @@ def read_known_answers(path: str | Path) -> list[tuple[str, str, float]]:
 
 def open_pool(verifier: Extension | str, config: Config, workers: int) -> VerifierPool:
     """Opens a pool whose verifier has been tested on its own known answers. The run's verifier is
-    also tested on those of `reward.known_answers`.
+    also tested on the answers in the file `reward.known_answers`.
 
     Raises:
         ConfigError: as `VerifierPool` and `prove`, or the run cannot provide the verifier's inputs;

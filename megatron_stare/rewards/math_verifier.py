@@ -2,9 +2,9 @@ r"""Verifies mathematical answers: compares the last box of a response with the 
 math-verify.
 
 Strict about where the answer is: an answer outside a box earns nothing, so that a policy gains
-nothing by listing guesses. Lenient about notation: 1/2, 0.5 and \frac{1}{2} are equal. Cases that
-math-verify reads wrongly are handled before it, see `rewards/answer_text.py`. Runs in reward
-workers; no torch.
+nothing by listing guesses. Lenient about notation: 1/2, 0.5 and \frac{1}{2} are equal. This module
+handles the notations that math-verify reads wrongly, before it calls math-verify (see
+`rewards/answer_text.py`). Runs in reward workers; no torch.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def _same(wanted: str, given: str, deeper: int) -> bool:
 
 
 def _in_parts(wanted: str, given: str, deeper: int) -> bool | None:
-    """Compares lists, unions, sets, tuples, intervals and equations part by part; None if neither
-    answer is one of these."""
+    """Compares lists, unions, sets, tuples, intervals and equations part by part. Returns whether
+    the answers are equal; None if neither answer has parts."""
 
     def same(one: str, other: str) -> bool:
         return _same(one, other, deeper - 1)
@@ -174,8 +174,8 @@ def _in_parts(wanted: str, given: str, deeper: int) -> bool | None:
 def _same_tuples(
     wanted: answer_parts.Bracketed, given: answer_parts.Bracketed, same: Callable[[str, str], bool]
 ) -> bool:
-    """Compares tuples entry by entry. With two entries they may be intervals, so the kind of
-    bracket must agree."""
+    """Compares tuples entry by entry. A tuple of two entries may be an interval, so the brackets of
+    two-entry tuples must be of the same kind."""
     ends = (wanted.opened, wanted.closed) == (given.opened, given.closed)
     if len(wanted.parts) != len(given.parts) or not (ends or len(wanted.parts) > 2):
         return False
@@ -196,8 +196,9 @@ def _matched(wanted: list[str], given: list[str], same: Callable[[str, str], boo
 
 
 def _of_equations(wanted: str, given: str, same: Callable[[str, str], bool]) -> bool | None:
-    """Compares answers of which at least one is an equation. Returns None if neither is one, or if
-    both are and at least one does not assign a value to a name."""
+    """Compares answers of which at least one is an equation. Returns None if neither answer is an
+    equation. Returns None also if both answers are equations and at least one equation does not
+    assign a value to a name."""
     first, second = answer_parts.sides(wanted), answer_parts.sides(given)
     if len(first) == len(second) == 1:
         return None
@@ -215,7 +216,7 @@ def _named(sides: list[str], same: Callable[[str, str], bool]) -> tuple[str, str
     """Returns the name and value that an equation defines, as in x = 5 and 5 = x, and in x = 2 + 3
     = 5 if the values are equal.
 
-    None if it is another kind of equation, or no equation.
+    Returns None if the sides do not define a name's value.
     """
     if len(sides) < 2 or not all(sides):
         return None
@@ -300,9 +301,9 @@ def _by_math_verify(wanted: str, given: str) -> bool:
 
 
 def normal_answer(response: str) -> str:
-    """Returns a normal form of the last box's content; "" if it is empty. A number or a fraction of
-    integers becomes its value, words become lower case, and anything else only loses its
-    decoration."""
+    """Returns a normal form of the last box's content; "" if the box is empty or missing. A number
+    or a fraction of integers becomes its value, words become lower case, and anything else only
+    loses its decoration."""
     given = last_boxed(response)
     if given is None:
         return ""
@@ -316,8 +317,8 @@ def normal_answer(response: str) -> str:
 
 
 def answer_start(response: str) -> int:
-    r"""Returns the position of the last box, characters from the start; -1 if there is none or it
-    is empty."""
+    r"""Returns the position of the response's last box, as a character index. Returns -1 if the
+    response has no box, or if the last box is empty."""
     box = last_box(response)
     if not box or not box.content:
         return -1

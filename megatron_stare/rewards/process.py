@@ -2,12 +2,12 @@
 of both ends.
 
 `rewards/verifier_pool.py` decides what to send to the process and when to kill it; the process runs
-`rewards/worker.py`. It is a plain subprocess, because multiprocessing would import the parent's
-__main__ again, which is a console script, a Ray worker or pytest.
+`rewards/worker.py`. The verifier process is a plain subprocess, because multiprocessing would
+import the parent's __main__ again. This __main__ is a console script, a Ray worker or pytest.
 
-Messages are JSON with a length prefix. They are not pickled, because a worker's code processes text
-that a model wrote, and nothing that it sends back may be executed. Imports the standard library
-only, because the worker imports it too.
+Messages are JSON with a length prefix. The messages are not pickled: a worker's code processes text
+that a model wrote, and the parent must not execute anything that a worker sends back. This module
+imports only the standard library and `registry`, because the worker imports this module too.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _RECEIVE_BYTES = 1 << 16
 
 
 def pack(message: Any) -> bytes:
-    """Serializes one message. The result is ASCII, so that lone surrogates of a broken decode
-    survive."""
+    """Serializes one message. The JSON text is ASCII, so that a lone surrogate, which a broken
+    decode leaves and UTF-8 cannot encode, is sent as an escape."""
     body = json.dumps(message).encode("ascii")
     return _LENGTH.pack(len(body)) + body
 
@@ -57,7 +57,8 @@ class Unpacker:
 
 
 class WorkerProcess:
-    """A running worker. Only `kill` blocks, until the kernel has ended the process.
+    """A running worker. `kill` is the only method that blocks: `kill` returns once the kernel has
+    ended the process.
 
     Args:
         verifier: as in `make_verifier`; the worker imports it through this process's sys.path.

@@ -24,8 +24,8 @@ def verify(response: str, answer: str) -> float:
     0.0.
 
     A step is a signed operand, optionally followed by a running total. Every operand must appear
-    once, in the problem's order, and nothing else. The running totals are not checked, because
-    wrong ones lead to the right total only by luck.
+    once, in the problem's order, and nothing else may appear. The running totals are not checked,
+    because a policy that computes wrong running totals reaches the right total only by luck.
 
     Args:
         answer: the problem, such as '33 8 5 2 = 38'.
@@ -45,15 +45,16 @@ def verify(response: str, answer: str) -> float:
 
 
 def answer_start(response: str) -> int:
-    """Returns the start of the attempt after the last 'wait', characters from the start; -1 if the
-    attempt contains anything but steps."""
+    """Returns the position at which the text after the last 'wait' starts, as a character index.
+    Returns -1 if this text contains anything but steps (signed operands with optional running
+    totals), or no steps."""
     start, steps = _last_attempt(response)
     return start if steps else -1
 
 
 def _last_attempt(response: str) -> tuple[int, list[str]]:
     """Returns start and steps of the text after the last 'wait', or of the whole response without a
-    'wait'. There are no steps if the text contains anything else."""
+    'wait'. The list of steps is empty if the text contains anything but steps."""
     start = response.rfind("wait") + len("wait") if "wait" in response else 0
     start += len(response[start:]) - len(response[start:].lstrip())
     at, steps = start, []

@@ -2,12 +2,13 @@ r"""Implements STARE's three-way scorer: an answer is right if at least one of t
 it.
 
 The answer's region is the text in the last <answer>, or else after the last </thinking> or
-</think>. Within it, only the text after a mark such as 'Final Answer' or 'Conclusion' counts, or
-else the last 300 characters. The three methods are math-verify on the region, math-verify on the
-region's last box, and a comparison of that box. For the comparison, the released code
-(hp-luo/STARE, verl/utils/reward_score/math_stare.py, lines 32-82 and 212-230) uses mathruler; this
-module uses rewards/math_verifier.py. No box is required: a bare number at the end is an answer.
-Runs in reward workers.
+</think>. If the region contains a mark such as 'Final Answer' or 'Conclusion', the region is
+narrowed to the text after the mark, else to the last 300 characters. The three methods of scoring
+are: math-verify reads the region; math-verify reads the last box in the region; the content of this
+box is compared with the reference. For the comparison, the released code (hp-luo/STARE,
+verl/utils/reward_score/math_stare.py, lines 32-82 and 212-230) uses mathruler; this module uses
+rewards/math_verifier.py. No box is required: a bare number at the end is an answer. Runs in reward
+workers.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """Returns 1.0 if one of the three methods accepts the response's answer, else 0.0."""
+    """Returns 1.0 if math-verify or the comparison of boxes accepts the response's answer, else
+    0.0."""
     region = answer_region(response)
     boxed = last_boxed(region)
     if _read(region, answer):

@@ -63,8 +63,9 @@ class _Desk:
     async def _serve(self) -> None:
         """Assigns answers and delivers verdicts until cancelled.
 
-        Wakes up for a new answer, a message of a worker or the end of a worker's time limit. Its
-        error is raised by every current and later call of `of`.
+        Wakes up if an answer is added, if a worker sends a message, or if a worker's time limit
+        ends. If `_serve` fails with an error, every current and later call of `of` raises this
+        error.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -115,7 +116,8 @@ class _Desk:
 
 
 class Verdicts:
-    """The answers of one rollout. `async with verdicts(...)` opens and closes it.
+    """The answers of one rollout and their verdicts. `async with verdicts(...)` opens and closes a
+    Verdicts.
 
     Args:
         most_failures: allowed number of this rollout's answers without a reward; None: unlimited.
@@ -171,8 +173,8 @@ _DESKS: dict[VerifierPool, _Desk] = {}  # by pool, for pools with current rollou
 
 @contextlib.asynccontextmanager
 async def verdicts(pool: VerifierPool, most_failures: int | None = None) -> AsyncIterator[Verdicts]:
-    """Opens a Verdicts for the length of the block. Several blocks may be open at a time, in one
-    event loop.
+    """Opens a Verdicts for the length of an `async with` block. Several Verdicts may be open at a
+    time, in one event loop.
 
     Raises:
         ValueError: the pool is closed.

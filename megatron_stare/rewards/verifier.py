@@ -4,14 +4,14 @@ workers, so it does not import torch.
 A verifier is any function `(response text, reference answer) -> reward`. It may be slow, hang or
 raise: `rewards/verifier_pool.py` runs it in a separate process with a time limit.
 
-Its module may define more:
+The verifier's module may define more:
 - `KNOWN_ANSWERS`: triples (response, answer, reward) that every worker grades before anything else.
-- `self_test() -> list of faults`: checks that triples cannot express.
+- `self_test() -> list of faults`: a test of behaviour that triples cannot express.
 - `answer_start(response) -> int`: the character where the answer begins according to the verifier's
   parser; -1 if there is no answer in the right format.
-- `normal_answer(response) -> str`: a normal form of the answer, equal for answers that differ only
-  in notation, and usable as a reference; "" if there is no answer. Majority votes compare these
-  forms (docs/evaluation.md).
+- `normal_answer(response) -> str`: a normal form of the answer; "" if there is no answer. Answers
+  that differ only in notation have the same normal form, which can serve as a reference. Majority
+  votes compare normal forms (docs/evaluation.md).
 
 Keyword-only parameters of the function are its settings: `{name: my_pkg.verify, tolerance: 0.1}` in
 YAML. The run itself sets two parameters. A keyword-only `columns` is a dict of the row's columns
@@ -61,9 +61,9 @@ _TERM = re.compile(r"(?:([+-]?(?:\d+\.?\d*|\.\d+))\s+\*\s+)?(\S+)")
 class Asked:
     """Inputs, besides response and answer, that a verifier's parameters ask for.
 
-    groups: it receives all responses to a prompt at once.
-    columns: it accepts columns of the row.
-    needs_columns: it cannot be called without columns.
+    groups: the verifier receives all responses to a prompt at once.
+    columns: the verifier accepts columns of the prompt's data row.
+    needs_columns: the verifier cannot be called without columns.
     """
 
     groups: bool = False
@@ -220,8 +220,8 @@ def _proven(verifier: Extension) -> Verifier:
 
 
 def _check_signature(verify: Verifier, name: str) -> None:
-    """Raises ConfigError for a function that cannot be called with one response and an answer.
-    Reward functions of other trainers, for example, take lists."""
+    """Raises ConfigError for a function that cannot be called with one response and an answer. The
+    reward functions of other trainers often take lists, and are therefore rejected."""
     if not _callable_with_two(verify):
         signature = inspect.signature(verify)
         raise ConfigError(
@@ -236,8 +236,9 @@ def _check_signature(verify: Verifier, name: str) -> None:
 
 
 def _callable_with_two(verify: Verifier) -> bool:
-    """Returns True if a function can be called with a response and an answer, and columns if it
-    asks for them, and has no parameter `completions`."""
+    """Tells whether a function has no parameter `completions` and can be called with a response and
+    an answer. If the function has a keyword-only parameter `columns`, the call is tested with
+    columns too."""
     try:
         signature = inspect.signature(verify)
     except (TypeError, ValueError):  # not written in Python: no signature

@@ -36,12 +36,13 @@ class Verdict:
     """Outcome for one answer. If there is no reward, `reward` is None and `detail` is the reason.
 
     An answer whose verifier exceeds its time limit counts as wrong (reward 0), so that a policy
-    gains nothing by answers that hang. If the verifier is a server, the server may be the cause, so
-    there is no reward.
+    gains nothing by answers that hang. If the verifier is a server, the server rather than the
+    answer may have caused the delay. In this case there is no reward.
 
-    `answer_at` is the character where the answer begins, -1 if there is none in the right format,
-    and None if the verifier does not report it. `answer` is its normal form (rewards/verifier.py),
-    "" if there is none, and None if the verifier does not report it.
+    `answer_at` is the character where the answer begins: -1 if the response has no answer in the
+    right format, None if the verifier does not report the position. `answer` is the normal form of
+    the response's answer (rewards/verifier.py): "" if the response has no answer, None if the
+    verifier does not report normal forms.
     """
 
     reward: float | None
@@ -71,7 +72,8 @@ Asked = tuple[str | list[str], str, Mapping[str, Any] | None]
 
 @dataclass
 class Answers:
-    """Answers that belong together: those not sent yet, and the known verdicts."""
+    """The answers of one caller, the queue of answers that are not sent yet, and the verdicts that
+    are known so far."""
 
     texts: dict[int, Asked] = field(default_factory=dict)
     queue: deque[int] = field(default_factory=deque)
@@ -121,13 +123,14 @@ class TooManyFailuresError(Exception):
 
 
 class VerifierPool:
-    """Worker processes that run one verifier. Use from one thread at a time; a context manager.
+    """Worker processes that run one verifier. Use a pool from only one thread at a time. A pool is
+    a context manager that closes itself on exit.
 
     Args:
         verifier: as in `make_verifier`.
         workers: number of processes, at least 1.
-        timeout_s: wall-clock limit of one answer, seconds. Starting a worker does not count towards
-            it.
+        timeout_s: wall-clock limit of one answer, seconds. The start of a worker does not count
+            towards the limit.
 
     Raises:
         ConfigError: the verifier cannot be loaded, or not within 60 seconds.
@@ -224,8 +227,8 @@ class VerifierPool:
         return self._selector.fileno()
 
     def seconds_left(self) -> float | None:
-        """Returns the seconds until a worker exceeds its time limit, when `turn` must be called;
-        None if no worker is busy."""
+        """Returns the seconds until the first worker exceeds its time limit; None if no worker is
+        busy. The caller must call `turn` after this time."""
         deadline = min((slot.deadline for slot in self._slots), default=math.inf)
         return None if deadline == math.inf else max(0.0, deadline - time.monotonic())
 
@@ -244,8 +247,8 @@ class VerifierPool:
         self.close()
 
     def _hand_out(self, answers: Answers) -> None:
-        """Sends every idle worker a share of the remaining answers. Shares shrink towards the end,
-        so that no worker finishes much later than the others."""
+        """Sends every idle worker some of the remaining answers. The fewer answers remain, the
+        fewer are sent to each worker, so that no worker finishes much later than the others."""
         for slot in self._slots:
             if not answers.queue:
                 return

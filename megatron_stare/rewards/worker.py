@@ -1,15 +1,15 @@
 """The verifier process: `python -m megatron_stare.rewards.worker <verifier> <fd>`, started by
 `rewards/process.py`.
 
-Reads lists of [response, answer, columns] from the socket `fd` and writes one message per answer,
-in order, as soon as it is known. A list in place of the response is a group, whose message is a
-list of messages. The first message is {"ready": {...}} with the inputs that the verifier needs, or
-{"failed": {...}}. Every other message is {"reward": x, "answer_at": n, "answer": text} or {"error":
-text}.
+Reads lists of [response, answer, columns] from the socket `fd`. Writes one message per answer, in
+order, as soon as the answer is judged. A list in place of the response is a group, whose message is
+a list of messages. The first message is {"ready": {...}} with the inputs that the verifier needs,
+or {"failed": {...}}. Every later message is {"reward": x, "answer_at": n, "answer": text} or
+{"error": text}.
 
 The verifier runs in the main thread, where signal handlers work. A second thread only reads from
-the parent. When the parent is gone the stream ends, and that thread kills this process group, even
-if a verifier hangs.
+the parent. When the parent is gone, the stream ends and the second thread kills this process group,
+even if a verifier hangs.
 """
 
 from __future__ import annotations
@@ -125,9 +125,10 @@ def users_line(error: BaseException) -> str:
     """Returns '(file:line, in function)' for the user's code that raised; '' if no such code was
     running.
 
-    This is the innermost frame outside this project and installed libraries, because a user looks
-    for the line that passed json nonsense, not for a line inside json. If the verifier itself is
-    installed, it is the outermost frame outside this project.
+    The line is taken from the traceback's innermost frame outside this project and installed
+    libraries, because a user looks for the line that passed json nonsense, not for a line inside
+    json. If the verifier itself is an installed library, the line is taken from the outermost frame
+    outside this project.
     """
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OURS)
@@ -140,8 +141,8 @@ def users_line(error: BaseException) -> str:
 
 
 def _read(channel: socket.socket, inbox: SimpleQueue[list[Any]]) -> None:
-    """Moves messages from the parent into `inbox`; kills the process group at the end of the
-    stream."""
+    """Moves messages from the parent into `inbox`. Kills this process group once the parent has
+    closed the socket."""
     unpacker = Unpacker()
     try:
         while data := channel.recv(_RECEIVE_BYTES):

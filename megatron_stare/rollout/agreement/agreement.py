@@ -1,11 +1,12 @@
 """Judges how far the log-probs of rollout engine and trainer differ, and names the likely cause if
 they differ too much. Pure.
 
-There are two comparisons. The first covers the sampled tokens of every rollout, at the run's
-temperature. The second follows every weight sync and covers the canary, a fixed set of sequences,
-at temperature 1. The cause is inferred from what one comparison shows and the other does not. The
-ranks that hold the trainer's log-probs compute the differences (megatron/step/differences.py); this
-module judges them.
+There are two comparisons. The rollout comparison covers the sampled tokens of every rollout, at the
+run's temperature. The canary comparison follows every weight sync and covers the canary, a fixed
+set of sequences, at temperature 1. The cause of a difference is inferred from the differences that
+only the rollout comparison or only the canary comparison shows. The ranks that hold the trainer's
+log-probs compute the differences (megatron/step/differences.py); this module judges the
+differences.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ METRICS = (
 
 
 class AgreementError(UserError):
-    """Engine and trainer compute different log-probs, so the importance ratios of training would be
-    wrong."""
+    """Raised if engine and trainer compute different log-probs, which would make the importance
+    ratios of training wrong."""
 
 
 def agreement_metrics(difference: LogProbDifference, step: int) -> dict[str, float]:
@@ -123,8 +124,9 @@ def agreement_metrics(difference: LogProbDifference, step: int) -> dict[str, flo
 
 
 def _by_likelihood(prefix: str, differences: Sequence[LogProbDifference]) -> dict[str, float]:
-    """Returns, for likely and for unlikely tokens, the largest mean among the differences, if there
-    are such tokens."""
+    """Computes the mean difference of every element of `differences`, over likely and over unlikely
+    tokens. Returns the largest mean for likely tokens and the largest for unlikely tokens. A kind
+    of token that does not occur is left out."""
     found = {}
     for name in ("likely", "unlikely"):
         parts: list[Sizes] = [getattr(difference, name) for difference in differences]
@@ -163,8 +165,8 @@ def canary_batch(sequences: Sequence[Sequence[int]]) -> RolloutBatch:
 def canary_verdict(
     differences: Sequence[LogProbDifference], limits: Limits, engines: Sequence[int] | None = None
 ) -> str | None:
-    """Names the likely cause of the canary's differences, of which there is one per engine; None if
-    engines and trainer agree.
+    """Names the likely cause of the canary's differences; None if engines and trainer agree.
+    `differences` has one element per engine.
 
     Args:
         engines: number of each engine; None: 0, 1, and so on.
@@ -234,7 +236,8 @@ def _first_position(difference: LogProbDifference) -> Sizes:
 
 
 def require_agreement(what: str, passed: str, verdict: str, where: str) -> None:
-    """Raises AgreementError if limits are exceeded; `passed` names them, see Limits."""
+    """Raises AgreementError unless `passed` is empty. `passed` describes the exceeded limits; see
+    Limits."""
     if not passed:
         return
     raise AgreementError(
@@ -248,7 +251,7 @@ def require_agreement(what: str, passed: str, verdict: str, where: str) -> None:
 
 
 def summary(differences: Sequence[LogProbDifference]) -> dict[str, float]:
-    """Returns the canary's metrics: the largest difference of any engine, and the largest means
-    over likely and unlikely tokens."""
+    """Returns the canary's metrics: the largest difference of any engine, the largest of the
+    engines' mean differences over likely tokens, and the largest over unlikely tokens."""
     largest = max((d.largest for d in differences), default=0.0, key=_nan_first)
     return {"agreement/canary_max": largest, **_by_likelihood("agreement/canary_", differences)}

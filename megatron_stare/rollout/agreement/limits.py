@@ -36,11 +36,12 @@ _AGREES = 0.1
 class Limits:
     """Largest differences at which a run continues, nats; None: unlimited.
 
-    largest: limit for a single token. Used in float32, where rounding alone is three orders of
-        magnitude smaller than any fault. In 16 bits single tokens differ by tenths of a nat to
-        several nats without any fault.
-    bounds: limits on the mean and high quantiles, by name; empty in float32.
-    trend: limit on the growth of the mean over a run.
+    largest: limit for a single token. The limit is used in float32, because in float32 rounding
+        alone makes differences three orders of magnitude smaller than any fault. In 16 bits the
+        engine's and the trainer's log-probs of single tokens differ by tenths of a nat to several
+        nats without any fault.
+    bounds: limits on the mean and on high quantiles of the differences, by name; empty in float32.
+    trend: limit on the growth of the mean difference over a run.
     """
 
     largest: float | None
@@ -68,13 +69,15 @@ class Limits:
         return bool(self.bounds)
 
     def passed(self, difference: LogProbDifference) -> str:
-        """Describes the limits that the differences of sampled tokens exceed; "" if none."""
+        """Describes the limits that the differences of sampled tokens exceed; "" if no limit is
+        exceeded."""
         found = {"mean": difference.everywhere.mean, **difference.quantiles}
         return self._words(difference.largest, {name: found[name] for name in self.bounds})
 
     def canary_passed(self, difference: LogProbDifference) -> str:
-        """Describes the limits that a canary's differences exceed; "" if none. A canary has too few
-        tokens for quantiles, and its likely tokens are judged."""
+        """Describes the limits that a canary's differences exceed; "" if no limit is exceeded. A
+        canary has too few tokens for quantiles. In 16 bits the mean difference of the canary's
+        likely tokens is judged instead."""
         judged = (
             difference.likely
             if difference.likely.tokens >= ENOUGH_LIKELY
@@ -99,14 +102,15 @@ class Limits:
         return " and ".join(over)
 
     def size(self, part: Sizes) -> float:
-        """Returns the difference, in nats, by which a subset of tokens is judged: the mean in 16
-        bits, else the largest; NaN is ignored."""
+        """Returns the difference, in nats, by which a subset of tokens is judged: in 16 bits the
+        mean difference, in float32 the largest difference. NaN is ignored."""
         return part.mean_number if self.in_16_bits else part.largest_number
 
     @property
     def same(self) -> float:
-        """Upper bound of `size` that counts as agreement when the cause is inferred. In 16 bits
-        this is the limit itself, because rounding is a large share of it."""
+        """Log-probs count as equal if their `size` is at most this value. The value is used to
+        infer the cause of a difference. In 16 bits the value is the limit of the mean, because
+        rounding makes up a large share of this limit."""
         return self.wrong if self.in_16_bits else _AGREES * self.wrong
 
     @property

@@ -1,8 +1,8 @@
 """Decodes one batch of requests with a transformers model: prefill, then one token per step until
 every row is finished.
 
-LocalEngine calls `decode_batch` with checked requests. The module also registers an attention for
-models on CPUs with transformers, under the name ATTENTION.
+LocalEngine calls `decode_batch` with checked requests. The module also registers `attend`, an
+attention function for models on CPUs, in transformers under the name ATTENTION.
 
 Shape legend: B rows of the batch, b rows still in it, P longest prompt, R longest response; in
 attention n heads, g groups of heads that share keys and values, r heads of a group, L tokens in the
@@ -104,8 +104,9 @@ def decode_batch(
 def _ending(
     requests: Sequence[GenerateRequest], stop_token_ids: Sequence[int], vocabulary: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns the tokens that end a row: [k, V] bool, one row for each distinct set of stop tokens
-    in the requests, and [B] the set of each request."""
+    """Returns two tensors. The first, [k, V] bool, has one row for each of the k distinct sets of
+    stop tokens in the requests; True marks the tokens that end a response. The second, [B], is the
+    number of each request's set."""
     sets = {
         ids: number for number, ids in enumerate(dict.fromkeys(r.stop_token_ids for r in requests))
     }
@@ -118,7 +119,7 @@ def _ending(
 def _prefill(
     model: Any, requests: Sequence[GenerateRequest], max_new_tokens: int
 ) -> tuple[Tensor, Any, Tensor, Tensor | None]:
-    """Runs each distinct prompt once; the samples of a group share it.
+    """Runs each distinct prompt once; the samples of a group share the prompt's cache.
 
     Returns:
         [B, V] logits of the first token, the cache, [B, 1] position of the last prompt token, and
@@ -158,8 +159,9 @@ def _forward(model: Any, ids: Tensor, positions: Tensor, mask: Tensor | None, ca
 
 
 def growing_cache(config: object) -> DynamicCache:
-    """Makes an empty cache for a model of this config that is written in place; transformers' own
-    cache copies itself at every token. Sliding-window and other special layers are not replaced."""
+    """Makes an empty cache for a model of this config. New keys and values are written into the
+    cache in place; transformers' own cache copies itself at every token. Sliding-window and other
+    special layers stay those of transformers."""
     cache = DynamicCache(config=config)
     cache.layers = [
         GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers
@@ -222,10 +224,10 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Computes attention of one new token per row to its cache.
 
-    torch's CPU kernel starts a matrix product for every head of every row. With a single query,
-    that start costs more than the product. Here two batched products serve all rows. Any input
-    other than one float32 token per row on a CPU is passed to "sdpa". The arguments are those of
-    every transformers attention.
+    torch's CPU kernel starts a matrix product for every head of every row. With a single query per
+    row, starting a matrix product costs more than computing the product. This function uses two
+    batched products for all rows. Any input other than one float32 token per row on a CPU is passed
+    to "sdpa". The arguments are the same as in every transformers attention function.
 
     Args:
         query: [b, n, 1, d].

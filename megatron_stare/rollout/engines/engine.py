@@ -26,8 +26,8 @@ from megatron_stare.weights.sync.target import SyncTarget
 class GenerateRequest:
     """Request to sample a response, or the next part of one.
 
-    `prompt_cursor`, `sample_index`, `noise_step` and the position in the response key its sampling
-    noise (sampling.py).
+    A token's sampling noise depends only on the seed, `prompt_cursor`, `sample_index`, `noise_step`
+    and the token's position in the response (sampling.py).
     """
 
     rid: str  # unique among the requests in flight
@@ -70,7 +70,7 @@ class LostRequest:
     """A request that an engine accepted and will never answer; the caller may retry it.
 
     reason: what happened to the request, and where.
-    late: True if its time limit passed.
+    late: True if the request's time limit passed.
     gone: True if the server that was to answer is lost, with all its requests.
     """
 
@@ -81,12 +81,12 @@ class LostRequest:
 
 
 class RequestLostError(UserError):
-    """An engine did not answer a request."""
+    """Raised if an engine did not answer a request."""
 
 
 class EngineLostError(UserError):
-    """An engine is lost: its server has ended, no longer answers, or holds other weights than it
-    received."""
+    """Raised if an engine is lost: the engine's server has ended, no longer answers, or holds other
+    weights than the server received."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ class ModelInfo:
 
 
 class WeightUpdateError(UserError):
-    """A weight update did not contain exactly the model's parameters; the engine is DIRTY."""
+    """Raised if a weight update did not contain exactly the model's parameters. The engine's state
+    is then DIRTY."""
 
 
 class Engine(ABC):
@@ -116,7 +117,8 @@ class Engine(ABC):
 
     @abstractmethod
     def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> None:
-        """Accepts requests. Checks them first, and accepts none if one is invalid.
+        """Accepts requests for responses. Checks all requests first, and accepts none of the
+        requests if one is invalid.
 
         A response depends on the weights, the request and `params`, not on other requests.
 
@@ -141,7 +143,8 @@ class Engine(ABC):
     @abstractmethod
     def begin_weight_update(self, version: int, prove: bool = True) -> None:
         """Opens an update session. The engine generates nothing until the session ends
-        successfully. Unanswered requests then continue with the new weights.
+        successfully. When the session has ended successfully, unanswered requests continue with the
+        new weights.
 
         Args:
             prove: True: compare the values that the engine holds with those sent. False: compare
@@ -153,8 +156,8 @@ class Engine(ABC):
 
     @abstractmethod
     def update_weights(self, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Receives one bucket of parameters under their Hugging Face names, not sharded. May be
-        called many times per session.
+        """Receives one bucket of parameters under their Hugging Face names, not sharded.
+        `update_weights` may be called many times per session.
 
         With tied embeddings, `lm_head.weight` is not sent. The tensors are copied and cast to the
         engine's compute dtype.
@@ -232,8 +235,8 @@ class ServedEngine(Engine):
 
     @abstractmethod
     def resume_memory(self, parts: Collection[str] = MEMORY) -> None:
-        """Allocates released memory again. The contents of the weights' memory are then undefined,
-        so the engine is DIRTY.
+        """Allocates released memory again. If the weights' memory was released, its contents are
+        undefined after this call, so the engine's state is DIRTY.
 
         Raises:
             EngineStateError: one of the parts is not released, or the cache would come before the
@@ -242,8 +245,8 @@ class ServedEngine(Engine):
 
     def sync_target(self) -> SyncTarget | None:
         """Returns the target to which the trainer's ranks send the weights of the open update
-        directly. `update_weights` is then not called, and `end_sent_update` ends the session. None:
-        the weights come by `update_weights`.
+        directly. If a target is returned, `update_weights` is not called, and `end_sent_update`
+        ends the session. Returns None if the weights must be passed to `update_weights`.
 
         Raises:
             EngineStateError: no session is open.
@@ -264,7 +267,8 @@ class ServedEngine(Engine):
         )
 
     def drop_weight_update(self) -> None:
-        """Aborts the open update, if there is one; the engine is DIRTY."""
+        """Aborts the open update and sets the engine's state to DIRTY. Does nothing if no update is
+        open."""
         raise EngineStateError("an update that ranks did not send cannot be given up")
 
     @abstractmethod

@@ -28,8 +28,8 @@ from megatron_stare.weights.sync.target import SyncTarget
 
 
 class EngineWorker:
-    """Holds one engine, replica `number` of the run. The constructor starts it and `bring_up` waits
-    for it, so that all replicas start in parallel.
+    """Holds one engine, replica `number` of the run. The constructor starts the engine and
+    `bring_up` waits for the engine, so that all replicas start in parallel.
 
     Args:
         site: nodes of the replica.
@@ -42,7 +42,8 @@ class EngineWorker:
         self._layouts: Sequence[BucketLayout] = ()
 
     def bring_up(self) -> ModelInfo:
-        """Waits until the engine can receive weights. Raises UserError if it does not come up."""
+        """Waits until the engine can receive weights. Raises UserError if the engine does not
+        start."""
         self._brought_up = self._replica.engine()
         return self._brought_up.model_info()
 
@@ -89,8 +90,8 @@ class EngineWorker:
         self._layouts = layouts
 
     def begin_weight_update(self, version: int, prove: bool = True) -> SyncTarget | None:
-        """Begins an update. Returns the target to which ranks send the weights; None if the weights
-        come by `update_weights`."""
+        """Begins an update. Returns the target to which ranks send the weights. Returns None if the
+        weights must be passed to `update_weights`."""
         self._engine.begin_weight_update(version, prove)
         return self._engine.sync_target() if isinstance(self._engine, ServedEngine) else None
 

@@ -18,7 +18,8 @@ from megatron_stare.rollout.engines.engine import GenerateResult
 
 
 def read_model_config(model_path: str) -> Any:
-    """Returns the folder's transformers config. Raises DataError if there is none."""
+    """Returns the folder's transformers config. Raises DataError if the folder has no
+    config.json."""
     if not (Path(model_path) / "config.json").is_file():
         raise DataError(
             "no config.json here",
@@ -72,8 +73,8 @@ def _as_ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a Hugging Face folder. Raises DataError if there is none; downloads
-    nothing."""
+    """Returns the tokenizer of a Hugging Face folder. Raises DataError if the tokenizer cannot be
+    loaded from the folder. Downloads nothing."""
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -112,8 +113,9 @@ def sampled_text(
     trajectory: Trajectory, stop_token_ids: Collection[int], tokenizer: PreTrainedTokenizerBase
 ) -> str:
     """Decodes only the tokens that the policy sampled, without the environment's tokens, special
-    tokens and stop tokens. Parts separated by tokens of the environment are on separate lines, so
-    that no answer is joined from two parts that were never adjacent."""
+    tokens and stop tokens. If tokens of the environment separate two parts of the policy's text,
+    the parts are put on separate lines. Otherwise the end of one part and the start of the next
+    could form an answer that the policy never wrote."""
     parts: list[list[int]] = [[]]
     end = 0
     for version, length in trajectory.versions:

@@ -26,13 +26,14 @@ WHERE = "rollout.engine"
 
 @dataclass(frozen=True)
 class ServedMemory:
-    """Memory of a server's rank on its GPU in bytes, and the setting that limits its cache.
+    """Memory, in bytes, that one rank of a server uses on the rank's GPU, and the setting that
+    limits the size of the key/value cache.
 
-    token: bytes of the keys and values of one token.
-    setting: full name of the setting that limits the cache.
-    unit: bytes per unit of the setting.
-    before: bytes covered by the setting that are not the cache's.
-    digits: decimal places of the setting.
+    token: bytes of the keys and values of one token in the cache.
+    setting: full name of the setting that limits the cache, such as sglang.cache_tokens.
+    unit: bytes that one unit of the setting stands for.
+    before: bytes that the setting covers in addition to the cache, such as the weights.
+    digits: number of decimal places of the setting's value.
     """
 
     weights: int
@@ -44,14 +45,15 @@ class ServedMemory:
     digits: int = 0
 
     def value_for(self, room: int) -> float | int:
-        """Returns the value of the setting at which the cache takes at most `room` bytes."""
+        """Returns the largest value of `setting` with which the cache takes at most `room`
+        bytes."""
         value = math.floor((room + self.before) / self.unit * 10**self.digits) / 10**self.digits
         return value if self.digits else int(value)
 
 
 class ReplicaPart(ABC):
-    """A replica's part on another of its nodes. A worker there holds it, and the replica's own
-    worker calls that worker."""
+    """The part of a replica on a node other than that of the replica's own worker. A worker on the
+    part's node holds the part. The replica's own worker calls the worker that holds the part."""
 
     @abstractmethod
     def start(self, meeting: str) -> None:
@@ -63,19 +65,19 @@ class ReplicaPart(ABC):
 
     @abstractmethod
     def ended(self) -> str | None:
-        """Describes how the part ended, with its last output; None if it runs or was never
-        started."""
+        """Describes how the processes of this part of the replica ended, with their last output.
+        Returns None if the processes run or were never started."""
 
     @abstractmethod
     def memory_mb(self) -> float:
-        """Returns the memory of its processes, 10^6 bytes."""
+        """Returns the memory of the part's processes, in units of 10^6 bytes."""
 
     @abstractmethod
     def stop(self) -> None:
         """Ends the part. Idempotent."""
 
     def close(self) -> None:
-        """Ends the part together with its worker."""
+        """Ends this part of the replica when the part's worker ends."""
         self.stop()
 
 
@@ -83,9 +85,11 @@ class ReplicaPart(ABC):
 class Site:
     """Nodes of a replica.
 
-    parts: its parts on its other nodes, in node order; None: the replica is on one node.
-    address: address of its own node, at which the run's other processes reach it.
-    others: addresses of its other nodes.
+    parts: the workers that hold the replica's parts on the other nodes, in node order; None if the
+        replica is on one node.
+    address: address of the node of the replica's own worker, at which the run's other processes
+        reach the replica.
+    others: addresses of the replica's other nodes.
     """
 
     parts: Workers | None = None
@@ -101,7 +105,7 @@ class Route:
     """Path of the weights from ranks to replicas.
 
     listens: True if each replica listens on a port to which ranks connect.
-    host: address on which the replica listens; None: that of its node.
+    host: address on which the replica listens; None: the address of the replica's node.
     folder: folder through which the weights are passed; None: none.
     """
 
@@ -129,12 +133,13 @@ class Replica(ABC):
 
     @abstractmethod
     def engine(self) -> Engine:
-        """Waits until the engine can receive weights and returns it, DIRTY. Raises UserError if it
-        does not come up."""
+        """Waits until the engine can receive weights, and returns the engine in the state DIRTY.
+        Raises UserError if the engine does not start."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends what was started. Idempotent, also after the engine was closed."""
+        """Ends everything that the constructor started. `close` may be called repeatedly, also
+        after the engine was closed."""
 
     @classmethod
     @abstractmethod
@@ -153,8 +158,8 @@ class Replica(ABC):
 
     @classmethod
     def route(cls, config: Config) -> Route | None:
-        """Returns the path by which ranks send weights to replicas that the run starts; None: ranks
-        pass buckets to workers."""
+        """Returns the path by which ranks send weights to replicas that the run starts. Returns
+        None if ranks pass buckets to workers."""
         return None
 
     @classmethod
@@ -186,27 +191,30 @@ class Replica(ABC):
 
     @classmethod
     def gpus(cls, config: Config) -> int:
-        """Returns the number of a cluster's GPUs that a replica needs; 0: none."""
+        """Returns the number of a cluster's GPUs that a replica needs; 0 if a replica needs no
+        GPU."""
         return 0
 
     @classmethod
     def nodes(cls, config: Config) -> int:
-        """Returns the number of nodes over which a replica's GPUs are spread evenly. With several
-        nodes, the replica's Site has parts, made by `part`."""
+        """Returns the number of nodes over which a replica's GPUs are spread evenly. If there are
+        several nodes, `part` makes the replica's part on every node but the first; the replica's
+        Site lists the workers that hold these parts."""
         return 1
 
     @classmethod
     def part(cls, config: Config, number: int, node: int, address: str) -> ReplicaPart:
-        """Makes, but does not start, the part of replica `number` on its node `node`, counted from
-        1, at the given address."""
+        """Makes the part of replica `number` on the replica's node `node`, which has the given
+        address. Does not start the part. Node 0 is that of the replica's own worker, so `node` is
+        at least 1."""
         raise RuntimeError(f"{cls.__name__} is on one node, and was asked for a part on another")
 
 
 class InProcess(Replica):
     """An engine that is an object in its worker's process: LocalEngine or a user's subclass of
-    Engine. It is constructed with `model_path`, `max_batch`, `threads`, the trainer's `dtype`, and
-    its settings, which are its other keyword-only parameters. It computes on the CPU and sees no
-    GPU."""
+    Engine. The engine's class is called with `model_path`, `max_batch`, `threads`, the trainer's
+    `dtype`, and the engine's settings. The settings are the other keyword-only parameters of the
+    class. The engine computes on the CPU and sees no GPU."""
 
     def __init__(self, config: Config, number: int, kind: type[Engine]) -> None:
         made: Callable[..., Engine] = kind  # the constructors of subclasses differ
@@ -253,7 +261,7 @@ def resolve_engine(engine: Extension | str) -> type[Engine] | type[Replica]:
 
 
 def make_replica(config: Config, number: int, site: Site) -> Replica:
-    """Makes replica `number` of a run. Raises UserError if it cannot be started."""
+    """Makes replica `number` of a run. Raises UserError if the replica cannot be started."""
     kind = resolve_engine(config.rollout.engine)
     if issubclass(kind, Engine):
         return InProcess(config, number, kind)
@@ -288,8 +296,8 @@ def replica_count(config: Config) -> int:
 
 
 def replica_gpus(config: Config) -> int:
-    """Returns the number of GPUs that each replica of a run needs if the cluster has any; 0:
-    none."""
+    """Returns the number of GPUs that each replica of a run needs in a cluster with GPUs; 0 if a
+    replica needs no GPU."""
     return _kind(config).gpus(config)
 
 
@@ -319,8 +327,8 @@ def server_python(config: Config) -> str | None:
 
 
 def _settings(config: Config, kind: type[Engine] | type[Replica]) -> dict[str, Any]:
-    """Returns the settings of the engine itself. The run provides the other keywords of an
-    in-process engine."""
+    """Returns the engine's own settings. The run itself passes `model_path`, `max_batch`, `threads`
+    and `dtype` to an in-process engine."""
     return settings_of(
         config.rollout.engine, kind, WHERE, ("model_path", "max_batch", "threads", "dtype")
     )

@@ -1,5 +1,6 @@
-"""Broadcasts weights in a process group with the servers. The sender is rank 0. The ranks of the
-first server follow, then those of the second, on whatever machines they are.
+"""Broadcasts weights in a process group with the servers. The sender is rank 0 of the group. The
+next group ranks are the ranks of the first server, then the ranks of the second server, and so on,
+regardless of the machines.
 
 Each sender makes its own group over a TCP store, without registering it with torch.distributed,
 because the sender is a rank of the trainer and already has another default group.
@@ -158,8 +159,8 @@ class BroadcastSync(WeightSync):
 
 
 def rank_offsets(layouts: Sequence[ServerLayout]) -> list[int]:
-    """Returns each server's first rank in the group, to which the server adds its own rank numbers.
-    The last entry is the size of the group."""
+    """Returns, for each server, the group rank of the server's rank 0. The server adds its own rank
+    numbers to this group rank. The last entry is the size of the group."""
     return list(accumulate((layout.tensor for layout in layouts), initial=1))
 
 
@@ -206,8 +207,8 @@ def bound_store(address: str, world: int, timeout: timedelta) -> TCPStore:
 
 
 def flat_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenates the tensors' bytes. Returns a view if they are already adjacent, which saves a
-    copy of the bucket."""
+    """Concatenates the tensors' bytes. If the tensors are adjacent in memory, returns a view of
+    them, which saves a copy of the bucket."""
     pieces = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     start = pieces[0]
     end = start.data_ptr()

@@ -38,20 +38,20 @@ ABORT_S = 10.0  # time limit for aborting requests that nobody waits for any mor
 
 
 class UnansweredError(SGLangError):
-    """A call was not answered; a retry, here or at another server, may succeed.
+    """Raised if a call was not answered. A retry at this server or at another server may succeed.
 
-    late: True if its time limit passed.
+    late: True if the call's time limit passed.
     """
 
     late = False
 
 
 class ServerLostError(UnansweredError):
-    """A server no longer answers."""
+    """Raised if a server no longer answers."""
 
 
 class NotJsonError(SGLangError):
-    """An answer is not JSON."""
+    """Raised if an answer is not JSON."""
 
 
 class SGLangClient:
@@ -93,8 +93,8 @@ class SGLangClient:
         return self._json(path, await self._call("GET", path, None))
 
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the answer. Raises SGLangError with the server's message if it refuses or answers
-        `success: false`."""
+        """Returns the answer. Raises SGLangError with the server's message if the server refuses
+        the call or answers `success: false`."""
         return self._successful(path, await self._call("POST", path, body))
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
@@ -214,8 +214,8 @@ class SGLangClient:
         )
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stops sampling. `abort` ends requests in flight; `retract` continues them later, with
-        their cache recomputed."""
+        """Stops sampling. The mode `abort` ends requests in flight. The mode `retract` continues
+        requests in flight later, after recomputing their cache."""
         await self.post("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
@@ -237,14 +237,14 @@ class SGLangClient:
 
     async def release_memory(self, parts: Collection[str]) -> None:
         """Releases weights or cache, if the server was started with --enable-memory-saver (CUDA
-        only). Any other server, such as a CPU server, accepts the call and keeps everything.
-        Releasing the cache drops the prefix cache. Either call crashes the server if a request is
-        in flight."""
+        only). A server without --enable-memory-saver, such as a CPU server, accepts the call but
+        releases no memory. Releasing the cache drops the prefix cache. Releasing weights or cache
+        crashes the server if a request is in flight."""
         await self._call("POST", "/release_memory_occupation", {"tags": _tags(parts)})
 
     async def resume_memory(self, parts: Collection[str]) -> None:
-        """Allocates the memory again; the contents are undefined. Crashes a server that had not
-        released the memory."""
+        """Allocates released memory again; the contents of the memory are undefined. Crashes a
+        server that had not released the memory."""
         await self._call("POST", "/resume_memory_occupation", {"tags": _tags(parts)})
 
     async def begin_weight_update(self) -> None:
@@ -291,9 +291,9 @@ def _tags(parts: Collection[str]) -> list[str]:
 
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """Context without garbage collection. An answer holds a list per token and no cycles. The
-    collector would traverse these lists, and every few answers all objects of the process, to find
-    nothing."""
+    """Context without garbage collection. A parsed answer contains one list for every token, and no
+    reference cycles. The collector would find nothing to free, but would traverse the lists of
+    every answer, and after every few answers all objects of the process."""
     enabled = gc.isenabled()
     gc.disable()
     try:

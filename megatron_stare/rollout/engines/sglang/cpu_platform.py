@@ -41,8 +41,9 @@ def register_hooks() -> None:
     """Replaces, through SGLang's own registry, functions that a CPU server of this project cannot
     use unchanged.
 
-    Seeds need replacements because SGLang's deterministic inference requires a GPU or a kernel
-    package. The load file is moved because a killed server would leave it in /dev/shm. It is now in
+    SGLang honours seeds only in deterministic inference, which requires a GPU or a kernel package,
+    so the functions that deterministic inference calls are replaced. A killed server would leave
+    the file in which processes report their load in /dev/shm. The load file is therefore moved to
     the server's own folder, which is removed with the server.
     """
     if torch.cuda.is_available():
@@ -71,8 +72,8 @@ def register_hooks() -> None:
 
 
 def _let_open_shared() -> None:
-    """Allows the servers' unpickler to open a bucket of weights in this machine's shared memory, as
-    ranks on GPUs open handles."""
+    """Allows the servers' unpickler to open a bucket of weights in this machine's shared memory.
+    Ranks on GPUs open memory handles instead."""
     from sglang.srt.utils.common import SafeUnpickler
 
     allowed = getattr(SafeUnpickler, "ALLOWED_GLOBALS", None)
@@ -89,7 +90,8 @@ def _not_pinned(buffer: object, granularity: object = None) -> None:
 
 
 def _gathered(ranks: Any, output: Tensor, of: Tensor) -> None:
-    """Gathers as SGLang's CPU engine does; without that engine SGLang calls a CUDA operator."""
+    """Gathers in the same way as SGLang's CPU engine. Without its CPU engine, SGLang calls a CUDA
+    operator."""
     ranks._all_gather_into_tensor(output, of)
 
 
@@ -99,8 +101,9 @@ def _reduced(ranks: Any, output: Tensor, of: Tensor) -> None:
 
 
 def _padded_on_a_cpu(original: Callable[..., None], batch: object, runner: Any) -> None:
-    """Pads the tokens of groups with separate requests on SGLang's CPU path. SGLang takes that path
-    only with its CPU engine, whose attention backends define the fill value for lengths."""
+    """Makes SGLang take its CPU path when SGLang pads the tokens of groups of ranks with separate
+    requests. Otherwise SGLang takes its CPU path only with its CPU engine, whose attention backends
+    define the fill value for lengths."""
     sys.modules["sglang.srt.model_executor.forward_batch_info"]._is_cpu = True  # type: ignore[attr-defined]
     runner.attn_backend.get_cpu_graph_seq_len_fill_value = lambda: 1
     original(batch, runner)
@@ -137,8 +140,8 @@ def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tenso
     """Computes MurmurHash3 (32 bits, seed 0) of the 16 bytes of seed, position and column, like
     SGLang's kernel.
 
-    Keys seeded sampling noise. Uses plain torch, because SGLang's versions need Triton or a kernel
-    package.
+    The hash keys seeded sampling noise. The function uses plain torch, because SGLang's own
+    implementations need Triton or a kernel package.
 
     Args:
         seed: [n] 64 bits per row.

@@ -25,8 +25,9 @@ Checksums = Mapping[str, str]  # of one rank, by SGLang's parameter name
 
 @dataclass
 class Stack:
-    """Hash of one parameter of a rank while its parts arrive. Several senders may each have some of
-    a layer's experts. On a GPU this works, because the hash is a sum over positions."""
+    """Hash of one parameter of a rank while the parameter's parts arrive. Each of several senders
+    may have some of a layer's experts. The hash of servers on GPUs is a sum over positions, so the
+    senders' hashes can be merged."""
 
     count: int | None
     digest: Digest
@@ -64,7 +65,8 @@ class Stack:
         return not self.early and self.count in (None, self.hashed)
 
     def joined(self, other: Stack) -> Stack:
-        """Merges two stacks of experts' matrices on a GPU."""
+        """Merges this Stack with another sender's Stack of the same parameter, which has other
+        experts' matrices. Works only with the hash of servers on GPUs."""
         assert isinstance(self.digest, TiledDigest) and isinstance(other.digest, TiledDigest)
         return Stack(
             self.count, self.digest.joined(other.digest), placed=self.placed | other.placed
@@ -103,13 +105,14 @@ class Fingerprint:
             )
 
     def checksums(self) -> list[dict[str, str]]:
-        """Returns the checksums that each rank must report, by SGLang's names, for complete stacks
-        only. Call once, at the end."""
+        """Returns, for each rank, the checksums that the rank must report, by SGLang's parameter
+        names. Leaves out parameters of which some parts are missing. Call this method once, at the
+        end."""
         return checksums_of(self._ranks)
 
     def hashes(self) -> list[dict[str, str | Stack]]:
-        """Returns this sender's part of `checksums`. Experts' matrices on GPUs remain stacks, to be
-        merged with those of other senders."""
+        """Returns this sender's part of `checksums`. For servers on GPUs, experts' matrices remain
+        Stacks, to be merged with the Stacks of other senders."""
         return [
             {
                 n: s if s.placed else s.digest.hexdigest()
@@ -121,7 +124,7 @@ class Fingerprint:
 
 
 def checksums_of(ranks: Sequence[Mapping[str, str | Stack]]) -> list[dict[str, str]]:
-    """Returns the checksums of complete stacks, by rank and name."""
+    """Returns the checksums of parameters of which all parts have arrived, by rank and name."""
     return [
         {
             n: s if isinstance(s, str) else s.digest.hexdigest()

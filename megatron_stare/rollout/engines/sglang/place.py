@@ -1,5 +1,5 @@
-"""Describes the machine and the visible GPUs of a process, which determine the memory handles that
-it can open."""
+"""Describes the machine and the visible GPUs of a process. Machine and GPUs together determine
+which memory handles the process can open."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Place:
 
 @cache
 def this_host() -> str:
-    """Identifies this machine or container. Others differ in host name, boot id, network namespace
-    or shared memory."""
+    """Returns a text that identifies this machine or container. Any two machines or containers
+    differ in at least one of host name, boot id, network namespace and shared memory."""
     told = [socket.gethostname(), _BOOT.read_text().strip() if _BOOT.is_file() else ""]
     if _NETWORK.exists():
         told.append(os.readlink(_NETWORK))
@@ -53,7 +53,7 @@ def uuid_of(device: int) -> str:
 
 
 def here(device: torch.device) -> Place:
-    """Returns this machine with one of its GPUs."""
+    """Returns the Place that consists of this machine and the GPU `device`."""
     return Place(
         this_host(),
         (uuid_of(torch.cuda.current_device() if device.index is None else device.index),),
@@ -61,15 +61,16 @@ def here(device: torch.device) -> Place:
 
 
 def seen_here() -> Place:
-    """Returns this machine with every GPU visible to this process, and so to servers that it
-    starts."""
+    """Returns the Place that consists of this machine and every GPU visible to this process.
+    Servers that this process starts see the same GPUs."""
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     return Place(this_host(), tuple(uuid_of(number) for number in gpus))
 
 
 def require_reach(server: Place, sender: Place, url: str) -> None:
     """Raises ConfigError unless the server's ranks can open memory handles of the sender's GPU.
-    SGLang searches for that GPU among the visible ones, and crashes if it is missing."""
+    SGLang searches for the sender's GPU among the GPUs that the server sees, and crashes if the
+    sender's GPU is missing."""
     fix = "sglang.sync=distributed reaches servers on any machine and GPU"
     if server.others:
         raise ConfigError(
@@ -101,8 +102,8 @@ def carriers(
     servers: Sequence[tuple[str, Place, ServerLayout]], ranks: Sequence[Place]
 ) -> list[tuple[int, ...]]:
     """Finds, for each server, the trainer's ranks whose memory the server's ranks can open, one per
-    server rank. On a GPU this is the rank on the same GPU. On CPUs the ranks on the same machine
-    take turns.
+    server rank. On GPUs a server rank opens the memory of the trainer's rank on the same GPU. On
+    CPUs the trainer's ranks on the server's machine are assigned to the server ranks in turn.
 
     Args:
         servers: URL, place and layout of each; on GPUs the place lists them in the order of the

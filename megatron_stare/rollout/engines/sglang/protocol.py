@@ -1,7 +1,8 @@
 """Builds requests to SGLang servers and parses their answers, according to the observed behaviour
 of supported versions. Pure: no I/O.
 
-The engine passes requests; the client sends their bodies. `result_of` parses the server's answers.
+This module makes the bodies of HTTP requests from the engine's requests. The client (client.py)
+sends the bodies. `result_of` parses the server's answers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ NO_VERSION = "none"  # version at the start of a server: weights of no training 
 
 
 class SGLangError(UserError):
-    """A server refused a request or violated the protocol."""
+    """Raised if a server refused a request or violated the protocol."""
 
 
 def check_version(version: str, where: str) -> None:
@@ -62,7 +63,8 @@ def check_flags(info: Mapping[str, Any], flags: Mapping[str, str], where: str) -
 
 def check_precision(arguments: Mapping[str, Any], where: str) -> None:
     """Raises ConfigError for a server that computes in 8 bits. The expected log-prob difference
-    from the trainer is unknown there, so rounding could not be told from wrong weights.
+    between an 8-bit server and the trainer is unknown, so differences by rounding could not be told
+    from differences by wrong weights.
 
     Args:
         arguments: the server's arguments, by name with dashes or underscores.
@@ -167,8 +169,8 @@ def prompt_body(tokens: Sequence[int], rid: str) -> dict[str, Any]:
 def read_prompt_log_probs(
     answer: Mapping[str, Any], tokens: Sequence[int], where: str
 ) -> list[float]:
-    """Reads the log-probs, in nats, of every token but the first from the answer to
-    `prompt_body`."""
+    """Parses the answer to a request with `prompt_body`. Returns the log-prob, in nats, of every
+    token but the first."""
     entries = answer["meta_info"].get("input_token_logprobs") or []
     found = [entry for entry in entries if entry[0] is not None]  # the first token has none
     # for the vocabulary's last id the server returns the right log-prob, but the id 0
@@ -231,8 +233,8 @@ def result_of(
 
 
 def _experts(meta: Mapping[str, Any], shape: ModelShape, tokens: int, where: str) -> Tensor:
-    """Reads the routed experts of the first `tokens` tokens. The last token has none, because it
-    was never fed to the server's model."""
+    """Reads the routed experts of the first `tokens` tokens. The last token of a response has no
+    experts, because the server's model never took this token as input."""
     if not isinstance(encoded := meta.get("routed_experts"), str):
         raise SGLangError(
             "the server named no experts",

@@ -1,5 +1,5 @@
-"""Makes an SGLang engine from a run's configuration: a server that is started or attached to, its
-client, and the weight sync."""
+"""Makes an SGLang engine from a run's configuration. Starts a server or attaches to a running
+server, and makes the server's client and the weight sync."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ CPU_CACHE_TOKENS = 20_000  # default, because a CPU server has no memory share t
 
 
 class SGLangReplica(Replica):
-    """One of a run's servers, coming up or attached to; see Replica."""
+    """One of a run's servers, which the run starts or attaches to; see Replica."""
 
     def __init__(self, config: Config, number: int, site: Site = HERE) -> None:
         self._config = config
@@ -126,14 +126,15 @@ class SGLangReplica(Replica):
 
     @classmethod
     def memory(cls, config: Config, shape: ModelShape, capacity: int) -> ServedMemory | None:
-        """See Replica. None if servers are attached to or run on the CPU."""
+        """See Replica. Returns None if the run attaches to running servers, or if the servers run
+        on the CPU."""
         if config.sglang.urls or config.sglang.device == "cpu":
             return None
         return server_memory(config, shape, capacity)
 
     @classmethod
     def route(cls, config: Config) -> Route | None:
-        """See Replica. None if servers are attached to."""
+        """See Replica. Returns None if the run attaches to running servers."""
         asked = config.sglang
         if asked.urls:
             return None
@@ -179,8 +180,9 @@ class SGLangReplica(Replica):
 
     @classmethod
     def gpus(cls, config: Config) -> int:
-        """See Replica. 0 if servers are attached to or run on the CPU. With simulated GPUs
-        (runtime.gpu_resource), CPU servers are placed like GPU servers."""
+        """See Replica. Returns 0 if the run attaches to running servers, or if the servers run on
+        the CPU. With simulated GPUs (runtime.gpu_resource), CPU servers are placed like GPU
+        servers."""
         simulated = (
             config.runtime.gpu_resource != RuntimeConfig.model_fields["gpu_resource"].default
         )
@@ -215,7 +217,8 @@ def check_servers(config: Config, shape: ModelShape) -> None:
 
 
 def server_flags(config: Config) -> dict[str, str]:
-    """Returns the server flags that the run needs, with the settings that need them."""
+    """Returns the flags with which servers must have been started. Names, for each flag, the
+    setting of the run that requires the flag."""
     wanted = {
         "enable_deterministic_inference": ("sglang.seeds", config.sglang.seeds),
         "enable_memory_saver": ("sglang.colocated", config.sglang.colocated),
@@ -289,8 +292,8 @@ def served_dtype(config: Config) -> str:
 
 def server_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMemory:
     """Predicts the memory of one rank on a GPU of `capacity` bytes: its shard of the weights, and
-    its cache. The cache takes the rest of the server's share of the GPU, or the configured number
-    of tokens if these need less."""
+    its cache. The cache takes the rest of the server's share of the GPU. If sglang.cache_tokens
+    tokens fit into less memory than the rest, the cache takes only the memory of these tokens."""
     asked, size = config.sglang, DTYPES[config.sglang.dtype or config.model.dtype].itemsize
     layout = ServerLayout(
         "cuda", asked.tensor_parallel, asked.expert_parallel, asked.attention_data_parallel

@@ -31,11 +31,13 @@ SCRATCH_VARIABLE = "TMPDIR"  # the server's own folder, removed with it
 
 
 def _let_torchvision_import() -> None:
-    """Defines the operators that `import torchvision` needs, if its own library does not load.
+    """Defines the operators that `import torchvision` needs, if torchvision's own library does not
+    load.
 
-    The library of a CPU wheel may require CUDA's. If the library loads, it defines the same
-    operators in a static initialiser, which would crash the process if they already existed.
-    Therefore this tries the import first.
+    The library in torchvision's CPU wheel may require CUDA libraries and therefore not load. If the
+    library loads, a static initialiser in the library defines the operators; if the operators
+    already existed, the initialiser would crash the process. Therefore this function first tries to
+    import torchvision.
     """
     import torch
 
@@ -77,8 +79,9 @@ def main() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends this process and so its group (see `_guard`). A normal interpreter exit would wait for
-    SGLang's ranks, which wait for requests."""
+    """Ends this process at once; the guard then ends the process group (see `_guard`). A normal
+    exit of the interpreter would never finish: the exit waits for SGLang's ranks, and the ranks
+    wait for requests."""
     # Remove it now: after the ranks are gone its owner is unknown, and they may end before the
     # guard runs.
     remove_shared_memory(os.getpgid(0))
@@ -88,10 +91,11 @@ def _leave(code: int) -> NoReturn:
 
 
 def _guard(scratch: str) -> None:
-    """Forks a process outside this process group that kills the group once its starter is gone.
-    Without it, some of SGLang's processes would survive if this process were killed too, as Ray
-    kills what an actor started. The guard also kills the group when this process ends. In that case
-    the log remains until the starter closes standard input."""
+    """Forks a guard, a process outside this process group. The guard kills this process group once
+    the process that started the server is gone. Without the guard, some of SGLang's processes would
+    survive if this process were killed together with its starter. (Ray kills the processes that an
+    actor started.) The guard also kills the group when this process ends. If only this process has
+    ended, the server's log remains until the starter closes standard input."""
     group = os.getpgid(0)
     # `ends` closes when this process ends, because its children do not inherit it
     lives, ends = os.pipe()
@@ -111,9 +115,9 @@ def _guard(scratch: str) -> None:
 
 
 def remove_shared_memory(group: int) -> None:
-    """Removes shared memory that killed ranks of a server leave behind. The ranks' process group
-    must still exist, because it identifies their files. SGLang's file names are
-    sgl_shm_<kind>_<process>_<random>."""
+    """Removes the shared memory that a server's ranks leave behind when the ranks are killed. The
+    ranks' process group must still exist, because the process group identifies the ranks' files.
+    SGLang's file names are sgl_shm_<kind>_<process>_<random>."""
     for file in SHARED_MEMORY.glob("sgl_shm_*_*_*"):
         with contextlib.suppress(OSError, ValueError):
             if os.getpgid(int(file.name.split("_")[-2])) == group:

@@ -1,10 +1,10 @@
-"""Computes the parameter hashes that SGLang servers report, incrementally. There is one kind for
-CPUs and one for GPUs.
+"""Computes the parameter hashes that SGLang servers report, incrementally. Servers on CPUs and
+servers on GPUs report different kinds of hashes.
 
 `/weights_checker` hashes a tensor on its device: on a CPU by SHA-256, on a GPU by a kernel of
 integer arithmetic (`sglang.kernels.ops.memory.gpu_tensor_hash` of the supported releases). This
 module expresses the kernel's formula in torch integer operations, so that any device can compute
-it.
+the hash.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Digest(Protocol):
     """Hash of the concatenated bytes of tensors."""
 
     def update(self, part: Tensor) -> None:
-        """Adds the part's elements in order; any dtype, shape and stride. The part may change
-        afterwards."""
+        """Adds the elements of the tensor `part` in order. The tensor may have any dtype, shape and
+        stride, and may change afterwards."""
 
     def hexdigest(self) -> str:
         """Returns 16 hexadecimal digits. Nothing may be added afterwards."""
@@ -58,16 +58,17 @@ class Sha256Digest:
 
 
 class TiledDigest:
-    """Hash of SGLang's GPU kernel, computed on the device of the parts.
+    """Computes the same hash as SGLang's GPU kernel, on the device of the added tensors.
 
     Does not synchronize with the device before `hexdigest`.
 
     The bytes, padded with zeros, are n words of 32 bits. Word w at position i becomes fmix(w ^ (i A
     + s) ^ rotl(i, r)), where fmix is the last step of MurmurHash3 (Appleby, 2011), for two sets of
-    constants (A, s, r). For each set, words are summed over a tile of 8192 words mod 2^32. The
-    value of a tile is fmix(sum ^ 4n) of the first set, then of the second. The hash is the last
-    step of splitmix64 (Steele, Lea and Flood, 2014) applied to the sum of the tiles' values mod
-    2^64. The hash of no bytes is 0.
+    constants (A, s, r). For each set of constants, the words of each tile (8192 words) are summed
+    mod 2^32. A tile's value has 64 bits: the upper half is fmix(sum ^ 4n) of the first set of
+    constants, the lower half that of the second set. The hash is the last step of splitmix64
+    (Steele, Lea and Flood, 2014) applied to the sum of the tiles' values mod 2^64. The hash of no
+    bytes is 0.
     """
 
     def __init__(self) -> None:
@@ -88,8 +89,9 @@ class TiledDigest:
         self._add(words.view(torch.int32), self._words)
 
     def update_at(self, start: int, part: Tensor) -> None:
-        """Adds a part at byte offset `start`. Parts may come in any order, and other digests may
-        hold the other parts (`joined`). `start` and the part's size are multiples of four bytes."""
+        """Adds a part at byte offset `start`. Parts may come in any order. Some parts may be added
+        to another digest; `joined` then merges the digests. `start` and the part's size are
+        multiples of four bytes."""
         held = _bytes(part)
         if start % 4 or held.numel() % 4:
             raise ValueError(f"{held.numel()} bytes from byte {start} on are no whole words")
@@ -98,15 +100,15 @@ class TiledDigest:
         self._add(held.view(torch.int32), start // 4)
 
     def joined(self, other: TiledDigest) -> TiledDigest:
-        """Returns the digest of all parts added to either by `update_at`."""
+        """Returns the digest of all parts that `update_at` added to this digest or to `other`."""
         both = TiledDigest()
         both._words = max(self._words, other._words)
         both._sums = self._sums + other._sums
         return both
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns one sum per tile, on the host, because a digest is pickled to be joined with
-        others."""
+        """Returns the state for pickling, with only one sum per tile, in host memory. Digests are
+        pickled so that another process can join them."""
         first, sums = self._tiles()
         return {
             "_words": self._words,
@@ -160,8 +162,8 @@ def _bytes(part: Tensor) -> Tensor:
 
 
 def _summed(words: Tensor, first: int) -> Tensor:
-    """Returns [tiles, 2] int64 sums of the mixed words [tiles, words] int32, whose positions start
-    at `first`."""
+    """Mixes the words [tiles, words] int32 with their positions, and returns the [tiles, 2] int64
+    sums of each tile. The first word has the position `first`."""
     # int32 sums and products wrap around like the kernel's unsigned words
     at = (
         torch.arange(words.numel(), dtype=torch.int32, device=words.device)

@@ -1,8 +1,9 @@
 """Starts SGLang servers on this machine, waits until they answer, and ends them with everything
 they left behind.
 
-Each server is its own process group. It runs serve.py in SGLang's environment, requires a random
-key on every address, and writes its output to a log, whose end is quoted if the server dies.
+Each server is its own process group. A server runs serve.py in SGLang's environment and requires a
+random key on every address. A server writes its output to a log. If the server dies, the last part
+of the log is quoted.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ RANKS = "sglang"  # prefix of the names of the ranks' processes
 
 
 class ServerProcess:
-    """A server started here, or its part on this node. Ends with `close`, or with this process,
-    however that ends.
+    """A server started here, or its part on this node. The server ends with `close`, or when this
+    process ends for any reason.
 
     Args:
         meeting: rendezvous host:port of a multi-node server's ranks.
@@ -127,12 +128,14 @@ class ServerProcess:
         return total / 1e6
 
     def require_alive(self) -> None:
-        """Raises SGLangError with the end of its log if the server has ended."""
+        """Raises SGLangError if the server has ended. The error quotes the last part of the
+        server's log."""
         if (ended := self.ended()) is not None:
             raise SGLangError(f"the server {ended}", where=self.url)
 
     def ended(self) -> str | None:
-        """Describes how the server ended, with the end of its log; None if it runs."""
+        """Describes how the server ended, and quotes the last part of the server's log. Returns
+        None if the server runs."""
         code = self._process.poll()
         if code is None:
             return None
@@ -141,8 +144,8 @@ class ServerProcess:
         return f"ended with {code}{why}; its last words:\n{self.last_words()}"
 
     def lost_rank(self) -> str | None:
-        """Reports a killed rank whose end SGLang's launcher has not noticed, with the end of the
-        log; None if there is none."""
+        """Looks for a rank whose process was killed without SGLang's launcher noticing. Returns a
+        report that quotes the last part of the log; None if no such rank is found."""
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self._process.pid).children():
                 if child.status() == psutil.STATUS_ZOMBIE and child.name().startswith(RANKS):
@@ -153,7 +156,7 @@ class ServerProcess:
         return None
 
     def last_words(self) -> str:
-        """Returns the end of the server's log, with the server's key removed."""
+        """Returns the last part of the server's log, with the server's key removed."""
         return self._said().replace(self.api_key, "<key>")[-LOG_TAIL_BYTES:]
 
     def _said(self) -> str:

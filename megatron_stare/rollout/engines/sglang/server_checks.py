@@ -225,8 +225,8 @@ def _check_host(asked: SGLangConfig) -> None:
 
 
 def _check_nodes(config: Config, options: ServerOptions) -> None:
-    """Raises ConfigError for multi-node servers whose ranks do not divide evenly over the nodes, or
-    cannot receive weights."""
+    """Raises ConfigError for multi-node servers if the ranks do not divide evenly over the nodes,
+    or if ranks on other nodes could not receive weights."""
     asked = config.sglang
     if options.tensor % options.nodes:
         raise ConfigError(

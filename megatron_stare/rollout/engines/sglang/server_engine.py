@@ -1,7 +1,7 @@
 """Implements the engine interface on one SGLang server.
 
 The pool sends requests through an engine worker; the trainer's stream provides buckets of weights.
-The server is started here or attached to by URL.
+The run starts the server or attaches to a running server by URL.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ FORCING = 1e4  # logit bias under which no other token is sampled
 
 class CacheRoom:
     """Limits the requests at a server to `most`, and to the number of average-length requests that
-    the server's cache can hold. A waiting request enters when another leaves.
+    the server's cache can hold. When a request at the server has ended, a waiting request is sent
+    to the server.
 
     Without this limit, a request without cache space would wait in the server's queue, while its
     time limit (faults.requests.request_s) runs.
@@ -132,8 +133,8 @@ class CacheRoom:
         self._let_in()
 
     def _let_in(self) -> None:
-        """Admits waiting requests, first come, first served. Several may enter at once, because new
-        lengths change the limit."""
+        """Admits waiting requests to the server, first come, first served. Several requests may be
+        admitted at once, because newly observed lengths change the limit."""
         while self._waiting and (self._waiting[0].done() or self._inside < self.size):
             if not (turn := self._waiting.popleft()).done():  # otherwise it was cancelled
                 turn.set_result(None)
@@ -145,7 +146,7 @@ class SGLangEngine(ServedEngine):
 
     Args:
         client: client of the server, which already answers.
-        sync: sends weights to it.
+        sync: sends weights to the server.
         model_path: Hugging Face folder from which the server was started; its config is read.
         dtype: compute dtype of the server.
         max_running: limit of concurrent requests; the server's cache may lower it. Other requests
@@ -229,8 +230,8 @@ class SGLangEngine(ServedEngine):
         self._at_first(lambda: probe_stop(client, self._stop_token_ids))
 
     def _at_first(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Runs a coroutine during construction. If it fails and the server was started here, checks
-        the server's process."""
+        """Runs a coroutine during construction. If the coroutine fails and the run started the
+        server, checks the server's process."""
         try:
             return self._waited(make)
         except SGLangError:
@@ -290,8 +291,8 @@ class SGLangEngine(ServedEngine):
     async def _answer(
         self, request: GenerateRequest, params: SamplingParams, rid: str
     ) -> GenerateResult | LostRequest:
-        """Waits until the server has room, then for the response. The response's time limit starts
-        after the first wait."""
+        """Waits until the server has room for the request, then for the response. The response's
+        time limit starts when the server has room."""
         routed = self._shape if params.return_experts else None
         async with self._room:
             try:
@@ -320,14 +321,15 @@ class SGLangEngine(ServedEngine):
         return result
 
     def collect(self, wait_s: float) -> list[GenerateResult | LostRequest]:
-        """See Engine. Requests are sent and answers received only while this waits."""
+        """See Engine. Requests are sent and answers are received only during calls into this
+        engine, such as `collect`."""
         if not self._under_way:
             return []
         return self._waited(lambda: self._first(wait_s))
 
     async def _first(self, wait_s: float) -> list[GenerateResult | LostRequest]:
-        """Waits for the first answer, at most `wait_s`. An error cancels the other requests. If the
-        server is lost, all requests are lost."""
+        """Waits for the first answer, at most `wait_s`. If a request raises an error, all requests
+        in flight are cancelled. If the server is lost, all requests are lost."""
         try:
             done = await self._watch.first_of(list(self._under_way), wait_s)
         except ServerGoneError as gone:
@@ -349,13 +351,15 @@ class SGLangEngine(ServedEngine):
             self._waited(self._forget)
 
     async def _forget(self) -> None:
-        """Cancels all requests in flight, here and on the server, if it still answers."""
+        """Cancels all requests in flight, in this process and, if the server still answers, on the
+        server."""
         # a server that hangs must not delay the caller
         told = asyncio.wait_for(self._client.abort(), ABORT_S)
         await asyncio.gather(self._cancel(), told, return_exceptions=True)
 
     async def _cancel(self) -> None:
-        """Cancels all requests in flight, only here."""
+        """Cancels the tasks of all requests in flight in this process. Does not abort the requests
+        on the server."""
         tasks, self._under_way = self._under_way, {}
         for task in tasks:
             task.cancel()
@@ -437,8 +441,8 @@ class SGLangEngine(ServedEngine):
         return self._update
 
     def _guarded(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Runs a part of a weight update. On failure the engine becomes DIRTY, and its server stays
-        paused."""
+        """Runs a part of a weight update. If the part fails, the engine becomes DIRTY, and the
+        engine's server stays paused."""
         try:
             return self._run(make)
         except BaseException:
@@ -454,8 +458,8 @@ class SGLangEngine(ServedEngine):
         self._run(lambda: self._release(parts))
 
     async def _release(self, parts: Collection[str]) -> None:
-        """Releases memory. First pauses the server and waits until it is idle, because it would
-        crash with a request in flight."""
+        """Releases memory. First pauses the server and waits until the server is idle, because the
+        release would crash a server with a request in flight."""
         await self._client.pause("abort")
         await self._client.flush(IDLE_S)
         await self._client.release_memory(parts)
@@ -470,7 +474,8 @@ class SGLangEngine(ServedEngine):
             self._run(self._client.resume)
 
     def memory_mb(self) -> float | None:
-        """Returns the Pss of a server started here, 10^6 bytes; None for other servers."""
+        """Returns the Pss of a server that the run started, in units of 10^6 bytes; None if the run
+        did not start the server."""
         return self.process.memory_mb() if self.process is not None else None
 
     def model_info(self) -> ModelInfo:
@@ -517,8 +522,9 @@ def _in_event_loop() -> bool:
 
 
 async def probe_stop(client: SGLangClient, stop_token_ids: Sequence[int]) -> None:
-    """Verifies that a server treats stop tokens as training needs. Forces each of them once, by a
-    bias on its logit, which works with any weights, and waits for one short response each.
+    """Verifies that a server treats stop tokens as training needs. Requests one short response for
+    each stop token, and forces the stop token by a bias on the token's logit. The bias works with
+    any weights.
 
     A response must end with its stop token and that token's log-prob, because the token is sampled
     and therefore trained on.

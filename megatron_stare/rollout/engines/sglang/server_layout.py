@@ -88,10 +88,10 @@ class ServerLayout:
         return self.tensor // self.data
 
     def parts(self, name: str, tensor: Tensor, shape: ModelShape, rank: int) -> Sequence[Tensor]:
-        """Returns the parts of a Hugging Face tensor that a rank holds, to be concatenated; views
-        if possible.
+        """Returns the parts of a Hugging Face tensor that a rank holds. The parts are to be
+        concatenated, and are views if possible.
 
-        Empty for an expert that another rank owns.
+        Returns no parts for an expert that another rank owns.
 
         Args:
             name: name of the tensor; names unknown to the family count as replicated.
