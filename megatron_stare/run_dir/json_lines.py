@@ -1,8 +1,8 @@
 """JSON Lines files that survive kill -9: readers drop an incomplete last line, and a resumed run
 can remove later records.
 
-`sinks/jsonl_files.py` writes and reads them, and the report reads them. This module only assumes
-that each record has an integer under "step".
+`sinks/jsonl_files.py` writes and reads a run's JSON Lines files. The report also reads a run's JSON
+Lines files. This module only assumes that each record has an integer under "step".
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Liveness of a run, from its lock, or on other machines from its heartbeat.
+"""Determines whether a run is alive, from the run's lock or, on other machines, from the run's
+heartbeat.
 
-Nothing here changes a run. The driver holds the lock, and the kernel frees it however the driver
-ends. On the driver's machine the lock decides. On other machines a held lock means a live run, but
-a free lock means nothing, since the file system may not share locks. There the heartbeat's age
-decides.
+Nothing here changes a run. The driver holds the run's lock, and the kernel frees the lock however
+the driver ends. On the driver's machine, the run is alive exactly if the lock is held. On other
+machines, a held lock means a live run, but a free lock means nothing, because the file system may
+not share locks. If the lock is free on another machine, the heartbeat's age shows whether the run
+is alive.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ State = Literal["running", "finished", "dead", "silent"]
 class Liveness:
     """Liveness of a run.
 
-    state: "running"; "finished": all steps are made; "dead": no process holds the run; "silent":
-        the run is on another machine and has no heartbeat of the last FRESH_S.
+    state: "running"; "finished": all steps are made; "dead": no process holds the run's lock;
+        "silent": the run is on another machine and has no heartbeat of the last FRESH_S.
     host: machine of the last start; "" if unknown.
     beat, beat_age_s: the newest heartbeat and its age by this machine's clock, if there is one.
     """
@@ -63,10 +65,10 @@ def liveness(run: RunRecord, now: float | None = None, here: str | None = None) 
 
 
 def lock_held(run_dir: Path) -> bool:
-    """Tells whether a process holds the run.
+    """Tells whether a process holds the run's lock.
 
-    Takes the lock, shared, for some microseconds. A driver that fails to lock in that time retries
-    (run_state.py).
+    Tests the run's lock by taking the lock in shared mode for some microseconds. A driver that
+    fails to lock during these microseconds retries (run_state.py).
     """
     try:
         with (run_dir / LOCK_FILE).open("rb") as lock:

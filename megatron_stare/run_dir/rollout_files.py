@@ -1,7 +1,9 @@
 """Sampled responses in files such as `rollouts/step_000010.jsonl`: written from trajectories, read
 as `SampledResponse`.
 
-docs/runs.md describes the format. Reading needs neither torch nor a tokenizer, for the report.
+docs/runs.md describes the format. Reading a file needs neither torch nor a tokenizer, because the
+report has to work without torch and tokenizer.
+
 Shape legend: n tokens of a response.
 """
 
@@ -31,15 +33,17 @@ class Token:
     """One token of a response with its training numbers. Unknown numbers are NaN.
 
     text: text that the token adds to the response. Special tokens such as the stop token have text.
-    surprisal, entropy: nats, under the policy of the log-prob pass, at the run's temperature.
-    advantage: of the token's response.
-    weight: factor of the advantage in the loss, with all effects of the method; NaN if the
-        advantage is 0.
-    selected: "+" in L+ (the rarest tokens of positive advantage that a method selects), "-" in L-
-        (the same for negative advantage), "p" in U+ and "m" in U- (the common tokens), "." in none,
-        " " for a token that an environment wrote.
-    rare: "r" if the surprisal exceeds the critical surprisal of the position, "c" if not, "?" if
-        the run made no forecast, " " for a token that an environment wrote.
+    surprisal, entropy: values in nats, under the policy of the log-prob pass, at the run's
+        temperature.
+    advantage: advantage of the token's response.
+    weight: factor by which the loss multiplies the advantage. The factor includes all effects of
+        the method. NaN if the advantage is 0.
+    selected: set that contains the token. "+" stands for L+, the rarest tokens of positive
+        advantage that a method selects. "-" stands for L-, the rarest tokens of negative advantage
+        that a method selects. "p" stands for U+ and "m" stands for U-, which contain the common
+        tokens. "." stands for no set. " " marks a token that an environment wrote.
+    rare: "r" if the token's surprisal exceeds the critical surprisal of its position, "c" if not.
+        "?" means that the run made no forecast. " " marks a token that an environment wrote.
     """
 
     text: str

@@ -1,8 +1,8 @@
 """Names of a run's record files, and functions that read a run directory.
 
-`sinks/jsonl_files.py` writes metrics.jsonl and eval.jsonl. A resume reads them. With config.yaml
-they are also read by `figures.py` and `report/`. Runs that are unfinished, killed or never
-evaluated can be read too.
+`sinks/jsonl_files.py` writes metrics.jsonl and eval.jsonl. A resume reads metrics.jsonl and
+eval.jsonl. `figures.py` and `report/` read metrics.jsonl, eval.jsonl and config.yaml. Runs that are
+unfinished, killed or never evaluated can be read too.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class RunRecord:
 
 
 def read_run(directory: Path) -> RunRecord:
-    """Reads a run directory. Raises DataError if it contains no file of a run, or config.yaml is
-    not YAML."""
+    """Reads a run directory. Raises DataError if the directory contains no file of a run, or if
+    config.yaml is not YAML."""
     directory = Path(directory)
     config_path = directory / CONFIG_FILE
     if not any((directory / name).exists() for name in (CONFIG_FILE, METRICS_FILE, EVAL_FILE)):
@@ -117,8 +117,9 @@ def read_run(directory: Path) -> RunRecord:
 
 
 def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
-    """Reads several runs and names each by its method. Adds the run's name if methods are equal,
-    and the directory if these names are equal too."""
+    """Reads several runs and names each run by its method. If several runs have the same method,
+    adds the run's name. If several runs have the same method and the same name, also adds the
+    directory."""
     runs = [read_run(directory) for directory in directories]
     if len(runs) == 1:
         return runs
@@ -170,7 +171,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Reads the steps of a metrics.jsonl, oldest first; [] if there is no file. Drops an incomplete
     last line.
 
-    "step" is an int. Every other value is a float, with NaN for all non-finite values.
+    "step" is an int. Every value except "step" is a float. All non-finite values are NaN.
     """
     return [
         {"step": int(record["step"])}

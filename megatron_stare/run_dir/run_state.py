@@ -1,8 +1,9 @@
 """The run directory, the state that a run resumes from, and the completion of checkpoints.
 
 A checkpoint is a folder such as `checkpoints/step_000050` with the ranks' distributed checkpoint,
-run_state.json and checksums of all files. It is written under a temporary name and renamed once
-everything is on disk, so a folder with such a name is complete.
+run_state.json and checksums of all files. A checkpoint is written under a temporary name and
+renamed once all its files are on disk. A folder with the name of a checkpoint is therefore
+complete.
 """
 
 from __future__ import annotations
@@ -145,7 +146,8 @@ class RunDir:
 
     @classmethod
     def reopen(cls, path: Path) -> RunDir:
-        """Locks the directory of a run to resume. Raises UserError if another process holds it."""
+        """Locks the directory of a run to resume. Raises UserError if another process holds the
+        directory's lock."""
         run = cls._hold(path)
         run.forget_unfinished()  # left behind if the run was killed
         return run
@@ -172,10 +174,10 @@ class RunDir:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def discard(self) -> None:
-        """Removes everything that was not there before, after a failed start.
+        """Removes everything that a failed start added to the directory.
 
-        Removes config.yaml first. A directory without it does not count as a run, even if this
-        process is killed before the rest is removed.
+        Removes config.yaml first. A directory without config.yaml does not count as a run, even if
+        this process is killed before all other files are removed.
         """
         if CONFIG not in self._found:
             (self.path / CONFIG).unlink(missing_ok=True)
@@ -195,8 +197,8 @@ class RunDir:
     def note_rollback(self, before: Sequence[dict[str, Any]], back: RollBack) -> None:
         """Records a rollback: step, reason, and cursors of the prompts to leave out from now on.
 
-        A checkpoint contains only the rollbacks before it, so this file keeps the new one until the
-        next checkpoint.
+        A checkpoint contains only the rollbacks before that checkpoint. Therefore rollbacks.json
+        keeps the new rollback until the next checkpoint.
 
         Args:
             before: the run's earlier rollbacks.
@@ -230,7 +232,7 @@ class RunDir:
             ) from error
 
     def record_placement(self, lines: Sequence[str]) -> None:
-        """Writes the placement of ranks and engines; no file if there are no lines."""
+        """Writes the placement of ranks and engines. Writes no file if `lines` is empty."""
         if lines:
             (self.path / PLACEMENT).write_text("".join(f"{line}\n" for line in lines))
 
@@ -244,8 +246,8 @@ class RunDir:
         return step_of(found[-1]) if found else None
 
     def stage(self, state: RunState, beside: Mapping[str, bytes] = MappingProxyType({})) -> Staged:
-        """Makes the temporary folder for a checkpoint of this state. The state is copied, so it may
-        change afterwards.
+        """Makes the temporary folder for a checkpoint of this state. The caller may change `state`
+        afterwards, because the checkpoint is written from a copy.
 
         Args:
             beside: further small files of the driver, by name.
@@ -291,15 +293,15 @@ class RunDir:
         return staged.final
 
     def forget(self, steps: Collection[int]) -> None:
-        """Removes the checkpoints of these steps, oldest first. A kill in between leaves no partial
-        checkpoint under its name."""
+        """Removes the checkpoints of these steps, oldest first. If this process is killed while it
+        removes a checkpoint, no partial checkpoint keeps the name of a checkpoint."""
         for checkpoint in self.checkpoints():
             if step_of(checkpoint) in steps:
                 _forget(checkpoint)
 
     def set_aside(self, after: int) -> list[Path]:
-        """Renames the checkpoints after this step, so that a resumed run ignores them; returns
-        their new paths."""
+        """Renames the checkpoints of all steps after `after`, so that a resumed run ignores the
+        renamed checkpoints. Returns the new paths of the renamed checkpoints."""
         moved = []
         for checkpoint in self.checkpoints():
             if step_of(checkpoint) > after:
@@ -313,16 +315,16 @@ class RunDir:
 
 
 def _forget(checkpoint: Path) -> None:
-    """Removes a checkpoint. Renames it first, so that a kill in between leaves no partial
-    checkpoint under its name."""
+    """Removes a checkpoint. Renames the checkpoint before removing its files. If this process is
+    killed while it removes files, no partial checkpoint keeps the name of a checkpoint."""
     unnamed = _unfinished(checkpoint)
     checkpoint.rename(unnamed)
     shutil.rmtree(unnamed)
 
 
 def _unfinished(final: Path) -> Path:
-    """Returns a unique temporary name for an incomplete checkpoint. Unique, so that a surviving
-    writer of an earlier run cannot write into it."""
+    """Returns a unique temporary name for an incomplete checkpoint. The name is unique, so that a
+    surviving writer of an earlier run cannot write into the incomplete checkpoint."""
     return final.with_name(f"{final.name}.{secrets.token_hex(4)}.tmp")
 
 
@@ -359,8 +361,8 @@ def step_of(checkpoint: Path) -> int:
 
 
 def check_whole(checkpoint: Path) -> None:
-    """Checks names and lengths of a checkpoint's files, and the checksums of all but the tensor
-    files, which the ranks check.
+    """Checks names and lengths of a checkpoint's files. Checks the checksums of all files except
+    the tensor files. The ranks check the checksums of the tensor files.
 
     Raises:
         DataError: a file differs from what was written. The error names the first.
@@ -383,7 +385,8 @@ def check_whole(checkpoint: Path) -> None:
 def _refuse_without_sums(checkpoint: Path) -> None:
     """Raises DataError for a checkpoint without checksums, unless an earlier release wrote it.
 
-    Ignores a run state that is damaged or of a newer release. Reading the state raises for it.
+    Ignores a run state that is damaged or of a newer release. RunState.read raises DataError for
+    such a run state.
     """
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         if (
@@ -429,8 +432,8 @@ def _lock(lock: IO[str], path: Path) -> None:
 
 
 def _holder(path: Path) -> str:
-    """Returns the pid of the lock's holder as " (pid N)"; "" if the holder is not on this
-    machine."""
+    """Returns " (pid N)" with the pid of the process that holds the lock. Returns "" if no process
+    on this machine holds the lock."""
     try:
         inode = (path / LOCK_FILE).stat().st_ino
         lines = Path("/proc/locks").read_text().splitlines()

@@ -1,4 +1,5 @@
-"""Makes tasks from the configuration: the one a run trains on, and those it is evaluated on.
+"""Makes tasks from the configuration: the task that a run trains on, and the tasks that the run is
+evaluated on.
 
 A task names a prompt source, a verifier and an environment, registered in data/prompt_source.py,
 rewards/verifier.py and environments/environment.py.
@@ -44,9 +45,10 @@ class Task:
     """Data, prompt template, verifier and environment, and how responses are sampled.
 
     config: the run's configuration, overridden by the task's settings (OWN). Sources and
-        environments, even a user's own, are built from it and need not know of tasks.
-    name: name in `eval.tasks`; None for the run's own task.
-    own: name of the task's setting, by the run's setting that it overrides.
+        environments, even a user's own, are built from this configuration and need not know of
+        tasks.
+    name: name of the task in `eval.tasks`; None for the run's own task.
+    own: maps each setting of the run that the task overrides to the name of the task's setting.
     """
 
     config: Config
@@ -80,13 +82,14 @@ class Task:
         return self.config.reward.verifier
 
     def environment(self, tokenizer: Any) -> Environment:
-        """Builds the task's environment. Raises ConfigError if none has its name."""
+        """Builds the task's environment. Raises ConfigError if no environment has the configured
+        name."""
         with self.blamed():
             return make_environment(self.config.rollout.environment, self.config, tokenizer)
 
     def problems(self, tokenizer: Any) -> list[Prompt]:
-        """Returns the problems of every evaluation. Raises UserError if they are missing, malformed
-        or fewer than requested."""
+        """Returns the problems of every evaluation. Raises UserError if the problems are missing,
+        malformed or fewer than requested."""
         # 0 means all: nobody lists a task of `eval.tasks` to ask 0 problems
         wanted = self.config.eval.prompts or None
         with self.blamed():
@@ -109,15 +112,15 @@ class Task:
     def about(self) -> dict[str, Any]:
         """Returns entries about the task for the record of an evaluation.
 
-        Empty for the run's own task with one response a problem, because config.yaml has its
-        settings.
+        Returns no entries for the run's own task with one response per problem, because config.yaml
+        has the settings of the run's own task.
         """
         if self.name is None and self.samples == 1:
             return {}
         return ({} if self.name is None else {"task": self.name}) | {"decoding": self.decoding()}
 
     def decoding(self) -> dict[str, Any]:
-        """Returns the sampling settings for the record."""
+        """Returns the sampling settings for the record of an evaluation."""
         return {
             "samples": self.samples,
             "temperature": self.config.rollout.temperature,
@@ -127,8 +130,8 @@ class Task:
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
-        """Rewrites a UserError raised inside so that it names this task, and its own setting
-        instead of the run's."""
+        """Rewrites a UserError raised inside this context. The new error names this task, and names
+        the task's setting instead of the run's setting."""
         try:
             yield
         except UserError as error:

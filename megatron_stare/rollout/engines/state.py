@@ -4,9 +4,9 @@ Every engine tracks its own state, in its own process, and rejects calls that th
 allow. DIRTY, RELEASED and DEAD lead to HEALTHY or UNPROVED only through UPDATING, that is, through
 a complete weight sync. An engine also has memory that can be released in parts.
 
-FleetHealth (rollout/fleet/health.py) is the run's view of the same engine. It reads an EngineState
-once, when a replica comes up, and afterwards relies on the results of calls, because a lost engine
-cannot report that it is lost.
+FleetHealth (rollout/fleet/health.py) is the run's view of the same engine. FleetHealth reads an
+EngineState once, when a replica comes up. Afterwards FleetHealth relies on the results of calls,
+because a lost engine cannot report its own loss.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _NEXT: dict[EngineState, frozenset[EngineState]] = {
 
 
 class EngineStateError(RuntimeError):
-    """A caller asked an engine for something that its state does not allow. This is a bug, not a
-    user's error."""
+    """A caller asked an engine for something that its state does not allow. An EngineStateError
+    reports a bug, not a user's error."""
 
 
 def advance(state: EngineState, to: EngineState) -> EngineState:
@@ -92,10 +92,11 @@ MEMORY = ("weights", "cache")
 
 
 def release(released: Collection[str], parts: Collection[str]) -> frozenset[str]:
-    """Returns the released parts of MEMORY after also releasing `parts`.
+    """Returns the parts of an engine's memory (see MEMORY) that are released once `parts` are
+    released too.
 
     Raises:
-        EngineStateError: one of them is released already.
+        EngineStateError: one of `parts` is released already.
     """
     if twice := [part for part in MEMORY if part in parts and part in released]:
         raise EngineStateError(
@@ -105,10 +106,12 @@ def release(released: Collection[str], parts: Collection[str]) -> frozenset[str]
 
 
 def resume(released: Collection[str], parts: Collection[str]) -> frozenset[str]:
-    """Returns the parts of MEMORY that remain released after resuming `parts`.
+    """Returns the parts of an engine's memory (see MEMORY) that are still released once `parts` are
+    resumed.
 
     Raises:
-        EngineStateError: one of them was not released, or the cache would come before the weights.
+        EngineStateError: one of `parts` was not released, or the cache would be resumed before the
+            weights.
     """
     if here := [part for part in MEMORY if part in parts and part not in released]:
         raise EngineStateError(f"cannot resume {' and '.join(here)}: not released")

@@ -75,10 +75,11 @@ class _Replica:
 class _Queue:
     """Requests of one Serving that are not assigned to a replica.
 
-    live: number of trajectories that are not finished.
-    again: requests that a replica lost.
-    continuing: requests that continue a response, under the replica that sampled its earlier part.
-    new: all other requests.
+    live: number of unfinished trajectories.
+    again: requests that a replica lost and that must be sent again.
+    continuing: requests that continue a response. The key is the number of the replica that sampled
+        the response's earlier part.
+    new: requests that are neither in `again` nor in `continuing`.
     """
 
     params: SamplingParams
@@ -95,9 +96,10 @@ class RequestsPage:
     """Status page of the requests in flight at each engine: one small file in the node's memory,
     which the black box reads.
 
-    The page is written about once a second while requests are in flight. It is written less often
-    if writing would cost more than a hundredth of the event loop's time. A write is due `wait_s`
-    after a change. Without a reader nothing is written.
+    The status page is written about once a second while requests are in flight. The status page is
+    written less often if writing would cost more than a hundredth of the event loop's time. A
+    change of the requests in flight is written after `wait_s()` seconds. Without a reader nothing
+    is written.
     """
 
     def __init__(self) -> None:
@@ -106,13 +108,14 @@ class RequestsPage:
         self._next = 0.0
 
     def wait_s(self) -> float | None:
-        """Returns the seconds until the next write is allowed; None if nobody reads the page."""
+        """Returns the seconds until the status page may be written again; None if nobody reads the
+        status page."""
         return None if self._file is None else max(0.0, self._next - time.monotonic())
 
     def write(
         self, states: Sequence[str], given: Mapping[str, tuple[int, float, int, int]]
     ) -> None:
-        """Replaces the page.
+        """Replaces the status page.
 
         Args:
             states: states of the engines, in order.
@@ -141,21 +144,24 @@ class RequestsPage:
 
 class Dispatch:
     """Sends the requests of all open Servings to the replicas and returns the answers; lives in one
-    event loop. Trajectories send requests through a Serving; Dispatch holds only its queue.
+    event loop. Trajectories send requests through a Serving. Dispatch keeps only the queue of each
+    Serving.
 
     A request that a replica lost goes to another replica (retries.py), before the new requests of
-    its queue.
+    the same Serving.
 
     If replicas have a capacity, each request goes at once to the replica with the most room. A
     request that continues a response returns to the replica that sampled the earlier part, before
-    new requests, because that replica holds its keys and values. While that replica is full, the
-    request waits. It goes elsewhere only if another replica has room left after all new requests
-    are placed, or if that replica has lost a request since its last answer.
+    new requests, because that replica holds its keys and values. While the replica that sampled the
+    earlier part is full, a continued response waits. A continued response goes to another replica
+    in two cases only. Either another replica has room left after all new requests are placed, or
+    the replica that sampled the earlier part has lost a request since its last answer.
 
-    If replicas have no capacity limit, requests wait until every unfinished trajectory waits for
-    tokens, and are then split evenly. The composition of a batch therefore depends on the
-    trajectories alone, not on timing. An environment that waits for something else, such as a tool,
-    keeps these replicas waiting.
+    If replicas have no capacity limit, Dispatch sends no request until every unfinished trajectory
+    has sent a request. Dispatch then splits the requests evenly over the replicas. The composition
+    of a batch therefore depends on the trajectories alone, not on timing. Replicas without a
+    capacity limit therefore also wait for an environment that waits for something other than
+    tokens, such as a tool.
 
     Args:
         held: returns True while replicas must not be called for tokens; `hold` waits for the calls
@@ -182,7 +188,7 @@ class Dispatch:
 
     @property
     def in_use(self) -> bool:
-        """True while any Serving is open."""
+        """Tells whether at least one Serving is open."""
         return bool(self._queues)
 
     @property
@@ -202,7 +208,8 @@ class Dispatch:
         self._queues.remove(queue)
 
     async def ask(self, queue: _Queue, request: GenerateRequest) -> GenerateResult:
-        """Waits for the request's answer. An error of a replica is raised by its pump, not here.
+        """Waits for the request's answer. An error of a replica is raised in the task that calls
+        the replica (`_pump`), not in this method.
 
         Raises:
             RequestLostError: every allowed attempt at the request was lost.
@@ -230,8 +237,9 @@ class Dispatch:
         self._assign_soon()
 
     def _assign_soon(self) -> None:
-        """Schedules an assignment. It runs after the other tasks woken with the caller have sent
-        their requests, so that continued responses come before new ones."""
+        """Schedules an assignment. The assignment runs after all tasks that are already awake have
+        sent their requests. The assignment can then place continued responses before new
+        responses."""
         if not self._assigning:
             self._assigning = True
             self.loop.call_soon(self._assign)
@@ -280,7 +288,7 @@ class Dispatch:
             self._putting = self.loop.call_later(wait_s, self._put)
 
     def _put(self) -> None:
-        """Writes the page. The loop's clock is CLOCK_MONOTONIC."""
+        """Writes the status page. The loop's clock is CLOCK_MONOTONIC."""
         self._putting = None
         given = {
             rid: (
@@ -295,7 +303,7 @@ class Dispatch:
         self._page.write([self._fleet.health.state(r.number).value for r in self._replicas], given)
 
     def _place(self, request: GenerateRequest, params: SamplingParams) -> bool:
-        """Assigns a request to the best replica with room. Returns False if there is none."""
+        """Assigns a request to the best replica with room. Returns False if no replica has room."""
         health = self._fleet.health
         best = self._retries.choose(
             request.rid, self._rooms(), health.avoided(self.loop.time()), health.suspected()
@@ -338,19 +346,20 @@ class Dispatch:
         replica.give(requests, params)
 
     async def hold(self) -> None:
-        """Waits until no replica is being called. A call of a server lasts about WAIT_S at most."""
+        """Waits until no replica is being called. A call to a server lasts at most about WAIT_S."""
         for replica in self._replicas:
             async with replica.turn:
                 pass
 
     def go_on(self) -> None:
-        """Continues after the hold on the replicas has ended. Replicas that came back meanwhile
-        receive requests."""
+        """Continues to call the replicas for tokens after a pause of these calls. A replica that
+        came back during the pause receives requests too."""
         self._going_on.set()
         self._assign()
 
     async def stop(self) -> None:
-        """Cancels the pumps and waits for their cancellation, not for the replicas."""
+        """Cancels the tasks that call the replicas (`_pump`). Waits until the tasks have ended, but
+        does not wait for the replicas."""
         if self._putting is not None:
             self._putting.cancel()
         self._page.write([self._fleet.health.state(r.number).value for r in self._replicas], {})
@@ -363,11 +372,11 @@ class Dispatch:
     async def _pump(self, replica: _Replica) -> None:
         """Sends a replica its assigned requests and distributes its results, until cancelled.
 
-        With no request in flight, the pump waits for an assignment. Otherwise it waits for the
-        replica's results. A server returns after WAIT_S even without results, so that it can
-        receive new requests. While replicas are held, the pump waits for the hold to end. After
-        each call it yields one turn of the loop, in which trajectories with answers send their next
-        requests.
+        With no request in flight, this task waits for an assignment. With requests in flight, this
+        task waits for the replica's results. A server returns after WAIT_S even without results, so
+        that it can receive new requests. While replicas must not be called for tokens, this task
+        waits. After each call of the replica, this task lets the event loop run its other tasks
+        once, so that trajectories that received answers send their next requests.
         """
         params = None
         while True:

@@ -79,11 +79,11 @@ THERE = (*SYNCED, Health.RELEASED)  # states in which a replica answers calls
 
 
 class SyncError(UserError):
-    """An engine holds other weights than the trainer sent."""
+    """Raised if an engine holds weights that differ from the weights that the trainer sent."""
 
 
 class EnginePool:
-    """The replicas of a run. Between two weight updates they hold the same weights.
+    """The replicas of a run. Between two weight updates, all replicas hold the same weights.
 
     Args:
         workers: one engine each; brought up here, all at once.
@@ -122,8 +122,9 @@ class EnginePool:
 
     @contextlib.asynccontextmanager
     async def serving(self, params: SamplingParams, trajectories: int) -> AsyncIterator[Serving]:
-        """Opens a Serving for a number of trajectories that are made at the same time. Several may
-        be open in one event loop; those opened earlier are served first.
+        """Opens a Serving for a number of trajectories that are made at the same time. Several
+        Servings may be open in one event loop. The requests of a Serving that was opened earlier
+        are assigned to replicas first.
 
         Closing discards requests still in flight, which belong to cancelled trajectories.
         `Serving.finished` raises the error of a replica, and the requests in flight at the other
@@ -148,7 +149,7 @@ class EnginePool:
             self._fleet.call("abort")
 
     async def _leave(self, serving: Serving) -> bool:
-        """Closes a Serving. Returns whether it was the last one."""
+        """Closes a Serving. Returns whether no other Serving is open."""
         serving.close()
         if serving.dispatch.in_use:
             return False
@@ -158,8 +159,9 @@ class EnginePool:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Context in which no replica is called for tokens. Servings in another thread's event loop
-        wait; replicas keep the requests that they have.
+        """Context in which no replica is called for tokens. A Serving in another thread's event
+        loop waits until the context ends. Each replica keeps the requests that it has already
+        received.
 
         Raises:
             RuntimeError: called from that event loop's own thread, which would wait for itself.
@@ -189,7 +191,7 @@ class EnginePool:
 
     def prompt_log_probs(self, sequences: Sequence[Sequence[int]]) -> dict[int, list[list[float]]]:
         """Returns the log-probs, at temperature 1, of all tokens of each sequence but its first.
-        They are given by replica (all that are not lost), then by sequence.
+        The result maps every replica that is not lost to a list with one entry per sequence.
 
         Raises:
             UserError: the engines are not servers.
@@ -198,8 +200,9 @@ class EnginePool:
             return self._fleet.call("prompt_log_probs", sequences, states=THERE)
 
     def release_memory(self, parts: Collection[str] = MEMORY) -> None:
-        """Releases the memory of every engine's weights, cache or both. The engines are unusable
-        until `resume_memory` and, if weights were released, a complete weight update.
+        """Releases the memory of `parts` on every engine: of the weights, of the cache, or of both.
+        The engines are unusable until `resume_memory` and, if weights were released, a complete
+        weight update.
 
         Raises:
             UserError: the engines are not servers.
@@ -209,7 +212,8 @@ class EnginePool:
                 self._fleet.health.released(number)
 
     def resume_memory(self, parts: Collection[str] = MEMORY) -> None:
-        """Allocates released memory again on every engine, for the weights before the cache."""
+        """Allocates the released memory of `parts` again on every engine. The memory of the weights
+        must be allocated before the memory of the cache."""
         for number in self._fleet.call("resume_memory", parts, states=THERE):
             if "weights" in parts:
                 self._fleet.health.resumed(number)
@@ -234,14 +238,14 @@ class EnginePool:
 
     def update_weights(self, version: int, weights: WeightStream) -> None:
         """Sends the policy to every live engine. An engine publishes the version only if it
-        received all of the weights. These updates are always verified: the first one, the one after
-        a failure, and one that includes a restarted replica.
+        received all of the weights. The first update, every update after a failure, and every
+        update that includes a restarted replica are always verified.
 
-        A replica that is lost during the update is left out. If the loss leaves the other replicas'
-        weights incomplete, they receive all weights again.
+        A replica that is lost during the update is left out. If the remaining replicas' weights are
+        then incomplete, the remaining replicas receive all weights again.
 
         Raises:
-            SyncError: an engine holds other weights than were sent.
+            SyncError: an engine holds weights that differ from the sent weights.
             NoEngineError: no replica is left.
         """
         with self._alone():
@@ -272,8 +276,8 @@ class EnginePool:
             } | self._fleet.metrics()
 
     def _sent(self, version: int, weights: WeightStream, prove: bool) -> Collection[int] | None:
-        """Returns the replicas that received all weights; None if a loss left the others
-        incomplete."""
+        """Returns the replicas that received all weights; None if a replica was lost and the
+        remaining replicas' weights are therefore incomplete."""
         # The target is most likely the same as before, so ranks can gather weights while the
         # servers pause.
         if self._target is not None:
@@ -354,7 +358,7 @@ def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
 
 def check_arrived(engine: int, sent: Mapping[str, str], held: Mapping[str, str]) -> None:
     """Compares the checksums of the sent weights with those of the weights that an engine holds.
-    Raises SyncError if they differ."""
+    Raises SyncError if the checksums differ."""
     differing = [name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name)]
     if differing:
         named = ", ".join(sorted(differing)[:3]) + (", ..." if len(differing) > 3 else "")

@@ -1,9 +1,10 @@
 """Manages the replicas' workers for the length of a run: calls them together, excludes lost
-replicas, and restarts those in the background. health.py decides what a replica's state allows;
-this module acts on it.
+replicas, and restarts lost replicas in the background. health.py decides what a replica's state
+allows; fleet.py acts on the state.
 
-Each restart has its own thread, which ends the replica's worker, makes a new one in the same place,
-and brings that up. The first weight update after that includes the replica again.
+Each restart has its own thread, which ends the replica's worker, makes a new worker in the same
+place, and brings up the new worker. The first weight update after the restart includes the replica
+again.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ LEAVE_S = 10.0  # time limit for ending workers that are still coming up
 class Fleet:
     """The replicas of a run.
 
-    The code that sends requests to a replica reports losses and answers to `health`. Nothing else
-    calls the replica at that time.
+    The code that sends requests to a replica tells `health` which requests the replica answered and
+    which requests the replica lost. While this code calls a replica, no other code calls the
+    replica.
 
     Args:
         workers: one engine each; brought up here, all at once.
@@ -77,8 +79,9 @@ class Fleet:
         states: Collection[Health] = SYNCED,
         beside: Sequence[Handle] = (),
     ) -> dict[int, Any]:
-        """Calls every replica in one of the states, or only those in `among`, and waits for all of
-        them. Returns the results by replica. A replica that is lost meanwhile is left out.
+        """Calls every replica whose state is in `states`. If `among` is given, calls only the
+        replicas that are also in `among`. Waits for all calls. Returns the results by replica. A
+        replica that is lost during its call is left out.
 
         Args:
             beside: calls of other workers that these calls depend on; their errors are raised at
@@ -122,16 +125,16 @@ class Fleet:
             errors.append(error)
 
     def find_lost(self, among: Collection[int]) -> bool:
-        """Asks replicas whether they are alive. Returns whether one of them turned out to be
-        lost."""
+        """Asks replicas whether they are alive. Returns whether at least one replica was found to
+        be lost."""
         before = self.losses
         with contextlib.suppress(UserError):  # only losses matter here
             self.call("check", among=among)
         return self.losses > before
 
     def lose(self, replica: int, why: str) -> None:
-        """Marks a replica as lost, together with its requests. Restarts it if a restart is due
-        now."""
+        """Marks a replica as lost, together with its requests. Restarts the replica if the replica
+        may be restarted now."""
         with self._lock:
             if self.health.state(replica) in (Health.DEAD, Health.STARTING):
                 return  # already recorded
@@ -140,8 +143,8 @@ class Fleet:
             self._begin_due()
 
     def look(self) -> None:
-        """Admits replicas that have come up since the last call, and restarts those that are
-        due."""
+        """Admits replicas that have come up since the last call. Restarts the lost replicas that
+        may be restarted now (FleetHealth.due)."""
         with self._lock:
             for replica in [replica for replica, coming in self._coming.items() if coming.done()]:
                 coming = self._coming.pop(replica)
@@ -158,7 +161,7 @@ class Fleet:
             self._begin_due()
 
     def allow_restarts(self) -> None:
-        """Restarts replicas that are due, now and whenever one is lost, until `hold_restarts`."""
+        """Lets lost replicas restart, now and whenever a replica is lost, until `hold_restarts`."""
         with self._lock:
             self._held = False
             self._begin_due()

@@ -1,6 +1,6 @@
 """Tracks the state of each replica: the states and their legal transitions, how many requests a
-replica may receive, and when a lost replica is restarted. Pure: callers report events and times;
-fleet.py and dispatch.py act on the state.
+replica may receive, and when a lost replica is restarted. This module is pure: callers report
+events and times, and fleet.py and dispatch.py act on the replicas' states.
 
 This module holds everything the run knows of a replica. The engine's own view of its weights is
 engines/state.py, which lives with the engine, often in another process.
@@ -47,19 +47,20 @@ class NoEngineError(UserError):
 
 
 class HealthError(RuntimeError):
-    """A caller reported an event that the replica's state does not allow. This is a bug, not a
-    user's error."""
+    """Raised if a caller reports an event that the replica's state does not allow. A HealthError
+    reports a bug, not a user's error."""
 
 
 @dataclass(frozen=True)
 class RestartRule:
     """Limits on the restarts of a replica; see the section `faults.engines`.
 
-    most: restarts allowed within any `window_s` seconds; None: unlimited, for servers that the run
-        did not start.
-    back_off_s: wait before the second restart, doubled for each further one within the window.
-    losses: consecutive lost requests after which the replica counts as lost, if another replica
-        serves.
+    most: maximum number of restarts within any `window_s` seconds. None means no limit, which
+        applies to servers that the run did not start.
+    back_off_s: seconds to wait before the second restart. The wait doubles for each further restart
+        within the window.
+    losses: number of consecutive lost requests after which the replica itself counts as lost, if
+        another replica serves.
     held: restarts wait until the fleet allows them (Fleet.allow_restarts), because a server sizes
         its cache by the free memory that it finds, and the trainer may hold the device.
     """
@@ -72,7 +73,7 @@ class RestartRule:
 
     @classmethod
     def of(cls, config: Config) -> RestartRule:
-        """Reads the rule from a run's configuration."""
+        """Reads the limits on restarts from a run's configuration."""
         asked = config.faults.engines
         most = None if config.sglang.urls else asked.most
         held = config.sglang.colocated and not config.sglang.urls
@@ -124,14 +125,15 @@ class FleetHealth:
 
     A DEAD replica becomes HEALTHY only through a restart and a complete, verified weight update.
 
-    A replica that lost a request backs off: it receives nothing for a while. Then it receives one
-    request at a time until it answers, ahead of replicas with more room. If other replicas have
-    room, it is avoided for as long as it took to lose the request, so that a hanging replica does
-    not delay request after request by the full request timeout. Back-offs end with the rollout.
+    A replica that lost a request backs off: the replica receives no request for a while. Then the
+    replica receives one request at a time until it answers, ahead of replicas with more room. While
+    other replicas have room, the replica is avoided for at least as long as the lost request took.
+    A hanging replica therefore does not delay one request after another by the full request
+    timeout. Back-offs end with the rollout.
 
     Args:
-        back_off_s: time after a lost request in which the replica receives no other; doubled for
-            each consecutive loss.
+        back_off_s: time after a lost request in which the replica receives no other request;
+            doubled for each consecutive lost request.
 
     Raises (its methods):
         HealthError: a replica's state does not allow the event.
@@ -146,7 +148,7 @@ class FleetHealth:
         return self._standings[replica].state
 
     def among(self, states: Collection[Health]) -> list[int]:
-        """Returns the replicas in one of the states."""
+        """Returns the replicas whose state is in `states`."""
         return [
             number for number, standing in enumerate(self._standings) if standing.state in states
         ]
@@ -157,15 +159,16 @@ class FleetHealth:
         return any(self._standings[number].proof for number in self.among(SYNCED))
 
     def came_up(self, replica: int) -> None:
-        """Records that the replica is up, with whatever weights it started from."""
+        """Records that the replica is up. The weights that the replica loaded at its start do not
+        count as verified."""
         standing = self._standings[replica]
         told = "it is up, and waits for a weight update" if standing.lost else ""
         self._move(replica, Health.DIRTY, told, Health.STARTING)
         standing.proof = True
 
     def synced(self, replica: int, version: int | None, proved: bool) -> None:
-        """Records that the replica received all weights of a version. These must be verified if the
-        replica just came up or held a mixture of versions."""
+        """Records that the replica received all weights of a version. The weights must be verified
+        if the replica just came up or held a mixture of versions."""
         standing = self._standings[replica]
         if standing.proof and not proved:
             raise HealthError(f"engine {replica} cannot serve weights that it has not proved")
@@ -182,12 +185,12 @@ class FleetHealth:
             self._move(replica, Health.DIRTY, why)
 
     def lost_request(self, replica: int, why: str, given: float, now: float) -> bool:
-        """Records that the replica lost a request. Returns whether it has now lost so many
-        consecutive requests that it counts as lost itself.
+        """Records that the replica lost a request. Returns whether the replica itself now counts as
+        lost, because the replica has lost too many consecutive requests.
 
         Args:
-            given: when the request was sent. A request sent before the previous loss counts with
-                that loss as one.
+            given: when the request was sent. If the request was sent before the replica lost its
+                previous request, both lost requests count as one.
         """
         standing = self._standings[replica]
         if standing.state is Health.HEALTHY:
@@ -239,8 +242,8 @@ class FleetHealth:
         return {number for number, standing in enumerate(self._standings) if standing.in_a_row}
 
     def trusted(self, replica: int, now: float) -> bool:
-        """Returns whether the replica serves and has lost no request since its last answer. It may
-        still be full."""
+        """Returns whether the replica serves and has lost no request since its last answer. A
+        trusted replica may still be full."""
         standing = self._standings[replica]
         return standing.state in SERVING and now >= standing.avoided_until and not standing.in_a_row
 
@@ -283,7 +286,8 @@ class FleetHealth:
         standing.begun = [*self._counting(standing, now), now]
 
     def require(self, states: Collection[Health]) -> list[int]:
-        """Returns the replicas in one of the states. Raises NoEngineError if there is none."""
+        """Returns the replicas whose state is in `states`. Raises NoEngineError if no replica is in
+        such a state."""
         if found := self.among(states):
             return found
         told = "; ".join(

@@ -1,8 +1,8 @@
 """Chooses the replica for a request, and retries requests that a replica has lost. Pure.
 
-A lost request goes to another replica if there is one. Its tokens come from a single attempt,
-because an engine never answers a request that it reported as lost. health.py tracks the state of
-replicas that lost requests.
+A lost request goes to another replica if another replica serves. All tokens of an answer come from
+a single attempt, because an engine never answers a request that the engine reported as lost. The
+module health.py tracks the states of the replicas that lost requests.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ class RequestRule:
     """Limits on the retries of a request; see the section `faults.requests`.
 
     attempts: maximum number of attempts per request.
-    back_off_s: time in which a replica that lost a request receives no other; see FleetHealth.
-    rollout_s: time limit for all trajectories of a rollout together; None: no limit.
+    back_off_s: time in which a replica that lost a request receives no other request; see
+        FleetHealth.
+    rollout_s: time limit for all trajectories of a rollout together. None means no limit.
     """
 
     attempts: int = 3
@@ -31,7 +32,7 @@ class RequestRule:
 
     @classmethod
     def of(cls, config: Config) -> RequestRule:
-        """Reads the rule from a run's configuration."""
+        """Reads the limits on retries from a run's configuration."""
         asked = config.faults.requests
         return cls(asked.attempts, asked.back_off_s, asked.rollout_s)
 
@@ -58,8 +59,9 @@ class Retries:
         suspected: Collection[int] = (),
     ) -> int | None:
         """Returns the replica that should receive the request, or None if no suitable replica has
-        room. A suspected replica with room comes first, because otherwise it might never receive a
-        request again. After those comes the replica with the most room.
+        room. Prefers a suspected replica that has room, because a suspected replica might otherwise
+        never receive a request again. If no suspected replica has room, prefers the replica with
+        the most room.
 
         Args:
             rooms: room of each replica; None: the replica does not serve.
@@ -103,7 +105,7 @@ class Retries:
 
     def answered(self, rid: str, replica: int) -> None:
         """Records that the replica answered the request. Raises DataError if the replica does not
-        have it."""
+        have the request."""
         self.take(rid, replica)
         self._lost.pop(rid, None)
 

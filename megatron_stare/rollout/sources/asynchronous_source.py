@@ -137,13 +137,13 @@ class AsynchronousSource(RolloutSource):
 
     def state(self) -> PromptState:
         """Returns the stream's state before the first prompt that is in no batch yet. A run that
-        resumes from it samples everything in flight again."""
+        resumes from this state samples all responses in flight again."""
         return self._wait(self._first_unused)
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """Context in which the engines belong to the caller: steps that had begun are finished, and
-        no new one begins."""
+        """Context in which only the caller uses the engines: steps that had begun are finished, and
+        no new step begins."""
         try:
             # if a step that had begun fails, this raises its error and the hold ends
             self._wait(self._hold)
@@ -194,10 +194,11 @@ class AsynchronousSource(RolloutSource):
             self._watched = None
 
     async def _make_ahead(self, first: int) -> None:
-        """Begins one step after the other.
+        """Begins to make the batches of all steps, in the order of the steps.
 
-        Before each step, waits for the weights that the step may start with. Before the next one,
-        waits until the prompts are settled or the step has ended.
+        Before each step, waits for the weights that the step may start with. After beginning a
+        step, waits until the step will take and return no more prompts, or until the step has
+        ended.
         """
         try:
             for step in range(first, self._last + 1):
@@ -216,8 +217,8 @@ class AsynchronousSource(RolloutSource):
         return not self._held and self.version >= step - 1 - self._staleness
 
     async def _collect(self, step: int, settled: asyncio.Event) -> Collected:
-        """Makes a step's batch. Waits as Groups.collect does. The next step may begin afterwards,
-        even if this one failed."""
+        """Makes a step's batch. Waits as Groups.collect does. The next step may begin once this
+        method has ended, even if this method failed."""
 
         def progress(done: int, wanted: int) -> None:
             self._counts[step] = done, wanted
@@ -231,8 +232,8 @@ class AsynchronousSource(RolloutSource):
             settled.set()
 
     async def _taken(self, step: int) -> Collected:
-        """Waits for the step to begin and for its last verdict. Raises the error that ended
-        either."""
+        """Waits until the step has begun and its last trajectory is verified. Raises the error that
+        ended `_make_ahead` or the step."""
         making = self._making
         if making is None or step > self._last:
             raise ValueError(

@@ -1,10 +1,10 @@
 """Records the tool calls of environments in a journal: the request before each call, the answer
 after it.
 
-If a response is cut, or made again by a resumed run, its environment runs again. It then reads its
-tools' earlier answers from this journal, so that no call acts twice and no answer changes. The
-calls of a response are in the file of the step in which the response began. Each line is on disk
-before the run proceeds.
+If a response is cut, or made again by a resumed run, its environment runs again. An environment
+that runs again reads its tools' earlier answers from this journal, so that no tool call acts twice
+and no tool's answer changes. The calls of a response are in the file of the step in which the
+response began. Each line is on disk before the run proceeds.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class CallJournal:
 
     def find(self, response: ResponseKey, number: int, asked: str) -> Call | None:
         """Returns the call with this number and request, or None if it was never begun. Raises
-        DataError if its file is damaged."""
+        DataError if the journal's file is damaged."""
         return self._of(response.step).get(response, {}).get((number, asked))
 
     async def begin(self, response: ResponseKey, number: int, asked: str, call: str) -> Call:
@@ -79,8 +79,8 @@ class CallJournal:
         return begun
 
     async def end(self, response: ResponseKey, call: Call, outcome: Mapping[str, Any]) -> None:
-        """Records the outcome of a call. Waits until the record is on disk. Raises UserError if it
-        cannot be written."""
+        """Records the outcome of a call. Waits until the record is on disk. Raises UserError if the
+        record cannot be written."""
         await self._append(response.step, {"id": call.id, **outcome})
         call.outcome = outcome
 
@@ -90,8 +90,8 @@ class CallJournal:
         call.outcome = None
 
     def forget(self, response: ResponseKey) -> None:
-        """Drops the calls of a finished response from memory. The files keep them for a run that
-        resumes from an earlier step."""
+        """Drops the calls of a finished response from memory. The journal's files keep these calls
+        for a run that resumes from an earlier step."""
         self._of(response.step).pop(response, None)
 
     def _of(self, step: int) -> dict[ResponseKey, dict[tuple[int, str], Call]]:
@@ -130,7 +130,8 @@ def _file(folder: Path, step: int) -> Path:
 
 
 def _read(file: Path, step: int) -> dict[ResponseKey, dict[tuple[int, str], Call]]:
-    """Reads the calls of a file. Removes a last line that a killed process left incomplete."""
+    """Reads the tool calls that a journal file records. Removes a last line that a killed process
+    left incomplete."""
     found: dict[ResponseKey, dict[tuple[int, str], Call]] = {}
     if not file.exists():
         return found

@@ -1,5 +1,5 @@
-"""Selects the prompt groups that a step trains on: the next ones, or only informative ones (dynamic
-sampling).
+"""Selects the prompt groups that a step trains on: the next groups, or only informative groups
+(dynamic sampling).
 
 Shape legend: a group is all of a prompt's trajectories.
 """
@@ -78,7 +78,7 @@ class Groups(ABC):
         """Returns as many complete groups of verified trajectories as a step takes, in canonical
         order.
 
-        Waits for their verdicts; see Rollouts.made.
+        Waits until all returned trajectories are verified; see Rollouts.made.
 
         Args:
             settled: called once no more prompts will be taken or given back, if that is known
@@ -86,15 +86,17 @@ class Groups(ABC):
         """
 
     def kept(self) -> Callable[[], bytes]:
-        """Takes a snapshot, between two steps, of the prompts that were taken and not trained on,
-        for a checkpoint. Most classes keep none.
+        """Takes a snapshot for a checkpoint, between two steps. The snapshot contains the prompts
+        that were taken from the stream but not trained on. Most classes keep no such prompts.
 
-        Returns a function that makes the bytes. It may be called during the next step.
+        Returns a function that serializes the snapshot. The function may be called during the next
+        step.
         """
         return lambda: b""
 
     def restore(self, kept: bytes) -> None:
-        """Restores the output of `kept`. Raises DataError if that is impossible."""
+        """Restores the output of `kept`. Raises DataError if the output of `kept` cannot be
+        restored."""
         if kept:
             raise DataError(
                 "the checkpoint holds responses under way, but this run does not cut responses"
@@ -132,17 +134,20 @@ class ReturnablePrompts(PromptStream, Protocol):
 
 
 class InformativeGroups(Groups):
-    """Selects the first groups, in prompt order, whose rewards differ: dynamic sampling (DAPO,
-    arXiv 2503.14476, section 3.2).
+    """Implements dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): selects the first
+    informative groups, in prompt order. A group is informative if its trajectories have different
+    rewards.
 
-    A group whose verified rewards are all equal has no advantage and is dropped. This uses the
-    verifier's rewards, not the shaped ones. Prompts are sampled in rounds. The selection depends
-    neither on timing nor on the length of responses. It is settled once the first groups in
-    canonical order are complete and include enough informative ones. Sampling of other groups is
-    then cancelled, and prompts after the last group used return to the stream for the next step.
+    A group whose verified rewards are all equal has no advantage and is dropped. The comparison
+    uses the verifier's rewards, not the shaped rewards. Prompts are sampled in rounds. The
+    selection depends neither on timing nor on the length of responses. The selection is settled
+    once the first groups in canonical order are complete and include enough informative groups.
+    Sampling of other groups is then cancelled, and prompts after the last group used return to the
+    stream for the next step.
 
     If the rounds yield too few groups, the step is filled up with dropped groups, oldest first.
-    These contribute no gradient, but their tokens count if the loss is divided by tokens.
+    Dropped groups that fill up a step contribute no gradient, but their tokens count if the loss is
+    divided by tokens.
 
     Args:
         groups: prompt groups per step.
@@ -170,8 +175,8 @@ class InformativeGroups(Groups):
         progress: Progress,
         settled: Callable[[], None],
     ) -> Collected:
-        """See Groups. Cancelled prompts return to the stream, so prompts are settled only at the
-        end."""
+        """See Groups. After each round, prompts whose sampling was cancelled return to the stream.
+        Therefore this method never calls `settled`."""
         taken: list[Group] = []
         dropped: list[Group] = []
         sampled, rounds, surplus = 0, 0, 0
@@ -229,7 +234,8 @@ class _Settled:
         return self._wanted == 0
 
     def groups(self) -> list[Group]:
-        """Returns the used groups: those up to the last one needed, or all."""
+        """Returns the used groups: all groups up to the last group that is needed. Returns all
+        groups of the round if the round has too few informative groups."""
         return [self._whole[cursor] for cursor in self._cursors[: self._used]]
 
 

@@ -1,8 +1,8 @@
 """Serializes unfinished prompt groups for a checkpoint, and restores them bit for bit.
 
-Columns are concatenated and stored as tensors of a safetensors file. Their lengths and all other
-fields are JSON, stored as a tensor of bytes, because texts may exceed the size limit of a
-safetensors header.
+Columns are concatenated and stored as tensors of a safetensors file. The lengths of the columns and
+all other fields are JSON. The JSON is stored as a tensor of bytes, because texts may exceed the
+size limit of a safetensors header.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class _Writer:
         self._experts: dict[str, Tensor] = {}
 
     def add(self, experts: Tensor | None, **columns: Tensor) -> dict[str, Any]:
-        """Appends the columns of a response or an answer. Returns the entry that locates them."""
+        """Appends the columns of a response or an answer. Returns the index entry that a reader
+        needs to find the appended columns."""
         for name, column in columns.items():
             self._parts[name].append(column)
         where: dict[str, Any] = {"length": len(columns["tokens"])}
@@ -113,7 +114,7 @@ def from_bytes(data: bytes) -> list[list[UnderWay]]:
 
 
 def without(data: bytes, cursors: Collection[int]) -> bytes:
-    """Removes the groups of the prompts with these cursors from the output of `to_bytes`. Raises
+    """Removes all groups whose prompt cursor is in `cursors` from the output of `to_bytes`. Raises
     DataError as `from_bytes` does."""
     if not data or not cursors:
         return data

@@ -1,12 +1,12 @@
 """Implements partial rollouts: long responses are cut at the end of a step and continued in a later
-one.
+step.
 
-More prompt groups are in progress than a step takes. In each round, all their unfinished responses
-grow by the same number of tokens, until enough groups are complete. The other responses are kept
-with the weight version of every token, and continue in the next step before new prompts begin.
-Rounds are cut by tokens, not by time (as in Kimi k1.5, arXiv 2501.12599, section 2.6.2), so the
-selection of groups depends on seeds and weights alone. Sampling more groups than the step takes
-follows APRIL (arXiv 2509.18521).
+More prompt groups are in progress than a step takes. In each round, all unfinished responses of the
+groups in progress grow by the same number of tokens, until enough groups are complete. At the end
+of a step, unfinished responses are kept with the weight version of every token. Unfinished
+responses continue in the next step before new prompts begin. Rounds are cut by tokens, not by time
+(as in Kimi k1.5, arXiv 2501.12599, section 2.6.2), so the selection of groups depends on seeds and
+weights alone. Sampling more groups than the step takes follows APRIL (arXiv 2509.18521).
 
 Shape legend: a group is all of a prompt's responses.
 """
@@ -54,9 +54,9 @@ class PartialGroups(Groups):
     """Selects the first complete groups, in prompt order.
 
     Between steps, this object keeps every prompt taken from the stream and not trained on, so that
-    each is used once. A complete group waits only for older groups, and each unfinished response
-    grows in every step. Therefore no token is older than ceil(max_new_tokens / tokens) - 1 +
-    (under_way - 1) // groups versions.
+    each prompt is used once. A complete group waits only for older groups, and each unfinished
+    response grows in every step. The age of a token, in versions, is therefore at most
+    `ceil(max_new_tokens / tokens) - 1 + (under_way - 1) // groups`.
 
     With dynamic sampling (see InformativeGroups), a complete group without two different rewards is
     dropped, and a new group replaces it after the round. If the allowed refills yield too few
@@ -132,7 +132,8 @@ class PartialGroups(Groups):
         self._under_way = from_bytes(kept)
 
     def _refill(self, step: int) -> bool:
-        """Begins new groups up to the limit. Returns whether there was room for any."""
+        """Begins new groups up to the limit. Returns whether there was room for at least one new
+        group."""
         room = self._most - len(self._under_way)
         self._under_way += [
             [UnderWay(prompt, index, step) for index in range(self._samples)]

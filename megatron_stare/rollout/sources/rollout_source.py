@@ -69,8 +69,8 @@ class PromptStream(Protocol):
 
 class _Judging:
     """Obtains verdicts on the responses of a rollout. If the verifier judges groups, a response
-    waits until all responses to its prompt are there. The last response to arrive then starts the
-    verification of the group.
+    waits until all responses to its prompt are there. The last response to a prompt starts the
+    verification of all responses to that prompt.
 
     Args:
         wanted: number of responses to expect, by prompt cursor.
@@ -94,13 +94,14 @@ class _Judging:
         return await verdict
 
     async def without(self, prompt: Prompt) -> None:
-        """Records that a prompt has one response fewer to judge. If the rest of the group waited
-        only for that response, judges the group."""
+        """Records that a prompt has one response fewer to judge. Judges the group if all remaining
+        responses of the group now wait for their verdicts."""
         self._wanted[prompt.cursor] -= 1
         await self._judge_whole(prompt)
 
     def give_up(self, cursor: int) -> None:
-        """Releases the waiting responses of a group that will never be complete."""
+        """Returns no verdict (None) to the waiting responses of a group that will never be
+        complete."""
         self._given_up.add(cursor)
         for _, verdict in self._here.pop(cursor, ()):
             if not verdict.done():
@@ -128,25 +129,25 @@ class _Judging:
 class RolloutSource(ABC):
     """Supplies one rollout batch per training step, sampled from weights that training publishes.
 
-    The synchronous source meets these requirements by design; an asynchronous source must preserve
-    them:
-    - every prompt of the stream is used exactly once, in cursor order, also across save and resume;
-    - the weight version of a token is that of the weights that sampled it, and no token is older
-      than the configured bound; with a bound of 0 every batch equals the synchronous source's bit
-      for bit;
-    - `publish` never leaves a replica sampling from a mixture of weight versions;
-    - trajectories in flight or waiting for their step belong to prompts that `state` counts as
-      unused, or are stored beside it (see group_sampling.Groups.kept).
+    The synchronous source meets the following requirements by design. An asynchronous source must
+    also meet the following requirements:
+    - Every prompt of the stream is used exactly once, in cursor order, also across save and resume.
+    - The weight version of a token is the version of the weights that sampled the token. No token
+      is older than the configured bound. With a bound of 0, every batch equals the synchronous
+      source's batch bit for bit.
+    - `publish` never leaves a replica sampling from a mixture of weight versions.
+    - If a trajectory is in flight or waits for its step, `state` counts the trajectory's prompt as
+      unused, or the trajectory is stored beside the state (see group_sampling.Groups.kept).
     """
 
     @abstractmethod
     def next(self, step: int) -> RolloutBatch:
-        """Returns this step's batch, verified. Waits until it is complete."""
+        """Returns this step's batch, verified. Waits until the batch is complete."""
 
     @abstractmethod
     def publish(self, weights: WeightStream, version: int) -> None:
-        """Publishes new weights. Afterwards `next` returns no tokens from weights older than the
-        source allows."""
+        """Publishes new weights. After this call, `next` returns no tokens from weights older than
+        the source allows."""
 
     @abstractmethod
     def state(self) -> dict[str, int]:
@@ -157,7 +158,7 @@ class RolloutSource(ABC):
         """
 
     def quiet(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which the engines belong to the caller. Waits until the engines have no work
+        """Context in which only the caller uses the engines. Waits until the engines have no work
         from this source."""
         return contextlib.nullcontext()
 
@@ -169,8 +170,9 @@ class RolloutSource(ABC):
 class Rollouts:
     """Makes trajectories with engines, environment and verifier.
 
-    verify: opens the verifier for a number of answers; see rewards/verdicts.py.
-    calls: journal of tool calls; by default in the memory of this process only.
+    verify: opens the verifier. The argument is the number of answers to verify; see
+        rewards/verdicts.py.
+    calls: journal of tool calls. By default the journal is kept only in the memory of this process.
     """
 
     pool: EnginePool
@@ -187,7 +189,7 @@ class Rollouts:
         wanted: Sequence[tuple[Prompt, int]] | None = None,
         verified: Callable[[Trajectory], None] = lambda _: None,
     ) -> list[Trajectory]:
-        """Runs `made` in its own event loop."""
+        """Runs the coroutine of `made` in a new event loop, and returns its result."""
         return run_whole(
             lambda: self.made(prompts, samples, params, progress, wanted=wanted, verified=verified)
         )
@@ -202,8 +204,8 @@ class Rollouts:
         wanted: Sequence[tuple[Prompt, int]] | None = None,
         verified: Callable[[Trajectory], None] = lambda _: None,
     ) -> list[Trajectory]:
-        """Makes `samples` trajectories per prompt and returns them in canonical order. Each is
-        verified as soon as it is finished.
+        """Makes `samples` trajectories per prompt and returns them in canonical order. Each
+        trajectory is verified as soon as the trajectory is finished.
 
         Waits for the last verdict, or raises the first error of an engine, an environment or the
         verifier.
@@ -275,7 +277,8 @@ class Rollouts:
 
         async def one(number: int, serving: Serving, judging: _Judging) -> None:
             """Makes one trajectory, from its prompt to its verdict. Ends early if the response is
-            cut, or if it is cancelled because enough trajectories are finished."""
+            cut. Also ends early if this task is cancelled because enough trajectories are
+            finished."""
             nonlocal made, given_up
             response = responses[number]
             prompt = response.prompt
@@ -325,9 +328,9 @@ class Rollouts:
     def _set_sampled_text(
         self, trajectory: Trajectory, response: UnderWay, params: SamplingParams
     ) -> None:
-        """Sets the text that the verifier reads. It is decoded from the sampled tokens, so that it
-        never contains text of the environment. For a single-turn response the text that the engine
-        decoded is used."""
+        """Sets the text that the verifier reads. The verifier's text is decoded from the sampled
+        tokens, so that the verifier never reads text of the environment. For a single-turn
+        response, the verifier reads the text that the engine decoded."""
         answers = response.answers
         if len(answers) == 1 and torch.equal(answers[0].tokens, trajectory.tokens):
             said = answers[0].text
@@ -357,7 +360,8 @@ class GroupSampling(Protocol):
 
 
 def training_params(params: SamplingParams) -> SamplingParams:
-    """Returns `params`. Raises ValueError if they do not sample from the full distribution."""
+    """Returns `params`. Raises ValueError if these parameters do not sample from the full
+    distribution."""
     if params.greedy or params.top_p != 1:
         raise ValueError(f"training samples from the whole distribution, not with {params}")
     return params

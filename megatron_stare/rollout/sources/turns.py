@@ -1,8 +1,8 @@
 """Serves the environment of one response: generates the policy's tokens turn by turn, and calls
 tools.
 
-Requests go to the engines through Serving. UnderWay keeps the engines' answers and the journal of
-calls keeps those of tools, so that an environment that runs again receives the same answers.
+Requests go to the engines through Serving. UnderWay keeps the engines' answers, and the journal of
+calls keeps the tools' answers. An environment that runs again therefore receives the same answers.
 """
 
 from __future__ import annotations
@@ -179,9 +179,9 @@ class Turns:
         return json.loads(json.dumps(call.outcome["answer"]))
 
     async def take_back_failures(self) -> None:
-        """Marks the outcomes of failed tool calls as unknown, after the environment ended by an
-        error, perhaps one of theirs. Otherwise a resumed run would receive the same errors
-        forever."""
+        """Marks the outcomes of failed tool calls as unknown. Is called after an error ended the
+        environment, because the error may come from a failed tool call. If the journal kept these
+        outcomes, a resumed run would receive the same tool errors forever."""
         for call in self._failed:
             if call.outcome is not None:
                 await self._journal.take_back(self._response.key, call)
@@ -224,8 +224,8 @@ def _checked(stops: tuple[str, ...], tokenizer: Any, prompt: str) -> tuple[str, 
 
 
 def completed(tokens: Tensor, stops: tuple[str, ...], tokenizer: Any) -> str | None:
-    """Returns the stop string that the last of the tokens [n] completes, or None. The earlier
-    tokens must not already contain one."""
+    """Returns the stop string that the last of the tokens [n] completes, or None. The tokens before
+    the last token must not contain a whole stop string."""
     longest = TOKENS_A_CHARACTER * (max(map(len, stops)) + 1)
     text = text_of(tokens[-longest:], "length", tokenizer)
     return next((stop for stop in stops if stop in text), None)
@@ -233,9 +233,9 @@ def completed(tokens: Tensor, stops: tuple[str, ...], tokenizer: Any) -> str | N
 
 @functools.lru_cache(maxsize=64)
 def may_complete(stops: tuple[str, ...], tokenizer: Any) -> tuple[int, ...]:
-    """Returns the ascending ids of the tokens in which one of the stop strings may end. Such a
-    token begins with the end of a stop string or contains the whole string. A token that begins in
-    the middle of a character counts if it contains the string's last character."""
+    """Returns the ascending ids of the tokens in which one of the stop strings may end. Each
+    returned token begins with the end of a stop string or contains a whole stop string. A token
+    that begins in the middle of a character counts if it contains the string's last character."""
 
     def may(text: str, stop: str) -> bool:
         if stop[-1] not in text:
@@ -253,8 +253,8 @@ def may_complete(stops: tuple[str, ...], tokenizer: Any) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4)
 def _texts(tokenizer: Any) -> list[tuple[int, str]]:
-    """Returns id and text of every token with a nonempty text. Each is decoded after another token,
-    because some tokens decoded alone lose their leading space."""
+    """Returns id and text of every token with a nonempty text. Each token is decoded after another
+    token, because some tokens lose their leading space when they are decoded alone."""
     before = tokenizer("0", add_special_tokens=False).input_ids[-1:]
     length = len(tokenizer.decode(before))
     ids = sorted(set(tokenizer.get_vocab().values()))
@@ -300,7 +300,7 @@ def check_result(result: GenerateResult, stop_token_ids: Collection[int]) -> Non
 
 
 def covered(versions: VersionRuns) -> int:
-    """Number of tokens that the runs cover."""
+    """Returns the number of tokens that a list of version runs covers."""
     return sum(tokens for _, tokens in versions)
 
 

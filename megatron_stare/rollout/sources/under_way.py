@@ -1,9 +1,10 @@
-"""Represents a response from its prompt to its verdict, and the part of it that is kept when it is
-cut.
+"""Represents a response from its prompt to its verdict. If a response is cut, its sampled part is
+kept.
 
-An environment is a coroutine, which no checkpoint can store. Instead the policy's answers are
-stored. To continue a response, its environment runs again from the beginning, receives the same
-answers, and goes on after the last one. Answers of tools are stored too, in a journal (calls.py).
+An environment is a coroutine, which no checkpoint can store. A checkpoint therefore stores the
+policy's answers, not the environment. To continue a response, its environment runs again from the
+beginning, receives the same answers, and goes on after the last answer. Answers of tools are stored
+too, in a journal (calls.py).
 
 Shape legend: n tokens of one answer so far.
 """
@@ -27,8 +28,9 @@ from megatron_stare.rollout.sources.calls import ResponseKey
 
 
 class ResponseCut(BaseException):
-    """Ends an environment whose response has reached its token limit for now. Like a cancellation
-    it is not an Exception, so that no environment handles it as an error of its own."""
+    """Ends an environment whose response has reached its token limit for now. Like a cancellation,
+    ResponseCut does not derive from Exception. No environment can therefore mistake ResponseCut for
+    one of the environment's own errors."""
 
 
 class ResponseGivenUp(BaseException):
@@ -85,11 +87,15 @@ class UnderWay:
     """A response that is being made, or waits to be continued or trained on.
 
     Attributes:
-        step: step in which it began; keys its sampling noise until its end.
-        answers: the policy's answers, by call of the environment's `generate`; the last may be cut.
-        calls: tool calls of the environment, in order: checksum of the request, and the call's id.
-        context: checksum of the context of the last answer, if that is cut.
-        replica: replica that sampled the last tokens; known only in this process.
+        step: step in which the response began. The response's sampling noise depends on this step
+            until the response ends.
+        answers: the policy's answers, one for each call of the environment's `generate`. The last
+            answer may be cut.
+        calls: tool calls of the environment, in order. Each entry is the checksum of the request,
+            then the id of the call.
+        context: checksum of the context of the last answer, if the last answer is cut.
+        replica: number of the replica that sampled the last tokens. The number is known only in
+            this process.
         trajectory: the finished, verified response.
     """
 
@@ -108,8 +114,8 @@ class UnderWay:
         return ResponseKey(self.step, self.prompt.cursor, self.sample_index)
 
     def called(self, number: int, asked: str) -> str | None:
-        """Returns the id of the tool call with this number if an earlier run of the environment
-        began it, else None.
+        """Returns the id of tool call `number` if the environment began this call in an earlier
+        run, else None.
 
         Raises:
             DataError: the earlier call had another request.
@@ -134,8 +140,8 @@ class UnderWay:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the response so far, without tokens that its environment added after
-        the last answer."""
+        """Returns the number of tokens of the response so far. For an unfinished response, counts
+        only the tokens of the policy's answers."""
         return sum(map(len, self.answers)) if self.trajectory is None else len(self.trajectory)
 
     def answer(self, call: int, context: Sequence[int]) -> Answer:

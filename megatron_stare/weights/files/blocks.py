@@ -1,4 +1,5 @@
-"""Blocks: a model cut by rows into the units of offline conversion and comparison.
+"""Divides a model by rows into blocks, which offline conversion and comparison process one at a
+time.
 
 A block is a few MB of one Megatron tensor of the whole model, with the rows of the Hugging Face
 tensors that it corresponds to. Converting in either direction never holds more than one block.
@@ -53,7 +54,8 @@ class Block:
 
 
 def cut(shape: ModelShape, block_bytes: int = BLOCK_BYTES) -> list[Block]:
-    """Returns all blocks of a model; every row of every Hugging Face tensor is in exactly one."""
+    """Returns all blocks of a model; every row of every Hugging Face tensor is in exactly one
+    block."""
     sizes = expected(shape)
     return [block for rule in rules(shape) for block in _cut(rule, sizes, shape, block_bytes)]
 
@@ -166,12 +168,12 @@ def places(megatron: str) -> list[Place]:
 
 
 def written_places(megatron: str, shape: ModelShape) -> list[Place]:
-    """Returns the places of a parameter in a converted checkpoint. If layers differ, they are named
-    one by one, as in Megatron.
+    """Returns the places of a parameter in a converted checkpoint. If layers differ, the layers are
+    named one by one, as in Megatron.
 
     The norm before experts, and the norms of latent attention, have one name in Megatron's local
-    layers and another in Transformer Engine's. They are written under both names, so that either
-    spec loads them.
+    layers and another name in Transformer Engine's layers. A norm with two names is written under
+    both names, so that either spec loads the norm.
     """
     found = places(megatron)
     if shape.dense_layers:

@@ -22,8 +22,8 @@ _PIECE = 1 << 24  # bytes compared at a time
 
 
 def rules(shape: ModelShape) -> list[Rule]:
-    """Returns the rules of all the model's parameters, with numbers filled in; a parameter with two
-    names appears once."""
+    """Returns a rule for each parameter of the model, with layer and expert numbers filled into the
+    names. A parameter with two names appears once."""
     family = family_of(shape)
     found: dict[tuple[str, ...], Rule] = {}
     for rule in family.rules:
@@ -105,8 +105,8 @@ def _refuse_missing(names: list[str], path: Path) -> None:
 
 
 def _check_tied(head: Entry, embedding: Entry) -> None:
-    """Raises DataError if a stored head differs from the embedding that it is tied to, because
-    transformers and other software would then use different ones."""
+    """Raises DataError if a stored head differs from the embedding that the head is tied to. If
+    head and embedding differ, transformers and other software would use different heads."""
     same = (head.dtype, head.shape, head.nbytes) == (
         embedding.dtype,
         embedding.shape,

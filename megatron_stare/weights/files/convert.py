@@ -2,9 +2,9 @@
 several processes.
 
 A distributed checkpoint does not depend on a layout. The checkpoints written here load at any
-tensor, pipeline, virtual pipeline and expert parallelism, and those saved by any layout can be
-read. docs/checkpoints.md has the formats. An optional check reads both sides again and compares
-them bit for bit.
+tensor, pipeline, virtual pipeline and expert parallelism. Checkpoints saved by any layout can be
+read. docs/checkpoints.md has the formats. An optional check reads source and result again, and
+compares the result with the source bit for bit.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Options:
         dtype: dtype of the result; None: that of the source.
         processes: number of processes that read, convert and write.
         shard_bytes: largest size of a safetensors file, unless one tensor is larger.
-        check: read both sides again and compare them.
+        check: read source and result again, and compare the result with the source.
     """
 
     dtype: torch.dtype | None = None
@@ -295,7 +295,8 @@ def compare(
 
 
 def compare_part(part: ComparedPart, advance: Advance) -> list[str]:
-    """Returns the Megatron names of parameters that differ."""
+    """Returns the Megatron names of the parameters that differ between the Hugging Face files and
+    the checkpoint."""
     different: dict[str, None] = {}
     buffer = Buffer()
     with TorchDist(part.checkpoint, buffer) as checkpoint, OpenFiles(os.O_RDONLY) as files:
@@ -329,8 +330,8 @@ def same_bits(a: Tensor, b: Tensor, converted: torch.dtype) -> bool:
 
 
 class Progress:
-    """Context manager that counts bytes and shows progress; its last line gives the amount and
-    speed.
+    """Context manager that counts bytes and shows progress. The last line that is printed gives the
+    amount and the speed.
 
     Args:
         what: name of the work, like 'convert'.

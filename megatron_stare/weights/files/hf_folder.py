@@ -109,8 +109,8 @@ class HfFolder:
 
 
 def exported_step(path: Path) -> int | None:
-    """Returns the step that a folder was written with; None if none was written, or without such a
-    folder."""
+    """Returns the step that is recorded in a folder's weight files. Returns None if no step is
+    recorded, or if there is no folder with readable weights."""
     try:
         with safe_open(next(iter(locate(path).values())), framework="pt") as file:
             step = (file.metadata() or {}).get("step")
@@ -226,7 +226,7 @@ def write_folder(
     tokenizer of `companions_from`.
 
     config.json names the main dtype, in which `transformers` loads the weights. Replaces an
-    existing folder only at the end.
+    existing folder only after the new folder is complete.
 
     Raises:
         UserError: the folder cannot be written.

@@ -1,9 +1,10 @@
 """Manifest of a checkpoint: name, length and SHA-256 of each of its files, in a separate file
-beside them.
+beside the checkpoint's other files.
 
-Each sum is computed where the bytes are written, from the bytes passed to the system, not read
-back. The writers of every rank compute sums for their files, and the driver for the files that it
-adds. Sums are checked before anything is loaded.
+The process that writes a file computes the file's checksum, from the bytes that the process passes
+to the operating system. No file is read back for its checksum. Every rank computes the checksums of
+the files that the rank writes, and the driver computes the checksums of the files that the driver
+adds. Checksums are checked before anything is loaded.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Sum:
 
     @classmethod
     def of_file(cls, file: Path) -> Sum:
-        """Computes the sum of a file. Raises OSError if it cannot be read."""
+        """Computes length and checksum of a file. Raises OSError if the file cannot be read."""
         found, size = hashlib.sha256(), 0
         with file.open("rb") as stream:
             while piece := stream.read(_PIECE):
@@ -52,7 +53,7 @@ Sums = Mapping[str, Sum]  # by the file's name in the checkpoint's folder
 
 
 class SummedFile(io.BufferedWriter):
-    """A new file, written from front to back, that computes the sum of the bytes written to it.
+    """Writes a new file from front to back, and computes the checksum of the written bytes.
 
     Attributes:
         failure: the system's first error, which libraries that write to the file may hide behind
@@ -86,19 +87,19 @@ class SummedFile(io.BufferedWriter):
         raise io.UnsupportedOperation("bytes that are written twice would be summed twice")
 
     def sum(self) -> Sum:
-        """Sum of everything written so far."""
+        """Returns length and checksum of all bytes that were written so far."""
         return Sum(self._bytes, self._sha256.hexdigest())
 
 
 def write_manifest(folder: Path, sums: Sums) -> None:
-    """Writes the manifest. Raises OSError if it cannot be written."""
+    """Writes the manifest. Raises OSError if the manifest cannot be written."""
     files = {name: vars(each) for name, each in sorted(sums.items())}
     (folder / MANIFEST).write_text(json.dumps({"files": files, "sha256": _own(files)}, indent=1))
 
 
 def read_manifest(folder: Path) -> dict[str, Sum] | None:
-    """Returns the sums of all files of a checkpoint; None without a manifest, as in earlier
-    releases.
+    """Returns lengths and checksums of all files of a checkpoint. Returns None if the checkpoint
+    has no manifest, like the checkpoints of earlier releases.
 
     Raises:
         DataError: the manifest itself is damaged.
@@ -137,8 +138,8 @@ def check_lengths(folder: Path, sums: Sums) -> None:
 
 
 def check_bytes(folder: Path, sums: Sums, threads: int = 1) -> None:
-    """Reads the files completely. Raises DataError naming the first one whose bytes differ from
-    those written."""
+    """Reads the files completely. Raises DataError if the bytes of a file differ from the bytes
+    that were written; the error names the first such file."""
 
     def check(name: str) -> None:
         try:
@@ -177,13 +178,14 @@ def shares(sums: Sums, ranks: int) -> list[dict[str, Sum]]:
 
 
 def sums_of(folder: Path, names: Iterable[str]) -> dict[str, Sum]:
-    """Returns the sums of small files written by other code. Raises OSError if one cannot be
-    read."""
+    """Returns lengths and checksums of small files that other code wrote. Raises OSError if a file
+    cannot be read."""
     return {name: Sum.of_file(folder / name) for name in names}
 
 
 def put(file: Path, content: bytes) -> Sum:
-    """Writes a small file and returns its sum. Raises OSError if it cannot be written."""
+    """Writes a small file and returns its length and checksum. Raises OSError if the file cannot
+    be written."""
     file.write_bytes(content)
     return Sum.of(content)
 

@@ -12,7 +12,8 @@ from megatron_stare.errors import DataError
 
 
 class OpenFiles:
-    """Descriptors by file, opened at first access. A context manager that closes them."""
+    """Maps files to descriptors, which are opened at the first access. At its end, the context
+    manager closes all descriptors."""
 
     def __init__(self, flags: int) -> None:
         self._flags = flags

@@ -1,5 +1,5 @@
-"""The safetensors format, for reading and writing files piece by piece: headers, and the place of
-each tensor.
+"""Reads and writes safetensors files piece by piece. The functions read or make a file's header,
+which gives the place of each tensor in the file.
 
 A file holds the length of its header (8 bytes), the header (JSON: name, dtype, shape, first and
 last byte) and the data.
@@ -30,7 +30,7 @@ _LONGEST_HEADER = 100_000_000  # bytes, the library's limit
 class Buffer:
     """Memory that is handed out in parts until `clear`, and then reused for the next block.
 
-    Fresh memory would cost a page fault every 4 KB.
+    Reuse saves page faults: newly allocated memory costs a page fault every 4 KB.
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,8 @@ def lay_out(
 def read_bytes(
     descriptor: int, start: int, nbytes: int, file: Path, buffer: Buffer | None = None
 ) -> Tensor:
-    """Reads part of an open file into a uint8 tensor [nbytes], in the buffer or in new memory.
+    """Reads part of an open file into a uint8 tensor [nbytes]. The tensor uses memory of `buffer`,
+    or new memory if `buffer` is None.
 
     Raises:
         DataError: the file ends too early.
@@ -170,7 +171,8 @@ def read_bytes(
 def read_rows(
     descriptor: int, entry: Entry, start: int, stop: int, buffer: Buffer | None = None
 ) -> Tensor:
-    """Reads rows [start, stop) of a tensor into the buffer or into new memory."""
+    """Reads rows [start, stop) of a tensor into memory of `buffer`, or into new memory if `buffer`
+    is None."""
     width = entry.nbytes // entry.shape[0]
     part = read_bytes(
         descriptor, entry.start + start * width, (stop - start) * width, entry.file, buffer

@@ -39,10 +39,10 @@ _NOT_TOGETHER = "config.json and the checkpoint do not belong together"
 
 def find(path: Path) -> Path:
     """Returns the checkpoint folder that `path` means: `path` itself, the newest checkpoint of a
-    run directory, or the latest in a Megatron-LM folder.
+    run directory, or the latest checkpoint of a Megatron-LM folder.
 
     Raises:
-        DataError: there is none.
+        DataError: `path` leads to no checkpoint folder.
     """
     latest = path / "latest_checkpointed_iteration.txt"
     if latest.exists():
@@ -90,7 +90,8 @@ class TorchDist:
             buffer: memory to read rows into; None: new memory for each read.
 
         Raises:
-            DataError: the metadata cannot be read, or a file is missing or shorter than it says.
+            DataError: the metadata cannot be read, or a file is missing or shorter than the
+                metadata says.
         """
         self.path, self._buffer = Path(path), buffer
         try:
@@ -143,7 +144,8 @@ class TorchDist:
             )
 
     def place(self, megatron: str) -> Place:
-        """Returns this checkpoint's place of a parameter. Raises DataError if there is none."""
+        """Returns the tensor and indices under which this checkpoint stores a parameter. Raises
+        DataError if this checkpoint lacks the parameter."""
         for place in places(megatron):
             if place.key in self.sizes:
                 return place
@@ -163,7 +165,7 @@ class TorchDist:
         return "", 0
 
     def _chunks_at(self, place: Place) -> list[Chunk]:
-        """Returns the chunks that overlap a place's leading indices."""
+        """Returns the chunks that store any part of the parameter at `place`."""
         dims = len(place.lead)
         if (place.key, dims) not in self._by_lead:
             by_lead: dict[tuple[int, ...], list[Chunk]] = defaultdict(list)
@@ -178,7 +180,8 @@ class TorchDist:
         return self._by_lead[place.key, dims][place.lead]
 
     def rows(self, place: Place, start: int, stop: int) -> Tensor:
-        """Reads rows [start, stop) of a tensor, or of the matrix or vector at its leading indices.
+        """Reads rows [start, stop) of the parameter at `place`. If the checkpoint stacks layers or
+        experts in one tensor, `place.lead` selects the parameter in the stacked tensor.
 
         Raises:
             DataError: some rows are missing.
@@ -233,8 +236,8 @@ class TorchDist:
     def _find(
         self, chunk: Chunk, index: tuple[int, ...], start: int, stop: int
     ) -> tuple[int, Tensor]:
-        """Returns where these rows begin in the chunk's file, and the rows as a tensor without
-        data."""
+        """Returns the position in the chunk's file at which rows [start, stop) of the matrix at
+        `index` begin. Also returns the rows as a meta tensor, which has a shape but no data."""
         like, first = self._skeleton(chunk)
         part = like[index][start:stop]
         if not part.is_contiguous():  # neither Megatron nor torch writes such tensors
@@ -244,8 +247,8 @@ class TorchDist:
         return first + int(part.storage_offset()) * part.itemsize, part
 
     def _skeleton(self, chunk: Chunk) -> tuple[Tensor, int]:
-        """Returns the chunk as a tensor without data, and the offset in the file at which its data
-        starts."""
+        """Returns the chunk as a meta tensor, which has a shape but no data. Also returns the
+        offset in the file at which the chunk's data starts."""
         if chunk not in self._stored:
             with (self.path / chunk.file).open("rb") as stream:
                 view = cast(IO[bytes], _create_file_view(stream, chunk.start, chunk.nbytes))

@@ -1,7 +1,8 @@
 """Writes a distributed checkpoint from a Hugging Face folder, with torch.distributed.checkpoint's
 own writer.
 
-The writer requests each tensor as it writes it; only then is the tensor read from the folder.
+The writer requests each tensor just before writing the tensor. Only then is the tensor read from
+the folder.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def plan_parts(
     shape: ModelShape,
     dtype: torch.dtype,
 ) -> tuple[list[MegatronPart], Metadata]:
-    """Plans the part that each process writes, from its own blocks, and the metadata of the whole
-    checkpoint."""
+    """Plans the part of the checkpoint that each process writes. Each list in `blocks` contains the
+    blocks of one process. Also makes the metadata of the whole checkpoint."""
     items = [
         [
             (_item(block, place, shape, dtype), block)
@@ -159,8 +160,8 @@ def _first(error: BaseException) -> BaseException:
 
 
 def finish_checkpoint(folder: Path, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-    """Writes the files that complete a megatron-core checkpoint of step 0, as Megatron-LM also
-    reads them."""
+    """Writes the files that complete a megatron-core checkpoint of step 0. Megatron-LM can also
+    load the completed checkpoint."""
     _writer(folder).finish(metadata, results)
     torch.save({"checkpoint_version": 3.0, "iteration": 0}, folder / "common.pt")
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}

@@ -14,8 +14,9 @@ FOLDER, PREFIX = Path("/dev/shm"), "megatron-stare-weights-"
 
 
 class DeviceRooms:
-    """Two buffers used in turn: a caller that requests a bucket must be done with the one before
-    the last. `close` frees them."""
+    """Provides memory for buckets, from two buffers in turn. Every second request reuses the same
+    buffer, so a caller must be done with the first bucket before requesting the third. `close`
+    frees both buffers."""
 
     def __init__(self) -> None:
         self._rooms: list[Tensor] = []
@@ -47,8 +48,8 @@ class DeviceRooms:
 
 
 def open_shared(name: str, nbytes: int) -> torch.UntypedStorage:
-    """Opens a buffer of another process on this machine. Raises ValueError if the file is not
-    one."""
+    """Opens a buffer of another process on this machine. Raises ValueError if `name` is not the
+    name of a buffer for weights."""
     if not name.startswith(PREFIX) or "/" in name:
         raise ValueError(f"{name} is no bucket of weights")
     file = FOLDER / name

@@ -3,8 +3,8 @@ expert parallel ranks.
 
 Tensors travel in flat buckets of bounded size (stream_plan.py). Every bucket is gathered on one
 rank, the sender, because engines take weights from one process. No rank holds more than a few
-buckets besides its own shards. Each other rank sends its pieces of a bucket in one message;
-messages of the next bucket travel while a bucket is consumed.
+buckets besides its own shards. Every rank except the sender sends its pieces of a bucket in one
+message. The messages of the next bucket travel while the current bucket is consumed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ from megatron_stare.weights.sync.stream_plan import (
 
 
 def tensor_checksum(tensor: Tensor) -> str:
-    """First 64 bits of the SHA-256 of the dtype, the shape and the bytes, as 16 hexadecimal digits.
+    """Returns the first 64 bits of the SHA-256 of the dtype, the shape and the bytes, as 16
+    hexadecimal digits.
 
-    Computed on both ends: the trainer hashes what it sends, the engine what it holds afterwards.
+    The trainer computes the checksum of each tensor that it sends. The engine computes the checksum
+    of each tensor that it holds after the update.
 
     Any change of a bit, of dtype or of shape changes the checksum, but two layouts (strides) of the
     same values agree. A contiguous CPU tensor is hashed in place, without a copy. Speed is 1.2 to
@@ -62,8 +64,8 @@ class Bucket:
         return self.layout.tensors(self.flat)
 
     def checksums(self) -> dict[str, str]:
-        """Returns the checksums of the tensors by name; an engine computes the same for what it
-        holds."""
+        """Returns the checksums of the tensors by name. An engine computes the checksums of the
+        tensors that the engine holds in the same way."""
         return {name: tensor_checksum(tensor) for name, tensor in self.tensors()}
 
 
@@ -77,8 +79,9 @@ def new_room(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class RoomsByTurns:
-    """Two host buffers used in turn: a caller that requests a bucket must be done with the one
-    before the last. On a GPU it allocates new memory, which costs nothing there."""
+    """Provides host memory for buckets, from two buffers in turn. Every second request reuses the
+    same buffer, so a caller must be done with the first bucket before requesting the third. For
+    buckets on a GPU, allocates new memory, which costs nothing on a GPU."""
 
     def __init__(self) -> None:
         self._rooms = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
@@ -99,13 +102,13 @@ def stream(
     group: ProcessGroup | None = None,
     rooms: Rooms = new_room,
 ) -> Iterator[Bucket | None]:
-    """Yields the plan's buckets, in order, on the sender; on the other ranks, None for each of
-    them.
+    """Yields the plan's buckets, in order, on the sender. On all other ranks, yields None for each
+    bucket.
 
-    All ranks of the group must exhaust the iterator, but need not go in step: a rank that sends
-    pieces keeps at most two messages in flight. Shards must keep their values until the end. The
-    caller owns each bucket. If it drops the bucket before requesting the next one, at most two
-    buckets are in memory.
+    All ranks of the group must exhaust the iterator, but the ranks may be at different buckets: a
+    rank that sends pieces keeps at most two messages in flight. Shards must keep their values until
+    the iterator is exhausted. The caller owns each bucket. If the caller drops each bucket before
+    requesting the next bucket, at most two buckets are in memory.
 
     Args:
         shards: shards of the plan, with the values to send.
@@ -190,8 +193,8 @@ def _filled(
     mine: Mapping[str, Shard],
     shape: ModelShape,
 ) -> Tensor:
-    """Fills the flat bucket with own pieces from their shards and other ranks' pieces from their
-    parcels, copying each once."""
+    """Fills the flat bucket, copying each piece once. The sender's own pieces come from the
+    sender's shards. The pieces of other ranks come from the messages that those ranks sent."""
     parcels.wait()
     for tensor, (_, whole) in zip(bucket.tensors, bucket.layout.tensors(flat), strict=True):
         rooms = whole.split([piece.shape[tensor.cut] for piece in tensor.pieces], dim=tensor.cut)
@@ -215,7 +218,8 @@ def _give(plan: StreamPlan, mine: Mapping[str, Shard], group: ProcessGroup) -> I
 
 
 class _Parcels:
-    """Messages of the other ranks for a bucket, one from each. Creating it starts to receive."""
+    """Messages that the other ranks send for a bucket, one message per rank. Creating a _Parcels
+    object starts to receive the messages."""
 
     def __init__(
         self, bucket: PlannedBucket, group: ProcessGroup | None, device: torch.device
@@ -236,8 +240,8 @@ class _Parcels:
             work.wait()
 
     def take(self, piece: Piece) -> Tensor:
-        """Returns the values of the next piece of its rank, in the order in which the rank sent
-        them."""
+        """Returns the values of `piece`, from the message of the rank that holds the piece. The
+        pieces of a rank must be taken in the order in which the rank sent the pieces."""
         return next(self._pieces[piece.rank]).view(piece.shape)
 
 

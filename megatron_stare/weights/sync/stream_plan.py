@@ -1,8 +1,9 @@
 """Plan of the weight stream: which rank holds which part of each Hugging Face tensor, and which
 tensors share a bucket.
 
-Each rank tells the sender once what it holds. The sender cuts the stream into buckets and sends the
-plan to all ranks. Only names, shapes and dtypes travel here; stream.py moves the weights.
+Each rank tells the sender once which pieces the rank holds. The sender cuts the stream into buckets
+and sends the plan to all ranks. Only names, shapes and dtypes travel here; stream.py moves the
+weights.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of one Hugging Face tensor: block `number` (models/rules.py) of a Megatron tensor on
-    `rank`."""
+    """Part of one Hugging Face tensor. The part is stored on rank `rank`, in the Megatron tensor
+    `parameter`, as the block with index `number` (see models/rules.py)."""
 
     rank: int
     parameter: str
@@ -134,12 +135,14 @@ class StreamPlan:
 def plan_stream(
     shards: Sequence[Shard], shape: ModelShape, bucket_bytes: int, group: ProcessGroup | None = None
 ) -> StreamPlan:
-    """Plans the stream of the tensors that the ranks of `group` hold. All of them must call it.
+    """Plans the stream of the tensors that the ranks of `group` hold. All ranks of `group` must
+    call this function.
 
     Args:
         shards: this rank's shards; replicas of other ranks' shards are not streamed.
         bucket_bytes: largest size of a bucket. Exceeded only by a bucket with a single tensor,
-            which engines take whole, or with tensors that a server takes only in one call.
+            which engines take whole, or with tensors that a server accepts only together in one
+            call.
         group: ranks that together hold the model; None: this process alone.
 
     Raises:
@@ -159,7 +162,8 @@ def plan_stream(
 def plan_of(
     held_by_ranks: Sequence[Sequence[Held]], shape: ModelShape, bucket_bytes: int
 ) -> StreamPlan:
-    """Returns the plan for what every rank holds, in order of rank.
+    """Returns the plan of the stream. `held_by_ranks` contains the pieces that each rank holds, in
+    the order of the ranks.
 
     Raises:
         ValueError: no rank holds a part of a tensor.
@@ -220,8 +224,8 @@ def _tensors(held_by_ranks: Sequence[Sequence[Held]]) -> list[PlannedTensor]:
 
 
 def _units(tensors: Sequence[PlannedTensor], shape: ModelShape) -> list[list[PlannedTensor]]:
-    """Groups tensors that servers take only in one call, keeping the order of each group's first
-    tensor."""
+    """Groups tensors that servers accept only together in one call. The groups are in the order of
+    their first tensors."""
     family, units = family_of(shape), dict[str, list[PlannedTensor]]()
     for tensor in tensors:
         place = family.served(tensor.name, shape)

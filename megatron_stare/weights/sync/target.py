@@ -1,6 +1,7 @@
-"""The way of weights from the ranks to the engines, as three interfaces. A WeightStream supplies
-the weights, bucket by bucket. A SyncTarget is a destination that bypasses the driver. A Sender is
-one rank's end of a target. Ranks know nothing else about engines."""
+"""Defines how weights get from the ranks to the engines, as three interfaces. A WeightStream
+supplies the weights, bucket by bucket. A SyncTarget is a destination that bypasses the driver. A
+Sender sends one rank's weights to a target. Apart from the three interfaces, ranks know nothing
+about engines."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from megatron_stare.weights.sync.stream_plan import BucketLayout
 
 
 class Sender(Protocol):
-    """One rank's end of a target, kept between updates. Has one caller at a time, and stays usable
-    after a failure."""
+    """Sends one rank's weights to a target. A rank keeps its Sender between updates. Only one
+    caller may use a Sender at a time. A Sender stays usable after a failure."""
 
     def expect(self, prove: bool, first: Bucket | None) -> None:
         """Prepares an update before this sender's turn; sends nothing.
@@ -39,30 +40,33 @@ class Sender(Protocol):
 
     def send(self, bucket: Bucket, handles: Sequence[Any] = ()) -> None:
         """Starts to send a bucket, whose memory then belongs to the sender. First waits for the
-        previous bucket and raises its error.
+        previous bucket, and raises the error if sending the previous bucket failed.
 
         Args:
-            handles: one for each rank of the engine, if it opens memory on its devices; none: the
-                bucket itself is sent.
+            handles: one handle for each rank of the engine, if the engine opens memory on its
+                devices. Without handles, the bucket itself is sent.
         """
 
     def end(self) -> Any:
-        """Waits for the last bucket, raising its error. Returns what the engines are to compare
-        with the weights that they hold."""
+        """Waits for the last bucket, and raises the error if sending the last bucket failed.
+        Returns data about the sent weights. The engines compare this data with the weights that the
+        engines hold."""
 
     def forget(self) -> None:
-        """Removes what was left for the engines to fetch, once they have fetched it."""
+        """Removes files that this sender left for the engines, once the engines have fetched the
+        files."""
 
     def close(self) -> None:
-        """Frees what is held between updates."""
+        """Frees the resources that this sender keeps from one update to the next."""
 
 
 class SyncTarget(Protocol):
     """A destination for weights that bypass the driver: the servers of one engine, or of all
     engines of a run.
 
-    The engines' side creates it, and ranks send through it. It is serialised to the ranks and
-    compared by value: a rank that gets an equal target keeps its sender.
+    Engines create a SyncTarget, and ranks send weights through the SyncTarget. A SyncTarget is
+    serialised to the ranks and compared by value: a rank that gets an equal SyncTarget keeps its
+    Sender.
     """
 
     @property
@@ -76,20 +80,20 @@ class SyncTarget(Protocol):
 
     @property
     def owners_send(self) -> bool:
-        """True if each rank sends the experts that it holds. Otherwise they are sent like all other
-        tensors."""
+        """True if each rank sends the experts that the rank holds. If False, experts are sent like
+        all other tensors."""
 
     @property
     def shares_devices(self) -> bool:
-        """True if engines run on the ranks' devices and open memory there. Then all ranks send at
-        once, each to the engines on its own device."""
+        """True if engines run on the ranks' devices and open memory there. With shared devices, all
+        ranks send at the same time, and each rank sends to the engines on its own device."""
 
     def here(self, device: torch.device) -> Any:
         """Returns an identifier of this rank's machine and device."""
 
     def carriers(self, places: Sequence[Any]) -> list[tuple[int, ...]]:
-        """Returns for each engine the trainer ranks on the devices of the engine's ranks, in the
-        order of the engine's ranks.
+        """Returns one tuple for each engine. For each rank of the engine, in order, the tuple names
+        the trainer rank that uses the same device.
 
         Args:
             places: identifiers of all trainer ranks, see `here`.
@@ -105,18 +109,19 @@ class SyncTarget(Protocol):
         """Makes a target for the engines of all `targets`, which include this one."""
 
     def sender(self, rank: int) -> Sender:
-        """Makes the sender of a trainer rank."""
+        """Makes the Sender with which one trainer rank sends its weights."""
 
 
 class WeightStream(Protocol):
-    """One pass over the policy's weights: bucket by bucket to engines in processes of the run, or
-    sent to a target by the ranks that hold them."""
+    """Streams the policy's weights once. Either engines in processes of the run receive the weights
+    bucket by bucket, or the ranks that hold the weights send the weights to a target."""
 
     layouts: tuple[BucketLayout, ...]  # what the buckets hold, in order
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
-        """Yields each bucket as a handle for workers, with the calls that it depends on. Wait for
-        these calls together with the bucket's use, to see any error at once. Can be iterated once.
+        """Yields each bucket as a handle for workers, with the calls that the bucket depends on. To
+        see any error at once, wait for the calls that a bucket depends on together with the calls
+        that use the bucket. Can be iterated once.
 
         Args:
             checksums: compute the result of the method `checksums`.

@@ -1,8 +1,9 @@
 """Runs a server whose ranks are on several nodes: one process per node, of which the first answers
 all requests.
 
-The first node's worker holds the server and monitors the parts on other nodes. If a part dies, the
-other ranks would wait on their GPUs forever, and no answer would name the failed node.
+The first node's worker manages the server and monitors the server's processes on the other nodes.
+If the server's process on one node dies, the ranks on the other nodes wait on their GPUs forever.
+Without the monitoring, no error would name the failed node.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ SILENT = 3  # consecutive failures to answer after which the part counts as lost
 
 
 class SpreadServer(ServerProcess):
-    """The first node's process, and the parts on other nodes. If any part ends, all of it ends.
+    """Manages the first node's process of a server, and the server's processes on the other nodes.
+    If the server's process on any node ends, the whole server ends.
 
     Args:
         options: options of the first node's process.
@@ -47,8 +49,8 @@ class SpreadServer(ServerProcess):
         threading.Thread(target=self._watch, daemon=True).start()
 
     def ended(self) -> str | None:
-        """See ServerProcess. Covers every node on which the server had ended when the first end was
-        noticed."""
+        """See ServerProcess. The result names every node whose process had already ended when the
+        first ended process was noticed."""
         with contextlib.suppress(UserError):  # a worker does not answer: `_watch` decides
             self._look()
         return self._fallen or None
@@ -84,13 +86,13 @@ class SpreadServer(ServerProcess):
             self._fall("\nand ".join(nodes))
 
     def _fall(self, how: str) -> None:
-        """Records how the server ended. Only the first report counts, because later ends are its
-        consequences."""
+        """Records how the server ended. Ignores all reports after the first one, because the first
+        process that ends makes the other processes end."""
         if not self._closing.is_set():
             self._fallen = self._fallen or how
 
     def memory_mb(self) -> float:
-        """See ServerProcess; sum over all nodes."""
+        """Returns the server's memory, summed over all nodes; see ServerProcess."""
         return super().memory_mb() + sum(self._parts.call("memory_mb"))
 
     def close(self) -> None:
@@ -102,7 +104,8 @@ class SpreadServer(ServerProcess):
 
 
 class ServerPart(ReplicaPart):
-    """The server's process on one of the other nodes; it answers no requests.
+    """Manages the server's process on a node other than the first. Only the first node's process
+    answers requests.
 
     Args:
         options: options of the process.

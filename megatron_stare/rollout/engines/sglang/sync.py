@@ -1,16 +1,18 @@
 """Defines how weights reach SGLang servers, bucket by bucket: the common interface of
 tensor_sync.py, disk_sync.py and broadcast.py.
 
-An update has two sides, often in different processes. Senders hold the tensors. Each server has an
-engine that manages it.
+An update involves senders and engines, often in different processes. Senders hold the tensors. Each
+server has an engine that manages the server.
 
-    servers `open` -> every sender in turn: `meet`, `send` bucket by bucket, `left` -> servers
+    engines `open` -> every sender in turn: `meet`, `send` bucket by bucket, `left` -> engines
     `load`
 
-A sender uses one Sending per update. The Sent of that Sending is passed to the servers' side.
+Each sender creates one `Sending` object per update. Each `Sending` object returns a `Sent` record,
+which is passed to the engines.
 
-No method publishes a version. The engine does so, after comparing the weights that the servers
-hold. Any failure is an SGLangError and leaves servers with a mixture of old and new weights.
+No method of WeightSync publishes a version. The engine publishes the version, after comparing the
+weights that the servers hold with the sent weights. Any failure is an SGLangError and leaves
+servers with a mixture of old and new weights.
 """
 
 from __future__ import annotations
@@ -40,19 +42,20 @@ class WeightSync(ABC):
     update.
 
     Args:
-        clients: clients of this side's servers; a sender has those of all servers.
+        clients: clients of the servers that this object updates; a sender has the clients of all
+            servers.
     """
 
     def __init__(self, clients: Sequence[SGLangClient]) -> None:
         self._clients = list(clients)
 
     async def open(self) -> None:
-        """Servers' side: prepares the servers to receive weights."""
+        """Prepares the servers to receive weights. Engines call this method; senders do not."""
         await open_sessions(self._clients)
 
     @abstractmethod
     async def meet(self, layouts: Sequence[ServerLayout]) -> None:
-        """Sender's side: prepares for sending.
+        """Prepares this process to send weights. Senders call this method; engines do not.
 
         Args:
             layouts: layouts of the servers, in the order of the clients.
@@ -60,8 +63,8 @@ class WeightSync(ABC):
 
     @abstractmethod
     async def send(self, bucket: Bucket, handles: Sequence[str] = ()) -> None:
-        """Sends a bucket. Returns when every server has received it, so that its memory may be
-        reused.
+        """Sends a bucket. Returns when every server has received the bucket, so that the caller may
+        reuse the bucket's memory.
 
         Args:
             handles: handles of the bucket's memory, one for each rank of the only server, which
@@ -74,7 +77,8 @@ class WeightSync(ABC):
         return None
 
     async def load(self, folder: str | None) -> None:
-        """Servers' side: makes the servers compute with the sent weights.
+        """Makes the servers compute with the sent weights. Engines call this method; senders do
+        not.
 
         Args:
             folder: path that the senders returned.
@@ -86,7 +90,7 @@ class WeightSync(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Releases what is held between updates."""
+        """Releases the resources that this object keeps from one update to the next."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ class Sent:
 
     @classmethod
     def by_all(cls, senders: Sequence[Sent]) -> Sent:
-        """Merges the records of several senders. Raises WeightUpdateError if two of them sent the
+        """Merges the records of several senders. Raises WeightUpdateError if two senders sent the
         same tensor."""
         sizes: dict[str, torch.Size] = {}
         hashed: dict[ServerLayout, list[dict[str, str | Stack]]] = {}

@@ -1,6 +1,6 @@
-"""Describes the path from the trainer's ranks to a run's SGLang servers. The description is made
-where the servers are known and used by the ranks that send. Weights go directly from a rank to the
-servers; the driver passes on only this description and the checksums."""
+"""Describes the path from the trainer's ranks to a run's SGLang servers. The process that knows the
+servers makes the description. The ranks that send weights use the description. Weights go directly
+from a rank to the servers; the driver passes on only this description and the checksums."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ class ServersTarget(SyncTarget):
 
     @property
     def one_sender_at_a_time(self) -> bool:
-        """True unless weights go by disk or shared devices. A server handles one update at a time,
-        and receives and loads in one thread. Two senders at once would deadlock if two servers
-        received their broadcasts in different orders."""
+        """Returns False if weights go by disk or by shared devices, else True. A server handles one
+        update at a time, and receives and loads in one thread. Two senders at once would deadlock
+        if two servers received their broadcasts in different orders."""
         return self.method != "disk" and not self.shares_devices
 
     @property
@@ -90,8 +90,9 @@ class ServersTarget(SyncTarget):
     @property
     def owners_send(self) -> bool:
         """True if each rank sends the experts that it holds. Servers keep a layer's experts in one
-        parameter. On a GPU several senders can each hash a part of it. SHA-256, the hash of CPU
-        servers, needs all its bytes in one place."""
+        parameter. On a GPU, several senders can each hash a part of the experts' parameter.
+        SHA-256, the hash for servers on the CPU, needs all bytes of the experts' parameter in one
+        process."""
         return not self.shares_devices and all(
             server.layout.device == "cuda" for server in self.servers
         )
@@ -120,8 +121,8 @@ class ServersTarget(SyncTarget):
 
 
 class ServersSender(Sender):
-    """A trainer rank's side of the target; see Sender. Its calls to the servers run on a separate
-    thread, so that the rank can gather the next bucket meanwhile."""
+    """A trainer rank's side of the target; see Sender. The sender calls the servers on a separate
+    thread, so that the rank can gather the next bucket during a call."""
 
     def __init__(self, target: ServersTarget, rank: int) -> None:
         self._target = target
@@ -212,7 +213,7 @@ def make_sync(
     sender: int = 0,
     places: Sequence[Place] | None = None,
 ) -> WeightSync:
-    """Makes one side of a method that `sglang.sync` names.
+    """Makes the WeightSync of an engine or a sender, for the method that `sglang.sync` names.
 
     Args:
         folder, sender: see DiskSync.

@@ -64,8 +64,8 @@ class TensorSync(WeightSync):
         )
 
     def _packed(self, bucket: Bucket) -> list[str]:
-        """Returns a handle for each rank of all servers. Each rank unpickles its own, because only
-        one process may open a handle."""
+        """Returns a handle for each rank of all servers. Each rank unpickles its own handle,
+        because only one process may open a handle."""
         # kept alive until all servers have copied the memory
         lying = [(name, tensor.detach().to(self._where)) for name, tensor in bucket]
         ranks = sum(layout.tensor for layout in self._layouts)
@@ -76,13 +76,13 @@ class TensorSync(WeightSync):
         )
 
     async def close(self) -> None:
-        """Does nothing, because nothing is held."""
+        """Does nothing, because this class keeps no resources between updates."""
 
 
 def packed(bucket: Bucket) -> str:
     """Pickles a bucket for the servers, in base64: a list of (name, tensor). Tensors on a GPU or in
-    shared memory (DeviceRooms) become handles, which are valid while the tensors live. Other CPU
-    tensors include their bytes."""
+    shared memory (DeviceRooms) become handles, which are valid while the tensors live. CPU tensors
+    outside shared memory are pickled with their bytes."""
     buffer = io.BytesIO()
     pickler: Any
     first = bucket[0][1]
@@ -101,8 +101,9 @@ def packed(bucket: Bucket) -> str:
 
 
 class _BytesPickler(pickle._Pickler):  # the C version does its own name lookup
-    """Pickles a storage's bytes with a reference to torch's own reader. megatron-core 0.19 replaces
-    that reader with one that servers do not have and refuse."""
+    """Pickles a storage's bytes with a reference to torch's own function that reads the bytes.
+    megatron-core 0.19 replaces torch's function with another function. Servers lack megatron-core's
+    function and refuse a pickle that refers to that function."""
 
     dispatch: ClassVar[dict[type, Any]] = dict(pickle._Pickler.dispatch)
 
@@ -128,8 +129,8 @@ class _HandlePickler(ForkingPickler):
 
 
 class _SharedPickler(ForkingPickler):
-    """Shares the memory of CPU tensors by the name of its file, which only servers of this project
-    can open."""
+    """Shares the memory of CPU tensors by the name of the memory's file. Only servers of this
+    project can open the memory by this name."""
 
     def reducer_override(self, thing: Any) -> Any:
         if isinstance(thing, torch.UntypedStorage) and (name := shared_name(thing)) is not None:

@@ -31,7 +31,7 @@ class Transport(Protocol):
     async def request(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None
     ) -> tuple[int, bytes]:
-        """Returns status and content of the answer. Raises OSError if there is none."""
+        """Returns status and content of the answer. Raises OSError if no answer arrives."""
 
     async def close(self) -> None: ...
 

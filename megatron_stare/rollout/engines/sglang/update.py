@@ -2,7 +2,8 @@
 the version, resume.
 
 Weights are changed in place, so an update cannot be undone. After an error, the caller must assume
-that every server holds a mixture, and leave the servers paused until another update succeeds.
+that every server holds a mixture of old and new weights. The caller must then leave the servers
+paused until another update succeeds.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from megatron_stare.weights.sync.stream import tensor_checksum
 class WeightUpdate:
     """Update of servers to one version. Each method waits for every server, and for nothing else.
 
-    Between `begin` and `end_sent`, ranks send the weights. Alternatively this process calls `send`,
-    if it has all tensors of the model.
+    Between `begin` and `end_sent`, ranks send the weights. If this process has all tensors of the
+    model, this process can call `send` and the ranks send nothing.
 
     Args:
         shape: shape of the model.

@@ -22,7 +22,7 @@ ATTEMPTS, PAUSE_S = 2, 0.2
 class ServerGoneError(EngineLostError, SGLangError):
     """A server is lost.
 
-    late: True if it exists but does not answer.
+    late: True if the server exists but does not answer.
     """
 
     late = False
@@ -50,8 +50,8 @@ class Watch:
         self._watching: asyncio.Task[None] | None = None
 
     async def require(self) -> None:
-        """Checks the server, waiting at most about twice `limit_s`. Raises ServerGoneError if it is
-        lost."""
+        """Checks the server, waiting at most about twice `limit_s`. Raises ServerGoneError if the
+        server is lost."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look())
         await asyncio.shield(self._looking)
@@ -62,8 +62,8 @@ class Watch:
         """Waits until one of the tasks is done or the limit has passed, and returns the finished
         tasks.
 
-        Meanwhile checks the server every `limit_s` seconds of the watch. Raises ServerGoneError if
-        it is lost first.
+        While this method waits, the watch checks the server every `limit_s` seconds, by the watch's
+        own limit. Raises ServerGoneError if the server is lost before a task is done.
         """
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
