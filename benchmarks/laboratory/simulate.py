@@ -86,18 +86,17 @@ def sample(
 ) -> Sample:
     """Samples G responses to every prompt of every seed."""
     seeds, prompts, states, actions = logits.shape
-    log_p = torch.log_softmax(logits, -1).flatten(1, 2)  # [K, P V, A]
-    entropies = -(log_p.exp() * log_p).sum(-1)
     offset = (torch.arange(prompts) * states)[None, :, None]
     prefix = torch.zeros((seeds, prompts, group), dtype=torch.int64)
     columns: list[tuple[Tensor, ...]] = []
     for level in range(world.depth):
         state = (offset + first_state(actions, level) + prefix).flatten(1)
-        here = log_p.gather(1, state[..., None].expand(-1, -1, actions))
+        here = log_softmax_at(logits, state)
+        p = here.exp()
         drawn = torch.rand(state.shape, generator=generator, dtype=torch.float64)
-        action = (here.exp().cumsum(-1) < drawn[..., None]).sum(-1).clamp_max(actions - 1)
+        action = (p.cumsum(-1) < drawn[..., None]).sum(-1).clamp_max(actions - 1)
         log_prob = here.gather(-1, action[..., None])[..., 0]
-        columns.append((state, action, log_prob, entropies.gather(1, state)))
+        columns.append((state, action, log_prob, -(p * here).sum(-1)))
         prefix = prefix * actions + action.view_as(prefix)
     rewards = world.rewards_at(step).gather(-1, prefix)
     advantage = group_advantages(rewards).flatten(1)
@@ -109,9 +108,8 @@ def gradient(
     world: World, logits: Tensor, batch: Sample, twin: Twin, state: dict[str, Tensor]
 ) -> Tensor:
     """[K, P, V, A] gradient of the method's objective on a mini-batch, before coupling."""
-    seeds, prompts, states, actions = logits.shape
-    log_p = torch.log_softmax(logits, -1).flatten(1, 2)
-    here = log_p.gather(1, batch.state[..., None].expand(-1, -1, actions))
+    actions = logits.shape[-1]
+    here = log_softmax_at(logits, batch.state)
     log_prob = here.gather(-1, batch.action[..., None])[..., 0]
     tokens = Tokens(log_prob, batch.old_log_prob, batch.entropy, batch.advantage)
     slope = twin.slope(tokens, state)
@@ -122,9 +120,23 @@ def gradient(
         entropy = -(p * here).sum(-1, keepdim=True)
         # the entropy's gradient in the logits is -p (ln p + H)
         rows -= factor[:, None, None] / batch.state.shape[1] * p * (here + entropy)
-    total = torch.zeros_like(log_p)
-    total.scatter_add_(1, batch.state[..., None].expand(-1, -1, actions), rows)
-    return total.view(seeds, prompts, states, actions)
+    total = torch.zeros_like(logits)
+    flat = rows_of(logits, batch.state).flatten()
+    total.view(-1, actions).index_add_(0, flat, rows.view(-1, actions))
+    return total
+
+
+def rows_of(logits: Tensor, state: Tensor) -> Tensor:
+    """[K, N] row of each token's state in the table `logits` with all seeds' states below each
+    other."""
+    seeds, prompts, states, _ = logits.shape
+    return torch.arange(seeds)[:, None] * (prompts * states) + state
+
+
+def log_softmax_at(logits: Tensor, state: Tensor) -> Tensor:
+    """[K, N, A] log-probs at the tokens' states."""
+    table = logits.view(-1, logits.shape[-1])
+    return torch.log_softmax(table[rows_of(logits, state)], -1)
 
 
 def coupled(gradients: Tensor, coupling: float) -> Tensor:

@@ -1,0 +1,242 @@
+"""The laboratory's maps: two settings vary, all others are at the defaults that a map states.
+
+In every cell several methods train the same worlds from the same random numbers. Each figure is a
+mean over seeds; differences to the map's first method are paired by seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from simulate import History, Settings, train
+from torch import Tensor
+from twins import BonusTwin, ForksTwin, StareTwin, Twin, dapo
+from worlds import World, bandit, changing, rare, tree
+
+Cell = Mapping[str, Any]  # a value for each axis
+MakeWorld = Callable[..., World]
+TARGET = 0.3  # nats
+
+# of the compared strengths: W and M of the paper's recipes, and stronger ones
+STARE = StareTwin(entropy_target=TARGET)
+STRONG = replace(STARE, variant="C2", share=0.3, amplify=2.0, attenuate=0.2)
+BONUS = BonusTwin(target=TARGET, delta=0.01, coef_max=0.5)
+METHODS: dict[str, Twin] = {
+    "grpo": Twin(),
+    "dapo": dapo(),
+    "twenty_entropy": ForksTwin(),
+    "stare_o1": STARE,
+    "stare_c2": replace(STARE, variant="C2"),
+    "stare_o1_strong": replace(STARE, share=0.3, amplify=3.0),
+    "stare_c2_strong": STRONG,
+    "bonus": BONUS,
+}
+
+
+@dataclass(frozen=True)
+class Map:
+    """One map.
+
+    question: what it answers.
+    axes: the two settings and their values.
+    world: makes the world of a cell from the cell's values that it takes.
+    methods: the methods of a cell by name; the first is the one the others are compared with.
+    settings: of the training.
+    """
+
+    question: str
+    axes: Mapping[str, tuple[Any, ...]]
+    world: Callable[[Cell, int], World]
+    methods: Callable[[Cell], Mapping[str, Twin]]
+    settings: Callable[[Cell], Settings] = field(default=lambda cell: Settings())
+
+    def cells(self) -> list[dict[str, Any]]:
+        (first, across), (second, down) = self.axes.items()
+        return [{first: a, second: b} for a in across for b in down]
+
+
+def _of(make: MakeWorld, *taken: str, **fixed: Any) -> Callable[[Cell, int], World]:
+    def world(cell: Cell, seeds: int) -> World:
+        return make(seeds, **fixed, **{name: cell[name] for name in taken})
+
+    return world
+
+
+def _all(cell: Cell) -> Mapping[str, Twin]:
+    """Every method, steered to the cell's target if the cell has one."""
+    target = cell.get("target", TARGET)
+    found: dict[str, Twin] = {}
+    for name, twin in METHODS.items():
+        if isinstance(twin, StareTwin):
+            found[name] = replace(twin, entropy_target=target)
+        elif isinstance(twin, BonusTwin):
+            found[name] = replace(twin, target=target)
+        else:
+            found[name] = twin
+    return found
+
+
+def _weights(cell: Cell) -> Mapping[str, Twin]:
+    twin = replace(STRONG, amplify=cell["amplify"], attenuate=cell["attenuate"])
+    return {"grpo": Twin(), "stare_c2": twin}
+
+
+def _scope(cell: Cell) -> Mapping[str, Twin]:
+    twin = replace(STRONG, share=cell["share"])
+    pieces = replace(twin, micro_batches=cell["micro_batches"])
+    return {"whole_batch": twin, "micro_batches": pieces}
+
+
+def _clips(cell: Cell) -> Mapping[str, Twin]:
+    return {"grpo": Twin(), "dapo": Twin(clip_high=cell["clip_high"])}
+
+
+def _only(*names: str) -> Callable[[Cell], Mapping[str, Twin]]:
+    return lambda cell: {name: _all(cell)[name] for name in names}
+
+
+def _with(**fixed: Any) -> Callable[[Cell], Settings]:
+    """Settings whose learning rate, group and updates a cell may set."""
+
+    def settings(cell: Cell) -> Settings:
+        own = {name: cell[name] for name in ("lr", "group", "updates") if name in cell}
+        return replace(Settings(), **{**fixed, **own})
+
+    return settings
+
+
+PAIR = _only("grpo", "stare_c2_strong", "stare_o1_strong", "bonus")
+MAPS: dict[str, Map] = {
+    "lr_group": Map(
+        "At which learning rates and group sizes does holding entropy raise pass@1 and pass@64?",
+        {"lr": (0.25, 0.5, 1.0, 2.0, 4.0), "group": (4, 8, 16, 32)},
+        _of(tree),
+        PAIR,
+        _with(),
+    ),
+    "sparsity_target": Map(
+        "How sparse must right responses be, and how high the target?",
+        {"share": (0.005, 0.01, 0.02, 0.05, 0.1), "target": (0.05, 0.1, 0.2, 0.3, 0.5, 0.8)},
+        _of(tree, "share"),
+        PAIR,
+        _with(lr=1.0),
+    ),
+    "weights": Map(
+        "Which W and M hold the target, and which raise accuracy?",
+        {"amplify": (1.0, 1.1, 1.5, 2.0, 3.0, 5.0), "attenuate": (1.0, 0.9, 0.5, 0.2, 0.05)},
+        _of(tree),
+        _weights,
+        _with(lr=1.0),
+    ),
+    "share_scope": Map(
+        "What does a quantile of each micro-batch change, against one over the whole batch?",
+        {"share": (0.02, 0.05, 0.1, 0.3), "micro_batches": (2, 4, 8, 32)},
+        _of(tree),
+        _scope,
+        _with(lr=1.0),
+    ),
+    "bands": Map(
+        "Which method holds which entropy?",
+        {"target": (0.1, 0.2, 0.3, 0.5, 0.8), "lr": (0.5, 1.0, 2.0)},
+        _of(tree),
+        _all,
+        _with(steps=600),
+    ),
+    "coupling": Map(
+        "How much must prompts learn from each other for entropy to matter?",
+        {"coupling": (0.0, 0.25, 0.5, 0.75, 0.9), "share": (0.01, 0.02, 0.05)},
+        _of(tree, "coupling", "share"),
+        _all,
+        _with(lr=1.0),
+    ),
+    "rare_strategy": Map(
+        "When is a rare strategy that pays more found, and kept?",
+        {"rarity": (0.0, 1.0, 2.0, 3.0), "better": (0.02, 0.05, 0.1, 0.2)},
+        _of(rare, "rarity", "better"),
+        _all,
+        _with(lr=1.0),
+    ),
+    "hard_prompts": Map(
+        "Are prompts that need another answer than most still solved?",
+        {"hard": (0.125, 0.25, 0.5), "coupling": (0.25, 0.5, 0.75, 0.9)},
+        _of(bandit, "hard", "coupling"),
+        _all,
+        _with(lr=1.0),
+    ),
+    "changing_reward": Map(
+        "After the reward changes, how fast does each method recover?",
+        {"target": (0.1, 0.3, 0.5, 0.8), "lr": (0.5, 1.0, 2.0)},
+        _of(changing, changes_at=300),
+        _all,
+        _with(steps=600),
+    ),
+    "clip_updates": Map(
+        "What does a higher upper clip do, with several updates a batch?",
+        {"updates": (1, 2, 4, 8), "clip_high": (0.2, 0.28, 0.5)},
+        _of(tree),
+        _clips,
+        _with(lr=2.0),
+    ),
+}
+
+
+def measured(history: History, world: World, target: float) -> dict[str, Tensor]:
+    """[K] figures of a training.
+
+    held: mean distance of the entropy from the target over the last half, as a share of the target.
+    recovered: steps after a change of rewards until pass@1 is again what it was before, the rest of
+        the training if it never is; only in worlds that change.
+    """
+    later = [i for i, step in enumerate(history.at) if 2 * step > history.at[-1]]
+    found = {
+        "entropy": history.entropy[-1],
+        "reward": history.reward[-1],
+        "held": (history.entropy[later] - target).abs().mean(0) / target,
+        **{f"pass@{k}": values[-1] for k, values in history.pass_at.items()},
+    }
+    if world.later is not None:
+        after = [i for i, step in enumerate(history.at) if step > world.changes_at]
+        before = max(i for i, step in enumerate(history.at) if step <= world.changes_at)
+        back = history.pass_at[1][after] >= history.pass_at[1][before]
+        first = torch.where(back.any(0), back.double().argmax(0), len(after) - 1)
+        steps = torch.tensor([history.at[i] - world.changes_at for i in after])
+        found["recovered"] = steps[first].double()
+    return found
+
+
+def summary(values: Tensor) -> dict[str, float]:
+    """Returns mean and standard error of the finite ones of [K] values."""
+    values = values[values.isfinite()]
+    error = values.std() / max(len(values), 1) ** 0.5 if len(values) > 1 else torch.tensor(0.0)
+    return {"mean": round(float(values.mean()), 5), "error": round(float(error), 5)}
+
+
+def run_cell(name: str, cell: Cell, seeds: int) -> dict[str, Any]:
+    """Trains every method of a cell. Returns by method the summary of each figure, and of its
+    difference to the first method's."""
+    chosen = MAPS[name]
+    world, settings = chosen.world(cell, seeds), chosen.settings(cell)
+    target = cell.get("target", TARGET)
+    made = {
+        method: measured(train(world, twin, settings), world, target)
+        for method, twin in chosen.methods(cell).items()
+    }
+    base = next(iter(made.values()))
+    return {
+        method: {
+            "figures": {figure: summary(values) for figure, values in figures.items()},
+            "over_first": {
+                figure: summary(values - base[figure]) for figure, values in figures.items()
+            },
+        }
+        for method, figures in made.items()
+    }
+
+
+def cell_runner(name: str, seeds: int) -> Callable[[Cell], dict[str, Any]]:
+    """Returns a function that runs a cell of a map, for processes of a pool."""
+    return partial(run_cell, name, seeds=seeds)
