@@ -84,8 +84,9 @@ class ClipCov(Grpo):
         return batch.loss_mask & (cov > self.cov_low) & (cov < self.cov_high)
 
     def drawable(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """Returns the candidates that keep a gradient under the ratio clip, [N] bool. The ratio is
-        taken from `batch.selected_by` to the old log-probs."""
+        """Returns the candidates that keep a gradient under the ratio clip, [N] bool. The clip
+        tests the ratio of `batch.selected_by`, the log-probs that select tokens, to the old
+        log-probs."""
         surrogate = clipped_surrogate(
             batch.selected_by,
             batch.old_log_prob,

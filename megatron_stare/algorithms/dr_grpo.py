@@ -1,4 +1,4 @@
-"""Dr. GRPO (arXiv 2503.20783) removes two divisions from GRPO, which favour long wrong answers and
+"""Dr. GRPO (arXiv 2503.20783) is GRPO without the two divisions that favour long wrong answers and
 easy questions.
 
     A_i = r_i - mean        J = (1 / (B L_max)) sum_{i,t} min(rho A, clip(rho) A)

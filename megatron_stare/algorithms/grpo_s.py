@@ -87,8 +87,8 @@ class GrpoS(Clipped):
         inverse = 1 / (entropy + self.eps)
 
         def share(x: Tensor, among: Tensor) -> Tensor:
-            """Returns, [B], each x times the number of its group's responses in `among`, divided by
-            the sum of x over the group's responses in `among`."""
+            """Returns each x times n / s, [B]. n is the number of the prompt group's responses in
+            `among`, and s is the sum of x over these responses."""
             zeros = torch.zeros(batch.num_groups, dtype=torch.float64, device=x.device)
             number = zeros.index_add(0, groups, among.to(torch.float64))
             total = zeros.index_add(0, groups, torch.where(among, x, 0.0))

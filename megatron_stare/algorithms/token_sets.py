@@ -1,7 +1,7 @@
 """The sets of tokens that STARE's operators act on (arXiv 2606.19236, section 3 and table 4).
 
-    L+ rare tokens of positive advantage        U+ common ones
-    L- rare tokens of negative advantage        U- common ones
+    L+ rare tokens of positive advantage        U+ common tokens of positive advantage
+    L- rare tokens of negative advantage        U- common tokens of negative advantage
 
     O1 amplifies L+    O2 attenuates U+    O3 amplifies U-    O4 attenuates L-
     C1 = O1 + O3       C2 = O1 + O4        C3 = O2 + O3       C4 = O2 + O4

@@ -50,7 +50,7 @@ class Status:
     step, steps: finished and planned steps.
     steps_per_h, tokens_per_s, samples_per_s: mean rates of the newest steps, without evaluations
         and checkpoints. Only tokens and samples that were trained on are counted.
-    left_s: seconds until the last step, at the rate `steps_per_h`.
+    left_s: seconds until the last step, estimated from the times of recent steps.
     planned: predicted and measured values of the run; see docs/planning.md.
     checkpoint, checkpoint_age_s: step and age of the newest complete checkpoint.
     starts: number of starts and resumes.
