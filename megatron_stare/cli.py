@@ -28,9 +28,10 @@ from megatron_stare.process.signs_of_life import say, say_loading
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns the exit code: 0 done, 1 the doctor or a bisection found a fault,
-    or a run does not go on, 2 a user error, 75 a run that saved itself because it was asked to or
-    out of time, 130 interrupted, 143 a run told to end."""
+    """Runs one command and returns the exit code. 0 means that the command is done. 1 means that
+    the doctor or a bisection found a fault, or that `status` found a run dead or silent. 2 means a
+    user error. 75 means that a run saved its state and ended, on request or because its time was
+    over. 130 means that the command was interrupted. 143 means that a run was told to end."""
     args, rest = parser().parse_known_args(argv)
     # argparse takes positionals in one run only: overrides after an option come back as unknown
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _hint(unrecognized: Sequence[str]) -> str:
-    """Fix to append to the error where a setting was given dashes like an option; else ""."""
+    """Returns a fix to append to the error if a setting was given with dashes, like an option; else
+    ""."""
     for word, following in zip(unrecognized, [*unrecognized[1:], "..."], strict=True):
         key, eq, value = word.lstrip("-").partition("=")
         key = names_now(key) or key
@@ -248,7 +250,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _purpose(name: str) -> str:
-    """The first sentence of a tool's own words."""
+    """Returns the first sentence of a tool's docstring."""
     words = ast.get_docstring(ast.parse(tool(name).read_text(encoding="utf-8"))) or ""
     return " ".join(words.partition("\n\n")[0].split()).partition(". ")[0].rstrip(":.")
 

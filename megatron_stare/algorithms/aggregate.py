@@ -86,7 +86,7 @@ def _responses(batch: TokenBatch, lengths: Tensor | None) -> Tensor | float:
 
 
 def _sequences_here(batch: TokenBatch) -> Tensor:
-    """0-dim number of responses with a counted token among these positions."""
+    """Returns the number of responses that have a counted token in this micro-batch, 0-dim."""
     if batch.sequence_lengths is None:
         raise ValueError("micro_batch_mean needs sequence_lengths")
     seen = torch.zeros_like(batch.sequence_lengths).index_add_(

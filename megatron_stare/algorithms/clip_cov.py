@@ -6,7 +6,7 @@ their loss.
 
 The released code draws at least one token per micro-batch, unseeded. Here the draw is over the
 whole batch, keyed by seed, step and the token's canonical number: it is the same in every layout.
-The ratio clip is 1 on both sides, as released.
+As in the released code, clip_low and clip_high are 1, so the ratio is clipped to [0, 2].
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ METRICS = (
 class ClipCov(Grpo):
     """Settings of Clip-Cov, with the defaults of the released recipe.
 
-    share: share of all tokens that lose their loss.
-    cov_low, cov_high: bounds of the candidates' covariance.
-    seed: seed of the draw.
+    share: the share of all tokens that get loss 0.
+    cov_low, cov_high: the bounds between which a candidate's covariance lies.
+    seed: the seed of the random draw.
     """
 
     clip_low: float = 1.0
@@ -84,8 +84,9 @@ class ClipCov(Grpo):
         return batch.loss_mask & (cov > self.cov_low) & (cov < self.cov_high)
 
     def drawable(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """[N] bool: candidates that keep a gradient under the ratio clip, judged by the log-probs
-        that selections read."""
+        """Returns the candidates that keep a gradient under the ratio clip, [N] bool. The clip
+        tests the ratio of `batch.selected_by`, the log-probs that select tokens, to the old
+        log-probs."""
         surrogate = clipped_surrogate(
             batch.selected_by,
             batch.old_log_prob,

@@ -9,9 +9,10 @@ policy.
     icepop     weight R inside [low, high], else 0; the token stays in the denominator
     mask       weight R, tokens outside [low, high] leave loss and denominator        MIS
 
-The weight is detached and multiplies the policy loss after clipping. Sources: truncated importance
-sampling, fengyao.notion.site (off-policy-rl); masked and sequence levels, "When Speed Kills
-Stability" (Liu, Li et al. 2025); modes and veto as in slime's mis.py.
+The weight is detached and multiplies the policy loss after clipping. fengyao.notion.site
+(off-policy-rl) describes truncated importance sampling. "When Speed Kills Stability" (Liu, Li et
+al. 2025) describes masking and the ratio of a whole response. The modes and the veto follow slime's
+mis.py.
 """
 
 from __future__ import annotations
@@ -39,13 +40,16 @@ from megatron_stare.records.batch_statistics import (
 class Correction:
     """Settings of the importance correction.
 
-    mode: treatment of ratios outside the bounds.
-    level: ratio by 'token', or by response as 'sequence' (product) or 'geometric' (mean).
-    low, high: bounds of the ratio; `truncate` uses only `high`.
-    reject: (low, high); tokens whose own ratio lies outside leave loss and denominator, whatever
-        the mode. null: none.
-    veto: a response with any token ratio below this leaves loss and denominator. null: none.
-    normalise: divide the weights by their mean over the kept tokens of the whole batch.
+    mode: the treatment of a ratio outside the bounds `low` and `high`.
+    level: the ratio that is compared with the bounds. 'token' takes the ratio of each token,
+        'sequence' the product of a response's ratios, and 'geometric' the geometric mean of a
+        response's ratios.
+    low, high: the bounds of the ratio. The mode `truncate` uses only `high`.
+    reject: bounds (low, high) of a token's own ratio. In every mode, a token outside these bounds
+        is removed from the loss and from the loss's denominator. With null, no token is rejected.
+    veto: the lowest ratio that a token may have. A response with a token ratio below `veto` is
+        removed from the loss and from the loss's denominator. With null, no response is removed.
+    normalise: whether every weight is divided by the mean weight of the whole batch's kept tokens.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -102,8 +106,8 @@ class Correction:
         return keep
 
     def final_requests(self, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        """Returns requests over the final set of kept tokens: the mean weight if weights are
-        normalised, else none."""
+        """Returns the request for the mean weight of the tokens that all filters kept. Returns no
+        request if the weights are not normalised."""
         return (
             {"correction/mean": Mean(self.plain_weights(kept, known), kept.loss_mask)}
             if self.normalise
@@ -111,8 +115,8 @@ class Correction:
         )
 
     def weights(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """[N] detached factors on the policy loss. With `normalise` all are 0 if their mean is,
-        because no token is kept or icepop gives every token weight 0."""
+        """Returns the detached factors on the policy loss, [N]. With `normalise`, every factor is 0
+        if no token is kept or icepop gives every token weight 0."""
         weight = self.plain_weights(batch, statistics)
         if not self.normalise:
             return weight

@@ -20,7 +20,8 @@ from megatron_stare.algorithms.shaping import Overlong
 class Dapo(Grpo):
     """Settings of DAPO: those of GRPO with the paper's defaults.
 
-    overlong: set max_length to the run's longest response.
+    overlong: the soft overlong punishment. Set `overlong.max_length` to the longest response that
+        the run allows.
     """
 
     clip_high: float = 0.28

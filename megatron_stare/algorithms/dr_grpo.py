@@ -1,10 +1,11 @@
-"""Dr. GRPO (arXiv 2503.20783): GRPO without the two divisions that favour long wrong answers and
+"""Dr. GRPO (arXiv 2503.20783) is GRPO without the two divisions that favour long wrong answers and
 easy questions.
 
     A_i = r_i - mean        J = (1 / (B L_max)) sum_{i,t} min(rho A, clip(rho) A)
 
-L_max is a constant, 3000 in the paper's recipe. verl's seq-mean-token-sum-norm is the same from
-release 0.8; up to 0.7 it divided by L_max only ('dr_grpo_verl').
+L_max is a constant, 3000 in the paper's recipe. From release 0.8, verl's seq-mean-token-sum-norm
+also divides by B L_max. Up to release 0.7, verl divided by L_max alone, as the aggregation
+'dr_grpo_verl' does.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The entropy bonus: loss - c H, with gradient through H. The coefficient c is fixed, or steered to
-a target entropy (Skywork-OR1, 2505.22312).
+"""The entropy bonus: loss - c H, with gradient through H. The coefficient c is fixed, or adjusted
+so that the entropy reaches a target (Skywork-OR1, 2505.22312).
 
     step k uses      c_k if the entropy was below target after step k - 1, else 0
     afterwards       c <- clip(c + delta if H_k < target else c - delta, min, max)
@@ -30,11 +30,13 @@ MEASURE = "entropy_bonus/measure"
 class EntropyBonus:
     """Settings of the entropy bonus.
 
-    coef: c; with a target, its initial value.
-    target: entropy to hold, nats; null: c is fixed.
-    delta, coef_min, coef_max: step and bounds of c while it is steered.
-    measure: 'entropy' is the mean entropy; 'surprisal' is its estimate from sampled tokens, as in
-        the released code.
+    coef: the coefficient c. With a target, `coef` is the initial value of c.
+    target: the entropy that c is adjusted to reach, nats. With null, c is fixed.
+    delta, coef_min, coef_max: with a target, every step moves c by `delta` within [coef_min,
+        coef_max].
+    measure: the quantity that is compared with the target. 'entropy' is the mean entropy.
+        'surprisal' is the mean surprisal of the sampled tokens, which estimates the mean entropy,
+        as in the released code.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}

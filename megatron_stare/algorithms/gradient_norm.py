@@ -1,16 +1,17 @@
 """The norm of a step's gradient in the logits, and STAPO's bounds on it (arXiv 2602.15620).
 
-Let w be the slope of the objective in the log-prob of token a. Then the gradient in the logits of
-that position is w (one_hot(a) - p), and
+Let w be the slope of the objective in the log-prob of the sampled token a. The gradient in the
+logits at the position of a is w (one_hot(a) - p). For a vocabulary of V entries, the squared norm
+of the gradient has these bounds:
 
     |grad|^2 = w^2 (1 - 2 p_a + sum_v p_v^2)
     w^2 (1 - 2 p_a + e^-H)  <=  |grad|^2  <=  w^2 (2 - 2 p_a - C_V H^2)
     C_V = (V - 1) / (V ln^2 V)
 
-for a vocabulary of V entries, because e^-H <= sum p^2 <= 1 - C_V H^2. The bounds need p and H
-alone. The norm itself needs sum p^2, which vocab_parallel.py computes. Every token has its own
-logits, so squares add up over tokens. At temperature T the logits are those before the division,
-and every norm carries 1 / T.
+The bounds hold because e^-H <= sum p^2 <= 1 - C_V H^2. The bounds need only p_a and H. The norm
+itself needs sum p^2, which vocab_parallel.py computes. Every token has its own logits, so squares
+add up over tokens. At temperature T the logits are those before the division, and every norm
+carries 1 / T.
 """
 
 from __future__ import annotations
@@ -96,12 +97,13 @@ def squared_norm(log_prob: Tensor, sum_p2: Tensor) -> Tensor:
 
 
 def lower_bound(log_prob: Tensor, entropy: Tensor) -> Tensor:
-    """[N] float64, at most `squared_norm`: the paper's bound, or 0 if that is negative."""
+    """Returns lower bounds of `squared_norm`, [N] float64: the larger of 0 and the paper's
+    bound."""
     return (1 - 2 * log_prob.double().exp() + (-entropy.double()).exp()).clamp_min(0)
 
 
 def upper_bound(log_prob: Tensor, entropy: Tensor, vocabulary: int) -> Tensor:
-    """[N] float64, at least `squared_norm`. `vocabulary` is V, at least 2."""
+    """Returns upper bounds of `squared_norm`, [N] float64. `vocabulary` is V, at least 2."""
     c = (vocabulary - 1) / (vocabulary * math.log(vocabulary) ** 2)
     return (2 - 2 * log_prob.double().exp() - c * entropy.double() ** 2).clamp_min(0)
 

@@ -20,9 +20,10 @@ from megatron_stare.algorithms.clipped import Clipped
 class Grpo(Clipped):
     """Settings of GRPO, besides those of clipped.py and policy.py.
 
-    aggregation: 'sequence_mean' (the paper) or 'token_mean' (DAPO and most code since).
-    advantage_spread: divisor of the centred reward. The paper leaves n or n - 1 open; code uses n -
-        1.
+    aggregation: 'sequence_mean' averages over each response's tokens and then over responses, as in
+        the paper. 'token_mean' averages over all tokens, as in DAPO and in most later code.
+    advantage_spread: the divisor of a reward minus its group's mean. The paper does not say whether
+        the standard deviation uses n or n - 1; published code uses n - 1.
     """
 
     aggregation: Aggregation = "sequence_mean"

@@ -1,8 +1,9 @@
-"""GRPO-S (arXiv 2508.04349): GTPO's idea per response. A response's reward grows with its mean
-entropy.
+"""GRPO-S (arXiv 2508.04349) applies GTPO's idea to whole responses: the reward of a response grows
+with the mean entropy of the response.
 
 Let E be the mean entropy of a response under the old policy, with n correct and m wrong responses
-to the prompt. Each sum is over the responses of the same kind.
+to the prompt. For a correct response, the sum is over the prompt's correct responses. For a wrong
+response, the sum is over the prompt's wrong responses.
 
     correct   r = beta1 + beta2 n E / sum E
     wrong     r = -beta1 - beta2 m (1 / E) / sum (1 / E)
@@ -41,10 +42,10 @@ from megatron_stare.records.batch_statistics import Request, SegmentSum, Statist
 class GrpoS(Clipped):
     """Settings of GRPO-S, with the paper's defaults.
 
-    beta1, beta2: weights of outcome and entropy.
-    ratio: ratio of a response: 'arithmetic' or 'geometric' mean of its token ratios.
+    beta1, beta2: the weights of the outcome and of the entropy in the reward.
+    ratio: the mean that combines the token ratios of a response, 'arithmetic' or 'geometric'.
     correct_from: lowest reward of a correct response.
-    eps: added to every divisor.
+    eps: a number that is added to every divisor.
     """
 
     coupling: ClassVar[Literal["token", "sequence"]] = "sequence"
@@ -77,7 +78,8 @@ class GrpoS(Clipped):
         }
 
     def shaped(self, batch: TokenBatch, statistics: Statistics) -> tuple[Tensor, Tensor]:
-        """Returns [B] float64 shaped rewards and [B] bool, the responses that count."""
+        """Returns the shaped rewards, [B] float64, and the mask of the responses that have tokens
+        in the baseline, [B] bool."""
         length = tensor(statistics, "grpo_s/length")
         counted, groups = length > 0, _whole(batch.groups)
         correct = _whole(batch.rewards) >= self.correct_from
@@ -85,8 +87,8 @@ class GrpoS(Clipped):
         inverse = 1 / (entropy + self.eps)
 
         def share(x: Tensor, among: Tensor) -> Tensor:
-            """[B] x times the number of responses in `among`, over the sum of their x, by prompt
-            group."""
+            """Returns each x times n / s, [B]. n is the number of the prompt group's responses in
+            `among`, and s is the sum of x over these responses."""
             zeros = torch.zeros(batch.num_groups, dtype=torch.float64, device=x.device)
             number = zeros.index_add(0, groups, among.to(torch.float64))
             total = zeros.index_add(0, groups, torch.where(among, x, 0.0))
@@ -98,8 +100,8 @@ class GrpoS(Clipped):
         return (reward if batch.penalties is None else reward + batch.penalties), counted
 
     def normalised(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """[B] float64 (r - mean) / (std + eps) over the prompt group, with the standard deviation
-        with n."""
+        """Returns (r - mean) / (std + eps) over the prompt group, [B] float64. The standard
+        deviation uses n, not n - 1."""
         reward, counted = self.shaped(batch, statistics)
         groups = _whole(batch.groups)
         return group_advantages(
@@ -128,8 +130,8 @@ class GrpoS(Clipped):
 
 
 def refuse_by_token(aggregation: Aggregation, correction: Correction | None) -> None:
-    """Raises ValueError for settings by token: a loss with one number a response can only be
-    averaged and weighted by response."""
+    """Raises ValueError for a token-level aggregation or correction. A loss with one number per
+    response can only be averaged and weighted per response."""
     if aggregation != "sequence_mean":
         raise ValueError("the loss is one number a response, so aggregation must be sequence_mean")
     if correction is not None and (correction.level == "token" or correction.reject is not None):

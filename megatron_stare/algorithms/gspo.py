@@ -3,9 +3,10 @@
     s_i = exp((1 / n_i) sum_t (ln p - ln p_old))
     J = mean_i min(s_i A, clip(s_i, 1 - 3e-4, 1 + 4e-4) A)
 
-`form: token` is GSPO-token, s_{i,t} = sg[s_i] p / sg[p]. It has the same value and, with one
-advantage a response, the same gradient; its log is at most 10, as in verl. The bounds are far below
-those of a token ratio: 0.2 never clips.
+`form: token` is GSPO-token, s_{i,t} = sg[s_i] p / sg[p]. GSPO-token's loss has the same value as
+GSPO's loss. If all tokens of a response have one advantage, GSPO-token's gradient also equals
+GSPO's gradient. ln s_{i,t} is capped at 10, as in verl. The clip bounds of a response's ratio are
+far smaller than the bounds of a token ratio: a bound of 0.2 would never clip s_i.
 """
 
 from __future__ import annotations

@@ -10,15 +10,18 @@ the old policy:
 
 Read literally, eq. 6 takes mean and std over correct and wrong tokens separately ('separate'). Then
 the mean advantage of each side is exactly 0: the outcome cancels, and the policy learns entropy
-alone. The default, 'joint', takes them over all tokens. Then the mean advantage is positive over a
-prompt's correct tokens and negative over its wrong ones. Still, if one side has few tokens, the
-overall mean lies near the other side's mean, and that other side's tokens with a small share of the
-entropy get the wrong sign.
+alone. The default, 'joint', takes mean and std over all tokens. With 'joint', the mean advantage is
+positive over a prompt's correct tokens and negative over the prompt's wrong tokens. 'joint' can
+still give a token the wrong sign. If few tokens are wrong, the overall mean lies near the mean of
+the correct tokens, so correct tokens with a small share of the entropy get a negative advantage. If
+few tokens are correct, wrong tokens with a small share of the inverse entropy get a positive
+advantage.
 
-A side gets advantage 0 if its rewards differ by rounding only, as in 'separate' with one correct
-response, whose share is always 1. Dividing by that spread would turn rounding into advantages of
-several units. "Entropy clipped at 0.2 and 0.28" is read as DAPO's ratio bounds; entropy_clamp is
-the literal reading.
+Tokens that are normalised together get advantage 0 if their rewards differ by rounding only.
+Dividing by a spread of rounding errors would turn the errors into advantages of several units. With
+'separate', the tokens of a prompt's only correct response are an example, because the share of each
+token is 1. "Entropy clipped at 0.2 and 0.28" is read as DAPO's ratio bounds; entropy_clamp is the
+literal reading.
 """
 
 from __future__ import annotations
@@ -51,9 +54,9 @@ class Gtpo(Clipped):
         'batch' (the paper's discussion).
     entropy_clamp: (low, high) nats to clamp entropies to before shaping; null: no clamp.
     correct_from: lowest reward of a correct response.
-    eps: added to every entropy and to the standard deviation, so that no divisor is 0 (remark 2.1).
-        The paper adds it to the sum of the entropies instead, so that a single response's share
-        differs from 1.
+    eps: a number that is added to every entropy and to the standard deviation, so that no divisor
+        is 0 (remark 2.1). The paper adds eps to the sum of the entropies instead. With the paper's
+        form, the share of a single response differs from 1.
     """
 
     clip_high: float = 0.28
@@ -116,8 +119,8 @@ class Gtpo(Clipped):
         return reward if batch.penalties is None else reward + batch.penalties[batch.sequence]
 
     def normalised(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """[N] float64 (r - mean) / (std + eps), with the standard deviation with n; 0 if that is
-        only rounding."""
+        """Returns (r - mean) / (std + eps), [N] float64. The standard deviation uses n, not n - 1.
+        An advantage is 0 if the standard deviation comes from rounding alone."""
         side, _ = self._sides(batch)
         number = tensor(statistics, "gtpo/number").clamp_min(1)
         variance = tensor(statistics, "gtpo/squares") / number
@@ -144,7 +147,8 @@ class Gtpo(Clipped):
         return _whole(batch.rewards) >= self.correct_from
 
     def _entropy(self, batch: TokenBatch) -> Tensor:
-        """[N] float64 entropies with eps, above 0."""
+        """Returns the entropies, clamped and then increased by eps, so that every entropy is above
+        0, [N] float64."""
         entropy = batch.entropy.detach().to(torch.float64)
         return (
             entropy.clamp_min(0)
@@ -153,8 +157,8 @@ class Gtpo(Clipped):
         ) + self.eps
 
     def _scope(self, batch: TokenBatch) -> tuple[Tensor, int]:
-        """Returns the number [N] of the set in which each token is compared, and the number of
-        sets."""
+        """Returns, for each token, the index of the set of tokens that the token is compared with,
+        [N]. Also returns the number of sets. A set is a prompt group or the whole batch."""
         group = _whole(batch.groups)[batch.sequence]
         return (group, batch.num_groups) if self.scope == "group" else (torch.zeros_like(group), 1)
 

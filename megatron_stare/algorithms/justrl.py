@@ -1,8 +1,9 @@
-"""JustRL (arXiv 2512.16649): plain GRPO with a higher upper clip and everything else kept simple.
+"""JustRL (arXiv 2512.16649) is plain GRPO with a higher upper clip bound.
 
     J = (1 / N) sum_{i,t} min(rho A, clip(rho, 1 - 0.2, 1 + 0.28) A), dual clip 10
 
-No KL, no entropy term, no dynamic sampling, no length penalty. Settings: thunlp/JustRL.
+JustRL uses no KL penalty, no entropy term, no dynamic sampling and no length penalty. The settings
+are those of thunlp/JustRL.
 """
 
 from __future__ import annotations

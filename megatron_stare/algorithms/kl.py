@@ -1,7 +1,7 @@
 """Penalty on the KL divergence from the reference policy, as a term of the loss.
 
-With d = ln p_ref - ln p of the sampled token (Schulman's estimators,
-joschu.net/blog/kl-approx.html):
+Schulman's estimators (joschu.net/blog/kl-approx.html) depend on the log-probs of the sampled token
+through d = ln p_ref - ln p:
 
     k1 = -d        k2 = d^2 / 2        k3 = e^d - d - 1  (GRPO, arXiv 2402.03300)
 """
@@ -22,10 +22,11 @@ Estimator = Literal["k1", "k2", "k3"]
 class ReferenceKl:
     """Settings of the KL term.
 
-    coef: weight of the term; 0: the reference policy is not loaded.
-    estimator: on-policy all three have the right mean, but only k2 has the gradient of KL(p ||
-        p_ref). The gradient of k3 is, near the reference, that of KL(p_ref || p). The gradient of
-        k1 has mean zero, so k1 only logs.
+    coef: the weight of the KL term. With 0, the reference policy is not loaded.
+    estimator: 'k1', 'k2' or 'k3'. On-policy, the means of k1 and k3 are KL(p || p_ref), and the
+        mean of k2 approximates KL(p || p_ref) near the reference. Only k2 has the gradient of KL(p
+        || p_ref). Near the reference, the gradient of k3 is that of KL(p_ref || p). The gradient of
+        k1 has mean zero, so k1 measures the KL divergence without changing the policy.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}

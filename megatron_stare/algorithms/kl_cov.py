@@ -5,7 +5,8 @@ close to the old policy.
     loss = -A rho                           elsewhere
 
 There is no ratio clip, because the released code ignores the one that its scripts pass. With one
-optimizer step a rollout batch ln p = ln p_old, so the term has no gradient and KL-Cov is inert.
+optimizer step per rollout batch, ln p = ln p_old. The penalty beta |ln p - ln p_old| then has no
+gradient, so KL-Cov has no effect.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ METRICS = (
 class KlCov(PolicyGradient):
     """Settings of KL-Cov, with the defaults of the paper's 7B runs.
 
-    share: share of all tokens that are held (2e-3 for 7B, 2e-4 for 32B).
-    coef: beta (1 in the original repository, 0.1 in verl's configuration).
-    advantage_spread: divisor of the centred reward.
+    share: the share of all tokens that get the penalty beta |ln p - ln p_old| (2e-3 for 7B models,
+        2e-4 for 32B models).
+    coef: beta, the weight of the penalty (1 in the original repository, 0.1 in verl's
+        configuration).
+    advantage_spread: the divisor of a reward minus its group's mean.
     """
 
     share: float = 2e-3
@@ -64,7 +67,7 @@ class KlCov(PolicyGradient):
         return asked
 
     def held(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """[N] bool: tokens held to the old policy."""
+        """Returns the tokens that get the penalty on the distance from the old policy, [N] bool."""
         return threshold(statistics, "held").select(
             covariance(batch, statistics), batch.index, batch.loss_mask
         )

@@ -2,7 +2,7 @@
 
 A training step:
 
-1. The driver calls `judge` on the rollout batch, which computes the advantages.
+1. The driver calls `judge`, which computes the advantages of the rollout batch.
 2. The trainer runs the log-prob pass.
 3. The trainer answers `requests` over all ranks; `control` updates the method's state.
 4. For every mini-batch the trainer answers `requests` over that mini-batch alone, then calls
@@ -32,8 +32,9 @@ State = dict[str, Tensor]  # 0-dim float64 tensors that a method keeps from step
 
 @dataclass(frozen=True)
 class TokenTerms:
-    """Token losses before aggregation, `loss` [N], and values to log, `shares` [N] by name, each
-    logged as its mean over the loss tokens."""
+    """Token losses and values to log. `loss` [N] has the token losses before aggregation. `shares`
+    has [N] values by metric name. The trainer logs each metric as the mean of its values over the
+    loss tokens."""
 
     loss: Tensor
     shares: Mapping[str, Tensor] = field(default_factory=dict)
@@ -60,13 +61,14 @@ class Method(ABC):
 
     @property
     def reads_log_prob_pass(self) -> str | None:
-        """Returns a sentence naming why the method needs the old log-probs or entropies for more
-        than its gate, or None if it does not.
+        """Returns a sentence that names why the method needs the old log-probs or entropies of the
+        log-prob pass. Returns None if at most the method's gate reads the log-prob pass.
 
-        Only with None may a run skip the log-prob pass (`statistics.gate: lagged`). Such a run
-        makes one update a rollout batch. `requests` then finds NaN for both quantities, `control`
-        runs after the training pass, which computes them, and `token_loss` gets the current
-        log-prob, detached, as the old one.
+        A run may skip the log-prob pass (`statistics.gate: lagged`) only if this property is None.
+        A run without the log-prob pass makes one update per rollout batch. In a run without the
+        log-prob pass, `requests` finds NaN for old log-probs and entropies. `control` runs after
+        the training pass, which computes log-probs and entropies. `token_loss` gets the detached
+        current log-prob as the old log-prob.
         """
         return f"{type(self).__name__} does not say that it can do without the log-prob pass"
 
@@ -76,8 +78,8 @@ class Method(ABC):
         return ()
 
     def carries_loss(self, batch: RolloutBatch) -> Tensor:
-        """[B] bool: responses whose loss-mask tokens carry loss; tokens of others count neither in
-        N nor in quantiles."""
+        """Returns the responses whose loss-mask tokens carry loss, [B] bool. The tokens of a
+        response without loss count neither in N nor in quantiles."""
         return batch.verified
 
     def baseline_mask(self, batch: RolloutBatch) -> Tensor:
@@ -89,10 +91,10 @@ class Method(ABC):
         return batch.rewards
 
     def judge(self, batch: RolloutBatch) -> RolloutBatch:
-        """Returns the rollout batch with advantages, loss and baseline masks of responses, and
-        length penalties.
+        """Returns the rollout batch with the columns `advantages`, `carries_loss`, `baseline_mask`
+        and `penalties` filled in.
 
-        Only this method computes these columns; every rank reads them from the batch.
+        Only `judge` computes the four columns; every rank reads the four columns from the batch.
         """
         shaped, judged_against = self.shaped_rewards(batch), self.baseline_mask(batch)
         return replace(
@@ -116,14 +118,15 @@ class Method(ABC):
         """Returns the statistics that the method needs: of the rollout batch for `control`, of a
         mini-batch for the loss.
 
-        Called again until it returns no new names, so that a request may build on the answers in
-        `known`. `coefficients` divides by `tokens`, the number of positions that carry loss.
+        The trainer calls `requests` again until a call returns no new names, so that a request may
+        build on the answers in `known`. `coefficients` divides by `tokens`, the number of positions
+        that carry loss.
         """
         return {"tokens": Count(batch.loss_mask)}
 
     def control(self, state: State, statistics: Statistics) -> State:
         """Returns the state for this step, computed from the statistics of the rollout batch; the
-        next step starts from it. Must not synchronise with the host."""
+        next step starts from it. `control` must not synchronise with the host."""
         return state
 
     @abstractmethod
@@ -140,13 +143,14 @@ class Method(ABC):
         read responses.
 
         1 is L+ and -1 is L-, the rare tokens of positive and negative advantage. 2 is U+ and -2 is
-        U-, the common ones. 0 is no set.
+        U-, the common tokens of positive and negative advantage. 0 means no set.
         """
         return torch.zeros_like(batch.loss_mask, dtype=torch.int8)
 
     def empty(self, statistics: Statistics) -> Tensor:
-        """0-dim bool: no token of the whole mini-batch has a loss. The trainer then skips the
-        optimizer step, which would only apply momentum and weight decay."""
+        """Tells whether no token of the whole mini-batch has a loss, 0-dim bool. If no token has a
+        loss, the trainer skips the optimizer step, because a step without gradient would still
+        apply momentum and weight decay."""
         return scalar(statistics, "tokens") == 0
 
     def metrics(self, statistics: Statistics, state: State) -> dict[str, Tensor | float]:

@@ -131,7 +131,8 @@ class PolicyGradient(Method):
 
     @property
     def reads_log_prob_pass(self) -> str | None:
-        """Covers the add-ons (see Method); a method that reads the pass itself overrides this."""
+        """Returns why the add-ons need the log-prob pass, or None; see Method. A subclass whose own
+        loss needs the log-prob pass overrides this property."""
         if self.correction is not None:
             return (
                 "the importance correction compares old log-probs with the engine's before the loss"
@@ -208,11 +209,11 @@ class PolicyGradient(Method):
         return {}
 
     def with_loss(self, batch: TokenBatch, narrowed: Narrowed, known: Statistics) -> Tensor:
-        """[N] bool: tokens that have a loss: those that the filters kept and the correction gives a
-        weight.
+        """Returns the tokens that have a loss, [N] bool. A token has a policy loss if the filters
+        kept the token and the token's correction weight is above 0.
 
-        With a KL term or an entropy bonus, all counted tokens, because both act on tokens without
-        policy loss too.
+        With a KL term or an entropy bonus, every counted token has a loss, because the KL term and
+        the entropy bonus also act on tokens without policy loss.
         """
         if self.needs_reference or self.entropy_bonus is not None:
             return narrowed.counted

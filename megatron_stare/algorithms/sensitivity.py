@@ -1,21 +1,21 @@
 """How a policy-gradient step moves the entropy, to first order (STARE, arXiv 2606.19236, section 3
 and appendix D).
 
-Let a step sample token a with advantage A and move the logits by eta A (one_hot(a) - p). Then the
-entropy at that position changes at the rate dH/deta = -A Phi(a): Phi is how fast the entropy falls
-when the sampled token is pushed up.
+Let a step sample token a with advantage A and move the logits by eta A (one_hot(a) - p). The
+entropy H at the position of a then changes at the rate dH/deta = -A Phi(a). Phi(a) is the rate at
+which H falls if the advantage is 1.
 
     Phi(a) = p (ln p + H) - S2        S2 = sum_v p_v^2 (ln p_v + H) = sum p^2 ln p + H sum p^2 >= 0
     Phi(a) > 0  if and only if  s < s* = H - W0(S2 e^H)        (s = -ln p, Lambert W0)
 
 So the entropy falls for common tokens (s < s*) of positive advantage, U+, and for rare tokens of
-negative advantage, L-. It rises for U- (common, negative) and L+ (rare, positive). s* depends on
-the whole distribution of its position. All functions are elementwise over [N] positions, without
-host synchronisation.
+negative advantage, L-. The entropy rises for common tokens of negative advantage, U-, and for rare
+tokens of positive advantage, L+. The critical surprisal s* depends on the whole distribution at a
+position. All functions are elementwise over [N] positions, without host synchronisation.
 
-At temperature T all quantities above belong to the sampling distribution, softmax(z / T). The push
-on the logits z and the slope of the entropy in z each carry 1 / T, so rates per unit step in z
-carry 1 / T^2.
+At a sampling temperature T, p, H, S2, Phi and s* are those of the sampling distribution softmax(z /
+T) of the logits z. The gradient of ln p in z has a factor 1 / T, and the gradient of H in z has
+another factor 1 / T. The change of H per unit step in z therefore has a factor 1 / T^2.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def is_rare(phi: Tensor) -> Tensor:
 
 
 def quadrants(batch: TokenBatch, phi: Tensor) -> dict[str, Tensor]:
-    """Returns the tokens of U+, L+, U- and L- among those that carry loss, [N] bool each. Tokens
-    with advantage 0 are in none."""
+    """Returns the tokens of U+, L+, U- and L- among those that carry loss, [N] bool each. A token
+    with advantage 0 is in none of the four sets."""
     rare = is_rare(phi)
     plus, minus = batch.loss_mask & (batch.advantage > 0), batch.loss_mask & (batch.advantage < 0)
     return dict(
@@ -190,12 +190,13 @@ class EntropyForecast:
     Rates are in nats per unit of a step that moves every token's logits by its advantage times
     (one_hot(a) - p).
 
-    change: rate of the mean entropy under the method's own loss.
-    plain_change: the same rate under the plain advantages; the sum of the masses.
-    masses: part of `plain_change` from each quadrant.
-    shares: share of the tokens in each quadrant.
-    rare_share: share of tokens past their critical surprisal.
-    critical_surprisal: mean of s*, nats.
+    change: the rate at which the mean entropy changes under the method's own loss.
+    plain_change: the rate at which the mean entropy changes under the plain advantages.
+        `plain_change` is the sum of `masses`.
+    masses: the part of `plain_change` that the tokens of each quadrant cause.
+    shares: the share of all tokens that lie in each quadrant.
+    rare_share: the share of all tokens whose surprisal is above the critical surprisal s*.
+    critical_surprisal: the mean of the critical surprisal s*, nats.
     neutral_weight: W*, the weight on L+ for which `plain_change` would be zero.
     """
 

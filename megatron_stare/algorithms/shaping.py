@@ -1,5 +1,5 @@
-"""Length penalties on rewards, and the responses and groups that count. Runs on whole batches, on
-the host.
+"""Length penalties on rewards, treatments of truncated responses, and the groups whose rewards
+differ. The functions run on whole batches, on the host.
 
 Shape legend: B responses, G prompt groups.
 """
@@ -20,7 +20,8 @@ Truncated = Literal["keep", "mask", "drop"]
 
 @dataclass(frozen=True, kw_only=True)
 class Overlong:
-    """DAPO's soft overlong punishment (arXiv 2503.14476), added to the reward before the advantage:
+    """DAPO's soft overlong punishment (arXiv 2503.14476) is added to a reward before the advantage
+    is computed. For a response of n tokens, the punishment is:
 
         min(-(n - (max_length - cache)) / cache * factor, 0)
 
@@ -49,11 +50,12 @@ class Overlong:
 class LengthPenalty:
     """Group Relative Overlong Punishment (GROP; GTPO and GRPO-S, arXiv 2508.04349, appendix D).
 
-    A group is easy if its share of correct responses is at least `easy_from`, hard if at most 1 -
-    easy_from, else medium. Let L = max((shortest + longest) / 2, mean) over the lengths of its
-    correct responses (easy) or of all (medium). A correct response of length n gets 0 below L, -(n
-    - L) / (2 L) up to 2 L, and -1/2 beyond. Hard groups get no penalty. Neither do medium groups
-    with at most as many right as wrong, a case the paper leaves open.
+    A group is easy if its share of correct responses is at least `easy_from`, and hard if the share
+    is at most 1 - easy_from. Every other group is medium. Let L = max((shortest + longest) / 2,
+    mean) over the lengths of an easy group's correct responses, or over the lengths of all
+    responses of a medium group. A correct response of length n gets 0 below L, -(n - L) / (2 L) up
+    to 2 L, and -1/2 beyond. Hard groups get no penalty. A medium group in which at most half of the
+    responses are correct gets no penalty either, a case that the paper leaves open.
 
     easy_from: gamma_1; the paper gives no number.
     correct_from: lowest reward of a correct response.
@@ -105,8 +107,8 @@ def _per_group(flags: Tensor, groups: Tensor) -> Tensor:
 
 
 def _typical_length(n: Tensor, groups: Tensor, over: Tensor, number: int) -> Tensor:
-    """[G] max((shortest + longest) / 2, mean) of the lengths selected by `over`; 1 if a group has
-    none."""
+    """Returns max((shortest + longest) / 2, mean) over each group's lengths that the mask `over`
+    selects, [G]. Returns 1 for a group without a selected length."""
     infinite = torch.full((number,), torch.inf, dtype=n.dtype)
     low = infinite.scatter_reduce(0, groups, torch.where(over, n, torch.inf), "amin")
     high = (-infinite).scatter_reduce(0, groups, torch.where(over, n, -torch.inf), "amax")

@@ -5,8 +5,8 @@ contains by accident.
     J = (1 / sum I) sum_{i,t} I min(rho A, clip(rho, 1 - low, 1 + high) A)
 
 In v4, tau_h is the q-quantile over the batch of the entropies of the candidates, the tokens with p
-< tau_p in correct responses. In v1 it is the q-quantile over all tokens. Comparisons are strict;
-without candidates no token is silenced. No official code is known.
+< tau_p in correct responses. In v1, tau_h is the q-quantile of the entropies of all tokens.
+Comparisons are strict; without candidates no token is silenced. No official code is known.
 """
 
 from __future__ import annotations
@@ -95,10 +95,13 @@ class Stapo(Grpo):
     """Settings of STAPO, with the defaults of version 4 of the paper.
 
     tau_p: probability below which a token may be spurious.
-    version: tokens over which the entropy quantile is taken: candidates ('v4') or all ('v1').
-    quantile: q, 0.75 in v4; v1 of the paper gives both 0.8 and 0.2.
-    interpolation: between two entropies; the paper does not specify it.
-    denominator: divide the loss by the 'kept' tokens (the paper) or by 'all'.
+    version: the version of the paper. 'v4' takes the entropy quantile over the candidates, 'v1'
+        over all tokens.
+    quantile: q, which is 0.75 in v4 of the paper. v1 of the paper gives two values, 0.8 and 0.2.
+    interpolation: how the quantile interpolates between two entropies. The paper does not specify
+        the interpolation.
+    denominator: the loss is divided by the number of 'kept' tokens, as in the paper, or by the
+        number of 'all' tokens.
     """
 
     clip_high: float = 0.28

@@ -1,9 +1,10 @@
 """Applies STAPO's mask, then STARE's quantile to the tokens that the mask keeps.
 
 The methods disagree on improbable tokens of correct answers: STAPO silences those of low entropy,
-STARE amplifies all. Here the mask comes first. Tokens that it removes are not in the loss, not in N
-and not among STARE's candidates, so STARE amplifies improbable tokens of high entropy. The gate
-still uses the mean entropy of all response tokens. This composition is ours; no paper has run it.
+STARE amplifies all. Here the mask comes first. A token that the mask removes is not in the loss,
+not in N and not among STARE's candidates. Among the improbable tokens of correct answers, STARE
+therefore amplifies only tokens of high entropy. The gate still uses the mean entropy of all
+response tokens. This composition is ours; no paper has run it.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
 """STARE (arXiv 2606.19236): surprisal-guided advantage reweighting behind a target-entropy gate.
 
 While the batch's mean entropy is below its target, STARE multiplies the advantages of the tokens
-that move entropy most: the share P of highest surprisal among tokens of positive advantage (L+), of
-negative advantage (L-), or both.
+that move entropy most. L+ is the share P of highest surprisal among the tokens of positive
+advantage. L- is the share P of highest surprisal among the tokens of negative advantage. A variant
+reweights L+, L- or both.
 
     w = 1 + g (W - 1) on L+      w = 1 - g (1 - M) on L-      w = 1 elsewhere
     g = 1[mean H < target]
     J = (1 / N) sum_{i,t} w min(rho A, clip(rho, 1 - low, 1 + high) A)
 
-The paper takes the quantile over the whole batch, as this file does; its released code takes it per
-micro-batch and rank. Paper, code and this file move W and M (adaptive) before the loss of the same
-step, even while the gate is closed. token_sets.py has the ablation's other operators, which also
-act on common tokens. The ablation's gates by sample and by token read the entropy of the response
-or the token.
+The paper takes the quantile over the whole batch, as this file does; the released code takes the
+quantile per micro-batch and rank. With `adaptive`, W and M move before the loss of the same step,
+even while the gate is closed, as in the paper and in the released code. token_sets.py has the
+ablation's other operators, which also act on common tokens. In the ablation, a gate per sample
+reads the mean entropy of the response, and a gate per token reads the entropy at the token.
 """
 
 from __future__ import annotations
@@ -116,22 +117,25 @@ METRICS = (
 class Stare(Grpo):
     """Settings of STARE, with the paper's defaults.
 
-    variant: the paper's names: 'O1' amplifies L+ (W), 'O4' attenuates L- (M), 'C2' does both. From
-        the ablation: 'O2' attenuates U+, 'O3' amplifies U-; 'C1' is O1 and O3, 'C3' O2 and O3, 'C4'
-        O2 and O4.
-    share: P, the share of tokens selected on each side.
-    rare_below: fixed bound instead of P: tokens of lower probability are rare. null: rare by share.
-    common: tokens in U+ and U-: 'complement', all of the sign that are not rare, or 'bottom', the
-        share of lowest surprisal.
-    amplify: W, at least 1.
-    attenuate: M, in (0, 1].
-    entropy_target: nats; the gate is open while the entropy is below it. null: always open.
-    gate: entropy that the gate reads: the mean of the 'batch', the mean of the token's response
-        ('sample'), or the entropy at the 'token'.
-    gate_entropy: 'response' is the mean over all response tokens, 'kept' over those that the
-        filters left in the loss.
-    adaptive: each step, move W and M by `adapt_rate` towards the target, according to the batch's
-        mean entropy, within [1, amplify_max] and [attenuate_min, 1].
+    variant: the name of a variant in the paper. 'O1' amplifies L+ by W, 'O4' attenuates L- by M,
+        and 'C2' does both. In the ablation, 'O2' attenuates U+ and 'O3' amplifies U-. 'C1' combines
+        O1 and O3, 'C3' combines O2 and O3, and 'C4' combines O2 and O4.
+    share: P, the share that is selected of the tokens of positive advantage and of the tokens of
+        negative advantage.
+    rare_below: a fixed probability bound, which replaces P. A token below the bound is rare. With
+        null, `share` decides which tokens are rare.
+    common: the tokens in U+ and U-. 'complement' takes all tokens that are not rare. 'bottom' takes
+        the share P of lowest surprisal.
+    amplify: the factor W on amplified advantages, at least 1.
+    attenuate: the factor M on attenuated advantages, in (0, 1].
+    entropy_target: the gate is open while the entropy is below this target, nats. With null, the
+        gate is always open.
+    gate: the entropy that the gate reads. 'batch' is the mean entropy of the batch, 'sample' the
+        mean entropy of the token's response, and 'token' the entropy at the token.
+    gate_entropy: the tokens that the gate's mean entropy covers. 'response' covers all response
+        tokens. 'kept' covers the tokens that the filters left in the loss.
+    adaptive: whether every step moves W and M by `adapt_rate`, so that the batch's mean entropy
+        approaches the target. W stays within [1, amplify_max] and M within [attenuate_min, 1].
     """
 
     clip_high: float = 0.28
@@ -215,8 +219,8 @@ class Stare(Grpo):
         return asked | {each.name: self.selection.request(each, kept) for each in self.selects}
 
     def control(self, state: State, statistics: Statistics) -> State:
-        """Opens or closes the gate and, if adaptive, moves W and M, before the loss of the same
-        step."""
+        """Opens or closes the gate. With `adaptive`, also moves W and M. The loss of the same step
+        uses the new gate, W and M."""
         state = super().control(state, statistics)
         if self.entropy_target is None:
             return state
@@ -233,7 +237,8 @@ class Stare(Grpo):
         }
 
     def gates(self, batch: TokenBatch, statistics: Statistics, state: State) -> Tensor:
-        """0-dim or [N] float64: 1 where the gate is open, so that the weights act."""
+        """Returns 1 if the gate is open, else 0, float64. The tensor is 0-dim if one gate serves
+        the whole batch, and [N] if samples or tokens have their own gates."""
         if self.gate == "batch" or self.entropy_target is None:
             return state["gate"]
         if self.gate == "token":

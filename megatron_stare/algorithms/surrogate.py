@@ -55,7 +55,8 @@ def ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
 def clip(
     ratio: Tensor, advantage: Tensor, *, low: float, high: float, dual: float | None
 ) -> Surrogate:
-    """Returns the clipped surrogate for any ratio, by token [N] or by response [B]."""
+    """Returns the clipped surrogate for any ratio. The ratio is one number per token, [N], or one
+    number per response, [B]."""
     free = ratio * advantage
     bounded = ratio.clamp(1 - low, 1 + high) * advantage
     objective = torch.minimum(free, bounded)
@@ -86,8 +87,8 @@ def bounded_ratio(log_prob: Tensor, old_log_prob: Tensor, *, low: float, high: f
 def response_mean(x: Tensor, batch: TokenBatch) -> Tensor:
     """[N] mean of x over the masked tokens of each token's response; differentiable.
 
-    Correct only if responses are whole in the tokens at hand, or in those of the ranks that
-    `batch.over_ranks` sums over. Methods that use it are sequence-coupled.
+    The mean is correct only if this batch, or the batches of the ranks that `batch.over_ranks` sums
+    over, have all tokens of every response. Methods that use `response_mean` are sequence-coupled.
     """
     if batch.sequence_lengths is None:
         raise ValueError("a mean by response needs sequence_lengths")

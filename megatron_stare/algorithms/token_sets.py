@@ -1,15 +1,16 @@
 """The sets of tokens that STARE's operators act on (arXiv 2606.19236, section 3 and table 4).
 
-    L+ rare tokens of positive advantage        U+ common ones
-    L- rare tokens of negative advantage        U- common ones
+    L+ rare tokens of positive advantage        U+ common tokens of positive advantage
+    L- rare tokens of negative advantage        U- common tokens of negative advantage
 
     O1 amplifies L+    O2 attenuates U+    O3 amplifies U-    O4 attenuates L-
     C1 = O1 + O3       C2 = O1 + O4        C3 = O2 + O3       C4 = O2 + O4
 
 To first order every operator raises the entropy (sensitivity.py). Rare tokens are the share P of
-highest surprisal among the tokens of their sign in the whole batch, or those with p below a fixed
-bound. The paper does not define the common ones. Here they are all others ('complement'), or the
-share P of lowest surprisal ('bottom'); docs/algorithms/stare.md gives the reasons.
+highest surprisal among the whole batch's tokens with advantages of one sign, or the tokens with p
+below a fixed bound. The paper does not define the common tokens. Here 'complement' takes all tokens
+that are not rare as common, and 'bottom' takes the share P of lowest surprisal.
+docs/algorithms/stare.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ Common = Literal["complement", "bottom"]
 
 @dataclass(frozen=True)
 class TokenSet:
-    """One of L+, L-, U+ and U-.
+    """One of the token sets L+, L-, U+ and U-.
 
-    name: in statistics and metrics.
-    sign: sign of its tokens' advantage.
-    rare: True: the rare tokens of that sign; False: the common ones.
-    weight: state value that multiplies their advantage while the gate is open.
-    code: in `Method.selected`.
+    name: the name of the set in statistics and metrics.
+    sign: the sign of the advantages of the set's tokens.
+    rare: True if the set has the rare tokens of the sign, False if the set has the common tokens.
+    weight: the state value that multiplies the advantages of the set's tokens while the gate is
+        open.
+    code: the number of the set in `Method.selected`.
     """
 
     name: str
@@ -73,8 +75,9 @@ def token_sets(variant: Variant) -> tuple[TokenSet, ...]:
 class Selection:
     """Rule that separates rare tokens from common ones.
 
-    share: P.
-    rare_below: probability below which a token is rare; None: rare by share.
+    share: P, the share of tokens that the sets select.
+    rare_below: the probability below which a token is rare. With None, `share` decides which tokens
+        are rare.
     """
 
     share: float
@@ -82,7 +85,8 @@ class Selection:
     rare_below: float | None
 
     def request(self, of: TokenSet, batch: TokenBatch) -> Request:
-        """Returns the statistic that separates the set from the other tokens of its sign."""
+        """Returns the statistic that separates the set from all other tokens whose advantages have
+        the set's sign."""
         if self.rare_below is not None:
             return Count(self.members(of, batch, {}))
         # of equal surprisals, the first in canonical order are selected, at either end
@@ -109,9 +113,10 @@ class Selection:
         return found.k if of.rare or self.common == "bottom" else found.n - found.k
 
     def bound(self, of: TokenSet, statistics: Statistics) -> Tensor | float:
-        """Returns the surprisal, in nats, that separates the set from the other tokens of its sign.
-        By share it is that of one token: the least surprising rare one, or the most surprising one
-        of 'bottom'."""
+        """Returns the surprisal, in nats, that separates the set from all other tokens whose
+        advantages have the set's sign. If `share` selects the rare tokens, the bound is the
+        surprisal of the least surprising rare token. For common tokens by 'bottom', the bound is
+        the surprisal of the most surprising common token."""
         if self.rare_below is not None:
             return -math.log(self.rare_below)
         value = threshold(statistics, of.name).value

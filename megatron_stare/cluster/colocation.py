@@ -52,8 +52,8 @@ def in_order(
 ) -> tuple[TrainerGroup, EnginePool]:
     """Starts trainer and engines.
 
-    Colocated servers start first and release their memory before the trainer is built, since they
-    size their cache by the free memory.
+    Colocated servers start first and release their memory before the trainer is built, since a
+    server sizes its cache by the free memory.
     """
     if not config.sglang.colocated:
         ranks = trainers()
@@ -73,7 +73,8 @@ class Colocation:
         self.metrics: dict[str, float] = {}  # of the newest step, MB of all engines' processes
 
     def release(self) -> None:
-        """Releases the servers' memory until the next sync, after the last response of a step."""
+        """Releases the servers' memory, from the last response of a step until the next weight
+        sync."""
         if not self._on:
             return
         self._engines.hold_restarts()
@@ -83,9 +84,9 @@ class Colocation:
 
     @contextlib.contextmanager
     def syncing(self) -> Iterator[None]:
-        """Context manager around a weight sync. Restores the servers' weights before it and their
-        cache after it. Offloads the trainer except for the parameters, which the canary needs
-        next."""
+        """Context manager around a weight sync. Restores the servers' weights before the sync and
+        the servers' cache after the sync. Offloads the trainer except for the parameters, which the
+        canary needs next."""
         if not self._on:
             yield
             return
@@ -97,16 +98,17 @@ class Colocation:
         self._note("memory/engines_taken_mb", self._engines.memory_mb(), held)
 
     def synced(self) -> None:
-        """Offloads the trainer until the next log-prob pass, after the weight sync is verified.
-        Lets lost servers restart until `release`."""
+        """Offloads the trainer, from the end of a verified weight sync until the next log-prob
+        pass. Lets lost servers restart until `release` is called."""
         if self._on:
             self._leave(self._leaving)
             self._engines.allow_restarts()
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Context manager around the beginning of a checkpoint. Releases the servers' caches to
-        make room for the optimizer state. When it closes, all data to write is in host memory."""
+        """Context manager around the start of saving a checkpoint. Releases the servers' caches to
+        make room for the optimizer state. When the context ends, all data to write is in host
+        memory."""
         if not self._on or "optimizer" not in self._leaving:
             yield
             return

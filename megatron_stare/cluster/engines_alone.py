@@ -1,5 +1,5 @@
-"""Engines without a trainer, for `megatron-stare eval`. They get their weights from a Hugging Face
-folder."""
+"""Engines without a trainer, for `megatron-stare eval`. The engines get their weights from a
+Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ class EnginesAlone(Protocol):
 
 
 def make_engines(config: Config, tell: Callable[[str], None] = unsaid) -> EnginesAlone:
-    """Started where runtime.runner says; Ray is imported only there.
+    """Starts the engines in this process or in Ray, as `runtime.runner` says. Ray is imported only
+    for Ray.
 
     Args:
-        tell: told, in a line, what takes seconds to start, before it does.
+        tell: called with a line of text before each start that takes seconds.
 
     Raises:
         UserError: an engine does not start or cannot be placed.
@@ -56,13 +57,13 @@ def make_engines(config: Config, tell: Callable[[str], None] = unsaid) -> Engine
 
 
 class FolderWeights(WeightStream):
-    """Weight stream that reads a folder bucket by bucket and sends from this process. For one
-    update.
+    """Weight stream that reads a folder bucket by bucket and sends from this process. A stream
+    serves one weight update.
 
     Args:
         folder: checked against `shape`, tensor by tensor.
         dtype: dtype that the weights are cast to, as in a trainer with this dtype.
-        bucket_bytes: size limit of a bucket. A larger tensor gets its own bucket.
+        bucket_bytes: size limit of a bucket. A tensor above the limit gets its own bucket.
         share: stores a bucket for all engines.
 
     Raises:
@@ -84,7 +85,8 @@ class FolderWeights(WeightStream):
         self._sender: Sender | None = None
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
-        """See WeightStream. A bucket needs no calls of other processes."""
+        """See WeightStream. This process fills every bucket alone, so a bucket needs no call to
+        another process."""
         for bucket in self._read():
             self._checksums |= (
                 bucket.checksums()
@@ -130,8 +132,8 @@ class FolderWeights(WeightStream):
 def _laid_out(
     sizes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, bucket_bytes: int
 ) -> tuple[BucketLayout, ...]:
-    """Packs tensors in order into buckets of at most `bucket_bytes`. A larger tensor gets its own
-    bucket."""
+    """Packs tensors in order into buckets of at most `bucket_bytes`. A tensor above the limit gets
+    its own bucket."""
     parts: list[list[Slot]] = [[]]
     for name, size in sizes.items():
         start = parts[-1][-1].start + parts[-1][-1].numel if parts[-1] else 0

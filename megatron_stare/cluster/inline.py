@@ -1,5 +1,5 @@
-"""Runs one trainer rank and the engines in this process, called one after another. For tests and
-study."""
+"""Runs one trainer rank and the engines in this process, one after another. This runner is for
+tests and study."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class InlineWorkers(Workers):
     """Workers that are objects in this process. A handle is the result itself.
 
     Args:
-        make: recreates a worker by number; None: lost workers cannot be replaced.
+        make: creates the worker of a number again. With None, lost workers cannot be replaced.
     """
 
     def __init__(self, workers: Sequence[Any], make: Callable[[int], Any] | None = None) -> None:
@@ -109,10 +109,11 @@ def _engines(config: Config) -> str:
 
 
 class InlineRunner:
-    """One rank, all engines, no other process. Preflight has refused a layout of more ranks.
+    """Runs one rank and all engines in this process. Preflight has refused every layout with more
+    than one rank.
 
     Args:
-        tell: told, in a line, what takes seconds to start, before it does.
+        tell: called with a line of text before each start that takes seconds.
     """
 
     def __init__(self, run: ResolvedRun, tell: Callable[[str], None] = unsaid) -> None:
@@ -162,7 +163,7 @@ class InlineRunner:
         return Site(parts, LOOPBACK, (LOOPBACK,) * len(nodes))
 
     def lost(self, error: Exception) -> WorkerLostError | None:
-        """See Runner. No other process can be lost."""
+        """See Runner. Returns None, because the rank and the engines are in this process."""
         return None
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
-"""Actual nodes and GPUs of a plan's processes: numbers them, checks them against the plan, and
-formats them."""
+"""Orders the ranks by their actual nodes and GPUs, checks the nodes and GPUs of all processes
+against the plan, and formats the result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class Spot:
 
 
 def rank_order(plan: Plan, spots: Sequence[Spot]) -> list[int]:
-    """Returns the process for each rank: by GPU index on each node, nodes in the plan's order.
+    """Returns the number of the process for each rank. The ranks follow the plan's order of nodes,
+    and on each node the index of the process's GPU.
 
     Args:
         spots: places of the processes, in the order in which the plan started them.
@@ -95,8 +96,8 @@ def _check_spot(
 
 
 def shown(plan: Plan, ranks: Sequence[Spot], part: int) -> dict[str, str]:
-    """Returns the CUDA_VISIBLE_DEVICES of a replica part that shares the ranks' GPUs. Otherwise
-    returns {}, since Ray sets the variable."""
+    """Returns the CUDA_VISIBLE_DEVICES of a replica part that shares the ranks' GPUs. Returns {}
+    for a part with its own GPUs, since Ray sets CUDA_VISIBLE_DEVICES."""
     gpus = _shared(plan, ranks, part) if plan.demand.shared else ()
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 

@@ -81,8 +81,8 @@ def node_address(interface: str | None) -> str:
 
 
 def server_address(config: Config) -> str:
-    """Returns the address at which the run's processes reach servers on this node. It is loopback
-    if the run started Ray, since the whole run is then on one machine."""
+    """Returns the address at which the run's processes reach servers on this node. The address is
+    loopback if the run started Ray, since the whole run is then on one machine."""
     return node_address(config.runtime.interface) if config.runtime.ray_address else LOOPBACK
 
 
@@ -100,8 +100,9 @@ class Actor:
         self._beats = CallBeats(None, "")
 
     def build(self, kind: Callable[..., Any], pickled: bytes, role: str) -> None:
-        """Makes the worker from pickled arguments. They are unpickled here, because Ray would lose
-        the message of an error, such as a user's method that is missing on this node."""
+        """Makes the worker from pickled arguments. The actor unpickles the arguments, because Ray
+        would lose the message of an unpickling error. Unpickling fails, for example, if a user's
+        method is missing on this node."""
         keep_own_output(role)
         self._beats = beats_here(role, ray.get_runtime_context().get_node_id())
         with self._beats.call("build"):
@@ -149,7 +150,8 @@ class Actor:
             self._door = None
 
     def leave_in(self, folder: str) -> str:
-        """Creates a file in the folder and returns its path. Raises ConfigError if it cannot."""
+        """Creates a file in the folder and returns its path. Raises ConfigError if the file cannot
+        be created."""
         file = Path(folder) / f"seen-{secrets.token_hex(8)}"
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +163,7 @@ class Actor:
         return str(file)
 
     def sees(self, file: str) -> tuple[str, bool]:
-        """Returns this node's name, and whether it sees the file."""
+        """Returns this node's name, and whether this node sees the file at path `file`."""
         with contextlib.suppress(OSError):
             os.listdir(Path(file).parent)  # refreshes a network file system's cache
         return socket.gethostname(), Path(file).exists()
@@ -186,7 +188,8 @@ class Actor:
 
 
 class RayPeers(Workers):
-    """Workers that another worker may call but does not own. Their starter ends them."""
+    """Workers that another worker may call but does not own. The process that started the workers
+    ends the workers."""
 
     def __init__(self, actors: Sequence[Any], what: str, timeout_s: float) -> None:
         self._actors, self._what, self._timeout_s = list(actors), what, timeout_s
@@ -220,14 +223,15 @@ class RayPeers(Workers):
         return ray.put(value)
 
     def close(self) -> None:
-        """Does nothing, since these workers belong to another process."""
+        """Does nothing, since the process that started the workers ends the workers."""
 
 
 class RayWorkers(RayPeers):
     """Workers in one Ray actor each. `close` ends them.
 
     Args:
-        makers: functions that start each actor in its place. Called again to replace an actor.
+        makers: functions that each start one actor in its place. An actor's function is called
+            again to replace the actor.
     """
 
     def __init__(self, makers: Sequence[Callable[[], Any]], what: str, timeout_s: float) -> None:
@@ -529,8 +533,8 @@ class Reservation:
         return {**self._takes(1), **self._bundle(self._of_node[self.plan.ranks[number]])}
 
     def part(self, number: int) -> dict[str, Any]:
-        """Returns Ray's options for the actor of a replica part. A part on shared GPUs takes no
-        resources, since the ranks hold the GPUs."""
+        """Returns Ray's options for the actor that hosts a replica's part on one node. An actor on
+        shared GPUs takes no resources, since the ranks hold the GPUs."""
         if self.plan.demand.shared:
             return {**self._takes(0), **self._bundle(self._of_node[self.plan.parts[number]])}
         return {

@@ -26,7 +26,7 @@ def ended(node: Any) -> str | None:
     """Returns a message if an essential Ray process has ended, else None.
 
     Args:
-        node: Ray's record of the processes it started here; None: it started none.
+        node: Ray's record of the processes that Ray started here; None if Ray started none.
     """
     dead = () if node is None else node.dead_processes()
     return next(
@@ -36,11 +36,11 @@ def ended(node: Any) -> str | None:
 
 
 def half_started(error: BaseException) -> Any:
-    """Returns Ray's record of the processes that a failed start left behind; None if there are
-    none.
+    """Returns Ray's record of the processes that a failed start left behind; None if the start left
+    no processes.
 
-    Ray leaves these processes running until this process ends. Only the frames in the error's
-    traceback refer to the record.
+    Ray leaves the processes of a failed start running until this Python process ends. Ray's record
+    of the processes can be reached only through the frames in the traceback of the start's error.
     """
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     owners = (frame.f_locals.get("self") for frame in frames)
@@ -49,8 +49,9 @@ def half_started(error: BaseException) -> Any:
 
 @contextlib.contextmanager
 def nothing_left(node: Any) -> Iterator[None]:
-    """Context manager around a shutdown of Ray. If an essential process of Ray was lost before,
-    kills the workers that do not end by themselves, since Ray no longer ends them."""
+    """Context manager around a shutdown of Ray. Ray does not end its workers if an essential
+    process of Ray had ended before the shutdown. In that case, kills the workers that do not end
+    within LEFT_S after the shutdown."""
     broken = ended(node) is not None
     agents = [each.process.pid for each in node.all_processes.get("raylet", ())] if broken else []
     started = [process for agent in agents for process in _below(agent)]
@@ -70,7 +71,8 @@ def nothing_left(node: Any) -> Iterator[None]:
 
 
 def undo(half: Any) -> None:
-    """Ends the processes of a failed start. `half` is the record from `half_started`."""
+    """Ends the processes of a failed start of Ray. `half` is Ray's record of the processes, as
+    `half_started` returns it."""
     if half is not None:
         with nothing_left(half):
             half.kill_all_processes(check_alive=False, wait=True)
@@ -84,7 +86,7 @@ def loss_behind(
 
     Args:
         died: returns the number of a worker that Ray knows to be dead.
-        what: name of these workers in errors.
+        what: name of the workers in errors.
     """
     if isinstance(error, WorkerLostError):
         return None
@@ -117,9 +119,9 @@ def _agent_of(process: psutil.Process) -> int | None:
 def own_group() -> Iterator[None]:
     """Context manager in which new processes are started in a separate process group.
 
-    A shell or `timeout` signals a whole group. That would end Ray's processes at once, and with
-    them the ranks that must save the last step. If this process leads its session, it cannot change
-    its group, and new processes stay in that group.
+    A shell or `timeout` signals a whole process group. A signal to Ray's processes would end them
+    at once, together with the ranks that must save the last step. If this process leads its
+    session, it cannot change its group, and new processes stay in that group.
     """
     mine = os.getpgrp()
     # keeps the new process group alive

@@ -65,22 +65,23 @@ from megatron_stare.rollout.fleet.retries import RequestRule
 def hosted_engine(
     config: Config, number: int, parts: Workers | None = None, others: tuple[str, ...] = ()
 ) -> EngineWorker:
-    """Makes a replica's worker inside an actor. Its server listens at the actor's node."""
+    """Makes a replica's worker inside an actor. The worker's server listens at the address of the
+    actor's node."""
     return EngineWorker(config, number, Site(parts, server_address(config), others))
 
 
 def hosted_part(config: Config, number: int, node: int) -> ReplicaPart:
-    """Makes a replica's part on one of its further nodes, inside an actor there."""
+    """Makes, inside an actor, a replica's part for a node other than the replica's first node."""
     return make_part(config, number, node, server_address(config))
 
 
 def planned(config: Config, wait_s: float, demand: Demand | None = None) -> Plan | None:
-    """Plans the placement of ranks and replicas on the joined cluster; returns None if it has no
-    GPUs, so that Ray may place actors anywhere.
+    """Plans the placement of ranks and replicas on the joined cluster; returns None if the cluster
+    has no GPUs, so that Ray may place actors anywhere.
 
     Args:
-        wait_s: longest wait for GPUs that others hold, seconds. Those of a run that has just ended
-            are free after a few seconds.
+        wait_s: longest wait for GPUs that others hold, seconds. The GPUs of a run that has just
+            ended become free after a few seconds.
         demand: ranks and replicas to place; None: those of the run.
 
     Raises:
@@ -167,7 +168,7 @@ class RayRunner:
 
     Args:
         awaited: see reserve.
-        tell: told, in a line, what takes seconds to start, before it does.
+        tell: called with a line of text before each start that takes seconds.
     """
 
     def __init__(
@@ -317,7 +318,8 @@ class RayRunner:
         return pool
 
     def _engines(self, config: Config) -> Workers:
-        """Makes a worker for each replica. It calls the workers on the replica's further nodes."""
+        """Makes a worker for each replica. A replica's worker calls the workers on the replica's
+        other nodes."""
         replicas, others, beside = self._replicas, self._others, replica_nodes(config) - 1
         self._tell(f"starting the engine {config.rollout.engine.name} ...")
         if not beside:
@@ -355,8 +357,8 @@ class RayEngines:
     """Starts or joins Ray and places only engines. Takes no GPUs for a trainer.
 
     Args:
-        config: whose servers, if they take GPUs, have them to themselves.
-        tell: as of RayRunner.
+        config: the configuration. Servers that take GPUs are the only processes on these GPUs.
+        tell: see RayRunner.
     """
 
     def __init__(self, config: Config, tell: Callable[[str], None] = unsaid) -> None:

@@ -40,7 +40,7 @@ class Tried:
     """Result of a rank's connection tests.
 
     node: name of the rank's node.
-    unreached: reason by number of each server that the rank cannot reach.
+    unreached: maps the number of each server that the rank cannot reach to the reason.
     """
 
     node: str
@@ -48,7 +48,8 @@ class Tried:
 
 
 class Hosts(Protocol):
-    """Processes that will host workers, and run these tests before; see RayWorkers."""
+    """Processes that run the connection and folder tests before they host workers; see
+    RayWorkers."""
 
     def everywhere(self, name: str, *args: Any) -> list[Handle]:
         """Starts a call on each process."""
@@ -101,7 +102,7 @@ def unreachable(doors: Sequence[Door], tried: Sequence[Tried]) -> ConfigError | 
 
 def require_folder(folder: str, ranks: Hosts, readers: Sequence[Hosts]) -> None:
     """Has the first rank write a file to the folder, and all other processes check that they see
-    it.
+    the file.
 
     Raises:
         ConfigError: the first rank cannot write there, or another process does not see the file.

@@ -48,11 +48,13 @@ def plan_rules(run: ResolvedRun) -> PlanRules:
 
 @dataclass(frozen=True)
 class StateProof:
-    """Numbers that characterise the state of all ranks. Ranks with the same state reproduce them.
+    """Numbers that characterise the state of all ranks. Ranks with the same state yield the same
+    numbers.
 
-    log_probs: [N] of a canary in canonical order, nats, by name of the policy.
-    sums: sum of absolute values and sum of squares of each whole tensor, by name.
-    counts: step counters by name.
+    log_probs: for each policy's name, the log-probs of a canary batch in canonical order, [N],
+        nats.
+    sums: for each whole tensor's name, the sum of absolute values and the sum of squares.
+    counts: for each step counter's name, the count.
     """
 
     log_probs: Mapping[str, Sequence[float]]
@@ -79,14 +81,14 @@ class TrainerGroup:
     def compute_log_probs(self, batch: RolloutBatch) -> None:
         """Computes log-probs and entropies of every response token before the batch's updates.
 
-        The updates use the same micro-batch plan.
+        The batch's updates use the same micro-batch plan as this log-prob pass.
         """
         plan = self._plan(batch)
         self._last = batch, plan
         self._deal("compute_log_probs", batch, plan)
 
     def measure(self, state: dict[str, float]) -> None:
-        """Computes the method's statistics over the whole batch, and advances its gate and
+        """Computes the method's statistics over the whole batch, and advances the method's gate and
         controllers. Call it once per batch."""
         self._workers.call("measure", state)
 
@@ -175,8 +177,8 @@ class TrainerGroup:
     def _deal(
         self, method: str, batch: RolloutBatch, plan: MicroBatchPlan, *args: Any
     ) -> list[Any]:
-        """Calls every worker with its data rank's share of the batch. Each share is stored once for
-        all workers that need it."""
+        """Calls every worker with its data rank's share of the batch. Each data rank's share is
+        stored once for all workers of the data rank."""
         ranks = sorted(set(self._data_ranks))
         parts = batch.shares(plan.samples_of(rank) for rank in ranks)
         shares = {rank: self._workers.share(part) for rank, part in zip(ranks, parts, strict=True)}
@@ -187,8 +189,8 @@ class TrainerGroup:
         return self._workers.wait(started)
 
     def offload(self, parts: Sequence[str]) -> None:
-        """Offloads parts of the policy to host memory (megatron/optimizer/offload.py). A call that
-        needs a part loads it again."""
+        """Offloads parts of the policy to host memory (megatron/optimizer/offload.py). A later call
+        that needs an offloaded part loads the part onto the device."""
         self._workers.call("offload", parts)
 
     def memory_mb(self) -> dict[str, float]:
@@ -233,7 +235,8 @@ class TrainerGroup:
         return found
 
     def write_tensors(self, entries: dict[str, Entry]) -> None:
-        """Has the ranks write the policy's tensors to the given file entries, by name."""
+        """Makes the ranks write the policy's tensors to files. `entries` maps a tensor's name to
+        the tensor's place in a file."""
         self._workers.call("write_tensors", entries)
 
     @property
@@ -246,8 +249,8 @@ class TrainerGroup:
         return ", ".join(sorted(set(self._workers.call("place"))))
 
     def prove(self, batch: RolloutBatch) -> StateProof:
-        """Computes the proof of policy, refreshed reference and optimizer state. Does not change
-        the last batch."""
+        """Computes numbers that characterise the policy, the refreshed reference policy and the
+        optimizer state. Does not change the last batch."""
         found = self._deal("prove", batch, self._plan(batch))
         log_probs: dict[str, Tensor] = {}
         sums: dict[str, list[list[float]]] = {}
@@ -270,7 +273,8 @@ class TrainerGroup:
         training may continue.
 
         Args:
-            timeout_s: of that wait, seconds; None: the timeout of any call.
+            timeout_s: timeout of the wait until training may continue, seconds; None: the timeout
+                of any call.
 
         Raises:
             UserError: the wait took longer.
@@ -278,14 +282,14 @@ class TrainerGroup:
         self._workers.wait(self._workers.start("save", folder), timeout_s=timeout_s)
 
     def saved(self) -> bool:
-        """True once every rank has written its part."""
+        """Tells whether every rank has written its part of the checkpoint."""
         return all(self._workers.call("saved"))
 
     def wait_saved(self, timeout_s: float | None = None) -> None:
-        """Waits until every rank has written its part.
+        """Waits until every rank has written its part of the checkpoint.
 
         Args:
-            timeout_s: of the wait, seconds; None: the timeout of any call.
+            timeout_s: timeout of the wait, seconds; None: the timeout of any call.
 
         Raises:
             UserError: a rank did not finish within the timeout.
@@ -294,14 +298,14 @@ class TrainerGroup:
 
     def finish_save(self) -> dict[str, Sum]:
         """Finishes the checkpoint on all ranks; returns lengths and checksums of its files by name.
-        Raises UserError if a rank could not write its part."""
+        Raises UserError if a rank could not write its part of the checkpoint."""
         return {
             name: each for sums in self._workers.call("finish_save") for name, each in sums.items()
         }
 
     def verify(self, folder: str) -> None:
-        """Verifies all tensor files of a checkpoint, divided over the ranks. Raises DataError if
-        one is damaged."""
+        """Verifies all tensor files of a checkpoint, divided over the ranks. Raises DataError if a
+        file is damaged."""
         self._workers.call("verify", folder)
 
     def load(self, folder: str) -> None:
@@ -335,8 +339,8 @@ class Runner(Protocol):
         ...
 
     def engines_beside(self, config: Config) -> EnginePool:
-        """Starts additional engines with this configuration, which use no GPUs of the cluster. They
-        end with the runner.
+        """Starts additional engines with this configuration, which use no GPUs of the cluster. The
+        engines end with the runner.
 
         Raises:
             UserError: an engine does not start.
@@ -351,8 +355,8 @@ class Runner(Protocol):
 
 
 class TrainerWeights(WeightStream):
-    """Weight stream of the trainer's ranks. The ranks send to a target themselves, or rank 0 hands
-    out bucket by bucket.
+    """Weight stream of the trainer's ranks. Either the ranks send the weights to a target
+    themselves, or the stream yields the weights from rank 0 bucket by bucket.
 
     Args:
         layouts: layouts of the buckets, in order.
@@ -407,7 +411,8 @@ class TrainerWeights(WeightStream):
         self._trainers.call("forget_weights")
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
-        """See WeightStream. The calls that a bucket needs are those of the other ranks.
+        """See WeightStream. Rank 0 returns the bucket, and needs the `next_bucket` calls of all
+        other ranks to gather the bucket.
 
         Calls the ranks' `begin_weight_stream` and `next_bucket`; `checksums` calls
         `end_weight_stream`. Requests the next bucket before yielding the current one, so that the

@@ -1,4 +1,5 @@
-"""`megatron-stare init`: writes a folder that trains at once, on sums or on a file of one's own."""
+"""`megatron-stare init`: writes a folder in which a run can start at once. The run trains on sums
+of three numbers, or on the user's own file."""
 
 from __future__ import annotations
 
@@ -98,8 +99,12 @@ everything and starts nothing.
 
 
 class _Model(NamedTuple):
-    """path: as the configuration has it. fetch: the command that brings it here, if it is not.
-    chat: it has a chat template."""
+    """A model for the configuration.
+
+    path: the value of `model.path`.
+    fetch: command that downloads the model to `path`; "" for a model in a local folder.
+    chat: whether the model's local folder has a chat template.
+    """
 
     path: str
     fetch: str = ""
@@ -157,7 +162,8 @@ def run_command(args: argparse.Namespace) -> None:
 
 
 def _model(given: str | None) -> _Model | None:
-    """The model that was asked for; None: the tiny one. Raises UserError where there is none."""
+    """Returns the model that --model names; None for the tiny model. Raises UserError if --model
+    does not name a model."""
     if given is None:
         return None
     folder = Path(given)
@@ -248,7 +254,9 @@ def _write(folder: Path, model: _Model | None, data: str | None, columns: Column
 
 
 def _quoted(text: str) -> str:
-    """The text for YAML, whose quotes are JSON's but for characters beyond 16 bits."""
+    """Returns the text as a quoted YAML string. The quotes are those of JSON. Characters beyond
+    ASCII stay unescaped, because YAML reads JSON's escapes of characters beyond 16 bits
+    differently."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -257,7 +265,8 @@ def _absolute(data: str) -> str:
 
 
 def _copy_tiny(target: Path, chat: bool) -> None:
-    """Copies the tiny model; with a template that joins messages, where the data has several."""
+    """Copies the tiny model. With `chat`, also writes a chat template that joins the messages of a
+    prompt."""
     shutil.copytree(TINY, target)
     if chat:
         (target / "chat_template.jinja").write_text(
@@ -276,7 +285,7 @@ def _write_sums(folder: Path) -> None:
 
 
 def _told(data: str, columns: Columns, model: _Model | None) -> list[str]:
-    """Lines on what was seen in the file and chosen."""
+    """Returns lines that tell which rows the command read and which settings the command chose."""
     first = columns.records[0]
     turns = f"{len(first.messages)} messages" if first.messages else "text"
     verifier = _verifier(columns, model is None)

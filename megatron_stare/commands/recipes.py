@@ -35,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_recipes(args: argparse.Namespace) -> None:
-    """Prints the list, or one recipe. Raises UserError for an unknown recipe."""
+    """Prints the list of all recipes, or one recipe if a name is given. Raises UserError for an
+    unknown recipe."""
     if args.name is None:
         found: Any = [_row(recipe) for recipe in recipes().values()]
         if args.json:

@@ -49,16 +49,17 @@ class Status:
     done, total: finished and wanted responses of the phase.
     step, steps: finished and planned steps.
     steps_per_h, tokens_per_s, samples_per_s: mean rates of the newest steps, without evaluations
-        and checkpoints. Tokens and samples are those trained on.
-    left_s: seconds until the last step at that rate.
+        and checkpoints. Only tokens and samples that were trained on are counted.
+    left_s: seconds until the last step, estimated from the times of recent steps.
     planned: predicted and measured values of the run; see docs/planning.md.
     checkpoint, checkpoint_age_s: step and age of the newest complete checkpoint.
     starts: number of starts and resumes.
-    resumed_after, started: step and date of the last of them.
-    restarts, restart: number of automatic restarts after a loss, and reason of the last.
+    resumed_after, started: step after which the last start continued, and date of the last start.
+    restarts, restart: number of automatic restarts after a process was lost, and reason of the last
+        restart.
     alerts: alerts that are active after the newest step.
     black_box: folder of the newest bundle; "" if there is none.
-    again: command that resumes the run; "" if it is running or finished.
+    again: command that resumes the run; "" if the run is running or finished.
     """
 
     run: str

@@ -36,7 +36,8 @@ class AlgorithmConfig:
     method: Method
 
     def settings(self) -> dict[str, Any]:
-        """Returns the section with every setting."""
+        """Returns the section `algorithm` as a mapping of the method's name and all settings of the
+        method."""
         return {"name": self.name, **dataclasses.asdict(self.method)}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -80,8 +81,8 @@ class AlgorithmConfig:
 
 
 def _unpickled(settings: dict[str, Any]) -> AlgorithmConfig:
-    """Rebuilds the section in another process. Raises ConfigError if the method cannot be imported
-    there."""
+    """Rebuilds the section in another process. Raises ConfigError if the other process cannot
+    import the method."""
     _method_named(settings["name"])
     return AlgorithmConfig.read(settings)
 

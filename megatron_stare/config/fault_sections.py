@@ -89,8 +89,8 @@ class RequestFaults(Section):
 
 
 class EngineFaults(Section):
-    """Restarts of a lost engine while other engines are left; see docs/fleet.md. A restarted engine
-    gets requests after its first verified weight sync."""
+    """Rules for restarting a lost engine while other engines still run; see docs/fleet.md. A
+    restarted engine gets requests after its first verified weight sync."""
 
     most: int = Field(
         3,
@@ -128,7 +128,7 @@ class EngineFaults(Section):
 class RunFaults(Section):
     """Restarts of a run that lost a process, a node or all its engines; see docs/recovery.md. The
     driver resumes the run from its newest checkpoint. If the driver itself is lost, `train
-    --supervise` does."""
+    --supervise` resumes the run."""
 
     attempts: int = Field(
         3,
@@ -166,8 +166,8 @@ class RunFaults(Section):
 
 class SpikeGuard(Section):
     """Rule for when a metric counts as a spike. One spread is 1.4826 times the median absolute
-    deviation of the metric over the steps before. For normally distributed values that is the
-    standard deviation."""
+    deviation of the metric over the steps before. For normally distributed values, one spread is
+    the standard deviation."""
 
     action: Action = Field(
         "alert",

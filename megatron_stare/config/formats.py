@@ -2,7 +2,8 @@
 
 Both files contain the number FORMAT under "format". A file without a number has format 1. Files of
 older releases are upgraded when read, one format at a time. Only a resumed run writes them again.
-An incompatible change of either file needs one more entry in UPGRADES and no other code.
+An incompatible change of config.yaml or run_state.json needs one more entry in UPGRADES and no
+other code.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def _servers_that_are_used(config: Tree) -> Tree:
 
 
 def _cache_of_the_device(config: Tree) -> Tree:
-    """Removes cache_tokens if it has format 2's default, which was meant for CPU servers. Today's
-    default null means the same on a CPU."""
+    """Removes cache_tokens if it has format 2's default, which was meant for CPU servers.
+    cache_tokens is now null by default, which means the same size on a CPU."""
     sglang = config.get("sglang", {})
     if sglang.get("cache_tokens") != FORMER_CACHE_TOKENS:
         return config
@@ -115,7 +116,8 @@ def names_now(former: str) -> str:
 
 
 def names_met(config: Mapping[str, Any]) -> list[str]:
-    """Lists the renamed sections in a configuration, each as `limits is faults.requests now`."""
+    """Returns a text for every renamed section in a configuration, such as "limits is
+    faults.requests now"."""
     met = [f"{former} is {now} now" for former, now in RENAMED.items() if former in config]
     return met + (
         ["services is settings of observability.sinks now"] if "services" in config else []
@@ -135,8 +137,8 @@ def without_former_defaults(config: Tree) -> Tree:
 
 @dataclass(frozen=True)
 class Upgrade:
-    """Functions that convert files of one format to the next. Each takes a whole file and may
-    modify it."""
+    """Functions that convert files of one format to the next. Each function takes the content of a
+    whole file and may modify the content."""
 
     config: Callable[[Tree], Tree] = _same
     run_state: Callable[[Tree], Tree] = _same
@@ -160,13 +162,13 @@ FIRST_WITH_CHECKSUMS = 4  # first format whose checkpoints contain checksums
 
 
 def config_up_to_date(tree: Mapping[str, Any], where: str | Path) -> Tree:
-    """Upgrades a run's config.yaml to the current format and removes the number. See
+    """Upgrades a run's config.yaml to the current format and removes the format number. See
     `_up_to_date`."""
     return _up_to_date(tree, where, [upgrade.config for upgrade in UPGRADES])
 
 
 def run_state_up_to_date(tree: Mapping[str, Any], where: str | Path) -> Tree:
-    """Upgrades a run_state.json to the current format and removes the number. See
+    """Upgrades a run_state.json to the current format and removes the format number. See
     `_up_to_date`."""
     return _up_to_date(tree, where, [upgrade.run_state for upgrade in UPGRADES])
 

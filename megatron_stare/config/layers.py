@@ -56,7 +56,7 @@ class Layer:
 class Override:
     """One `key.sub=value` of the command line; `source` is its text.
 
-    value: given by a program, and then not read from the text.
+    value: the value, if a program gave the override; otherwise the value is read from `source`.
     """
 
     source: str
@@ -76,12 +76,12 @@ class Override:
 def read_layers(path: str | Path) -> list[Layer]:
     """Returns the layers of a file, lowest first and the file itself last.
 
-    A layer that is named twice keeps its first position. So a base shared by two layers does not
-    undo the changes of the first.
+    A layer that is named twice keeps its first position. A base file that two layers share is
+    therefore applied once, and does not undo the changes of the first layer.
 
     Raises:
         ConfigError: a file is missing, is not a YAML mapping, or includes itself. The message
-            contains the chain of files that led to it.
+        contains the chain of files that led to the file.
     """
     found: dict[Path, Layer] = {}
     _collect(path, Path(), (), found)
@@ -92,7 +92,7 @@ def _collect(
     name: str | Path, beside: Path, above: tuple[Path, ...], found: dict[Path, Layer]
 ) -> None:
     """Adds a file or recipe and the layers beneath it to `found`. `above` is the chain of files
-    that led to it."""
+    that led to the file or recipe."""
     path = find_config(name, beside)
     if not path.is_file() and (recipe := recipe_named(name)) is not None:
         _compose(recipe, above, found)
@@ -115,8 +115,9 @@ def _collect(
 
 
 def layers_of(sections: Mapping[str, Any]) -> list[Layer]:
-    """The layers of sections that a program gives, the lowest first and these last; the files of
-    their `defaults` are relative to the current folder.
+    """Returns the layers of a dict of sections from a program. The lowest layer comes first, and
+    the dict itself is the last layer. File names in the dict's `defaults` are relative to the
+    current folder.
 
     Raises:
         ConfigError: as read_layers.
@@ -136,7 +137,8 @@ def _collect_beneath(
     above: tuple[Path, ...],
     found: dict[Path, Layer],
 ) -> None:
-    """Takes `defaults` out of the sections of `path`, and adds the layers that it names."""
+    """Removes `defaults` from the sections of `path`, and adds the layers that `defaults` names to
+    `found`."""
     names = tree.pop(DEFAULTS, [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
@@ -169,7 +171,7 @@ def _compose(name: str, above: tuple[Path, ...], found: dict[Path, Layer]) -> No
 
 
 def read_yaml(path: str | Path, where: str | None = None) -> dict[str, Any]:
-    """Reads a YAML mapping. Raises ConfigError if the file contains none.
+    """Reads a YAML mapping. Raises ConfigError if the file contains no mapping.
 
     Args:
         where: name of the file in errors; None: its path.

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 
 class _WithoutMethod(Config):
-    """A configuration whose `algorithm` is not read, which would import torch."""
+    """A configuration whose section `algorithm` is not read, because reading `algorithm` would
+    import torch."""
 
     algorithm: Any = None
 
@@ -54,8 +55,8 @@ def load_config(
     Args:
         source: a file; the name of a config that ships, whose files are then found wherever it is
             used; or the sections themselves.
-        overrides: their paths are relative to the current folder.
-        before_method: called when all but the method is checked; reading that imports torch.
+        overrides: settings above all layers. Paths in overrides are relative to the current folder.
+        before_method: called when all but the method is checked; reading the method imports torch.
 
     Raises:
         ConfigError: missing file, bad YAML, unknown key (with a suggestion), value out of range.
@@ -66,7 +67,8 @@ def load_config(
 
 
 def load_section(path: str | Path, name: str) -> Any:
-    """One section of a file and the layers beneath it; the others are not checked.
+    """Returns one section of a file and of the layers beneath the file. The other sections are not
+    checked.
 
     Raises:
         ConfigError: missing file, bad YAML, or a value of the section that is wrong.
@@ -207,8 +209,8 @@ _ELSEWHERE = {
 
 
 def _elsewhere(name: str) -> list[str]:
-    """Returns the dotted settings for this name of another trainer, or with this name in other
-    sections."""
+    """Returns the dotted setting that corresponds to this name in another trainer. If there is no
+    such setting, returns the settings of this name in all sections."""
     if name in _ELSEWHERE:
         return [_ELSEWHERE[name]]
     return _having(name, Config)
@@ -236,7 +238,7 @@ def _to_blame(wrong: ErrorDetails, layers: Sequence[Layer | Override]) -> str:
     """Returns the source of the last layer that sets the faulty setting.
 
     If the fault is in a whole section, which several layers may set, returns the last layer without
-    which the error disappears. Returns the top file if no layer sets it.
+    which the error disappears. Returns the top file if no layer sets the faulty setting.
     """
     loc = [str(part) for part in wrong["loc"]]
     for number, layer in reversed(list(enumerate(layers))):

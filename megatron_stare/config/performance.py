@@ -1,11 +1,11 @@
 """Settings of `performance`, one row each. They save time or memory without changing results.
 
 A row contains Megatron's fields, the requirements, the tests that cover the setting, and the check
-of scripts/gpu_check.sh that proves it. `chosen` decides whether a setting left at null is on: on a
-GPU it is, if tests cover it (`covered`) or the check's result is committed (`proven`;
-tests/test_performance.py compares it with the result), and if device and run meet the
-requirements. `performance.automatic: false` turns all of them off. A new setting needs a row here
-and a field in config/training_sections.py.
+of scripts/gpu_check.sh that proves it. `chosen` decides whether a setting left at null is on. On a
+GPU the setting is on if tests cover the setting (`covered`) or the result of the setting's check is
+committed (`proven`), and if device and run meet the requirements. tests/test_performance.py
+compares `proven` with the committed result. `performance.automatic: false` turns all settings left
+at null off. A new setting needs a row here and a field in config/training_sections.py.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
 class Feature:
     """A setting that is on or off.
 
-    sets: Megatron's fields while it is on. While it is off they are false or 0.
-    needs: keys of NEEDS.
-    wants: settings of the run that must be on as well.
+    sets: the values that Megatron's fields get while the setting is on. While the setting is off,
+        the fields are false or 0.
+    needs: the requirements of the device, as keys of NEEDS.
+    wants: other settings of the run that must be on.
     covered: tests of the setting, here or upstream; "" if there are none, or if the setting is a
         trade and not a gain.
-    check: the check of scripts/gpu_check.sh that proves it.
-    proven: whether the check's committed result shows that it is correct and no slower.
+    check: the check of scripts/gpu_check.sh that tests the setting.
+    proven: whether the check's committed result shows that the setting is correct and no slower.
     """
 
     name: str
@@ -239,8 +240,9 @@ def _delivers_wrong_chunks(config: Config) -> bool:
 
 
 def megatron_fields(performance: PerformanceConfig, part: Part) -> dict[str, Any]:
-    """Returns the values, on or off, of all fields that the rows set in one of Megatron's
-    configurations. A feature at null is off: `chosen` decides before."""
+    """Returns the values of the fields that FEATURES sets in one of Megatron's configurations,
+    whether the features are on or off. A feature at null counts as off, because `chosen` has
+    already turned on the features to use."""
     fields: dict[str, Any] = {}
     for feature in FEATURES:
         on = bool(getattr(performance, feature.name))
@@ -262,9 +264,9 @@ def environment(performance: PerformanceConfig) -> dict[str, str]:
 def keeps_graph(config: Config, micro_batches: int) -> bool:
     """Tells whether training reuses the forward of the log-prob pass instead of running its own.
 
-    Requires one micro-batch per rank, whose activations are kept until backward anyway, and one
-    update, so that the weights have not changed. Pipeline stages and replayed routing need a
-    forward in each pass.
+    The log-prob pass must have one micro-batch per rank, because backward needs the activations of
+    the micro-batch. The step must make one update, because later updates would need a forward with
+    the changed weights. Pipeline stages and replayed routing need a forward in each pass.
 
     Args:
         micro_batches: of a rank, in the log-prob pass.
@@ -282,8 +284,9 @@ def keeps_graph(config: Config, micro_batches: int) -> bool:
 def shares_prompts(config: Config) -> bool:
     """Tells whether a micro-batch runs a prompt through the model once for all its responses.
 
-    Requires packed sequences that are whole on each rank, no virtual stages, which need
-    micro-batches of equal shape, and no replayed routing, which has experts for each sample.
+    Prompts are shared only if sequences are packed and every rank has whole sequences. Virtual
+    stages exclude sharing, because virtual stages need micro-batches of equal shape. Replayed
+    routing excludes sharing, because replayed routing records experts for each sample.
     """
     parallel = config.parallel
     return (

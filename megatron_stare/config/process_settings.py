@@ -2,7 +2,7 @@
 
 All members of an NCCL group must agree on NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE; otherwise the
 group hangs or fails. Before its first collective an SGLang server sets each variable to 0 if it is
-not set. With the flags in AGREED it always sets it to 1.
+not set. A server with a flag in AGREED always sets the flag's variables to 1.
 """
 
 from __future__ import annotations
@@ -134,6 +134,6 @@ def check_ports(config: Config, replicas: int, nodes: int = 1) -> None:
 
 
 def port_share(config: Config, number: int, processes: int) -> range | None:
-    """Returns the ports of the trainer's ranks (number 0) or of replica process `number` - 1; None
-    if no range is set. A replica has one process per node."""
+    """Returns the ports of one owner; None if no port range is set. Number 0 is the trainer's
+    ranks, and number n is replica process n - 1. A replica has one process per node."""
     return config.runtime.port_share(number, processes + 1)

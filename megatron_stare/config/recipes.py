@@ -2,7 +2,7 @@
 of its settings.
 
 `configs/recipes/index.yaml` composes a recipe from layers for method, lengths, model and cluster,
-or from another recipe and changes. A configuration names a recipe as recipes/NAME.
+or from another recipe and a set of changes. A configuration names a recipe as recipes/NAME.
 `configs/recipes/published.yaml` contains the published values by layer, each with its source and
 line. A recipe's value that differs from the published one comes with a reason.
 """
@@ -32,7 +32,7 @@ class Recipe:
     settings: the recipe's own settings, above all layers.
     reproduces: the published run, in words.
     result: the run's published results, with the marks of their sources.
-    over: name of the recipe beneath the layers, if any.
+    over: name of the recipe that the layers are put on, if any.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Recipe:
     over: str | None = None
 
     def all_layers(self) -> list[str]:
-        """Returns the layers of the recipe beneath, then its own."""
+        """Returns the layers of the recipe `over`, followed by this recipe's own layers."""
         beneath = recipes()[self.over].all_layers() if self.over else []
         return [*beneath, *self.layers]
 
@@ -52,11 +52,12 @@ class Recipe:
 class Published:
     """A published value of a setting.
 
-    setting: dotted name. Entries of a list of sections are given by name, as in
-        eval.tasks.aime24.samples.
-    source: mark from published.yaml's `sources`, a colon, and the line or place in that source.
-    here: the recipe's value if it differs from the published one.
-    because: reason for the difference.
+    setting: the dotted name of the setting. An entry in a list of sections is given by the entry's
+        name, as in eval.tasks.aime24.samples.
+    source: a mark from the table `sources` of published.yaml, a colon, and the line or place in the
+        source.
+    here: the recipe's value, if the recipe's value differs from the published value.
+    because: the reason why the recipe's value differs from the published value.
     wanted: the value that the recipe must have.
     """
 
@@ -126,7 +127,7 @@ def refused() -> Mapping[str, str]:
 
 
 def sources() -> Mapping[str, str]:
-    """Returns the sources of published values by mark."""
+    """Returns, for each mark, the source of published values that the mark stands for."""
     return dict(_tables()["sources"])
 
 

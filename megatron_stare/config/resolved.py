@@ -26,7 +26,8 @@ class ResolvedRun:
 
 
 def resolve_run(config: Config, *, published: bool = False) -> ResolvedRun:
-    """Reads the shape of the configuration's model. Makes no other checks; see preflight.check.
+    """Reads the shape of the configuration's model. `resolve_run` checks nothing else;
+    preflight.check checks the configuration.
 
     Args:
         published: whether a shape shipped with the package may replace that of an absent model

@@ -187,7 +187,8 @@ class PartialConfig(Section):
     )
 
     def groups_under_way(self, prompts: int, generate_prompts: int | None) -> int:
-        """Returns the number of prompt groups in flight. The arguments are settings of `batch`."""
+        """Returns the number of prompt groups in flight. `prompts` and `generate_prompts` are
+        settings of the section `batch`."""
         return self.prompts or generate_prompts or 2 * prompts
 
 
@@ -318,9 +319,9 @@ class SGLangConfig(Section):
 
 class AgreementConfig(Section):
     """Limits for the absolute differences between the engines' and the trainer's log-probs of
-    sampled tokens, in nats, if one of them computes in 16 bits. Above a limit the run stops.
-    docs/diagnostics.md justifies the defaults for null. In float32 only sglang.agreement_limit, on
-    the largest difference, applies."""
+    sampled tokens, in nats, if one of them computes in 16 bits. A difference above its limit stops
+    the run. docs/diagnostics.md gives the reasons for the limits at null. If both compute in
+    float32, sglang.agreement_limit on the largest difference is the only limit."""
 
     mean: float | None = Field(
         None, gt=0, description="largest mean; null: 0.025 in bfloat16, 0.003 in float16"

@@ -162,8 +162,9 @@ def check_context(parallel: ParallelConfig, shape: ModelShape) -> None:
 
 
 def check_recompute(model: ModelConfig, parallel: ParallelConfig, shape: ModelShape) -> None:
-    """Raises ConfigError for recompute settings that have no effect, name parts the model lacks, or
-    do not divide a stage's layers."""
+    """Raises ConfigError for recompute settings that have no effect. Also raises ConfigError for
+    recompute settings that name modules which the model lacks, or that do not divide a stage's
+    layers."""
     read = {
         "none": (),
         "selective": ("recompute_modules",),
@@ -215,8 +216,8 @@ def stage_layers(parallel: ParallelConfig, shape: ModelShape) -> set[int]:
 
 
 def check_moe(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError for expert settings of a model without experts, and for unsupported
-    ones."""
+    """Raises ConfigError for expert settings of a model without experts, and for unsupported expert
+    settings."""
     if not shape.experts:
         for name, default in MoeConfig():
             if getattr(config.moe, name) != default:
@@ -228,8 +229,8 @@ def check_moe(config: Config, shape: ModelShape) -> None:
 
 
 def check_device(config: Config, *, experts: bool) -> None:
-    """Raises ConfigError for settings that this process's device cannot train with, or not
-    correctly.
+    """Raises ConfigError for settings with which this process's device cannot train, or cannot
+    train correctly.
 
     Args:
         experts: whether the model is a mixture of experts.

@@ -63,8 +63,8 @@ class RunConfig(Section):
 
 class CheckpointConfig(Section):
     """Writing, retention and verification of checkpoints; see docs/checkpoints.md.
-    run.checkpoint_every sets when they are written. The run.keep_checkpoints newest are kept in
-    addition to those kept by this section."""
+    run.checkpoint_every sets when they are written. The newest `run.keep_checkpoints` checkpoints
+    are kept in addition to the checkpoints that this section keeps."""
 
     background: bool = Field(
         True,
@@ -277,8 +277,9 @@ class RuntimeConfig(Section):
         return value
 
     def port_share(self, number: int, shares: int) -> range | None:
-        """Returns share `number` of `shares` disjoint shares of the port range; None if no range
-        is set. Processes on one node with different shares cannot take each other's ports.
+        """Divides the port range into `shares` disjoint sets and returns set `number`; None if no
+        range is set. Two processes on one node with different sets of ports cannot take each
+        other's ports.
 
         Raises:
             ValueError: the range has fewer ports than there are shares.
@@ -353,6 +354,6 @@ class Config(Section):
 
     @property
     def skips_log_prob_pass(self) -> bool:
-        """True if steps train without a log-prob pass. Preflight raises if the run needs that
-        pass."""
+        """True if steps train without a log-prob pass. Preflight raises if the run needs the
+        log-prob pass."""
         return self.statistics.gate == "lagged"

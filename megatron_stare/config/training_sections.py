@@ -104,8 +104,8 @@ class ParallelConfig(Section):
 
     @property
     def sequence_multiple(self) -> int:
-        """Multiple that sequence lengths are padded to, since a context-parallel rank holds two
-        chunks."""
+        """Returns the number of tokens that must divide every padded sequence length. Each
+        context-parallel rank holds two chunks of a sequence."""
         return 2 * self.context if self.context > 1 else 1
 
 

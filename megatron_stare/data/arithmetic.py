@@ -62,8 +62,8 @@ def draw_problem(seed: int, split: Split, index: int) -> Problem:
 
 
 def split_of(problem: Problem) -> Split:
-    """Returns the split of a problem, which does not depend on the seed. Reorderings of a problem,
-    being the same sum, share a split."""
+    """Returns the split of a problem, which does not depend on the seed. Reorderings of a problem
+    are in the split of the problem, because the sum is the same."""
     return "eval" if counter_hash(*sorted(problem.operands)) % _EVAL_ONE_IN == 0 else "train"
 
 

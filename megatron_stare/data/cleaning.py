@@ -49,8 +49,12 @@ def words(text: str) -> tuple[str, ...]:
 
 
 class Repeats(NamedTuple):
-    """Positions of texts that stay, of texts that repeat one that stays, and of texts whose answers
-    contradict each other."""
+    """Positions of problems in a list.
+
+    kept: problems that stay.
+    repeated: problems that repeat a kept problem with the kept problem's answer.
+    contradicted: problems that occur with different answers.
+    """
 
     kept: list[int]
     repeated: list[int]
@@ -58,8 +62,9 @@ class Repeats(NamedTuple):
 
 
 def without_repeats(problems: Iterable[tuple[str, str]]) -> Repeats:
-    """Keeps the first of all (prompt, answer) pairs with the same words and operators. If their
-    answers differ, keeps none, because at least one must be wrong.
+    """Keeps the first of all (prompt, answer) pairs with the same words and operators. If the
+    answers of these pairs differ, keeps none of the pairs, because at least one answer must be
+    wrong.
 
     Texts without words or operators are compared by their characters.
     """

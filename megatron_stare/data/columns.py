@@ -27,8 +27,12 @@ _ANSWER_KEYS = (*ANSWER_KEYS, *ANSWERS, "extra_info.answer")
 
 
 class Columns(NamedTuple):
-    """names: all columns of the first row, dotted within others. prompt, answer: the chosen.
-    records: the first rows, read so."""
+    """Columns of a file.
+
+    names: all columns of the first row; nested columns have dotted names.
+    prompt, answer: the chosen columns.
+    records: the first rows, read with the chosen columns.
+    """
 
     names: Sequence[str]
     prompt: str
@@ -37,8 +41,8 @@ class Columns(NamedTuple):
 
 
 def guess_columns(path: str, prompt: str | None = None, answer: str | None = None) -> Columns:
-    """The columns of prompt and answer: those given, else the first usual name whose column has the
-    right type in each of the first rows.
+    """Finds the columns of prompt and answer. A column that the caller names is taken. Otherwise
+    takes the first common column name whose column has the right type in each of the first rows.
 
     Args:
         path: a file of FORMATS, or the name of a dataset.
@@ -71,7 +75,8 @@ def guess_columns(path: str, prompt: str | None = None, answer: str | None = Non
 def _chosen(
     rows: Sequence[Row], names: Sequence[str], path: str, role: str, usual: Sequence[str]
 ) -> str:
-    """The first column of a usual name, in whatever case, that can be read in this role."""
+    """Returns the first column among the usual names that can be read as the prompt or answer
+    (`role`). Upper and lower case do not matter."""
     lower = {name.lower(): name for name in reversed(names)}
     why = ""
     for name in (lower[key] for key in usual if key in lower):
@@ -89,7 +94,8 @@ def _chosen(
 
 
 def _alone(rows: Sequence[Row], role: str, name: str) -> None:
-    """Reads one column of every row, beside a stand-in for the other. Raises UserError."""
+    """Reads one column of every row as the prompt or answer (`role`). An empty text stands in for
+    the column of the other role. Raises UserError."""
     other = "answer" if role == "prompt" else PROMPT_KEY
     for number, where, row in rows:
         fields = {name: _within(row, name), **({} if name == other else {other: ""})}
@@ -102,7 +108,7 @@ def _records(rows: Sequence[Row], prompt: str, answer: str) -> list[Record]:
 
 
 def _names(row: dict[str, Any], above: str = "") -> list[str]:
-    """The columns of a row, and the columns within them, dotted."""
+    """Returns the names of a row's columns. A nested column has a dotted name."""
     found = []
     for key, value in row.items():
         found += _names(value, f"{above}{key}.") if isinstance(value, dict) else [f"{above}{key}"]

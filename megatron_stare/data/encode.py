@@ -11,8 +11,8 @@ from megatron_stare.errors import ConfigError, DataError
 
 
 class PromptTooLongError(DataError):
-    """Error for a prompt longer than rollout.max_prompt_tokens that rollout.truncate_prompt does
-    not allow to cut."""
+    """Raised for a prompt longer than rollout.max_prompt_tokens if rollout.truncate_prompt forbids
+    cutting the prompt."""
 
 
 class PromptEncoder:

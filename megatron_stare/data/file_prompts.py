@@ -102,8 +102,8 @@ class FilePrompts:
         self.remarks = [] if split == "eval" else self._repeats()
 
     def _fits(self, record: Record, drop: bool) -> bool:
-        """Tells whether the prompt can be taken. If it is too long, returns False with `drop`, else
-        raises PromptTooLongError."""
+        """Tells whether the prompt can be taken. For a prompt that is too long, returns False if
+        `drop` is true, else raises PromptTooLongError."""
         try:
             self._encode(record.messages or record.prompt, record.where)
         except PromptTooLongError:
@@ -154,7 +154,8 @@ class FilePrompts:
                 )
 
     def _repeats(self) -> list[str]:
-        """Returns a remark if prompts that stay repeat letter for letter; else []."""
+        """Returns a remark if some of the remaining prompts are repeated letter for letter; else
+        []."""
         answers: dict[str | Messages, list[str]] = {}
         for part in self._parts:
             for record in part.records:
@@ -170,7 +171,7 @@ class FilePrompts:
         ]
 
     def trained_on(self, prompts: Iterable[str]) -> int:
-        """Returns how many of these texts are problems of this source."""
+        """Returns how many of the texts in `prompts` are problems of this source."""
         known = {record.prompt for part in self._parts for record in part.records}
         return sum(prompt in known for prompt in prompts)
 
@@ -189,8 +190,8 @@ class FilePrompts:
         return state | {"by_deadline": int(self._by_deadline)} if len(self._parts) > 1 else state
 
     def restore(self, state: dict[str, int]) -> None:
-        """Continues after prompt `state["cursor"]`. Raises DataError if a file has changed
-        since."""
+        """Continues after prompt `state["cursor"]`. Raises DataError if a file has changed since
+        `state` was saved."""
         if state.get("checksum") != self._checksum:
             raise DataError(
                 "the file has changed since the run was started, so the run cannot be resumed"
@@ -212,11 +213,13 @@ class FilePrompts:
     def _part(self, cursor: int) -> _Part:
         """Returns the file that the prompt at `cursor` comes from.
 
-        Considers the files that have had less than their share of the prompts up to this one, and
-        takes the one whose next prompt has the earliest deadline (the first such file, if several).
-        A file's j-th prompt, counted from 1, is due when the file's share reaches j. So after every
-        prompt every file is less than one prompt off its share (Baruah et al., Proportionate
-        Progress, Algorithmica 15, 1996).
+        After c prompts, a file's share is c times the file's weight over the sum of the weights.
+        The deadline of a file's j-th prompt, counted from 1, is the c at which the file's share
+        reaches j. Only files that have given fewer prompts than their share of the first cursor + 1
+        prompts are considered. The considered file whose next prompt has the earliest deadline is
+        chosen, and the first such file if there are several. So after every prompt every file is
+        less than one prompt off its share (Baruah et al., Proportionate Progress, Algorithmica 15,
+        1996).
         """
         if not self._by_deadline:
             whole = sum(part.file.weight for part in self._parts)
@@ -260,7 +263,7 @@ def whole_weights(weights: Iterable[float]) -> list[int]:
 
 
 def _files(data: DataConfig, split: Split) -> list[MixtureFile]:
-    """Returns the files of a split. Raises ConfigError if there is none."""
+    """Returns the files of a split. Raises ConfigError if the split has no file."""
     if split == "train" and data.mixture:
         return data.mixture
     key = "path" if split == "train" else "eval_path"

@@ -48,7 +48,7 @@ class PromptSource(Protocol):
 
     def restore(self, state: dict[str, int]) -> None:
         """Continues from where `state` was saved. Raises DataError if the prompts have changed
-        since."""
+        since `state` was saved."""
         ...
 
 
@@ -126,8 +126,8 @@ def held_out(config: Config, tokenizer: Any, wanted: int | None) -> list[Prompt]
 
 
 class PromptQueue:
-    """Prompts of a source in its order, each used once. A prompt given back is the next to be
-    taken; prompts left out are skipped.
+    """Prompts of a source in the source's order, each used once. A prompt that `give_back` returns
+    to the queue is the next prompt to be taken. Prompts that `leave_out` marks are skipped.
 
     The queue's state is the source's state before the first unused prompt, so prompts waiting in
     the queue need not be saved.
@@ -171,8 +171,8 @@ class PromptQueue:
         self._back.clear()
 
     def leave_out(self, cursors: Iterable[int]) -> None:
-        """Marks prompts with these cursors as left out, including prompts given back, even across a
-        `restore`."""
+        """Makes the queue skip all prompts whose cursors are in `cursors`, including prompts that
+        were given back. The queue still skips these prompts after a `restore`."""
         self._left_out |= frozenset(cursors)
 
     def _next(self) -> tuple[dict[str, int], Prompt]:

@@ -160,8 +160,8 @@ def _array_rows(content: bytes, name: str) -> Iterator[Row]:
 
 
 def _parquet_rows(name: str) -> Iterator[Row]:
-    """Yields number from 1, place and value of every row. Raises DataError if the file is not
-    Parquet."""
+    """Yields every row's number, counted from 1, its place and its value. Raises DataError if the
+    file is not Parquet."""
     try:
         import pyarrow
         import pyarrow.parquet

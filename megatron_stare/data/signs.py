@@ -3,9 +3,9 @@ never stored.
 
 '33 8 5 2 = 38 :' asks for the signs of 33 + 8 - 5 + 2 = 38. A response is either a short guess, '+8
 +5 +2', or a search. A search makes one attempt after another, with the running total after every
-step, and says 'wait' after a miss: '+8 41 +5 46 -2 44 wait +8 41 -5 36 +2 38'. Only the part after
-the last 'wait' counts. A guess is right by luck, a search unless it gives up, so longer responses
-are right more often.
+step, and says 'wait' after a miss: '+8 41 +5 46 -2 44 wait +8 41 -5 36 +2 38'. Only the part of a
+response after the last word 'wait' is graded. A guess is right only by luck. A search is right
+unless the search gives up. Longer responses are therefore right more often.
 
 Problem i of a stream is a pure function of (seed, split, i). A fixed hash assigns each problem to a
 split, so training and held-out problems never overlap. `SignsPrompts` serves the rollout;
@@ -62,7 +62,8 @@ class Problem:
 
     @property
     def answer(self) -> str:
-        """The problem itself, because any signs that make it true are right: '33 8 5 2 = 38'."""
+        """Returns the text of the problem, '33 8 5 2 = 38', because every choice of signs that
+        makes the equation true is right."""
         return f"{self.start} {' '.join(map(str, self.operands))} = {self.total}"
 
     @property
@@ -99,8 +100,9 @@ def split_of(problem: Problem) -> Split:
 
 
 def demonstration(problem: Problem, seed: int, short_rate: float, give_up_rate: float) -> str:
-    """Returns a response to learn from: a guess or a search. A search tries the eight sign
-    combinations in the cyclic order of SIGNS, from a random first one.
+    """Returns a response for supervised training. The response is a guess or a search, as the
+    module describes. A search tries the eight sign combinations in the cyclic order of SIGNS, from
+    a random first one.
 
     Args:
         seed: picks the response, together with the problem.

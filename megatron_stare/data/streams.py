@@ -24,7 +24,8 @@ def stream_seed(run_seed: int, split: Split) -> int:
 
 
 def counter_hash(*counters: int) -> int:
-    """Returns 64 mixed bits that depend on every counter and on their order: splitmix64, chained.
+    """Returns a 64-bit hash of the counters in their order. Each counter is mixed into the hash by
+    one round of splitmix64.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """

@@ -80,8 +80,8 @@ class AgreementWatch:
         self._limits = self._limits.lifted()
 
     def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Adds a resumed run's metrics, oldest step first, so that the trend covers the whole
-        run."""
+        """Adds the earlier steps' agreement of a resumed run to the trend, so that the trend covers
+        the whole run. `rows` are the metrics of the steps, oldest first."""
         for row in rows:
             if "agreement/mean" in row:
                 self._means.add(row["agreement/mean"])
@@ -163,7 +163,8 @@ def canary_sequences(
     every run of a model.
 
     The sequences consist of the shipped lines that the tokenizer encodes and decodes without loss,
-    and each begins at another line. If no line qualifies, the ids are random.
+    and each begins at another line. If the tokenizer fits no shipped line, the token ids are
+    random.
 
     Args:
         vocab_size: of the model. A larger id would crash a server.

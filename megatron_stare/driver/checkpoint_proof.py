@@ -1,12 +1,14 @@
 """The self-test of a resume: data saved in a checkpoint that proves, after loading, that the state
 is complete.
 
-A checkpoint stores a few responses of the last step, their log-probs under the saved weights (and
-under a refreshed reference policy, if any), and two sums per tensor of weights and optimizer. After
-a load the ranks compute the same numbers again. With the same layout, device kind, libraries and
-package version, log-probs must be bit-identical. Otherwise summation order differs. In float32 that
-changes a log-prob by less than LARGEST. In 16 bits the mean difference may reach the bound for
-engine and trainer (rollout/agreement/limits.py; measured in docs/diagnostics.md).
+A checkpoint stores a few responses of the last step and the log-probs of the responses under the
+saved weights. If the reference policy was refreshed, the checkpoint also stores the log-probs under
+the reference policy. For each tensor of the weights and of the optimizer state, the checkpoint
+stores two sums. After a load the ranks compute the same numbers again. With the same layout, device
+kind, libraries and package version, log-probs must be bit-identical. Otherwise the summation order
+differs. In float32, another summation order changes a log-prob by less than LARGEST. In 16 bits the
+mean difference may reach the bound for engine and trainer (rollout/agreement/limits.py; measured in
+docs/diagnostics.md).
 
 Shape legend: N response positions of the canary.
 """
@@ -51,7 +53,8 @@ class SelfTest:
 
     @classmethod
     def make(cls, ranks: TrainerGroup, config: Config, batch: RolloutBatch) -> SelfTest:
-        """Makes the self-test of the ranks' weights. `batch` is the last batch they trained on."""
+        """Makes the self-test of the ranks' weights. `batch` is the last batch that the ranks
+        trained on."""
         sequences = canary_of(batch)
         return cls(layout_of(ranks, config), sequences, ranks.prove(canary_batch(sequences)))
 
@@ -111,7 +114,8 @@ def layout_of(ranks: TrainerGroup, config: Config) -> str:
 
 
 def differences(saved: StateProof, now: StateProof, *, same_layout: bool, dtype: str) -> list[str]:
-    """Describes how `now` differs from `saved`; [] if it does not."""
+    """Returns a description of every difference between `now` and `saved`; [] if there is no
+    difference."""
     wrong = []
     for name in sorted({*saved.log_probs, *now.log_probs}):
         said = _log_probs(
@@ -165,7 +169,8 @@ def _log_probs(
 
 
 def _apart(one: float, other: float) -> float:
-    """Returns the distance in nats: 0 if both are NaN, inf if one is."""
+    """Returns the distance of two log-probs in nats. The distance is 0 if both log-probs are NaN,
+    and inf if only one log-prob is NaN."""
     if one == other or (math.isnan(one) and math.isnan(other)):
         return 0.0
     return math.inf if math.isnan(one - other) else abs(one - other)

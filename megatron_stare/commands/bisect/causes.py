@@ -1,10 +1,10 @@
 """Possible causes of a record that does not match its configuration, and the changes that simulate
 them.
 
-A change may replace a method's gate, draws or importance correction. It is applied to the method
-object after preflight, so that the rest of the run stays the same. Ranks receive a changed method
-pickled as the original plus the change. A late engine reports the newest weights but samples with
-the previous ones.
+A change may replace a method's gate, draws or importance correction. The change is applied to the
+method object after preflight, so that the rest of the run stays the same. Ranks receive a changed
+method pickled as the original plus the change. A late engine reports the newest weights but samples
+with the previous weights.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class LeftOut:
 
 
 def changes(config: Config, method: Method) -> tuple[list[Change], list[LeftOut]]:
-    """Returns the changes that apply to a run of this configuration and method, and the causes
-    without any."""
+    """Returns the changes that apply to a run of this configuration and method, and the causes for
+    which no change applies."""
     kind = resolve_engine(config.rollout.engine)
     found = [
         *_gate(method),
@@ -95,7 +95,8 @@ def contradictions(
 ) -> dict[str, str]:
     """Returns contradictions between the record and the configuration, by cause.
 
-    Repeated steps do not reveal such a fault, since they have it too.
+    Repeated steps do not reveal a contradiction, since a repeated step contradicts the
+    configuration in the same way.
 
     Args:
         record: metrics of each step.
@@ -284,7 +285,7 @@ draws_by_place = _derived(_DrawsByPlace)
 
 
 def without_correction(method: Method) -> Method:
-    """Returns the method without importance correction for the engine's policy."""
+    """Returns the method with the importance correction between engine and trainer switched off."""
     assert isinstance(method, PolicyGradient)
     return replace(method, correction=None)
 

@@ -1,9 +1,11 @@
-"""Finds the change that explains a run's record. Pure functions of metrics by step.
+"""Finds the change that explains a run's record. The functions are pure and read the metrics of
+every step.
 
-They answer three questions in this order. Do the repeated unchanged steps reproduce the record? If
-not, which change reproduces more steps bit for bit, or brings back every metric that the unchanged
-steps miss? Does a harmless change, such as another layout, affect the first step by more than
-rounding, or does the record contradict its configuration?
+`explain` answers three questions in this order. Do the repeated unchanged steps reproduce the
+record? If the unchanged steps do not reproduce the record, which change reproduces more steps bit
+for bit, or brings every figure that differs back to the record? Does a harmless change, such as
+another layout, affect the first step by more than rounding, or does the record contradict its
+configuration?
 """
 
 from __future__ import annotations
@@ -64,12 +66,12 @@ class Remade:
 class Line:
     """Result of one re-run.
 
-    equal: number of first steps whose metrics equal the record bit for bit.
-    medians: median of each figure over the steps; NaN if it has no values.
-    moved: effect of the change, by figure: distance to the unchanged steps in standard errors.
-    missed: distance to the record in standard errors, by figure.
-    breaks: metrics of the first step that a harmless change affects by more than rounding.
-    failed: reason why the re-run failed; "" if it did not.
+    equal: number of steps, counted from the first step, whose metrics equal the record bit for bit.
+    medians: median of each figure over the steps; NaN for a figure without values.
+    moved: distance of each figure from the unchanged steps, in standard errors.
+    missed: distance of each figure from the record, in standard errors.
+    breaks: metrics that a harmless change affects in the first step by more than rounding.
+    failed: reason why the re-run failed; "" if the re-run succeeded.
     """
 
     name: str
@@ -87,12 +89,13 @@ class Line:
 class Explanation:
     """Result of a bisection.
 
-    reproduced: the unchanged steps equal the record, bit for bit or, if the run is not exact,
-        within its noise.
-    cause, change: cause and change that explain the record; "" if none does.
+    reproduced: whether the unchanged steps equal the record bit for bit. For a run that is not
+        exact, steps within the run's noise also count as equal.
+    cause, change: names of the cause and of the change that explain the record; "" if nothing
+        explains the record.
     why: the conclusion in a sentence.
-    lines: results of the re-runs, the unchanged one first.
-    record: medians of the figures in the record.
+    lines: results of the re-runs; the re-run without a change comes first.
+    record: median of each figure in the record.
     """
 
     reproduced: bool
@@ -191,8 +194,8 @@ def explain(
 
 
 def _explains(line: Line, base: Line, departs: Sequence[str]) -> bool:
-    """Tells whether a change brings the figures in `departs` back to the record and keeps the
-    others there."""
+    """Tells whether a change brings the figures in `departs` back to the record and keeps all other
+    figures at the record."""
     for figure, far in line.missed.items():
         allowed = max(FAR, NEAR_SHARE * abs(base.missed[figure])) if figure in departs else FAR
         if not abs(far) <= allowed:
@@ -287,8 +290,8 @@ def _noise(figure: str, rows: Sequence[Row]) -> float:
 def _distances(
     one: Sequence[Row], other: Sequence[Row], noise: Mapping[str, float]
 ) -> dict[str, float]:
-    """Returns the distance between two series of each figure, compared step by step, in standard
-    errors; leaves out unknown figures."""
+    """Returns the distance of each figure between two series of steps, in standard errors. The
+    series are compared step by step. Figures without a known distance are left out."""
     found = {}
     for figure in FIGURES:
         pairs = [(_value(figure, a), _value(figure, b)) for a, b in zip(one, other, strict=False)]

@@ -49,8 +49,8 @@ SETTINGS: dict[str, Any] = {
 
 
 def prepare(run: Path, checkpoint: Path, folder: Path, settings: Mapping[str, Any]) -> None:
-    """Makes a run directory that continues from another run's checkpoint. It links the checkpoint's
-    files and never writes to them.
+    """Makes a run directory that continues from another run's checkpoint. The new run directory
+    links the checkpoint's files, which are never written to.
 
     Args:
         settings: settings that replace the run's, by dotted key. The value None means the default.
@@ -84,8 +84,8 @@ def prepare(run: Path, checkpoint: Path, folder: Path, settings: Mapping[str, An
 
 
 def _share(file: Path, place: Path) -> None:
-    """Hard-links a file that is never written to. Copies it if that fails, as across disks, and
-    always copies the small run state."""
+    """Hard-links a file that is never written to. Copies the file if the hard link fails, as across
+    disks. Always copies the run state, which is small."""
     if file.name != RUN_STATE:
         with contextlib.suppress(OSError):
             os.link(file, place)
@@ -171,7 +171,8 @@ def run_steps(folder: Path, change: str, last: int) -> None:
 class _UpTo(Session):
     """Session that ends after step `last`, without the checkpoint or evaluation due then.
 
-    It lifts the agreement limits, so that a change such as late weights does not end it.
+    The session lifts the agreement limits, so that a change such as late weights does not end the
+    session.
     """
 
     def __init__(self, last: int, inputs: Inputs, held: HeldRun) -> None:

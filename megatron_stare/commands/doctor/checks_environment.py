@@ -91,7 +91,8 @@ def _agreed(name: str, shell: Mapping[str, str], config: Config) -> Finding:
     """Compares the run's value of a variable in AGREED with the shell's, for servers that the run
     only attaches to.
 
-    Processes that the run starts get the run's value. Attached servers have the shell's value.
+    Processes that the run starts get the run's value of the variable. Servers that the run attaches
+    to have the shell's value of the variable.
     """
     own, value = shared_environment(config).get(name), shell.get(name)
     if own is not None and config.sglang.urls and value is not None and value != own:
@@ -108,8 +109,8 @@ def _agreed(name: str, shell: Mapping[str, str], config: Config) -> Finding:
 
 
 def _infiniband(seen: Mapping[str, str], facts: Facts) -> Finding:
-    """Checks NCCL_IB_HCA, a list of adapter names or prefixes. A leading `^` excludes them, `=`
-    requires whole names."""
+    """Checks NCCL_IB_HCA, a list of adapter names or prefixes. A leading `^` excludes the listed
+    adapters. A leading `=` requires whole names instead of prefixes."""
     value = seen.get("NCCL_IB_HCA", "")
     names = [name.partition(":")[0] for name in value.lstrip("^=").split(",") if name]
     exact = "=" in value[:2]

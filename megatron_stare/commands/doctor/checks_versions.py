@@ -45,7 +45,8 @@ def check_versions(facts: Facts, config: Config | None) -> list[Finding]:
 
 
 def _servers(facts: Facts, config: Config | None) -> list[Finding]:
-    """Compares the library versions of trainer and servers that the weight sync on GPUs needs."""
+    """Compares the trainer's and the servers' versions of the libraries that the weight sync on
+    GPUs needs."""
     if config is None or not facts.gpus or not facts.served:
         return []
     own, served = facts.versions, facts.served
@@ -78,8 +79,9 @@ def _python(versions: Mapping[str, str]) -> Finding:
 
 
 def _megatron(versions: Mapping[str, str]) -> Finding:
-    """Checks for the newest megatron-core release for the installed Python. For the newest overall,
-    notes what was not tested with it."""
+    """Checks that megatron-core is the newest supported release for the installed Python. If the
+    release is also the newest for any Python, the finding names what was not tested with the
+    release."""
     older, newest = MEGATRON.values()
     python = _numbers(versions["python"])[:2]
     if python > PYTHONS[1]:  # reported by `_python`

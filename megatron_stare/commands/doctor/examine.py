@@ -44,7 +44,7 @@ SLOW_GB_S = 0.5  # least bandwidth between nodes; 10 Gbit Ethernet has 1.25, Inf
 
 
 def examine(config: Config | None, *, bandwidth: bool) -> list[Finding]:
-    """Examines this machine, or every node of the Ray cluster if `config` names one.
+    """Examines this machine, or every node of the Ray cluster if `config` names a cluster.
 
     Raises:
         UserError: the cluster cannot be joined.
@@ -66,7 +66,8 @@ def examine(config: Config | None, *, bandwidth: bool) -> list[Finding]:
 def served_by(config: Config | None) -> str | None:
     """Returns the Python of the servers that a run starts on its nodes.
 
-    None if it starts none, or their environment is not found, which another check reports.
+    Returns None if the run starts no servers, or if the servers' environment is not found. Another
+    check reports a missing environment.
     """
     with contextlib.suppress(UserError):
         return None if config is None else server_python(config)
@@ -132,8 +133,8 @@ def _cluster_bandwidth(workers: Any, addresses: Sequence[str], nodes: dict[str, 
 
 
 def _local_bandwidth() -> Finding:
-    """Measures gloo between two processes of this machine. For NCCL, use `nccl_ranks` of
-    scripts/gpu_check.sh."""
+    """Measures the bandwidth of gloo between two processes of this machine. To test NCCL, run
+    `nccl_ranks` of scripts/gpu_check.sh."""
     from megatron_stare.commands.doctor.node_probe import measure_bandwidth
 
     place = f"tcp://{HERE}:{free_port(HERE, (0,))}"

@@ -84,7 +84,7 @@ class Facts:
     """The facts of one machine.
 
     versions: versions of installed packages, 'python', 'cuda' (PyTorch's), 'nccl' (as loaded) and
-        'driver'. Missing ones are left out.
+        'driver'. Versions that cannot be found are left out.
     apex_is_nvidias: whether NVIDIA's compiled optimizers (amp_C) are installed.
     gpus: memory of each GPU, bytes.
     topology: the table of `nvidia-smi topo -m`; empty without GPUs.
@@ -223,7 +223,7 @@ class FolderSeen:
 
 
 def look_at_folder(path: Path) -> FolderSeen:
-    """Tests a folder, or its nearest existing parent."""
+    """Tests renames, locks and speed in a folder, or in the folder's nearest existing parent."""
     there = next(each for each in (path, *path.absolute().parents) if each.is_dir())
     try:
         scratch = Path(tempfile.mkdtemp(prefix=".doctor-", dir=there))

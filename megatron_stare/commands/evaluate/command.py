@@ -1,4 +1,5 @@
-"""`megatron-stare eval`: its arguments and its run. Imports torch only when it runs."""
+"""`megatron-stare eval`: its arguments and its run. Torch is imported only when the command
+runs."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@
     heartbeat.json    progress of the evaluation
     blackbox/         bundle written if it hangs (docs/black_box.md)
 
-After a kill the same command resumes from the folder. Every response in it is complete.
+After a kill the same command resumes from the folder. Every response in the folder is complete.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class EvaluationFolder:
     def _written(self, what: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the new content of evaluation.json: the old content plus new tasks.
 
-        Raises UserError if the folder contains other files, or responses of other settings.
+        Raises UserError if the folder contains files that do not belong to an evaluation, or
+        responses that were sampled with other settings.
         """
         now = {"format": FORMAT, **json.loads(json.dumps(what))}
         if not (self.path / EVALUATION).exists():

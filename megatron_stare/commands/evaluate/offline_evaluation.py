@@ -67,7 +67,8 @@ class Checkpoint:
 
     @classmethod
     def at(cls, path: Path) -> Checkpoint:
-        """Finds the checkpoint at a path. Raises DataError if there is none."""
+        """Finds the checkpoint at a path. Raises DataError if there is no checkpoint at the
+        path."""
         path = path.absolute()
         if (path / "config.json").exists() and not is_checkpoint(path):
             return cls(path, False, exported_step(path) or 0)
@@ -267,8 +268,8 @@ def _chosen(config: Config, names: Sequence[str]) -> dict[str, Task]:
 
 
 def _what(evaluation: Evaluation) -> dict[str, Any]:
-    """Returns everything that a task's responses depend on. The number of samples is not included,
-    so that it may grow."""
+    """Returns everything that a task's responses depend on. The number of samples is left out, so
+    that a resumed evaluation may ask for more samples."""
     task, prompts = evaluation.task, evaluation.prompts
     decoding = {name: value for name, value in task.decoding().items() if name != "samples"}
     asked = [(prompt.cursor, prompt.token_ids, prompt.answer) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""`megatron-stare train`: its arguments, and what it does with them. Torch is imported when it
+"""The command `megatron-stare train` and its arguments. Torch is imported only when the command
 runs."""
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Trains. Returns the exit code, as `main` of the command line says."""
+    """Trains. Returns the exit code; `cli.main` lists the exit codes."""
     begun = time.monotonic()
     args.resume = args.resume or args.from_step is not None
     if args.supervise and not args.dry_run:
@@ -118,10 +118,11 @@ def _supervise(args: argparse.Namespace) -> int:
 def _typed(
     args: argparse.Namespace, interruption: Interruption, run_dir: str | None = None
 ) -> tuple[list[str], list[str]]:
-    """The command line of a run, up to its overrides and from there, for `what_now`.
+    """Returns the words of a run's command line in two lists for `what_now`: the words up to the
+    last override, and the options after the overrides.
 
     Args:
-        run_dir: that is given instead of the run's own.
+        run_dir: a run directory that is given instead of the run's own run directory.
     """
     program = PROGRAM
     if Path(sys.argv[0]).name == program and shutil.which(program) is None:
@@ -165,7 +166,8 @@ def _train_or_check(args: argparse.Namespace, begun: float) -> None:
 def read_config(
     source: str | Path | Mapping[str, Any], overrides: Iterable[str | Override]
 ) -> Config:
-    """The configuration of a run that begins, read after what takes long to import is announced.
+    """Returns the configuration of a run that begins. Prints a message before the method is read,
+    because reading the method imports torch, which takes long.
 
     Raises:
         UserError: as load_config.

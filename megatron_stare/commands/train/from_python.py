@@ -29,9 +29,9 @@ def run(
 ) -> Path:
     """Trains as `megatron-stare train` does, with its checks, and returns the run directory.
 
-    May be called from any thread, and while an event loop runs in it, as in a notebook. In the main
-    thread the first Ctrl-C, or a notebook's interrupt, saves the last whole step and raises
-    KeyboardInterrupt; a second one ends the process.
+    `run` may be called from any thread, also while an event loop runs in the thread, as in a
+    notebook. In the main thread the first Ctrl-C, or a notebook's interrupt, saves the last whole
+    step and raises KeyboardInterrupt; a second interrupt ends the process.
 
     Args:
         config: a YAML file, the name of a config that ships, or the sections as a dict; paths in it
@@ -39,7 +39,7 @@ def run(
         overrides: values by dotted setting, such as {"run.steps": 2}.
         resume: continue the newest checkpoint of the run in run.dir, or of the newest run of its
             name.
-        from_step: continue the checkpoint of this step instead; later ones are set aside.
+        from_step: continue the checkpoint of this step instead; later checkpoints are set aside.
         settings: more overrides, for `**{...}`.
 
     Raises:
@@ -74,8 +74,9 @@ def run(
 
 
 def _beside_any_loop(body: Any) -> None:
-    """Calls on this thread if it is the main one, where signals are taken and the run has a thread
-    of its own; else on a new one, which has no event loop."""
+    """Calls `body` on this thread if this thread is the main thread. The main thread takes signals,
+    and the run then has a thread of its own. Otherwise calls `body` on a new thread, which has no
+    event loop."""
     if threading.current_thread() is threading.main_thread():
         body()
         return
