@@ -127,13 +127,13 @@ def wilson_interval(
     on average v below its value at the true mean. If all results are 0 or 1 and all prompts have
     different problems, m equals N, and the interval is the one that Wilson published.
 
-    If a result is the share of right responses to a prompt, it varies less than a result that is 0
-    or 1. The number m then exceeds the effective number of problems G. The excess m - G is an
-    estimate, which is poor if there are few problems. If the mean is near 0 or 1, the estimate
-    depends only on the few results other than 0 and 1. Therefore, if m exceeds G, the interval uses
-    G + min(w, (z/t)²) (m - G) in place of m. The factor w is min(1, G min(p, 1 - p)/5), because a
-    normal approximation needs five right and five wrong results. The factor t is Student's quantile
-    with G - 1 degrees of freedom. If no result deviates from the mean, m equals G.
+    A result that is a share of right responses varies less than a result that is 0 or 1. With
+    shares, m therefore exceeds the effective number of problems G. The excess m - G is an estimate,
+    which is poor if there are few problems. If the mean is near 0 or 1, the estimate depends only
+    on the few results other than 0 and 1. Therefore, if m exceeds G, the interval uses G + min(w,
+    (z/t)²) (m - G) in place of m. Here w is min(1, G min(p, 1 - p)/5), because a normal
+    approximation needs five right and five wrong results. The number t is Student's quantile with G
+    - 1 degrees of freedom. If no result deviates from the mean, m equals G.
     tests/evaluation/test_coverage.py simulates how often the interval contains the true mean.
 
     Args:
