@@ -132,8 +132,8 @@ def wilson_interval(
     which is poor if there are few problems. If the mean is near 0 or 1, the estimate depends only
     on the few results other than 0 and 1. Therefore, if m exceeds G, the interval uses G + min(w,
     (z/t)²) (m - G) in place of m. Here w is min(1, G min(p, 1 - p)/5), because a normal
-    approximation needs five right and five wrong results. The number t is Student's quantile with G
-    - 1 degrees of freedom. If no result deviates from the mean, m equals G.
+    approximation needs five right and five wrong results. The number t is Student's quantile, with
+    G - 1 degrees of freedom. If no result deviates from the mean, m equals G.
     tests/evaluation/test_coverage.py simulates how often the interval contains the true mean.
 
     Args:

@@ -13,8 +13,8 @@ row into a tensor of zeros.
 Shape legend: a micro-batch has t tokens. A group has b sequences, and its longest sequence has s
 tokens. Under context parallelism a rank holds m positions of the longest sequence, and t / C tokens
 of the micro-batch. All groups laid end to end have p places, padding included. In `shared_columns`
-a packed row has s positions, with the prompt before every response; k of the s positions are fed to
-the model.
+a packed row has s positions, with each prompt before each of its responses; k of the s positions
+are fed to the model.
 """
 
 from __future__ import annotations
