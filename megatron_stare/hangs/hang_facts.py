@@ -59,8 +59,8 @@ class ProcessFacts:
         asleep: whether the process was in state D at both looks.
         stuck: the system call in which the process waited for a file, the same at both looks; "" if
             there is none.
-        path: the file of that call.
-        file_system: kind and mount point of that file's file system.
+        path: the file that the call in `stuck` waits for.
+        file_system: kind and mount point of the file system of `path`.
         waits_in: the kernel function in which the process sleeps.
         said: information that could not be obtained, in words.
     """
