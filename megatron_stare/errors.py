@@ -1,4 +1,5 @@
-"""Errors that the user can fix. `cli.py` prints them without a traceback and exits with 2."""
+"""Errors that the user can fix. `cli.py` prints a UserError without a traceback and exits with code
+2."""
 
 from __future__ import annotations
 
@@ -35,15 +36,15 @@ def _rebuild(cls: type[UserError], what: str, where: str | None, fix: str | None
 
 
 class ConfigError(UserError):
-    """Error: the configuration contains something invalid or unsupported."""
+    """Raised if the configuration contains something invalid or unsupported."""
 
 
 class DataError(UserError):
-    """Error: a prompt, model or checkpoint file is missing or malformed."""
+    """Raised if a prompt, model or checkpoint file is missing or malformed."""
 
 
 class UnusableCheckpointError(DataError):
-    """Error: a checkpoint is unusable, but the run has an earlier, usable one."""
+    """Raised if a checkpoint is unusable but the run has an earlier checkpoint that is usable."""
 
     def __init__(self, error: DataError, run_dir: Path, older: int) -> None:
         """Adds the earlier checkpoint to the message.
@@ -63,19 +64,19 @@ class UnusableCheckpointError(DataError):
 
 
 class WeightVersionError(UserError):
-    """Error: other weights than the expected version sampled a token."""
+    """Raised if weights of another version than the expected version sampled a token."""
 
 
 class RewardFailureError(UserError):
-    """Error: too many answers could not be verified."""
+    """Raised if too many answers could not be verified."""
 
 
 class NonFiniteError(UserError):
-    """Error: a loss or gradient is not finite, and the optimizer step was skipped."""
+    """Raised if a loss or gradient is not finite and the optimizer step was skipped."""
 
 
 class GuardError(UserError):
-    """Error: a metric of a step is out of the run's bounds."""
+    """Raised if a metric of a step is out of the run's bounds."""
 
 
 class RollBack(Exception):

@@ -1,8 +1,8 @@
 """Saves and retires a run's checkpoints, and exports the policy as a Hugging Face folder.
 
-All ranks begin a checkpoint, write it while training continues, and then it is completed. The
-newest checkpoints, every n-th, and the best by a metric are kept. For an export this module creates
-the files and the ranks fill them.
+All ranks begin a checkpoint and write it while training continues; the driver then completes the
+checkpoint. The newest checkpoints, every n-th checkpoint, and the best checkpoints by a metric are
+kept. For an export this module creates the files, and the ranks fill the files.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ METRICS = (
 
 
 class Checkpoints:
-    """Checkpoints of a run, of which at most one is being written. Until that one is complete, the
-    previous checkpoint stays the newest on disk.
+    """Checkpoints of a run, of which at most one is being written. Until a new checkpoint is
+    complete, the previous checkpoint stays the newest on disk.
 
     Args:
         note: receives one message if no step logs the metric `checkpoint.best_by`.
@@ -93,7 +93,7 @@ class Checkpoints:
             test.check(self._ranks, self._config, folder)
 
     def save(self, state: RunState, timeout_s: float | None = None) -> None:
-        """Completes the checkpoint being written and begins one of this state; returns when
+        """Completes the checkpoint being written and begins a checkpoint of `state`. Returns when
         training may continue.
 
         Args:
@@ -116,7 +116,7 @@ class Checkpoints:
 
     def look(self) -> None:
         """Completes the checkpoint being written if all ranks have written their part. Raises
-        UserError if a rank could not."""
+        UserError if a rank could not write its part."""
         if self._under_way is not None:
             with self._waited_for():
                 if self._ranks.saved():
@@ -169,10 +169,10 @@ class Checkpoints:
 class Retention:
     """Rule for which checkpoints are kept.
 
-    newest: number of newest checkpoints to keep. The newest one always stays.
-    every: checkpoints of steps divisible by it are kept; None: no such rule.
+    newest: number of newest checkpoints to keep. The newest checkpoint is always kept.
+    every: checkpoints of steps divisible by `every` are kept; None: divisibility does not matter.
     best: number of checkpoints with the best scores to keep.
-    higher: higher scores are better.
+    higher: whether higher scores are better.
     """
 
     newest: int

@@ -142,7 +142,7 @@ class Evaluator:
     def rollouts(
         self, verifier: Extension, environment: Environment, calls: CallJournal | None = None
     ) -> Rollouts:
-        """Returns rollouts in an environment, judged by the verifier.
+        """Returns an object that samples responses in `environment` and has `verifier` judge them.
 
         Args:
             calls: journal of the environment's calls; None: a journal in memory only.
@@ -154,8 +154,8 @@ class Evaluator:
         )
 
     def _right(self, verifier: Extension, pairs: Sequence[tuple[str, str]]) -> list[bool]:
-        """See evaluation.response.Judged. A reference that the verifier cannot parse equals no
-        answer."""
+        """See evaluation.response.Judged. If the verifier cannot parse the reference of a pair, the
+        result for that pair is False."""
         return [
             (verdict.reward or 0.0) > 0.5 for verdict in self._verifiers[verifier].verify(pairs)
         ]

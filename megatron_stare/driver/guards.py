@@ -4,9 +4,10 @@ batches of bad steps.
 The rules are those of observability/metrics/rules.py with settings in the section `faults.guards`.
 A step is compared with earlier metrics of the run, which a resumed run restores.
 
-A batch that was left out or ended the run gets a folder such as `guards/step_000012`. There,
-batch.safetensors has the format of --dump-step, plus the trainer's log-probs beside the engine's.
-event.json contains the reason, the prompts, and the first rank and parameter that was not finite.
+A batch that was left out or ended the run gets a folder such as `guards/step_000012`. The folder's
+file batch.safetensors has the format of --dump-step, and also contains the trainer's log-probs
+beside the engine's log-probs. The folder's file event.json contains the reason, the prompts, and
+the first rank and parameter that was not finite.
 """
 
 from __future__ import annotations
@@ -171,12 +172,13 @@ class Guards:
 
     @property
     def ends(self) -> bool:
-        """True if the last step ends or rolls back the run. Its state must not be saved."""
+        """True if the last step ends or rolls back the run. The state after that step must not be
+        saved."""
         return any(each.action in ENDS for each in self.fired)
 
     def heed(self, rollbacks: int) -> None:
-        """Raises if a guard ends or rolls back the run. Call it after logging and before saving the
-        step.
+        """Raises an error if a guard ends or rolls back the run. Call `heed` after the step's
+        metrics are logged and before a checkpoint of the step is saved.
 
         Args:
             rollbacks: number of rollbacks so far.
@@ -225,9 +227,9 @@ def _configured(name: str, config: GuardsConfig, dtype: str) -> Condition:
 class GuardedResponse:
     """One response of a guarded batch. Tensors are [n], one number per response token.
 
-    log_probs: the trainer's before the step's updates, nats. NaN if the loss mask is 0, or if the
-        trainer computed NaN.
-    rollout_log_probs: the engine's, nats.
+    log_probs: the trainer's log-probs before the step's updates, nats. A token's value is NaN if
+        its loss mask is 0, or if the trainer computed NaN.
+    rollout_log_probs: the engine's log-probs, nats.
     """
 
     cursor: int
@@ -246,7 +248,7 @@ class GuardedResponse:
 class GuardedBatch:
     """The batch of a step that was left out or ended the run.
 
-    ranks: for every rank with non-finite values, which values these were.
+    ranks: one record for every rank that found non-finite values; the record names these values.
     """
 
     step: int

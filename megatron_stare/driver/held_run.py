@@ -103,7 +103,8 @@ class HeldRun:
         tell_came_up()
 
     def awaited(self) -> Awaited | None:
-        """Returns how the next session waits for lost nodes; None if it follows no loss."""
+        """Returns the rule by which the next session waits for lost nodes; None if the next session
+        is not a restart after a loss of processes."""
         if not self.restarted:
             return None
         return Awaited(self._config.faults.run.nodes_s, (self.dir.path / PLACEMENT).exists(), _tell)
@@ -113,8 +114,8 @@ class HeldRun:
         return {"restarts/run": float(self.restarts)}
 
     def until_done(self, inputs: Inputs, session: Callable[[Inputs], T]) -> T:
-        """Runs sessions until one finishes, and returns its result; reopens the run after a
-        recoverable loss.
+        """Runs sessions until one session finishes, and returns the result of that session. Reopens
+        the run after a rollback, and after a recoverable loss of a worker or an engine.
 
         Raises:
             Exception: the error that ended the last session.
@@ -155,8 +156,8 @@ class HeldRun:
     def _is_loss(self, error: Exception) -> bool:
         """Tells whether the error is a recoverable loss of a worker or an engine.
 
-        Before a session has been fully opened, only a process that died counts. Other failures
-        are more likely configuration errors.
+        Before a session has been fully opened, an error is a recoverable loss only if a worker
+        process died. At that stage, any other failure is more likely a configuration error.
         """
         if self._came_up:
             return isinstance(error, WorkerLostError | EngineLostError | NoEngineError)
@@ -199,8 +200,9 @@ def _tell(line: str) -> None:
 
 
 def made_already(inputs: Inputs, from_step: int | None, dump_step: int | None) -> Path | None:
-    """Returns the directory of the run to resume if the run is finished, else None. A finished run
-    only has its sinks finish again.
+    """Returns the directory of a finished run that the user asked to resume; returns None if the
+    run is not finished. For a finished run, this function finishes the sinks again and trains no
+    step.
 
     Raises:
         UserError: the run does not exist or cannot be resumed, or the step to dump is already done.

@@ -45,7 +45,7 @@ from megatron_stare.weights.files.hf_folder import exported_step
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a run; `run` is checked."""
+    """Inputs of a run. The configuration in `run` has passed the checks of `check_run`."""
 
     run: ResolvedRun
     tokenizer: Any

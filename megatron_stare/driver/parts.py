@@ -122,8 +122,8 @@ class PhaseMemory(Part):
 
 
 class GuardedSteps(Part):
-    """Ends or rolls back the run after a step if the guards demand it. Notes a rollback on disk
-    first."""
+    """Ends or rolls back the run after a step if the guards demand it. Before it raises RollBack,
+    records the rollback in the run directory."""
 
     def __init__(
         self, guards: Guards, state: RunState, run_dir: RunDir, note: Callable[[str], None]
@@ -206,8 +206,9 @@ class Saves(Part):
         """Finishes the pending checkpoint when the run closes.
 
         After an interruption or an error raised by a guard, waits for the pending checkpoint. After
-        an interruption that asks for a save, also saves the last step. After any other error, does
-        neither, since the ranks may have failed. Incomplete checkpoints are removed later.
+        an interruption that asks for a save, also saves the last step. After any other error,
+        neither waits for the pending checkpoint nor saves the last step, since the ranks may have
+        failed. Incomplete checkpoints are removed later.
 
         Raises:
             UserError: the last step cannot be saved.
@@ -279,7 +280,7 @@ class HeldOut(Part):
         self._held: int | None = None
 
     def after_step(self) -> None:
-        """Evaluates if an evaluation is due at the current step and not recorded yet."""
+        """Runs every evaluation that is due at the current step and not recorded yet."""
         step, every = self._state.step, self._config.eval.every
         if step not in (0, self._config.run.steps) and not (every > 0 and step % every == 0):
             return

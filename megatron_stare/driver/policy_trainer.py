@@ -59,8 +59,9 @@ class PolicyTrainer:
     def step(self, batch: RolloutBatch) -> dict[str, float]:
         """Trains on a judged rollout batch and returns the step's metrics.
 
-        Makes the log-prob and entropy pass, then statistics, gate and weights. Then every
-        mini-batch gets a forward and backward pass of the weighted loss and an optimizer step.
+        The first pass computes log-probs and entropies. From these, the ranks compute the
+        statistics, the gate and the token weights. Finally, every mini-batch gets a forward and
+        backward pass of the weighted loss and an optimizer step.
 
         Raises:
             NonFiniteError: loss or gradient of several updates in a row was not finite.
@@ -120,7 +121,8 @@ class PolicyTrainer:
         return found
 
     def _keep(self, batch: RolloutBatch, why: str, *, by_rank: bool = False) -> None:
-        """Writes the batch out unless `faults.guards.dumps` batches exist. Ignores a full disk.
+        """Writes the batch to disk, unless `faults.guards.dumps` batches of other steps are on disk
+        already. Ignores a full disk.
 
         Args:
             by_rank: also write the non-finite values that every rank finds.

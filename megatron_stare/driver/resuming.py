@@ -1,9 +1,10 @@
 """Decides, before any process starts, which run to resume, from which checkpoint, and whether the
 configuration allows it.
 
-Most settings must not have changed. Neither must the tokenizer, the chat template and the system
-prompt, whose digests are saved with the run's state. Otherwise a replaced file would silently
-change every prompt.
+Most settings must not have changed since the run was started. The tokenizer, the chat template and
+the system prompt must not have changed either, because a replaced file would silently change every
+prompt. The run's state contains digests that reveal changes of the tokenizer, the chat template and
+the system prompt.
 """
 
 from __future__ import annotations
@@ -134,8 +135,9 @@ def _of_step(step: int, checkpoints: Sequence[Path], path: Path) -> Path:
 
 @contextlib.contextmanager
 def offering_older(checkpoint: Path) -> Iterator[None]:
-    """Context manager around opening a checkpoint. If that fails with DataError, raises an error
-    that also names the newest earlier checkpoint that is intact (tensors are not read)."""
+    """Context manager for code that opens a checkpoint. If that code raises DataError, the context
+    manager raises an error that also names an earlier checkpoint, the newest that is intact. The
+    search for an intact checkpoint does not read tensors."""
     try:
         yield
     except DataError as error:
@@ -207,8 +209,9 @@ def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
 def prompt_inputs(config: Config, tokenizer: Any, source: PromptSource) -> dict[str, str]:
     """Returns SHA-256 digests by name of the inputs that prompts are made from.
 
-    These are the tokenizer's files, the chat template if prompts use one, and the token ids of the
-    first prompt. The first prompt reveals other changes, such as a new system prompt or data order.
+    The inputs are the tokenizer's files, the chat template if prompts use a chat template, and the
+    token ids of the first prompt. The first prompt reveals changes that the files do not show, such
+    as a new system prompt or data order.
 
     Args:
         source: at its beginning. Its position is restored.
@@ -230,8 +233,8 @@ def prompt_inputs(config: Config, tokenizer: Any, source: PromptSource) -> dict[
 
 
 def refuse_other_inputs(saved: Mapping[str, str], now: Mapping[str, str], config: Config) -> None:
-    """Raises DataError for the first digest that differs from the run's start. Accepts runs of old
-    releases that saved no digests."""
+    """Raises DataError for the first prompt input whose digest has changed since the run was
+    started. Accepts runs of old releases that saved no digests."""
     for name in sorted(saved.keys() | now.keys() if saved else ()):
         if saved.get(name) == now.get(name):
             continue

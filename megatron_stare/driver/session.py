@@ -65,7 +65,8 @@ from megatron_stare.tasks.task import Task
 
 
 class Session:
-    """Context manager of a run in progress. On exit every process it started is stopped.
+    """Context manager of a run in progress. On exit, every process that the session started is
+    stopped.
 
     Args:
         inputs: read and checked before.
@@ -109,8 +110,8 @@ class Session:
             self._open = stack.pop_all()
 
     def _find_state(self, dump_step: int | None) -> Path | None:
-        """Sets the run's state and prompt position to its start or resume point; returns the
-        checkpoint to load, if any."""
+        """Sets the run's state and the position in the prompts to the beginning of the run or to
+        the resume point. Returns the checkpoint to load; None if there is none to load."""
         inputs, held = self._inputs, self._held
         made_with = prompt_inputs(self.config, inputs.tokenizer, inputs.source)
         self.source = PromptQueue(inputs.source)
@@ -205,8 +206,9 @@ class Session:
     def _open_evaluators(
         self, stack: ClosingStack, runner: Runner
     ) -> tuple[EnginePool, Evaluator] | None:
-        """Makes the evaluator on the training engines; returns the engines reserved for evaluation
-        and their evaluator, if any."""
+        """Makes `self.evaluator`, which evaluates on the training engines. Returns the engines
+        reserved for evaluation, and a second evaluator that uses these engines; None if no engines
+        are reserved or nothing is evaluated."""
         reward, stop_ids = self.config.reward, self._inputs.stop_ids
         self.evaluator = Evaluator(self.engines, self.verifiers, reward, stop_ids)
         if not self._inputs.evaluations or not (
@@ -387,8 +389,8 @@ class Session:
             self.monitor.note(line)
 
     def _published(self, version: int) -> None:
-        """Advances the run's state to this step, after its weights were published for the next
-        rollouts."""
+        """Advances the run's state to step `version`, after the weights of that step were published
+        for the next rollouts."""
         self.state.step, self.state.data = version, self.rollouts.state()
         self._kept = self.groups.kept()
         self._tell_news()
@@ -397,7 +399,8 @@ class Session:
 def _say_what_was_lost(
     runner: Runner, kind: object, error: BaseException | None, trace: object
 ) -> None:
-    """Raises the loss of a process in place of an error that the loss caused."""
+    """If a lost process caused `error`, raises the exception that reports the lost process
+    instead."""
     if (
         isinstance(error, Exception)
         and not isinstance(error, RollBack)
@@ -409,11 +412,11 @@ def _say_what_was_lost(
 def make_runner(
     run: ResolvedRun, awaited: Awaited | None = None, tell: Callable[[str], None] = unsaid
 ) -> Runner:
-    """The runner that the configuration names; its module is imported only then, so that inline
-    runs need no Ray.
+    """Returns the runner that the configuration names. Only the module of that runner is imported,
+    so that inline runs need no Ray.
 
     Args:
-        tell: told, in a line, what takes seconds to start, before it does.
+        tell: called with a line of text before the start of anything that takes seconds.
     """
     if run.config.runtime.runner == "inline":
         from megatron_stare.cluster.inline import InlineRunner

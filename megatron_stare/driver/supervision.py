@@ -1,12 +1,13 @@
 """`train --supervise`: a parent process that starts a run's driver and restarts it after a loss.
 
-A driver may be killed. If its control store is gone, Ray ends it from C++ without `finally` or
-atexit. So the supervisor imports neither Ray nor torch. The driver sends it the run directory
-through a pipe, and the supervisor reads progress and restart rule from the files there.
+A driver may be killed. If Ray's control store is gone, Ray ends the driver from C++ without running
+`finally` blocks or atexit handlers. So the supervisor imports neither Ray nor torch. The driver
+sends the run directory to the supervisor through a pipe, and the supervisor reads progress and the
+restart rule from files in the run directory.
 
-An environment variable tells the driver about its supervisor; the driver removes it from its
-environment. If the supervisor dies, the kernel sends the driver SIGTERM, which ends the run as
-usual.
+An environment variable tells the driver about its supervisor. The driver removes this variable from
+its own environment. If the supervisor dies, the kernel sends the driver SIGTERM, which ends the run
+as usual.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ _restarts = 0  # number of restarts by the supervisor
 def supervise(
     arguments: Sequence[str], limit_s: float | None = None, program: Sequence[str] = TRAIN
 ) -> int:
-    """Runs `train` with these arguments in a child process, and restarts it after a loss.
+    """Runs `train` with `arguments` in a child process, the driver. Restarts the driver if it was
+    lost.
 
     Args:
         arguments: every option is one word.
@@ -241,7 +243,7 @@ def attach() -> bool:
     """Attaches this driver to its supervisor and returns whether there is one.
 
     Opens the pipe to the supervisor, and has the kernel send SIGTERM if the supervisor dies. Call
-    it once SIGTERM is caught, on a thread that lasts as long as the run.
+    `attach` once SIGTERM is caught, on a thread that lasts as long as the run.
     """
     global _pipe, _restarts
     given = os.environ.pop(VARIABLE, None)

@@ -39,8 +39,8 @@ class TrainingSource(RolloutSource):
         self._phase, self._published = phase, published
 
     def next(self, step: int) -> RolloutBatch:
-        """See RolloutSource. The batch has advantages. A step interrupted here counts as not
-        begun."""
+        """See RolloutSource. The batch has advantages. A step that is interrupted during `next`
+        counts as not begun."""
         with self._phase("rollout"), open_to(signal.SIGINT, signal.SIGTERM):
             return self._judge(self._source.next(step))
 

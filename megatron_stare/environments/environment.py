@@ -28,12 +28,13 @@ WHERE = "rollout.environment"
 class Turn:
     """Tokens that the policy sampled in one call, and their text.
 
-    text: decoded without special tokens and without the stop token.
-    experts: of the first m tokens of context and turn, if the run replays the engine's routing.
-    finish_reason: 'length' also if the response's token limit left no room for a token; 'stop' also
-        at a stop string.
-    stop: stop string that ended the turn and is part of `text`; None: none did. Text after it came
-        in the same token.
+    text: text of the tokens, decoded without special tokens and without the stop token.
+    experts: the engine's experts for the first m tokens of context and turn together; None if the
+        run does not replay the engine's routing.
+    finish_reason: the value is 'length' also if the response's token limit left no room for a
+        token, and 'stop' also if a stop string ended the turn.
+    stop: the stop string that ended the turn; None: no stop string ended the turn. `text` contains
+        the stop string, and after the stop string the rest of the last token.
     """
 
     tokens: Tensor  # [n] int32
@@ -46,8 +47,9 @@ class Turn:
 
 
 class CallFailedError(UserError):
-    """Error of a tool, recorded as the answer to the call. An environment that catches it
-    continues, now and whenever the journal answers the call."""
+    """Error of a tool, recorded in the journal as the answer to the call. An environment that
+    catches the error continues. When the journal later replays the call, the same error is raised,
+    and the environment continues in the same way."""
 
 
 # called with the request and the call's id; returns a value that JSON can hold
@@ -81,12 +83,14 @@ class Generate(Protocol):
         ...
 
     async def call(self, tool: Tool, request: Any, *, idempotent: bool = False) -> Any:
-        """Returns the answer of a tool outside of the run, called at most once unless idempotent.
+        """Returns the answer of a tool outside of the run. Calls the tool at most once, unless the
+        tool is idempotent.
 
         The journal records the intent before the call and the answer after it. If the environment
-        runs again, because its response was cut or the run resumed, the journal answers. If a call
-        was begun but never answered, the tool may or may not have acted. Then an idempotent tool is
-        called again under the same id; otherwise the response is given up.
+        runs again, because its response was cut or the run was resumed, the journal returns the
+        recorded answer and the tool is not called. If a call was begun but never answered, the tool
+        may or may not have acted. In that case an idempotent tool is called again under the same
+        id; with any other tool, the rollouts discard the response.
 
         Args:
             tool: awaited as `tool(request, id)`, with an id unique to this call. When the
@@ -172,8 +176,8 @@ class Response:
         self._texts.append(text)
 
     def trajectory(self) -> Trajectory:
-        """Returns the response so far. Its text, for people, includes turns and observations; a
-        verifier reads only what the policy sampled."""
+        """Returns the response so far. The trajectory's `text` is for people and includes turns and
+        observations. A verifier reads only what the policy sampled."""
         return Trajectory(
             prompt=self._prompt,
             sample_index=0,  # the rollouts set it

@@ -8,7 +8,7 @@ from megatron_stare.records.trajectory import Trajectory
 
 
 class SingleTurn(Environment):
-    """One turn, with nothing from the environment."""
+    """Environment in which the policy answers in one turn and the environment adds no tokens."""
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         response = Response(prompt)

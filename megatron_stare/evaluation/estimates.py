@@ -1,9 +1,10 @@
 """Estimates avg@k, pass@k and maj@k of one problem from its n sampled responses, and the interval
 of a mean over problems. Pure.
 
-All three average over all subsets of k of the n responses, so they are unbiased for k fresh
-responses and independent of the order. The variance of a mean is over problems, because several
-prompts may share one. docs/evaluation.md has the definitions in words.
+Each estimate averages over all subsets of k of the n responses. Each estimate is therefore unbiased
+for k fresh responses and independent of the order of the responses. The variance of a mean is
+computed over problems, because several prompts may share one problem. docs/evaluation.md defines
+the estimates in words.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ def pass_at_k(right: int, samples: int, k: int) -> float:
 
 
 def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) -> float:
-    """Returns the expected result of the most frequent answer among k responses; of several such
-    answers, one is drawn at random.
+    """Returns the expected result of the most frequent answer among k responses. If several answers
+    are equally frequent, one of these answers is drawn at random.
 
-    The k responses are drawn from the n without replacement, and c_j responses give answer j. The
-    value is the sum over j and over a = 1..k of r_j P(a of class j are drawn, and no class has
-    more) E[1 / (1 + other classes that have a)]. Responses without an answer do not vote; if none
-    of the k votes, the result is 0.
+    The k responses are drawn from the n without replacement, and c_j of the n responses give answer
+    j. The expected result is the sum over j and over a = 1..k of r_j P E[1 / (1 + T)]. P is the
+    probability of this event: answer j is drawn exactly a times, and no answer is drawn more often.
+    T is the number of other answers that are also drawn exactly a times, and E is the expectation
+    given the event. Responses without an answer do not vote. If no drawn response has an answer,
+    the result is 0.
 
     Args:
         classes: for every answer j, c_j and its result r_j in [0, 1].
@@ -75,9 +78,9 @@ def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) ->
 def _not_beaten(
     others: Sequence[NDArray[np.float64]], silent: NDArray[np.float64], a: int, k: int
 ) -> float:
-    """Returns the total weight of all ways to draw k - a responses from the other classes, at most
-    `a` from each, and from the silent responses. Each way is divided by 1 + the number of classes
-    of which `a` are drawn.
+    """Sums over all ways to draw k - a responses from `others`, at most `a` from each class, and
+    from `silent`. Each summand is the weight of the way, divided by 1 + the number of tied classes.
+    A class is tied if exactly `a` of its responses are drawn.
 
     Args:
         others: [c + 1] for each class, the weights of drawing 0..c of its responses.
@@ -114,23 +117,24 @@ def _binomial(n: int, p: float) -> NDArray[np.float64]:
 def wilson_interval(
     results: Sequence[float], problems: Sequence[int] | None = None, level: float = 0.95
 ) -> tuple[float, float, float]:
-    """Returns the mean of results in [0, 1], one a prompt, and Wilson's score interval (JASA 22,
-    1927) over problems.
+    """Returns the mean of results in [0, 1] and Wilson's score interval (JASA 22, 1927) of the
+    mean. Each prompt has one result, and the variance is computed over problems.
 
     With p the mean of N results, z the (1 + level)/2 quantile of the standard normal, and m an
     effective number of results, the interval is (p + z²/2m ± z √(p (1 - p)/m + z²/4m²)) / (1 +
     z²/m), as for survey samples (Korn and Graubard, Survey Methodology 24, 1998). m = 1 + p (1 - p)
     / v, with v the variance of the mean by `mean_of_problems`. The 1 is there because p (1 - p) is
-    on average v below its value at the true mean. If all results are 0 or 1, from different
-    problems, m is N, which gives Wilson's own interval.
+    on average v below its value at the true mean. If all results are 0 or 1 and all prompts have
+    different problems, m equals N, and the interval is the one that Wilson published.
 
-    Results that are shares vary less than 0s and 1s, so m exceeds the number of problems G. This
-    excess is estimated: poorly from few problems, and near saturation only from the few results
-    other than 0 and 1. So m = G + min(w, (z/t)²) (m - G). Here w = min(1, G min(p, 1 - p)/5), as a
-    normal approximation needs five results of either kind, and t is Student's quantile with G - 1
-    degrees of freedom. If no result deviates from the
-    mean, m is G. tests/evaluation/test_coverage.py simulates how often the interval contains the
-    true mean.
+    A result that is a share of right responses varies less than a result that is 0 or 1. With
+    shares, m therefore exceeds the effective number of problems G. The excess m - G is an estimate,
+    which is poor if there are few problems. If the mean is near 0 or 1, the estimate depends only
+    on the few results other than 0 and 1. Therefore, if m exceeds G, the interval uses G + min(w,
+    (z/t)²) (m - G) in place of m. Here w is min(1, G min(p, 1 - p)/5), because a normal
+    approximation needs five right and five wrong results. The number t is Student's quantile, with
+    G - 1 degrees of freedom. If no result deviates from the mean, m equals G.
+    tests/evaluation/test_coverage.py simulates how often the interval contains the true mean.
 
     Args:
         problems: the problem of each prompt; None: all are different.
@@ -162,17 +166,17 @@ def wilson_interval(
 def mean_of_problems(
     values: Sequence[float], problems: Sequence[int] | None = None
 ) -> tuple[float, float, float]:
-    """Returns the mean of one value a prompt, its variance over problems, and the effective number
-    of problems.
+    """Returns the mean of one value per prompt, the variance of this mean over problems, and the
+    effective number of problems.
 
-    Let problem g have n_g of the N prompts, and let e_g be the sum of their deviations from the
-    mean. The effective number of problems is G = N² / Σ_g n_g² (Kish, Survey Sampling, 1965): the
-    number of problems if all have equally many prompts, fewer if a few problems have most of them.
-    The variance of the mean is G/(G - 1) Σ_g e_g² / N² (Liang and Zeger, Biometrika 73, 1986, for
-    problems of equal weight).
+    Let problem g have n_g of the N prompts, and let e_g be the sum of value - mean over the prompts
+    of problem g. The effective number of problems is G = N² / Σ_g n_g² (Kish, Survey Sampling,
+    1965): the number of problems if all have equally many prompts, and less if a few problems have
+    most of the prompts. The variance of the mean is G/(G - 1) Σ_g e_g² / N² (Liang and Zeger,
+    Biometrika 73, 1986, for problems of equal weight).
 
     Args:
-        values: one a prompt, at least one.
+        values: one value per prompt, at least one value.
         problems: the problem of each prompt; None: all are different.
 
     Returns:
@@ -196,8 +200,8 @@ def student_quantile(level: float, degrees: float) -> float:
     """Returns the t for which |T| <= t has probability `level`, where T has Student's distribution
     with `degrees` of freedom.
 
-    With t = √ν tan θ the probability is c ∫_0^θ cos^(ν-1), c = 2 Γ((ν + 1)/2) / (√π Γ(ν/2)). It is
-    concave in θ, so Newton's steps from 0 never overshoot.
+    With t = √ν tan θ the probability is c ∫_0^θ cos^(ν-1), c = 2 Γ((ν + 1)/2) / (√π Γ(ν/2)). The
+    probability is concave in θ, so Newton's steps from θ = 0 never overshoot.
 
     Args:
         level: in (0, 1); 0.95 for an interval of 95 %.

@@ -50,9 +50,9 @@ def evaluate(
 ) -> Evaluated:
     """Runs one evaluation. A response whose verifier failed counts as wrong, and among `failures`.
 
-    `correct` holds for every problem the share of its responses that are right (avg@k). `pass1` is
-    their mean, an estimate of pass@1 whatever `samples` is. evaluation/results.py computes the
-    other figures.
+    The record's entry `correct` contains, for every prompt, the share of right responses (avg@k).
+    The entry `pass1` is the mean of these shares, and estimates pass@1 for any number of samples.
+    evaluation/results.py computes pass@k, maj@k and the record's remaining figures.
 
     Args:
         judged: the task's verifier, to find answers that are the same.

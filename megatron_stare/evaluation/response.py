@@ -2,8 +2,9 @@
 answer.
 
 A `Response` is a trajectory without its tokens. Two answers are the same if their normal forms are
-equal, or if the verifier accepts the response with one when the other is the reference. Classes are
-built in sample order, each represented by its first answer, whichever response finished first.
+equal. Two answers are also the same if the verifier accepts a response that gives the second answer
+and uses the first answer as the reference. Classes are built in sample order, each represented by
+its first answer, whichever response finished first.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Response:
 
 
 def answer_classes(problems: Sequence[Sequence[Response]], judged: Judged) -> list[Classes]:
-    """Returns the classes of every problem's responses.
+    """Returns, for every problem, the answer class of each response.
 
     Args:
         judged: called once, with all pairs of answers that only the verifier can compare. Integers
@@ -102,7 +103,7 @@ def answer_classes(problems: Sequence[Sequence[Response]], judged: Judged) -> li
 
 
 def _firsts(responses: Sequence[Response]) -> dict[str, Response]:
-    """Returns the first response that gives each answer."""
+    """Returns, for every answer, the first response that gives this answer."""
     found: dict[str, Response] = {}
     for response in responses:
         if response.answer:

@@ -60,14 +60,14 @@ class Answered:
 
     @property
     def solutions(self) -> int:
-        """Number of right responses that differ in more than white space."""
+        """Number of right responses whose texts differ from each other in more than white space."""
         return len(
             {" ".join(response.text.split()) for response in self.responses if response.right}
         )
 
 
 def default_ks(samples: int) -> tuple[int, ...]:
-    """Returns the powers of two up to the number of responses, and that number."""
+    """Returns the powers of two up to `samples`, and `samples` itself."""
     powers = (2**power for power in range(samples.bit_length()))
     return tuple(dict.fromkeys([*powers, samples]))
 

@@ -54,8 +54,9 @@ CARRIED = (FOLDER_VARIABLE, WATCHER, TOKEN)
 
 @dataclass
 class _Phase:
-    """An open phase. Times are seconds of `clock`, moved forward by the duration of inner
-    phases."""
+    """An open phase. Times without a comment are seconds of `clock`. When an inner phase ends, its
+    duration is added to `entered` and `moved` of the outer phase, so that inner phases do not count
+    in the outer phase."""
 
     name: str
     since: float  # seconds since 1970
@@ -66,8 +67,8 @@ class _Phase:
 
 
 class DriverBeats(Sink):
-    """Writes the driver's beats. The monitor calls it like any sink; the session reports the
-    beginnings of steps and the run's end.
+    """Writes the driver's beats. The monitor calls this sink like any other sink. The session also
+    tells this sink when a step or the run's last phase begins.
 
     Args:
         folder: folder of this node's beats.
@@ -167,7 +168,7 @@ class BlackBox:
     allowed.
 
     Args:
-        ports: ports on which it may listen for agents on other nodes; None: any.
+        ports: ports on which the watcher may listen for agents on other nodes; None: any.
         supervised: whether a supervisor restarts the driver.
 
     Raises:
@@ -244,8 +245,8 @@ class BlackBox:
 
 
 def forget_left(where: Path) -> None:
-    """Removes the folders that killed watchers left in memory; they would stay there until a
-    reboot.
+    """Removes folders in memory whose watchers were killed. Such folders would otherwise stay in
+    memory until a reboot.
 
     A free lock shows that a folder's watcher is gone, in any PID namespace.
     """

@@ -17,7 +17,8 @@ NODE_PARTS = ("raylet", "gcs_server")  # Ray's processes that a run cannot do wi
 class Frame:
     """A Python function on a stack.
 
-    own: whether it belongs to this project or a user's code, not to Python or an installed package.
+    own: whether the function belongs to this project or a user's code, not to Python or an
+        installed package.
     """
 
     function: str
@@ -48,18 +49,19 @@ class ProcessFacts:
     """A process of the run, as its node saw it.
 
     Args:
-        node: its host, plus the node's id if several of Ray's nodes are on one host.
+        node: the process's host, plus the node's id if several of Ray's nodes are on one host.
         role: see Beat, or `verifier`, `raylet`, `gcs_server`, `server of rollout engine 0`,
             `child of driver`.
-        state: see proc_files.Status; X: it has ended.
-        phase, since: from its beat; `since` in seconds before the look. None: it writes no beats.
-        busy: share of a CPU that it used during the look.
-        asleep: whether it was in state D at both looks.
-        stuck: the system call in which it waited for a file, the same at both looks; "" if there is
-            none.
-        path: the file of that call.
-        file_system: kind and mount point of that file's file system.
-        waits_in: the kernel function in which it sleeps.
+        state: see proc_files.Status; X: the process has ended.
+        phase, since: the phase in the process's beat, and the seconds from the start of the phase
+            to the look. None: the process writes no beats.
+        busy: share of a CPU that the process used during the look.
+        asleep: whether the process was in state D at both looks.
+        stuck: the system call in which the process waited for a file, the same at both looks; "" if
+            there is none.
+        path: the file that the call in `stuck` waits for.
+        file_system: kind and mount point of the file system of `path`.
+        waits_in: the kernel function in which the process sleeps.
         said: information that could not be obtained, in words.
     """
 
@@ -109,7 +111,7 @@ class ProcessFacts:
 class RequestFacts:
     """A response that was requested and has not arrived.
 
-    age_s: seconds since it was requested from the replica.
+    age_s: seconds since the response was requested from the replica.
     """
 
     replica: int

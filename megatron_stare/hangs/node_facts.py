@@ -7,10 +7,10 @@ memory, because a process that is stopped, or whose interpreter is held, cannot 
 stack.
 
 NCCL's flight recorder records the collectives that each rank has begun and ended. torch's
-ProcessGroupNCCL keeps the newest TORCH_FR_BUFFER_SIZE of them. A separate thread dumps them to the
-file TORCH_FR_DUMP_TEMP_FILE + rank when something is written to the pipe
-TORCH_NCCL_DEBUG_INFO_PIPE_FILE + rank + ".pipe" (docs.pytorch.org:
-torch_nccl_environment_variables). gloo has no such recorder.
+ProcessGroupNCCL keeps the newest TORCH_FR_BUFFER_SIZE records. When something is written to the
+pipe TORCH_NCCL_DEBUG_INFO_PIPE_FILE + rank + ".pipe", a separate thread of the rank dumps the
+records to the file TORCH_FR_DUMP_TEMP_FILE + rank (docs.pytorch.org:
+torch_nccl_environment_variables). The gloo backend has no flight recorder.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def program() -> str | None:
 def take_stacks(pid: int, state: str, stuck: bool = False) -> tuple[list[Thread], str]:
     """Returns the threads of a process, and a note if stacks are missing or unreliable, else "".
 
-    Pauses the process for some milliseconds. A process that cannot be paused, or not by this user,
-    is read while it runs.
+    Pauses the process for some milliseconds. If the process cannot be paused, or this user may not
+    pause the process, py-spy reads the stacks while the process runs.
 
     Args:
         stuck: whether the process waits for a file system, so that it would not pause.
@@ -242,8 +242,8 @@ def _ended(beat: Beat, node: str) -> dict[str, Any]:
 
 
 class _Look:
-    """The examination of one process. `found` fills step by step, so earlier facts survive a call
-    that never returns."""
+    """The examination of one process. Each fact is added to `found` as soon as it is known, so
+    facts found earlier survive a call that never returns."""
 
     def __init__(
         self,

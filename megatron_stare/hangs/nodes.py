@@ -2,12 +2,13 @@
 each.
 
 An agent is a process: `python -m megatron_stare.hangs.nodes FOLDER NODE`. The run's first worker on
-a node starts it, detached, so that it outlives the worker. The agent connects to the watcher,
-examines the run's processes on its node on request, and ends with the watcher.
+a node starts the agent as a detached process, so that the agent outlives the worker. The agent
+connects to the watcher, examines the run's processes on its node on request, and ends with the
+watcher.
 
-Both sides send one JSON object per line. An agent first sends the run's token, which the driver
-drew; the watcher disconnects clients without it. All received data are numbers and texts to
-display.
+The watcher and the agents send one JSON object per line. An agent first sends the run's token,
+which the driver drew; the watcher disconnects clients without it. All received data are numbers and
+texts to display.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ class Nodes:
 
     def ask(self) -> Callable[[], tuple[list[dict[str, Any]], dict[str, str]]]:
         """Asks every node for its facts. Returns a function that waits at most ANSWER_S for the
-        answers, and returns them with the reason for each missing one."""
+        nodes' answers. That function returns the answers, and the reason for each node that did not
+        answer."""
         deadline = time.monotonic() + ANSWER_S
         with self._changed:
             nodes = dict(self._lines)

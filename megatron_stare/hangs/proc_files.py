@@ -1,9 +1,10 @@
-"""Reads facts about a process from Linux's /proc (proc(5)), from files that no process can block,
-whatever its state.
+"""Reads facts about a process from Linux's /proc (proc(5)), with few exceptions from files that no
+process can block, whatever its state.
 
-The exceptions are /proc/PID/cmdline, /proc/PID/mem and /proc/PID/smaps_rollup. They take the lock
-of the process's memory, which may be held by a page fault on a dead file system. Call `command`,
-`pss_bytes` and `stuck_at` only from a thread that can be abandoned.
+A process can block the reading of three files: /proc/PID/cmdline, /proc/PID/mem and
+/proc/PID/smaps_rollup. Reading one of these files takes the lock of the process's memory, and a
+page fault on a dead file system may hold that lock. Call `command`, `pss_bytes` and `stuck_at` only
+from a thread that can be abandoned.
 """
 
 from __future__ import annotations
@@ -122,8 +123,8 @@ def waits_in(pid: int) -> str:
 
 
 def system_call(pid: int) -> str:
-    """Returns the system call in which its main thread waits, with arguments, in the kernel's
-    format; "" if there is none. Needs the right to trace the process."""
+    """Returns the system call in which the process's main thread waits, with arguments, in the
+    kernel's format; "" if there is none. Needs the right to trace the process."""
     with contextlib.suppress(OSError):
         line = (PROC / str(pid) / "syscall").read_text().strip()
         return "" if line.startswith(("running", "-1")) else line
@@ -131,8 +132,8 @@ def system_call(pid: int) -> str:
 
 
 def sleeping_threads(pid: int) -> list[str]:
-    """Lists threads other than the main thread that only a device or file system can wake, and
-    where they wait."""
+    """Lists the threads in uninterruptible sleep, without the main thread. Only a device or file
+    system can wake such a thread."""
     found = []
     with contextlib.suppress(OSError):
         for thread in (int(entry) for entry in os.listdir(PROC / str(pid) / "task")):
@@ -143,7 +144,7 @@ def sleeping_threads(pid: int) -> list[str]:
 
 
 def command(pid: int) -> list[str]:
-    """Returns its command line."""
+    """Returns the command line of a process."""
     with contextlib.suppress(OSError):
         return (
             (PROC / str(pid) / "cmdline")
@@ -156,7 +157,8 @@ def command(pid: int) -> list[str]:
 
 
 def pss_bytes(pid: int) -> int | None:
-    """Returns its proportional share of main memory; None if the kernel does not report it."""
+    """Returns a process's proportional share of main memory; None if the kernel does not report the
+    share."""
     with contextlib.suppress(OSError):
         for line in (PROC / str(pid) / "smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -172,8 +174,8 @@ def runs_python(pid: int) -> bool:
 
 
 def stuck_at(pid: int, call: str) -> tuple[str, str] | None:
-    """Returns the name of a system call that waits for a file, and the file; None if it waits for
-    something else.
+    """Returns the name of a system call that waits for a file, and the file; None if the call waits
+    for something else.
 
     Args:
         call: see `system_call`.

@@ -1,8 +1,9 @@
 """Decides by rules who waits for whom. A pure function from facts to a sentence.
 
-The rules go from certain to likely, and the first that applies decides: a process that is stopped,
-has ended, or waits for a file; a node or server that does not answer; a rank that others wait for
-in a collective; a verifier; an engine; a rank; the driver.
+The rules are ordered from certain to likely, and the first rule that applies decides. In order, the
+rules blame a process that is stopped, has ended, or waits for a file; a node or server that does
+not answer; a rank that is missing from a collective in which other ranks wait; a verifier; an
+engine; a rank; the driver.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ def _silent_servers(facts: Facts) -> Verdict | None:
 
 
 def _collective(facts: Facts) -> Verdict | None:
-    """Blames the ranks missing from a collective in which other ranks wait. If none is missing, all
-    wait for each other."""
+    """Blames the ranks missing from a collective in which other ranks wait. If no rank is missing,
+    all ranks wait for each other."""
     ranks = [p for p in facts.processes if p.role.startswith(RANK)]
     inside = {p.role: met for p in ranks if (met := collective(p)) is not None}
     if not inside:
@@ -144,8 +145,8 @@ def _collective(facts: Facts) -> Verdict | None:
 
 
 def _at_work(facts: Facts) -> Verdict | None:
-    """Blames a verifier, an engine or a rank that is working; else the driver, for whom all others
-    wait."""
+    """Blames a verifier, an engine or a rank, if one of these is at work. Otherwise blames the
+    driver, because all other processes are idle and wait for the driver."""
     judging = tuple(p for p in facts.processes if p.role == VERIFIER and _judges(p))
     asked = [replica for replica in facts.replicas if replica.under_way]
     ages = [request.age_s for replica in asked for request in replica.oldest]
@@ -242,7 +243,8 @@ def _waited(facts: Facts, culprits: Sequence[ProcessFacts], which: str) -> str:
 
 
 def _waiters(facts: Facts, culprits: Sequence[ProcessFacts]) -> str:
-    """Returns e.g. `ranks 0, 2 wait in all_reduce for `: ranks in a collective, else the driver."""
+    """Returns the beginning of a sentence, e.g. `ranks 0, 2 wait in all_reduce for `. The subject
+    is the ranks that wait in a collective, or the driver if no rank waits in a collective."""
     blamed = {(p.node, p.pid) for p in culprits}
     inside = {
         p.role: (p, met)
@@ -267,7 +269,8 @@ def _met(inside: dict[str, str]) -> str:
 
 
 def _named(processes: Sequence[ProcessFacts]) -> str:
-    """Returns e.g. `ranks 0, 2` or `raylet on node a`."""
+    """Returns the names of processes for a sentence, e.g. `ranks 0, 2` or `Ray's raylet on a (pid
+    7)`."""
     return " and ".join(_names(processes))
 
 

@@ -1,7 +1,8 @@
 """Decides when a run hangs, by comparing its driver's beats with their limits.
 
-Time that other programs took from its processes' CPUs does not count. Ray starts workers with low
-priority (nice 15), so a few busy programs can slow them down a hundredfold.
+Time in which the run's processes wait for CPUs that other programs use does not count towards a
+limit. Ray starts workers with low priority (nice 15), so a few busy programs can slow them down a
+hundredfold.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Vigil:
     """Watches the progress of one run.
 
     Args:
-        every_s: seconds between two looks.
+        every_s: seconds between two looks at the driver's beat.
     """
 
     every_s: float
@@ -37,8 +38,8 @@ class Vigil:
     starved_s: float = 0.0  # seconds since then that the run waited for a CPU
 
     def near(self, beat: Beat, now: float) -> bool:
-        """Returns True once the run has spent half of its limit without progress, so that CPU
-        starvation must be measured."""
+        """Returns True once the run has spent half of its limit without progress. From that point
+        on, the caller must measure CPU starvation."""
         return (
             beat.limit_s is not None
             and beat.moved == self._moved
@@ -50,7 +51,8 @@ class Vigil:
 
         Args:
             now: seconds of the clock of `beat.moved`.
-            starved_s: seconds since the last call that its processes waited for a CPU, in total.
+            starved_s: seconds for which the run's processes waited for a CPU since the last call,
+                in total.
         """
         since = 0.0 if self._looked is None else now - self._looked
         self._looked = now
@@ -72,16 +74,16 @@ class Vigil:
 
 
 class Starvation:
-    """Measures CPU starvation between successive looks."""
+    """Measures CPU starvation between successive calls of `since`."""
 
     def __init__(self) -> None:
         self._waited: dict[int, dict[int, float]] = {}  # by process, then thread
 
     def since(self, pids: Iterable[int]) -> float:
-        """Returns the seconds since the last look that these processes waited for a CPU.
+        """Returns the seconds for which the processes `pids` waited for a CPU since the last call.
 
-        Sums each process's longest-waiting thread; 0 for a process that is new. A thread that
-        sleeps until something arrives does not wait for a CPU.
+        Sums the wait of each process's longest-waiting thread; a new process contributes 0. A
+        thread that sleeps until something arrives does not wait for a CPU.
         """
         before, self._waited = self._waited, {pid: proc_files.waited_for_cpu(pid) for pid in pids}
         total = 0.0
@@ -94,7 +96,8 @@ class Starvation:
         return total
 
     def forget(self) -> None:
-        """Discards earlier looks, so that the next one is the first."""
+        """Discards earlier measurements, so that the next call of `since` is like the first
+        call."""
         self._waited = {}
 
 
@@ -102,8 +105,8 @@ def of_the_run(folder: Path) -> set[int]:
     """Returns this node's processes that a phase may wait for: the driver, ranks, engines, and what
     ranks and engines have started (servers and writers).
 
-    Includes workers that are in no call: a worker may have received one without getting a CPU to
-    notice it.
+    The result includes workers that are in no call, because a worker may have received a call
+    without getting a CPU to notice the call.
 
     Args:
         folder: folder of this node's beats.

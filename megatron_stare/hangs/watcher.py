@@ -1,11 +1,12 @@
 """The process beside a run that detects missing progress: `python -m megatron_stare.hangs.watcher
 FOLDER`.
 
-The driver starts it (`driver_side.py`). It ends when its standard input closes, which happens
-however the driver ends. It reads the driver's beats and copies them into the run directory. When a
-phase exceeds its limit, it collects the facts of all processes, prints one screen about who waits
-for whom, and writes the bundle. It imports neither torch nor Ray, and sends no requests to the
-run's processes. Calls that may wait for a file system run only on threads that it can abandon.
+The driver starts the watcher (`driver_side.py`). The watcher ends when its standard input closes;
+the kernel closes this input even if the driver is killed. The watcher reads the driver's beats and
+copies the beats into the run directory. When a phase exceeds its limit, the watcher collects the
+facts of all processes, prints one screen of text about who waits for whom, and writes the bundle.
+The watcher imports neither torch nor Ray, and sends no requests to the run's processes. Calls that
+may wait for a file system run only on threads that the watcher can abandon.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Settings:
         supervised: whether a supervisor restarts the driver.
         urls: servers, by engine, that the run uses but did not start.
         token: token that agents of other nodes must send; "": there are no agents.
-        ports: ports on which it may listen for agents; empty: any.
+        ports: ports on which the watcher may listen for agents; empty: any.
     """
 
     folder: str
@@ -126,8 +127,8 @@ class Watcher:
         return bool(ready) or os.getppid() != self._settings.driver
 
     def _starved(self, beat: Beat) -> float:
-        """Returns the seconds since the last tick that the run waited for a CPU; 0 until half of
-        the limit has passed."""
+        """Returns the seconds for which the run waited for a CPU since the last tick; 0 until half
+        of the phase's limit has passed."""
         if not self._vigil.near(beat, time.monotonic()):
             self._starvation.forget()
             return 0.0
@@ -140,7 +141,8 @@ class Watcher:
         self._copier.put(replace(beat, written=time.time(), process=state, black_box=self._bundle))
 
     def _tell(self, beat: Beat) -> None:
-        """Collects facts about this hang, writes the bundle and prints the screen."""
+        """Collects facts about the hang, writes the bundle, and prints the text about who waits for
+        whom."""
         flights = Path(tempfile.mkdtemp(prefix="flight-", dir=self._folder))
         facts = self.collect(beat, flights)
         found = verdict(facts)
@@ -196,8 +198,8 @@ class Watcher:
         """Kills the culprits. If the run then still hangs, terminates the driver, and kills it if
         necessary.
 
-        A supervised driver is killed at once, because the supervisor does not restart a run that
-        was asked to end.
+        A supervised driver gets SIGKILL without an earlier SIGTERM, because the supervisor does not
+        restart a driver that SIGTERM has ended.
         """
         names = ", ".join(f"{p.role} (pid {p.pid})" for p in found.culprits) or "nobody"
         say(f"faults.hangs.end_run: killing {names}")
@@ -229,7 +231,8 @@ class Watcher:
                 os.kill(self._settings.driver, number)
 
     def close(self) -> None:
-        """Frees everything in this node's memory."""
+        """Disconnects the agents of other nodes, and removes the folder of beats from this node's
+        memory."""
         if self._nodes is not None:
             self._nodes.close()
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -2,7 +2,7 @@
 machine.
 
 All substitutions are reversible and made inside one context, entered around each call into
-Megatron. The context refuses to open if CUDA is available, unless the model has no data.
+Megatron. The context refuses to open if CUDA is available, unless the model is on the meta device.
 docs/architecture.md lists the CUDA calls that megatron-core makes on the paths used here.
 """
 
@@ -171,7 +171,7 @@ _on_meta = False
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """Makes the meta device this process's device, with or without CUDA: models built meanwhile
-    have names, shapes and dtypes, but no data."""
+    """Makes this process use the meta device while the context is open, with or without CUDA.
+    Models that are built in the context have names, shapes and dtypes, but no data."""
     with substituted(sys.modules[__name__], "_on_meta", True):
         yield

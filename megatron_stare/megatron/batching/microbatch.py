@@ -1,9 +1,9 @@
 """One rank's part of a rollout batch: micro-batches for the model, and the flat view for methods.
 
-Shape legend: b rows and s positions of a micro-batch (packed: one row of all tokens); n response
-positions of a micro-batch, those in the loss mask; N response positions of this rank, micro-batch
-after micro-batch; B samples of the whole batch; L layers and K experts per token of a mixture of
-experts.
+Shape legend: a micro-batch has b rows and s positions (packed: one row of all tokens). A
+micro-batch has n response positions in the loss mask. This rank has N such positions, micro-batch
+after micro-batch. The whole batch has B samples. A mixture of experts has L layers and K experts
+per token.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class MicroBatch:
     experts: Tensor | None = None
 
     def to(self, device: torch.device, *, bounds: bool) -> MicroBatch:
-        """Copies the tensors to the model's device without waiting for it. bounds: see
-        PackedSequences.to."""
+        """Copies the tensors to the model's device without waiting for the copies.
+        PackedSequences.to explains `bounds`."""
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS}
         return replace(
             self, **moved, packing=self.packing.to(device, bounds=bounds) if self.packing else None
@@ -66,9 +66,9 @@ class RankBatch:
     """A share of a rollout batch as micro-batches, following the plan. Micro-batches stay on the
     host until they are used.
 
-    index, sequence, position: [N] int64 canonical number, sample, and place in the response of
-    every position here.
-    held: [N] int64 column of every position in the share.
+    index, sequence, position: [N] int64 each. For every response position of this rank, these are
+    the canonical number, the sample, and the place in the response.
+    held: [N] int64. For every response position of this rank, this is the column in the share.
 
     Args:
         share: share of data-parallel rank `dp_rank`.
@@ -142,15 +142,16 @@ class RankBatch:
         )
 
     def mini_batch(self, number: int) -> RankBatch:
-        """Returns the batch restricted to the micro-batches of one optimizer step; their spans
-        still refer to the rank's N."""
+        """Returns the batch restricted to the micro-batches of one optimizer step. The spans of
+        these micro-batches still refer to the rank's N response positions."""
         part = copy.copy(self)
         part.micro_batches = self.micro_batches[self.plan.mini_batches[number]]
         return part
 
     @property
     def span(self) -> slice:
-        """The range of these micro-batches' response positions among the rank's N."""
+        """The range that the response positions of this batch's micro-batches occupy among the
+        rank's N response positions."""
         return slice(self.micro_batches[0].span.start, self.micro_batches[-1].span.stop)
 
     def tokens_of(self, number: int, tokens: TokenBatch) -> TokenBatch:
@@ -216,8 +217,8 @@ def _micro_batch(
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Returns the sum of the ranks' `x` on every rank. All ranks must call it, and either all or
-    none of them differentiate it.
+    """Returns the sum of the ranks' `x` on every rank. All ranks must call this function, and
+    either all ranks or no rank may differentiate the sum.
 
     Every rank's loss is its own part of a sum: with L = sum_r L_r and y = sum_r x_r, the gradient
     in x_r is sum_q dL_q / dy, so gradients are summed over the ranks too.

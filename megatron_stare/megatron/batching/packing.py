@@ -5,15 +5,16 @@ states do not depend on later tokens, so the hidden states of one sample serve i
 attention, in which responses look back at the prompt, repeats the prompt's queries, keys and
 values.
 
-For attention on a CPU, tokens are spread into padded groups of sequences and collected again, with
-backward passes that only copy. The backward of plain indexing would instead add gradients row by
+For attention on a CPU, `Spread` copies tokens into padded groups of sequences, and copies the
+results back. The backward passes are copies too, except for tokens with several places, whose
+gradients are summed. If tokens were copied by plain indexing, backward would add gradients row by
 row into a tensor of zeros.
 
-Shape legend: t tokens of a micro-batch, b sequences of a group, s longest sequence of a group;
-under context parallelism m positions of the longest sequence that this rank holds, and t / C tokens
-of the micro-batch. p places of all groups laid end to end, padding included. In `shared_columns` s
-positions of a packed row that has every prompt before each of its responses, k of which are fed to
-the model.
+Shape legend: a micro-batch has t tokens. A group has b sequences, and its longest sequence has s
+tokens. Under context parallelism a rank holds m positions of the longest sequence, and t / C tokens
+of the micro-batch. All groups laid end to end have p places, padding included. In `shared_columns`
+a packed row has s positions, with each prompt before each of its responses; k of the s positions
+are fed to the model.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ PADDING_LIMIT = 1.25  # limit on (tokens with padding) / tokens for a group of s
 class SharedColumns:
     """The columns of a packed row that are fed to the model.
 
-    fed: [k] int64, ascending.
-    stands: [s] int64, for every column the index in `fed` of its token, or of another sample's copy
-        of that token.
+    fed: [k] int64 columns that are fed to the model, ascending.
+    stands: [s] int64. For every column of the row, this is an index into `fed`. The fed column at
+        this index is the column itself, or another sample's copy of the column's token.
     """
 
     fed: Tensor
@@ -81,9 +82,9 @@ def shared_columns(
 class Spread:
     """The token at every place of padded groups.
 
-    index: [p] int64, a token.
-    inverse: [t] int64, the place of every token; if a token has several, the one whose output is
-        used.
+    index: [p] int64, the token at every place.
+    inverse: [t] int64, the place of every token; if a token has several places, the place whose
+        output is used.
     shapes: (b, s) of every group.
     repeated: whether tokens have several places with nonzero gradients (prompts that responses
         share). Padding also repeats tokens, but its gradient is 0, so it does not count.
@@ -99,7 +100,8 @@ class Spread:
         return replace(self, index=change(self.index), inverse=change(self.inverse))
 
     def spread(self, tokens: Tensor, *, collected: bool = False) -> list[Tensor]:
-        """Spreads [t, ...] into [b, s, ...] of every group.
+        """Copies tokens [t, ...] to their places, and returns one tensor [b, s, ...] for every
+        group.
 
         Args:
             collected: take a token's gradient only from its place in `inverse`. True for queries,
@@ -111,7 +113,8 @@ class Spread:
         return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def collect(self, places: Tensor) -> Tensor:
-        """Collects [p, ...] into [t, ...], taking every token from its place in `inverse`."""
+        """Copies the values at places [p, ...] back to tokens [t, ...]. `inverse` gives the place
+        that is read for each token."""
         return _Collect.apply(places, self.inverse)
 
 
@@ -149,15 +152,17 @@ class _Collect(Function):
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's parameters of packed sequences, and the tokens' places in an attention over padded
-    groups.
+    """Extends Megatron's PackedSeqParams by the places of tokens in padded groups of sequences, for
+    attention on a CPU.
 
     Without `cu_seqlens_q`, rotary embeddings follow each token's position
     (megatron/model/model.py). Megatron's own unfused embedding for packed sequences cuts the tokens
     into sequences in every layer, and waits for the device each time.
 
-    queries: places of this rank's tokens; padding repeats a sequence's last token.
-    keys, positions: set only under context parallelism, where queries are a subset of the keys.
+    queries: the places of this rank's tokens in the padded groups. Padding repeats a sequence's
+        last token.
+    keys, positions: these are set only under context parallelism, because a rank's queries are then
+        a subset of the keys.
     """
 
     queries: Spread | None = None
@@ -199,7 +204,7 @@ def pack(
     place: Zigzag = WHOLE,
     shared: SharedColumns | None = None,
 ) -> PackedSequences:
-    """Describes sequences of these lengths laid end to end, in order.
+    """Describes a packed row of sequences, which are laid end to end in the order of `lengths`.
 
     Args:
         place: the positions that this rank holds.
@@ -232,10 +237,10 @@ def pack(
 
 
 def _spread(lengths: list[int], groups: list[list[int]], order: Tensor | None = None) -> Spread:
-    """Spreads sequences of these lengths over these groups.
+    """Builds the Spread that puts sequences of the given `lengths` into the given `groups`.
 
     Args:
-        order: [t] int64 actual place of every token; None: in order.
+        order: [t] int64, the column in which each token actually is; None: the tokens are in order.
     """
     index, shapes = [], []
     inverse = torch.empty(sum(lengths), dtype=torch.int64)
@@ -251,8 +256,8 @@ def _spread(lengths: list[int], groups: list[list[int]], order: Tensor | None = 
 
 
 def _rows(lengths: list[int], members: list[int]) -> tuple[Tensor, Tensor]:
-    """Returns [b, s] int64 places of these sequences' tokens, and [b, s] bool, False for
-    padding."""
+    """Returns two tensors for the sequences `members`: [b, s] int64 columns of their tokens, and
+    [b, s] bool, False for padding."""
     sizes = torch.tensor(lengths)
     starts, size = (sizes.cumsum(0) - sizes)[members][:, None], sizes[members][:, None]
     column = torch.arange(int(size.max()))

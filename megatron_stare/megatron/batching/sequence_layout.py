@@ -1,7 +1,7 @@
 """Decides how the sequences of a micro-batch are laid out over the ranks that compute it together.
 
-Shape legend: b rows and s positions of a micro-batch (packed: one row of all tokens), n response
-positions that this rank computes, H hidden size.
+Shape legend: a micro-batch has b rows and s positions (packed: one row of all tokens). This rank
+computes the log-probs of n response positions. The hidden size is H.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from megatron_stare.megatron.batching.zigzag import WHOLE, Zigzag
 
 @dataclass(frozen=True)
 class Grid:
-    """The sample of a micro-batch ([b, s], -1: padding) and its token ([b, s]) at every position.
+    """Names the content of every position of a micro-batch: a sample ([b, s], -1: padding), and a
+    token of this sample ([b, s]).
 
     shared: for a packed row that repeats prompts, the columns to feed to the model; None: all
     positions.
@@ -54,16 +55,18 @@ class Grid:
 
 
 class SequenceLayout(ABC):
-    """Layout of sequences over positions and ranks, for micro-batches, the head and a step's sums.
+    """Layout of sequences over positions and ranks. Micro-batches, the output layer and the sums of
+    a step use this layout.
 
-    Each position carries its sample and token, so targets, canonical numbers and masks follow any
-    split. Ranks that split a sequence receive the same share of the batch.
+    Each position names its sample and token. Targets, canonical numbers and masks can therefore be
+    found for any split of the sequences. Ranks that split a sequence receive the same share of the
+    batch.
     """
 
     @abstractmethod
     def lay_out(self, lengths: Sequence[Tensor]) -> list[Grid]:
-        """Places the tokens of every micro-batch of a rank; `lengths` holds its samples' lengths,
-        one tensor for each micro-batch."""
+        """Places the tokens of all micro-batches of a rank. `lengths` has one tensor for each
+        micro-batch, which contains the lengths of the micro-batch's samples."""
 
     @abstractmethod
     def split(self, grid: Grid) -> Grid:
@@ -96,8 +99,8 @@ class SequenceLayout(ABC):
     @property
     @abstractmethod
     def group(self) -> ProcessGroup | None:
-        """Ranks that hold other tokens of the batch, over which sums, maxima and selections are
-        reduced; None: this rank holds all tokens."""
+        """Group of ranks that hold other tokens of the batch; None: this rank holds all tokens.
+        Sums, maxima and selections are reduced over this group."""
 
     @property
     def micro_batch_group(self) -> ProcessGroup | None:
@@ -152,8 +155,8 @@ class WholeSequences(SequenceLayout):
         return pack(self.sequences(grid), device, shared=grid.shared) if self.packed else None
 
     def sequences(self, grid: Grid) -> list[int]:
-        """Returns the lengths, with padding, of the sequences laid end to end in every row of a
-        whole grid."""
+        """Returns the lengths of the sequences that are laid end to end in a row of `grid`. The
+        lengths include padding. `grid` must not be split over ranks."""
         columns = grid.token.shape[1]
         if not self.packed:
             return [columns]
@@ -179,7 +182,7 @@ class SplitSequences(WholeSequences):
     into chunks. A rank feeds two chunks to its model, whose attention exchanges keys and values.
 
     data_group: ranks that hold other data or other chunks.
-    place: this rank's chunks among the ranks of `context_group`.
+    place: decides which chunks of a sequence this rank of `context_group` holds.
     """
 
     place: Zigzag = WHOLE
@@ -220,8 +223,8 @@ def sequence_layout(config: Config, layout: Layout) -> SequenceLayout:
 
 
 def _padded(lengths: Tensor, multiple: int) -> Grid:
-    """Lays out one row per sample, padded on the right. Without samples: one dummy row of
-    padding."""
+    """Lays out one row per sample, padded on the right. If there are no samples, lays out one dummy
+    row of padding."""
     longest = int(lengths.max()) if len(lengths) else 1
     rows, columns = max(len(lengths), 1), longest + -longest % multiple
     token = torch.arange(columns).expand(rows, columns)
@@ -231,9 +234,9 @@ def _padded(lengths: Tensor, multiple: int) -> Grid:
 
 
 def _packed(lengths: Tensor, each: int, multiple: int) -> Grid:
-    """Lays out one row of all samples end to end, each padded to a multiple of `each`. If the row
-    needs more padding to reach a multiple of `multiple`, that padding is a sequence of its own at
-    the end."""
+    """Lays out all samples end to end in one row, and pads each sample to a multiple of `each`. If
+    the row needs more padding to reach a multiple of `multiple`, that padding is a sequence of its
+    own at the end."""
     sizes = lengths + -lengths % each
     total = int(sizes.sum())
     padding = multiple if total == 0 else -total % multiple

@@ -33,7 +33,8 @@ class Zigzag:
         return 2 * self.ranks if self.ranks > 1 else 1
 
     def positions(self, length: int) -> Tensor:
-        """Returns [L / C] int64 positions of a sequence that this rank holds, ascending."""
+        """Returns the positions that this rank holds of a sequence with L positions: [L / C] int64,
+        ascending."""
         if length % self.multiple:
             raise ValueError(f"{length} positions cannot be cut into {self.multiple} equal chunks")
         if self.ranks == 1:
@@ -43,7 +44,8 @@ class Zigzag:
         return torch.cat([first, first + (self.multiple - 1 - 2 * self.rank) * chunk])
 
     def columns(self, lengths: Sequence[int]) -> Tensor:
-        """Returns [t / C] int64 columns that this rank holds of sequences laid end to end."""
+        """Returns the columns that this rank holds of a packed row with t columns: [t / C] int64.
+        The row has sequences of `lengths` laid end to end."""
         starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
         return torch.cat(
             [start + self.positions(length) for start, length in zip(starts, lengths, strict=False)]

@@ -37,7 +37,8 @@ _libc = ctypes.CDLL(None)  # at import: loading takes a lock, which a fork could
 
 
 class BackgroundSave:
-    """A save in progress on this rank. Start no other save until it is finished or dropped.
+    """A save in progress on this rank. Start the next save only after this save is finished or
+    dropped.
 
     Args:
         request: Megatron's plan of the save. Megatron's own ways of running it either import torch
@@ -95,8 +96,8 @@ class BackgroundSave:
             pipe.poll(None)
 
     def finish(self) -> dict[str, Sum]:
-        """Waits for this rank's part, then makes the folder a checkpoint together with the other
-        ranks. All ranks must call it.
+        """Waits until this rank's part is written. All ranks together then complete the checkpoint
+        in the folder, so all ranks must call `finish`.
 
         Returns:
             Lengths and checksums of the files that this rank wrote, by name.

@@ -54,8 +54,8 @@ from megatron_stare.weights.files.torch_dist import TorchDist, check_files, is_c
 class Saver:
     """Saves checkpoints of one layout; later saves reuse what ranks exchanged for the first.
 
-    Each part that several data-parallel ranks hold is written by one of them, in shares of similar
-    size.
+    If several data-parallel ranks hold the same part, one of these ranks writes the part. The parts
+    are divided so that these ranks write similar amounts.
 
     Args:
         writers: number of files, and of processes that write them, per rank.
@@ -166,11 +166,13 @@ def load_weights(folder: str | Path, model: Sequence[nn.Module]) -> None:
 
 
 def _as_its_own(shared: SharedMappings, part: Any) -> Any:
-    """Returns a part on the host with a tensor whose current values the forked writers will see.
+    """Prepares a part on the host so that the forked writers will see its current values, and
+    returns the part.
 
-    Memory that a fork copies on write is used in place, through a tensor of the part's size,
-    because Megatron would copy views before it returns. Memory that a fork shares is copied, and so
-    is pinned memory, which CUDA maps: otherwise writers would see the next step's values.
+    Memory that a fork copies on write is not copied here. The returned part accesses such memory
+    through a tensor of exactly the part's size, because Megatron would copy a view of a larger
+    tensor. Memory that a fork shares is copied, and so is pinned memory, which CUDA maps. Without
+    this copy, writers would see the next step's values.
     """
     if not isinstance(part, ShardedTensor) or part.data.device.type != "cpu":
         return part
@@ -205,7 +207,7 @@ _NORMS = (
 def _ask_for_saved_names(wanted: dict[str, Any], folder: str | Path) -> None:
     """Renames norms in `wanted` to the checkpoint's names if the other kind of layers saved it.
 
-    The two kinds are Transformer Engine's layers and Megatron's local layers.
+    The two kinds of layers are Transformer Engine's layers and Megatron's local layers.
     """
     saved = TorchDist(folder).sizes
     for part in nested_values(wanted):
@@ -217,8 +219,8 @@ def _ask_for_saved_names(wanted: dict[str, Any], folder: str | Path) -> None:
 
 @contextlib.contextmanager
 def _explained(folder: str) -> Iterator[None]:
-    """Converts Megatron's and torch's errors about a checkpoint that does not fit into a
-    DataError."""
+    """If Megatron or torch reports that a checkpoint does not fit the model and optimizer, raises a
+    DataError instead."""
     try:
         yield
     except (CheckpointingException, CheckpointException, KeyError, ValueError) as error:

@@ -1,1 +1,2 @@
-"""Models without memory: the layout of ranks and parameters, for plan and preflight."""
+"""Builds models that take no memory, to find the layout of ranks and parameters for plan and
+preflight."""

@@ -1,8 +1,8 @@
 """Builds every rank of a layout on the meta device, and checks that the ranks together hold the
 model.
 
-For layouts that this machine could not run. `faults` checks the whole world at once: parameter
-names, the Hugging Face tensors that they form, the checkpoint and the weight stream.
+The layout may be one that this machine could not run. `faults` checks the whole world at once:
+parameter names, the Hugging Face tensors that they form, the checkpoint and the weight stream.
 """
 
 from __future__ import annotations
@@ -182,8 +182,9 @@ def _faults_of_replicas(
 
 
 def _copies(layout: str, shape: ModelShape, parallel: ParallelConfig) -> int:
-    """Counts how often a replica holds each part of a tensor. Every tensor-parallel rank holds an
-    uncut tensor; the first and the last stage both hold a tied embedding."""
+    """Returns the number of copies that a replica holds of each part of a tensor. If a tensor is
+    not cut, every tensor-parallel rank holds a copy of the whole tensor. If the embedding is tied,
+    the first and the last pipeline stage each hold a copy."""
     tied = shape.tied and layout == "vocab" and parallel.pipeline > 1
     return (parallel.tensor if layout == "replicated" else 1) * (2 if tied else 1)
 
@@ -209,9 +210,9 @@ def _made(held: list[Held], copies: int) -> tuple[int, ...] | str:
 
 
 def _faults_of_checkpoint(parts: Sequence[StatePart], shape: ModelShape) -> Iterator[str]:
-    """Yields faults of the checkpoint. The parts that ranks write must tile every tensor, other
-    ranks must hold parts that some rank writes, and the tensors must be those that weights/
-    converts."""
+    """Yields faults of the checkpoint. The parts that ranks write must tile every tensor. A part
+    that a rank holds but does not write must be written by another rank. The checkpoint must have
+    exactly the tensors that weights/ converts."""
     by_key: dict[str, list[StatePart]] = defaultdict(list)
     for part in parts:
         by_key[part.key].append(part)
@@ -254,8 +255,9 @@ def _faults_of_checkpoint(parts: Sequence[StatePart], shape: ModelShape) -> Iter
 def _tiled(
     whole: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> bool:
-    """Returns True if boxes (start, sizes) cover every element of a tensor exactly once; counts
-    over the grid of all their edges."""
+    """Returns True if boxes (start, sizes) cover every element of a tensor exactly once. The edges
+    of all boxes divide the tensor into cells; the function counts the boxes that cover each
+    cell."""
     edges = []
     for dim, size in enumerate(whole):
         edges.append(

@@ -1,13 +1,14 @@
 """Finds the tensors and bytes of one rank of a layout, without data, on the meta device.
 
-`plan_rank` builds the rank at its own place in the layout, with the same functions as a run. It
-derives nothing from other ranks by symmetry.
+`plan_rank` builds a rank with the functions that a run uses, as the run would build this rank.
+`plan_rank` derives nothing from other ranks by symmetry.
 
-`stage_bytes` combines parts that `build_parts` built once into ranks of many layouts. All layers of
-a model are alike, except leading dense layers before layers with experts. A rank holds some layers,
-plus the embedding on the first stage, and the norm and the output layer on the last. So the tensors
-of one layer of each kind, cut as in the layout, determine every rank of every pipeline, data and
-context layout: one build suffices for each way to cut a layer (tensor and expert ranks).
+`build_parts` builds the parts of a model once. `stage_bytes` combines these parts to find the bytes
+of ranks in many layouts. All layers of a model are alike, except leading dense layers before layers
+with experts. A rank holds some layers, plus the embedding on the first stage, and the norm and the
+output layer on the last stage. The tensors of one layer of each kind therefore determine the
+tensors of every rank. Only the numbers of tensor-parallel and expert-parallel ranks change how a
+layer is cut. One build therefore suffices for all pipeline, data and context sizes.
 tests/megatron/test_planned_parts.py compares the sums with whole ranks, to the byte.
 """
 
@@ -61,7 +62,8 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 @contextlib.contextmanager
 def pretend(parallel: ParallelConfig, rank: int) -> Iterator[Layout]:
     """Makes this process the given rank, on the meta device, while the context is open. Collectives
-    return at once without other ranks' data, so use it only for building."""
+    return at once without other ranks' data, so use `pretend` only to build models and
+    optimizers."""
     # torch wraps sys.excepthook again with every process group
     hook = substituted(sys, "excepthook", sys.excepthook)
     with on_meta(), hook, substituted(dist, "new_group", _fake_group):
@@ -85,8 +87,8 @@ def _fake_group(*args: Any, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class StatePart:
-    """A part of a tensor of the whole model's checkpoint; if `dtype` is None, of a grid of
-    objects."""
+    """Describes a part of a tensor in the whole model's checkpoint. If `dtype` is None, describes a
+    part of a grid of objects instead."""
 
     key: str
     dtype: torch.dtype | None
@@ -100,12 +102,12 @@ class StatePart:
 class RankPlan:
     """The bytes and tensors that a rank of a layout holds.
 
-    replica: number of the data-parallel replica that its parameters belong to.
-    expert_replica: the same for its experts.
-    nbytes: bytes by ITEMS.
-    held: its pieces of the Hugging Face tensors.
-    state: its parts of the model's checkpoint.
-    with_data: names of tensors that are not on the meta device; should be empty.
+    replica: number of the data-parallel replica that the rank's parameters belong to.
+    expert_replica: number of the data-parallel replica that the rank's experts belong to.
+    nbytes: the bytes of each entry of ITEMS.
+    held: the rank's pieces of the Hugging Face tensors.
+    state: the rank's parts of the model's checkpoint.
+    with_data: names of tensors that are not on the meta device. The list should be empty.
     """
 
     rank: int
@@ -179,8 +181,8 @@ def _storages(tensors: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
 
 
 def _updated(optimizer: MegatronOptimizer) -> Iterable[Tensor]:
-    """Yields the float32 parameters that this rank's optimizer updates: a share of the replica's if
-    it is distributed."""
+    """Yields the float32 parameters that this rank's optimizer updates. If the optimizer is
+    distributed, these are a share of the replica's parameters."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for group in part.optimizer.param_groups:
             yield from group["params"]
@@ -198,8 +200,9 @@ def _everything(
 
 
 def _state(chunks: list[nn.Module]) -> list[StatePart]:
-    """Returns the parts of the model's checkpoint, as megatron/checkpoint/checkpoint.py saves it.
-    If experts' or gated matrices are saved in two halves, both are included."""
+    """Returns this rank's parts of the model's checkpoint, in the form in which
+    megatron/checkpoint/checkpoint.py saves the parts. If experts' or gated matrices are saved in
+    two halves, both halves are included."""
     parts = []
     with backend():
         for chunk in chunks:
@@ -224,12 +227,12 @@ def _state(chunks: list[nn.Module]) -> list[StatePart]:
 class Parts:
     """Numbers of elements of each tensor on one rank.
 
-    layer: a layer without its experts.
-    experts: the experts of a layer that this rank holds.
-    whole: both, in the order of the layer.
-    dense: a leading dense layer.
-    head: the norm after the last layer, and the output layer (absent if one stage has tied
-    embeddings).
+    layer: the tensors of a layer without its experts.
+    experts: the tensors of those experts of a layer that this rank holds.
+    whole: the tensors of `layer` and `experts`, in the order of the layer.
+    dense: the tensors of a leading dense layer.
+    head: the tensors of the norm after the last layer and of the output layer. The output layer is
+    absent if one stage has tied embeddings.
     """
 
     embedding: tuple[int, ...]
@@ -270,7 +273,7 @@ def stage_bytes(
     optimizer: OptimizerConfig,
     stage: int,
 ) -> dict[str, int]:
-    """Returns the bytes of the first rank of a pipeline stage, by ITEMS."""
+    """Returns the bytes that the first rank of a pipeline stage holds, for each entry of ITEMS."""
     chunks = [
         _chunk(parts, shape, parallel, stage, chunk) for chunk in range(parallel.virtual_pipeline)
     ]
@@ -329,7 +332,7 @@ def _share(tensors: Sequence[int], replicas: int | None) -> int:
     """Returns the number of elements that the first replica updates.
 
     Megatron lays a bucket's tensors from last to first and cuts the bucket into one equal part per
-    replica. The first replica updates the first part, except gaps between tensors.
+    replica. The first replica updates the first of these parts, without the gaps between tensors.
     """
     if replicas is None:
         return sum(tensors)

@@ -1,9 +1,10 @@
 """Sends weights to engines on the trainer's own devices.
 
-The ranks that together hold the model gather every bucket on each of them. Each rank then gives a
-handle of the bucket to the engine's rank on the same device. The first of the ranks that share
-devices with an engine collects these handles and sends them, one per rank of the engine. Weights
-travel between devices only in that gather, among the ranks of one copy of the model.
+The trainer ranks that together hold one copy of the model gather every bucket, and each of these
+ranks gets the whole bucket. Each rank then makes a handle of the bucket for the engine's rank on
+the same device. Among the trainer ranks that share devices with an engine, the first rank collects
+the handles and sends one handle to each rank of the engine. Weights travel between devices only
+when a bucket is gathered, among the ranks of one copy of the model.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from megatron_stare.weights.sync.target import Sender, SyncTarget
 
 
 class DeviceSend:
-    """A rank's end of the transfer. All ranks must create it and make the same calls, in order:
-    `prepare`, then `send`."""
+    """Sends weights from one trainer rank. All ranks must create a DeviceSend and make the same
+    calls, in order: `prepare`, then `send`."""
 
     def __init__(
         self, model: list[nn.Module], layout: Layout, shape: ModelShape, bucket_bytes: int
@@ -100,7 +101,8 @@ class DeviceSend:
 class _Carried:
     """An engine with a rank on this rank's device.
 
-    Errors are kept until `result`, because the other ranks keep meeting.
+    An error is stored until `result` raises it, because the other ranks still wait for this rank in
+    `meet`.
 
     Args:
         ranks: trainer ranks whose memory the engine's ranks open, in the order of the engine's
@@ -154,7 +156,7 @@ class _Carried:
             return None
 
     def meet(self) -> None:
-        """Waits for the other ranks on the engine's devices."""
+        """Waits until all trainer ranks on the engine's devices have called `meet`."""
         if self._group is not None:
             dist.barrier(self._group)
 

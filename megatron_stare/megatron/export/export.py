@@ -1,5 +1,6 @@
-"""Exports the policy, or its gradients, as whole Hugging Face tensors: on the first rank, or to
-files that the ranks holding them write. Megatron's tensors are the shards of the weight stream."""
+"""Exports the policy, or its gradients, as whole Hugging Face tensors. The first rank gets all
+tensors, or several ranks write the tensors to files. Megatron's tensors are the shards of the
+weight stream."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def export_hf(
     """Returns all tensors by Hugging Face name in the first rank's host memory; nothing on other
     ranks. All ranks must call it.
 
-    For models that fit into one process; others need PolicyStream.
+    Use this function only for models that fit into one process; larger models need PolicyStream.
 
     Args:
         of: function of a parameter that returns the tensor to export instead of its weights, e.g.
@@ -76,7 +77,8 @@ def export_gradients(
     model: list[nn.Module], shape: ModelShape, layout: Layout, loss_scale: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Returns the gradients, reduced over data-parallel ranks, in the form of export_hf. All ranks
-    must call it after backward; after the optimizer step the gradients are clipped.
+    must call this function after backward. If the call comes after the optimizer step, the returned
+    gradients are clipped.
 
     Args:
         loss_scale: 0-dim factor of the loss; None: 1.
@@ -104,10 +106,11 @@ def gather_gradients(model: list[nn.Module]) -> None:
 
 
 class PolicyStream:
-    """A rank's end of the weight sync: planned once, run after every change of the weights.
+    """Streams the policy's weights from all ranks to the first rank, for a weight sync. The stream
+    is planned once and run after every change of the weights.
 
-    All ranks must create it and make the same calls: `begin`, `next` for every bucket, `end`. Only
-    the first rank's calls return something.
+    All ranks must create a PolicyStream and make the same calls: `begin`, `next` for every bucket,
+    `end`. Only the first rank's calls return something.
     """
 
     def __init__(
@@ -159,17 +162,19 @@ class PolicyStream:
 
 
 class HfExport:
-    """A rank's end of writing the policy; no rank ever holds the whole model.
+    """Writes the policy to files from several ranks, so that no rank ever holds the whole model.
 
-    A tensor-parallel group gathers its own tensors, bucket by bucket, on its first rank, which
-    writes them to its files. All ranks must create it, and call `write`.
+    A tensor-parallel group gathers its own tensors, bucket by bucket, on its first rank. The first
+    rank of the group writes these tensors to files. All ranks must create an HfExport and call
+    `write`.
     """
 
     def __init__(
         self, model: list[nn.Module], layout: Layout, shape: ModelShape, whole: StreamPlan
     ) -> None:
-        """`whole` is the plan of the weight stream. In it each tensor comes from a single
-        tensor-parallel group: among those that hold it, the group with the lowest ranks."""
+        """`whole` is the plan of the weight stream. In this plan each tensor comes from a single
+        tensor-parallel group. If several groups hold a tensor, the tensor comes from the group with
+        the lowest ranks."""
         self._group = layout.tp_group
         ranks = set(dist.get_process_group_ranks(self._group))
         planned = (tensor for bucket in whole.buckets for tensor in bucket.tensors)
@@ -197,7 +202,7 @@ class HfExport:
         """Writes this rank's tensors into their files.
 
         Raises:
-            UserError: they cannot be written.
+            UserError: the tensors cannot be written.
         """
         try:
             fill(entries, self._tensors())

@@ -1,5 +1,5 @@
-"""Sends a pipeline stage's weights to the engines. The stage's first rank gathers and sends them;
-experts can instead be sent by the ranks that own them, without a gather."""
+"""Sends a pipeline stage's weights to the engines. The stage's first rank gathers and sends the
+weights. Experts can instead be sent by the ranks that own the experts, without a gather."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from megatron_stare.weights.sync.target import Sender, SyncTarget
 
 @dataclass(frozen=True)
 class _Plans:
-    """Plans of the weights that the stage gathers, and of the experts that this rank sends itself
-    (None: none)."""
+    """Plans of the weights that the stage gathers, and of the experts that this rank sends itself.
+    `own` is None if this rank sends no experts itself."""
 
     gathered: StreamPlan
     own: StreamPlan | None
 
 
 class StageSend:
-    """A rank's end of the transfer. All ranks must create it. The ranks of a stage make the same
-    calls, in order: `prepare`, `send`, and `send_own` if owners send."""
+    """Sends a pipeline stage's weights. All ranks must create a StageSend. The ranks of a stage
+    make the same calls, in order: `prepare`, `send`, and `send_own` if owners send."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class StageSend:
         whole: StreamPlan,
         bucket_bytes: int,
     ) -> None:
-        """`whole` is the plan of all stages' stream. In it each tensor comes from the ranks of one
-        stage: a tied embedding from the first stage."""
+        """`whole` is the plan of all stages' stream. In this plan each tensor comes from the ranks
+        of one stage; a tied embedding comes from the first stage."""
         self._model, self._layout, self._shape, self._bytes = model, layout, shape, bucket_bytes
         self._group = layout.stage_group
         ranks = set(dist.get_process_group_ranks(self._group))
@@ -78,7 +78,7 @@ class StageSend:
         return self._plans[owners_send]
 
     def _holding(self, names: set[str]) -> list[Any]:
-        """Returns this rank's shards of these tensors."""
+        """Returns this rank's shards of the Hugging Face tensors `names`."""
         held = shards(self._model, self._layout)
         return [
             shard for shard in held if names.issuperset(rule_for(shard.name, self._shape).sources)
@@ -110,8 +110,8 @@ class StageSend:
 
     @torch.no_grad()
     def send(self) -> Any:
-        """Sends the buckets that the stage gathers, gathering the next meanwhile, then this rank's
-        own experts.
+        """Sends the buckets that the stage gathers, and gathers the next bucket while a bucket is
+        sent. Then sends this rank's own experts.
 
         Returns:
             On the first rank the `Sender.end` result, which the engines verify; on others None.
@@ -129,8 +129,9 @@ class StageSend:
 
     @torch.no_grad()
     def send_own(self) -> Any:
-        """Sends the experts that this rank owns, if it has not sent them yet. Returns the
-        `Sender.end` result, which the engines verify; None if there are no such experts.
+        """Sends the experts that this rank owns, if this rank has not sent them yet. Returns the
+        `Sender.end` result, which the engines verify; None if this rank has no experts left to
+        send.
 
         Raises:
             UserError: sending failed.

@@ -6,8 +6,9 @@ nor packed sequences. Padding is on the right, so the causal mask alone keeps it
 tokens. Under context parallelism a rank holds the queries of two chunks of every sequence, masks
 them by position, and gathers the keys and values of all ranks.
 
-Shape legend: s positions, b sequences, t packed tokens, n heads of this rank, g query groups of
-this rank, d head size, m positions of a sequence that this rank holds; C context-parallel ranks.
+Shape legend: a batch has b sequences of s positions, or t packed tokens. This rank has n heads and
+g query groups. The head size is d. There are C context-parallel ranks, and this rank holds m
+positions of a sequence.
 """
 
 from __future__ import annotations

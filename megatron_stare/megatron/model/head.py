@@ -75,8 +75,8 @@ def largest_logits(config: Config, shape: ModelShape) -> int:
 
 
 def free_memory() -> int:
-    """Returns the free bytes of the rank that has the least. All ranks must call it; ranks on CPUs
-    are assumed to share one machine."""
+    """Returns the free bytes of the rank that has the least. All ranks must call this function.
+    Ranks on CPUs are assumed to share one machine."""
     if torch.cuda.is_available():
         free = (
             torch.cuda.mem_get_info()[0]
@@ -159,8 +159,8 @@ def _is_embedding(model: GPTModel) -> bool:
 def _announce(weight: Tensor) -> None:
     """Tells Megatron's hook, before backward, that the weight's gradient is in its buffer.
 
-    If gradients are reduced during backward, the hook asserts that `weight.grad` exists. A zero
-    that occupies no memory serves as that gradient.
+    If gradients are reduced during backward, the hook asserts that `weight.grad` exists. This
+    function therefore sets `weight.grad` to a zero that occupies no memory.
     """
     weight.grad = weight.detach().new_zeros(()).expand_as(weight)
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
@@ -181,6 +181,7 @@ def output_weight(model: GPTModel) -> Tensor:
 def rows_of(hidden: Tensor, micro: MicroBatch) -> Tensor:
     """Returns hidden states [n, H] of the response positions, on every tensor-parallel rank.
 
-    Backward sums over these ranks; each contributes the gradient from its columns.
+    Backward sums over the tensor-parallel ranks. Each rank contributes the gradient from its
+    columns of the output layer.
     """
     return micro.layout.rows(hidden, micro.rows)

@@ -1,5 +1,5 @@
-"""Megatron's multi-head latent attention for the local layer spec, extended to packed sequences
-without bounds and to tensor-parallel ranks.
+"""Extends Megatron's multi-head latent attention, for the local layer spec, to tensor-parallel
+ranks and to packed sequences without cu_seqlens_q.
 
 Shape legend: s positions and b sequences of this rank's part, t packed tokens, d columns that
 positions rotate, K columns of the key-value latent including the rotated ones.
@@ -26,10 +26,12 @@ class LatentAttention(MLASelfAttention):
     """Latent attention that sums the gradient of the rotated key columns over tensor-parallel
     ranks.
 
-    Megatron cuts the columns of both latents over these ranks and gathers them. All heads share the
-    rotated key columns, so each rank gets their gradient from its own heads only, and nothing sums
-    it. Here the columns are gathered and cut by positions instead: Megatron later gathers
-    positions, and that gather sums gradients.
+    Megatron cuts the columns of the query latent and of the key-value latent over tensor-parallel
+    ranks, and later gathers the columns. All heads share the rotated key columns. In Megatron, each
+    rank therefore gets the gradient of these columns from its own heads only, and no operation sums
+    this gradient over the ranks. Under sequence parallelism, this class gathers the columns of the
+    key-value latent at once, and keeps this rank's positions. Megatron later gathers the positions,
+    and the backward pass of that gather sums the gradients over the ranks.
     """
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -55,11 +57,12 @@ def _cut_by_positions(_module: Any, _inputs: Any, output: tuple[Tensor, Any]) ->
 
 
 class TokenRotary(RotaryEmbedding):
-    """Rotary angles by each token's position in packed sequences without bounds; otherwise
-    Megatron's."""
+    """Computes rotary angles. In packed sequences without cu_seqlens_q, a token's position
+    determines its angles. For other inputs, Megatron's RotaryEmbedding computes the angles."""
 
     def get_rotary_seq_len(self, *args: Any) -> Any:
-        """Returns the positions [t] of packed tokens, else the length; `forward` takes either."""
+        """Returns the positions [t] of the tokens if packed sequences have no cu_seqlens_q. For
+        other inputs, returns Megatron's sequence length. `forward` accepts both kinds of result."""
         packing = args[-1]
         if isinstance(packing, PackedSequences) and packing.cu_seqlens_q is None:
             return packing.tokens

@@ -2,15 +2,17 @@
 sequences.
 
 - RMSNorm equals megatron-core's torch norm, but supports sequence parallelism and takes a third of
-  the time on a CPU. The stock norm refuses sequence parallelism because its weight would miss the
-  gradient all-reduce; an attribute set here requests that all-reduce. torch has a kernel for the
-  norm and its gradient on GPUs; on CPUs torch uses a dozen operations, each of which reads and
-  writes all of its input.
+  the time on a CPU. megatron-core's norm refuses sequence parallelism, because the norm's weight
+  would miss the gradient all-reduce. Our RMSNorm requests this all-reduce by an attribute of the
+  weight. On GPUs, torch has a kernel for the norm and its gradient. On CPUs, torch uses a dozen
+  operations, each of which reads and writes all of its input.
 - SwiGLU: megatron-core's operations copy halves of the feed-forward hidden states, forward and
-  backward. Its fused version needs a compiler, and Transformer Engine brings its own.
-- Short attention keeps all scores in memory, on a CPU. torch's CPU kernel runs small matrix
-  products for every head of every sequence, forward and backward; for short sequences that overhead
-  exceeds the products. Here one batched product covers all heads and sequences.
+  backward. megatron-core's fused SwiGLU needs a compiler, and Transformer Engine has a fused SwiGLU
+  of its own.
+- Short attention runs on a CPU and keeps all scores in memory. torch's CPU kernel runs small matrix
+  products for every head of every sequence, forward and backward. For short sequences, the overhead
+  of many small products exceeds the time of the products. Short attention runs one batched product
+  for all heads and sequences.
 
 Shape legend: H hidden size; F feed-forward size of this rank; b sequences, s positions, n heads, g
 groups of heads that share keys and values, r heads per group, d head size; *: any leading
@@ -88,8 +90,8 @@ class SwiGlu(MegatronModule):
 
 
 class _SwiGlu(torch.autograd.Function):
-    """Equals autograd on the formula bit for bit, but writes both halves of the gradient in
-    place."""
+    """Computes `swiglu` and its gradient. The gradient equals autograd's gradient of the formula
+    bit for bit, but the gradients of a and b are written directly into the gradient of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -49,9 +49,9 @@ class PolicyModel(GPTModel):
     """GPTModel that returns the hidden states [s, b, H] after the last norm, for
     megatron/model/head.py.
 
-    GPTModel's own output layer would compute the logits of every position. For packed sequences
-    without bounds (cu_seqlens_q), Megatron receives each token's rotary embedding [t, 1, d] and
-    applies it to queries and keys [t, n, d] at once.
+    This class skips GPTModel's output layer, because that layer would compute the logits of every
+    position. For packed sequences without bounds (cu_seqlens_q), Megatron receives each token's
+    rotary embedding [t, 1, d] and applies it to queries and keys [t, n, d] at once.
     """
 
     def _preprocess(
@@ -105,7 +105,8 @@ def transformer_config(
     performance: PerformanceConfig = _DEFAULT,
     moe: MoeConfig = _MOE,
 ) -> TransformerConfig:
-    """Returns Megatron's configuration of the model. The method scales the loss, not Megatron."""
+    """Returns Megatron's configuration of the model. The method normalises the loss, and Megatron
+    does not divide the loss again."""
     dtype = getattr(torch, model.dtype)
     tuned = megatron_fields(performance, "model")
     if shape.latent:
@@ -214,8 +215,8 @@ def build_policy(
     performance: PerformanceConfig = _DEFAULT,
     moe: MoeConfig = _MOE,
 ) -> list[nn.Module]:
-    """Builds this rank's model chunks with gradient buffers, reduced over data-parallel ranks. Does
-    not load parameters."""
+    """Builds this rank's model chunks, with gradient buffers that are reduced over data-parallel
+    ranks. Does not load parameters."""
     parts = build_model(shape, model, parallel, layout, performance, moe)
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=distributed_optimizer,
@@ -283,9 +284,9 @@ def build_model(
 def mark_cut_parameters(part: nn.Module, shape: ModelShape) -> None:
     """Tells Megatron which parameters are cut over tensor-parallel ranks.
 
-    Megatron marks them while it initialises them, but here parameters are loaded, not initialised.
-    An unmarked parameter counts as a duplicate: the gradient norm would include only the first
-    rank's part.
+    Megatron itself sets these marks only while it initialises parameters, but here parameters are
+    loaded, not initialised. An unmarked parameter counts as a duplicate: the gradient norm would
+    include only the first rank's part.
     """
     tensor = unwrap(part).config.tensor_model_parallel_size
     for name, parameter in named_parameters([part]):

@@ -1,10 +1,11 @@
 """Routing replay: the log-prob pass and training send tokens to the experts that the rollout engine
 chose.
 
-Engine and trainer round differently, so a token's k-th and (k+1)-th expert sometimes swap. The
-token's log-prob then changes by far more than rounding ("R3", Ma et al. 2025, arXiv:2510.11370).
-With the engine's choice replayed, only rounding remains. Gates come from the trainer's own logits
-at these experts, so the router still learns.
+Engine and trainer round differently, so a token's k-th and (k+1)-th expert sometimes swap. A swap
+changes the token's log-prob by far more than rounding does ("R3", Ma et al. 2025,
+arXiv:2510.11370). If the trainer replays the engine's choice of experts, only rounding
+distinguishes the log-probs of engine and trainer. The gate values come from the trainer's own
+logits at the replayed experts, so the router still learns.
 
 Shape legend: s positions and b rows of a micro-batch on this rank, t = s b tokens of a router, L
 layers, K experts per token, E experts.
@@ -42,10 +43,10 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 class GivenExperts(RouterReplay):
     """Replays the engine's experts in one router, one micro-batch at a time.
 
-    Megatron's class must be told whether a forward is a recomputation during backward. In a
-    pipeline, forwards and backwards alternate, so this class finds out by itself: a forward that
-    will be recomputed runs without gradients, and recomputations come in the order of these
-    forwards.
+    Megatron's RouterReplay must be told whether a forward is a recomputation during backward. In a
+    pipeline, forwards and backwards alternate, so this class recognises a recomputation without
+    being told. A forward that will be recomputed runs without gradients, and the recomputations
+    come in the order of such forwards.
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,7 @@ class GivenExperts(RouterReplay):
         default_compute_topk: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns scores [t, K] and numbers [t, K] of the given experts, from `scores` [t, E].
-        Tokens without given experts get those with the highest scores. Overrides Megatron's
+        Tokens without given experts get the experts with the highest scores. Overrides Megatron's
         method."""
         assert default_compute_topk is not None
         experts = self._next()
@@ -142,7 +143,8 @@ def routing_metrics(model: list[nn.Module], device: torch.device) -> dict[str, T
     """Returns `routing/differs`, 0-dim: the share of the given experts that the trainer's routers
     would not have chosen, over all tokens and layers of the last pass; NaN if none was given.
 
-    Only after a pass without backward. All ranks must call it, after `install`.
+    Call this function only after a pass without backward. All ranks must call this function, after
+    `install`.
     """
     counts = torch.zeros(2, dtype=torch.int64, device=device)
     for chunk in model:

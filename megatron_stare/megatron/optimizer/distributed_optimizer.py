@@ -1,19 +1,21 @@
 """Describes the state of Megatron's DistributedOptimizer as parts of the whole model's tensors,
 without gathering it.
 
-A data-parallel rank holds a stretch of each parameter's elements, which may begin and end within a
-row. Megatron has three formats: one gathers all stretches on every rank, one saves stretches as
-they are and fits no other layout, and megatron-core 0.16 refuses the one meant for this purpose.
-Here a stretch is cut into boxes: its whole rows, and the remainders at its ends. Boxes are ordinary
-parts of a tensor, so nothing is gathered, and every rank writes and reads its own boxes, in any
-layout.
+A data-parallel rank holds a contiguous range of each parameter's elements, called a stretch. A
+stretch may begin and end within a row of the parameter. Megatron has three checkpoint formats for
+stretches. The first format gathers all stretches on every rank. The second format saves stretches
+unchanged, and the checkpoint fits no other layout. The third format is meant to avoid both faults,
+but megatron-core 0.16 refuses this format. This module therefore cuts a stretch into boxes: the
+whole rows of the stretch, and the remainders at its ends. A box has a start and a size in each
+dimension of the tensor, like any part that Megatron saves. So nothing is gathered, and every rank
+writes and reads its own boxes, in any layout.
 
 The float32 masters of 16-bit parameters are saved as float32 and loaded in the form that the
-optimizer keeps. By default Megatron's distributed optimizer updates its own masters. If it is
-precision-aware, it updates the parameters, and the inner optimizer keeps the masters in its state
-as "master_param". Transformer Engine's FusedAdam keeps only the 16 bits that a bfloat16 parameter
-lacks, and other masters in float32. HybridDeviceOptimizer exposes the masters that it updates on
-the host.
+optimizer keeps. By default Megatron's distributed optimizer updates its own masters. A
+precision-aware distributed optimizer updates the parameters, and the inner optimizer keeps the
+masters in its state as "master_param". For a bfloat16 parameter, Transformer Engine's FusedAdam
+keeps only those 16 bits of the master that the parameter lacks. For other parameters, FusedAdam
+keeps the masters in float32. HybridDeviceOptimizer exposes the masters that it updates on the host.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def read_master(updated: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """Returns the master, float32 [n]: the tensor itself, or a joined copy if the parameter holds
-    half of its bits.
+    """Returns the float32 master [n] of a parameter. If the parameter contains half of the master's
+    bits, returns a copy that is joined from the two halves. Otherwise, returns the optimizer's own
+    tensor.
 
     Args:
         updated: [n] tensor that the optimizer updates.
@@ -52,11 +55,12 @@ def read_master(updated: Tensor, state: Mapping[str, Any]) -> Tensor:
 
 @torch.no_grad()
 def write_master(updated: Tensor, state: Mapping[str, Any], values: Tensor | None) -> None:
-    """Stores the master, unless writing into the result of `read_master` already did.
+    """Stores the master `values`. Does nothing if the caller has stored the values already, by
+    writing into the optimizer's tensor that `read_master` returned.
 
     Args:
-        values: float32 [n]; None for a float32 parameter, which is its own master: refreshes a
-            copy, if there is one.
+        values: float32 [n]; None for a float32 parameter, which is its own master. If the optimizer
+            keeps a copy of such a parameter, the copy is refreshed.
     """
     kept = state.get(MASTER)
     if kept is None:
@@ -125,7 +129,7 @@ def _in_row(shape: Sequence[int], number: int, start: int, stop: int) -> Iterato
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Elements [start, stop) of a parameter, which this rank updates.
+    """The part of a parameter that this rank updates: its elements [start, stop).
 
     updated: [stop - start] the tensor that the optimizer updates: the float32 master, or the
     parameter's own elements.
@@ -139,8 +143,8 @@ class _Stretch:
     state: Mapping[str, Any]
 
     def held(self) -> dict[str, Tensor]:
-        """Returns the tensors for a checkpoint, [stop - start] each, by kind; a float32 parameter
-        is saved with the model."""
+        """Returns the stretch's tensors for a checkpoint, by kind. Each tensor has stop - start
+        elements. A float32 parameter is not included, because it is saved with the model."""
         held = {name: self.state[name] for name in MOMENTS}
         if self.parameter.dtype != torch.float32:
             held["param"] = read_master(self.updated, self.state)
@@ -152,9 +156,9 @@ def sharded_shards(
 ) -> list[list[ShardedTensor]]:
     """Returns this rank's parts of moments and float32 masters, one list per parameter.
 
-    Their data are views of the optimizer's tensors, or masters joined from two halves. Names match
-    Megatron's `fully_reshardable` format, so each format loads the other's checkpoints. A parameter
-    that is its own master is saved with the model only.
+    The data of each part is a view of an optimizer's tensor, or a master that was joined from the
+    two halves of its bits. Names match Megatron's `fully_reshardable` format, so each format loads
+    the other's checkpoints. A parameter that is its own master is saved with the model only.
 
     Args:
         parameters: sharded state of the model that is optimised, holding the parameters themselves.
@@ -165,8 +169,8 @@ def sharded_shards(
 def _shards(
     optimizer: DistributedOptimizer, parameters: Mapping[str, Any]
 ) -> Iterator[tuple[_Stretch, dict[str, Tensor], list[ShardedTensor]]]:
-    """Yields each stretch of this rank, its tensors, and these as parts of the whole model's
-    tensors."""
+    """Yields each stretch of this rank, the stretch's tensors, and the same tensors as parts of the
+    whole model's tensors."""
     found, _ = extract_sharded_tensors_and_factories(dict(parameters))
     whole = {id(part.data): part for part in nested_values(found)}
     for stretch in _stretches(optimizer):
@@ -179,7 +183,7 @@ def _shards(
 
 
 def _stretches(optimizer: DistributedOptimizer) -> Iterator[_Stretch]:
-    """Yields every parameter's stretch on this rank."""
+    """Yields, for every parameter, the stretch of its elements that this rank updates."""
     for ranges_by_dtype in optimizer.gbuf_ranges:
         for buckets in ranges_by_dtype.values():
             for bucket in buckets:
@@ -240,7 +244,7 @@ def _parts(
 def load_shards(
     optimizer: DistributedOptimizer, parameters: Mapping[str, Any], loaded: list[list[Tensor]]
 ) -> None:
-    """Copies loaded tensors into the optimizer's. Load the model's parameters first.
+    """Copies loaded tensors into the optimizer's tensors. Load the model's parameters first.
 
     Args:
         parameters: as for `sharded_shards`, built again, because loading consumed the first one.

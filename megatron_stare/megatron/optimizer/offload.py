@@ -1,8 +1,8 @@
 """Moves parts of a rank's policy between its device and host memory.
 
 Memory moves beneath the tensors: each storage is resized to zero and back. Parameters, their shards
-in the optimizer and the buckets of Megatron's buffers thus keep sharing it. On a CPU, device and
-host are the same memory; the rest works as on a GPU.
+in the optimizer and the buckets of Megatron's buffers thus keep sharing memory. On a CPU, device
+memory and host memory are the same memory; apart from that, offloading works as on a GPU.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ PARTS = ("parameters", "gradients", "optimizer", "reference")
 
 @dataclass(frozen=True)
 class _Left:
-    """A storage that has been emptied.
+    """A storage of an offloaded part, whose device memory has been freed.
 
-    copy: uint8 [nbytes] of its contents, in host memory; None: zeros, because the contents are not
-    needed again.
+    copy: uint8 [nbytes], a copy of the storage's contents in host memory. If the contents are not
+    needed again, `copy` is None, and the storage is later filled with zeros.
     """
 
     storage: UntypedStorage
@@ -38,8 +38,8 @@ class _Left:
 
 
 class DeviceState:
-    """Moves the parts of a rank's policy. Do not touch a part while it is offloaded: its tensors
-    have no memory.
+    """Moves the parts of a rank's policy, which PARTS names, between the device and host memory. Do
+    not touch a part while it is offloaded: its tensors have no memory.
 
     Args:
         reference: chunks of the reference policy, if there is one.
@@ -56,8 +56,8 @@ class DeviceState:
         self._kept: dict[int, list[Tensor]] = {}  # pinned memory for reuse, by size
 
     def storages(self) -> dict[str, list[UntypedStorage]]:
-        """Returns the storages of each part on this device, each storage once; includes offloaded
-        parts."""
+        """Returns the storages of each part, each storage once. The result includes the emptied
+        storages of offloaded parts, but no storages of other devices."""
         found: dict[str, list[UntypedStorage]] = {}
         seen: set[StorageWeakRef] = set()
         for part in PARTS:
@@ -88,8 +88,8 @@ class DeviceState:
             torch.cuda.empty_cache()  # hand memory that torch caches to others on the device
 
     def onload(self, parts: Collection[str] = PARTS) -> None:
-        """Brings parts back unchanged, except gradients, which become zeros. Skips parts that are
-        on the device."""
+        """Brings offloaded parts back to the device. Parts are unchanged, except gradients, which
+        become zeros. Skips parts that are on the device."""
         for part in PARTS:
             if part in parts:
                 for left in self._away.pop(part, []):

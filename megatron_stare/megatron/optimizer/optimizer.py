@@ -2,8 +2,9 @@
 of float16.
 
 Many gradients are smaller than float16's smallest numbers. The loss is therefore multiplied by the
-scale before backward (passes.py), and Megatron divides the float32 gradients by it
-(`prepare_grads`). The scale then adapts to the outcome. float32 and bfloat16 have no loss scale.
+scale before backward (passes.py), and Megatron divides the float32 gradients by the same scale
+(`prepare_grads`). After each step the scale is adapted, depending on whether the gradient
+overflowed. Training in float32 or bfloat16 has no loss scale.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ class LossScale(DynamicGradScaler):
     """Megatron's dynamic loss scale, updated when a step is decided instead of when its gradient is
     prepared.
 
-    Megatron updates the scale with every gradient that it prepares, even for a batch without a
-    loss. If experts have their own optimizer, each optimizer would update the scale separately:
-    their gradients would be divided by another scale than the one that multiplied the loss.
+    Megatron updates the scale whenever it divides a gradient by the scale, even for a batch without
+    a loss. If experts have their own optimizer, each optimizer would update the scale separately.
+    An optimizer could then divide its gradient by a scale that differs from the scale of the loss.
     """
 
     def update(self, found_inf: bool) -> None:
-        """Does nothing; Megatron calls it while it prepares gradients."""
+        """Does nothing. Megatron calls `update` while it prepares gradients."""
 
     def settle(self, *, overflow: bool) -> None:
         """Updates the scale after a step that was taken, or skipped because its gradient
@@ -53,13 +54,14 @@ class LossScale(DynamicGradScaler):
 
     @property
     def factor(self) -> Tensor:
-        """The factor of the loss, 0-dim float32. An update of the scale makes a new tensor and
-        leaves this one unchanged."""
+        """The number by which the loss is multiplied, 0-dim float32. An update of the scale makes a
+        new tensor and leaves the returned tensor unchanged."""
         return self._scale[0]
 
 
 def install_loss_scale(optimizer: MegatronOptimizer, config: OptimizerConfig) -> None:
-    """Gives all optimizers of a chain one loss scale, in place of Megatron's, one for each."""
+    """Gives all optimizers of a chain the same loss scale. Megatron gives each optimizer a loss
+    scale of its own."""
     scale = LossScale(
         initial_scale=config.initial_loss_scale,
         min_scale=config.min_loss_scale,
@@ -139,12 +141,13 @@ def build_optimizer(
 class Outcome:
     """The outcome of an optimizer step.
 
-    grad_norm: norm before clipping, of the unscaled gradient.
-    finite: whether gradient and loss were finite; true if only the scaled gradient was not.
-    empty: no token of the batch had a loss.
-    skipped: the loss scale was too large for float16; the next update retries with this scale or a
-    smaller one.
-    held: the gradient norm was above its limit.
+    grad_norm: norm of the unscaled gradient before clipping.
+    finite: whether gradient and loss were finite. An overflow that only the loss scale caused does
+    not count.
+    empty: whether no token of the batch had a loss.
+    skipped: whether the step was skipped because the loss scale was too large for float16. The next
+    update retries with the same scale or a smaller scale.
+    held: whether the step was not taken because the gradient norm was above its limit.
     """
 
     grad_norm: float
@@ -170,8 +173,8 @@ def take_step(
     """Clips the gradient and steps the optimizer.
 
     Leaves optimizer and schedule unchanged if the loss or gradient is not finite, the batch is
-    empty, or the norm is above its limit. All ranks must call it. They decide alike, by the norm
-    over all parameters and by flags reduced over all ranks.
+    empty, or the norm is above its limit. All ranks must call `take_step`. All ranks decide alike,
+    by the norm over all parameters and by flags reduced over all ranks.
 
     Args:
         empty: 0-dim bool, whether no token of the batch had a loss; None on ranks that do not know.

@@ -1,14 +1,16 @@
 """Describes the optimizer's state as parts of the whole model's tensors, independent of the layout.
 
-Megatron has a separate optimizer for experts if they are cut over ranks, else one for all
-parameters, and saves the settings of each. Here only tensors and the step count are saved, under
-names without the optimizer's number. Settings come from the configuration, and rates from the
-schedule before every step.
+If experts are divided over ranks, Megatron has a separate optimizer for experts; otherwise, one
+optimizer updates all parameters. Megatron's own checkpoints contain the settings of each optimizer.
+This module saves only tensors and the step count, under names that do not contain the number of an
+optimizer. Settings come from the configuration, and rates from the schedule before every step.
 
 Adam's bias correction needs the step count, which is saved and restored for every kind of Adam.
-Torch's AdamW keeps a tensor per parameter. Transformer Engine's and Apex's FusedAdam keep a number
-per group, which only their first step creates, so a fresh optimizer does not show where it is. To
-find the place without relying on names, the optimizer itself steps a parameter of one element.
+Torch's AdamW keeps the step count in a tensor per parameter. Transformer Engine's and Apex's
+FusedAdam keep the step count in a number per parameter group. FusedAdam creates this number at its
+first step, so a new optimizer does not show where it keeps the step count. `step_place` finds the
+place without relying on the names of optimizers: the optimizer itself steps a parameter of one
+element.
 """
 
 from __future__ import annotations
@@ -79,8 +81,8 @@ def load_state(
 
 
 def chain(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Returns the optimizers that are stepped one after another and have parameters: a pipeline
-    stage without experts has an optimizer of experts without any."""
+    """Returns the optimizers that are stepped one after another. Optimizers without parameters are
+    left out: a pipeline stage without experts still has an optimizer for experts."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if any(group["params"] for group in part.param_groups)]
 
@@ -159,8 +161,9 @@ def _place_on_the_host(optimizer: HybridDeviceOptimizer) -> StepPlace:
     """Finds where the host optimizers of a hybrid optimizer, all of one class, keep their step
     count.
 
-    After a step they look up each parameter's copy on the device, which only their own parameters
-    have. The probe therefore runs in a new optimizer, built as Megatron builds them.
+    After a step, the host optimizers look up the copy of each parameter on the device. A probe
+    parameter has no copy on the device. The probe therefore runs in a new optimizer, which is built
+    as Megatron builds the host optimizers.
     """
     if not optimizer.cpu_optimizers:
         return StepPlace()
@@ -176,7 +179,7 @@ def rest(optimizer: Optimizer) -> None:
     """Makes an optimizer create its state by a step with rate 0 and zero gradients; parameters do
     not change.
 
-    Only for optimizers whose gradients Megatron keeps outside `.grad`.
+    Use this function only for optimizers whose gradients Megatron keeps outside `.grad`.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     ones = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -199,7 +202,8 @@ def read_step(optimizer: Optimizer) -> int | None:
     count steps.
 
     Raises:
-        ValueError: parameters differ in the number, which a checkpoint cannot hold.
+        ValueError: parameters have taken different numbers of steps. A checkpoint cannot contain
+            several numbers.
     """
     found = {int(value) for value in _values(optimizer)}
     if len(found) > 1:
@@ -210,7 +214,8 @@ def read_step(optimizer: Optimizer) -> int | None:
 
 
 def write_step(optimizer: Optimizer, place: StepPlace, step: int) -> None:
-    """Sets every parameter's step count, each in a tensor or number of its own."""
+    """Sets the step count wherever the optimizer keeps a step count. No two of these places share a
+    tensor."""
     for group in optimizer.param_groups:
         if place.group is not None:
             group[STEP] = like(place.group, step)
@@ -220,8 +225,8 @@ def write_step(optimizer: Optimizer, place: StepPlace, step: int) -> None:
 
 
 def like(kept: Any, step: int) -> Any:
-    """Converts the step to the form of `kept`, an optimizer's stored step: a new tensor, or a
-    number."""
+    """Converts `step` to the form of `kept`, which is a step count that an optimizer stored. If
+    `kept` is a tensor, the result is a new tensor; otherwise, the result is a number."""
     return torch.full_like(kept, step) if torch.is_tensor(kept) else type(kept)(step)
 
 

@@ -1,9 +1,10 @@
 """Diagnoses an update on the last pipeline stage: its entropy forecast, and numbers of single
 tokens.
 
-`forecast` runs after the log-prob pass. It takes the trainer's own loss, and uses [N] numbers only.
-`measured_change` runs after the optimizer step, with one more forward pass, and measures how the
-same tokens actually changed. docs/diagnostics.md compares the two.
+`forecast` runs after the log-prob pass. `forecast` differentiates the trainer's own loss, and needs
+only [N] numbers, no pass of the model. `measured_change` runs after the optimizer step, with one
+more forward pass, and measures how the entropy of the same tokens actually changed.
+docs/diagnostics.md compares the forecast with the measured change.
 
 `token_numbers` computes how the current update treats the tokens of some responses, from the
 trainer's own statistics and loss, without the model. `records/token_numbers.py` joins the ranks'
@@ -96,9 +97,9 @@ def token_norms(tokens: TokenBatch, group: ProcessGroup | None) -> dict[str, Ten
 def push_of(
     tokens: TokenBatch, micro_batches: Sequence[MicroBatch], loss_of: LossFunction
 ) -> Tensor:
-    """Returns [N] minus the slope of the loss in every token's log-prob, on-policy: the factor of
-    (one_hot - p) in the gradient. The loss itself is differentiated, so weights, masks, aggregation
-    and corrections are included."""
+    """Returns, for every token, the negative slope of the loss in the token's log-prob, on-policy:
+    [N]. The negative slope is the factor of (one_hot - p) in the gradient. The loss itself is
+    differentiated, so weights, masks, aggregation and corrections are included."""
     log_prob = tokens.old_log_prob.detach().requires_grad_()
     with torch.enable_grad():
         losses = [loss_of(log_prob[m.span], tokens.entropy[m.span], m)[0] for m in micro_batches]
@@ -139,10 +140,11 @@ def token_numbers(
     the device, without waiting for it.
 
     The weight is the slope of the loss in the token's log-prob, on-policy, divided by -(coefficient
-    x advantage). It is the factor of the advantage after STARE's weights, STAPO's mask, GTPO's
-    shares, importance corrections and KL terms, and works for methods in a user's own file too. A
-    token without a coefficient has weight 0. All ranks that hold other tokens of the same responses
-    must call it, since a method's loss may sum over them.
+    x advantage). The weight is the factor of the advantage after STARE's weights, STAPO's mask,
+    GTPO's shares, importance corrections and KL terms. The weight is also computed for methods in a
+    user's own file. A token without a coefficient has weight 0. If several ranks hold tokens of the
+    same responses, all these ranks must call `token_numbers`, since a method's loss may sum over
+    the ranks.
 
     Args:
         objective: the update's objective.
