@@ -211,13 +211,13 @@ class Trainer:
         """Offloads parts of the policy (offload.py) to host memory; a call that needs a part brings
         it back.
 
-        All ranks must call it. It is safe between any two calls: a checkpoint being written has its
-        own copy, or its fork's view, of the data.
+        All ranks must call `offload`. Offloading is safe between any two calls: a checkpoint that
+        is being written reads its own copy of the data, or a forked process's view of the data.
         """
         self.memory.offload(parts)
 
     def onload(self, parts: Collection[str] = PARTS) -> None:
-        """Brings parts back to the device, gradients as zeros."""
+        """Brings parts of the policy back to the device. Gradients are zeros afterwards."""
         self.memory.onload(parts)
 
     def memory_mb(self) -> dict[str, float]:
@@ -298,8 +298,8 @@ class Trainer:
         trainer: Tensor | None,
         versions: Sequence[int],
     ) -> list[LogProbDifference] | None:
-        """Returns the differences of every engine's log-probs [N] from the trainer's on the
-        reporting rank; None on other ranks."""
+        """Compares every engine's log-probs [N] with the trainer's. Returns one difference per
+        engine on the reporting rank, and None on other ranks."""
         if trainer is None:
             return None
         parts = [Compared.of(batch, engine, trainer, versions) for engine in engines]
@@ -307,8 +307,8 @@ class Trainer:
         return found if self.policy.layout.is_reporting_rank else None
 
     def measure(self, state: dict[str, float]) -> None:
-        """Computes the method's statistics over the rollout batch, and its state for this step from
-        the previous step's."""
+        """Computes the method's statistics over the rollout batch, and the method's state for this
+        step from the state of the previous step."""
         self.step.measure(state)
 
     def update(
@@ -347,7 +347,7 @@ class Trainer:
         """Writes the recording to step_..._rank_....json.gz.
 
         Returns:
-            The reason if it could not be written, else None.
+            The reason if the recording could not be written, else None.
         """
         assert self._profile is not None
         try:
@@ -366,10 +366,10 @@ class Trainer:
         )
 
     def log_probs(self) -> tuple[Tensor, Tensor] | None:
-        """Returns canonical numbers and log-probs [N] of this rank's response tokens in the last
-        batch.
+        """Returns, for this rank's response tokens [N] in the last batch, their canonical numbers
+        in the batch and their log-probs.
 
-        On one rank of each tensor-parallel group of the last stage; None on others.
+        Returns None on all ranks but one rank of each tensor-parallel group of the last stage.
         """
         measured = self.step.measured
         if measured is None or self.policy.layout.tp_rank != 0:
@@ -401,8 +401,8 @@ class Trainer:
         return self.stream.layouts
 
     def begin_weight_stream(self, checksums: bool = True) -> None:
-        """Starts to stream the policy. All ranks must call it, then `next_bucket` for every bucket,
-        then `end_weight_stream`.
+        """Starts to stream the policy. All ranks must call `begin_weight_stream`, then
+        `next_bucket` for every bucket, then `end_weight_stream`.
 
         Args:
             checksums: whether `end_weight_stream` returns checksums; if not, they are "".
@@ -486,11 +486,11 @@ class Trainer:
         return self._export.own()
 
     def write_tensors(self, entries: dict[str, Entry]) -> None:
-        """Writes the tensors of `own_tensors` into their files. All ranks must call it, after
-        `own_tensors`.
+        """Writes the tensors of `own_tensors` into their files. All ranks must call `write_tensors`
+        after `own_tensors`.
 
         Raises:
-            UserError: they cannot be written.
+            UserError: the tensors cannot be written.
         """
         if self._export is None:
             raise RuntimeError("there is nothing to write before own_tensors()")
@@ -499,8 +499,8 @@ class Trainer:
 
     @property
     def _moving_reference(self) -> list[nn.Module]:
-        """The reference's chunks if they are refreshed, and so belong in checkpoints; else an empty
-        list."""
+        """Returns the reference's model chunks if the configuration refreshes the reference,
+        because a refreshed reference belongs in checkpoints. Otherwise returns an empty list."""
         reference = self.policy.reference
         moves = self.config.model.reference_refresh_every is not None
         return reference.model if reference is not None and moves else []
@@ -578,7 +578,8 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Drops an unfinished checkpoint, and leaves the engines and the process groups."""
+        """Drops an unfinished checkpoint, disconnects from the engines, and leaves the process
+        groups."""
         if self._saving is not None:
             self._saving.drop()
         if self._stage_send is not None:

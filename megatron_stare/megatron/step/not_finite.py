@@ -1,8 +1,9 @@
 """Finds where numbers that are not finite came from on this rank, after an update that was skipped
 because of them.
 
-Reducing gradients over data-parallel ranks spreads such numbers to all of them. Whether a rank's
-own gradient was finite is therefore recorded before; the rest is looked up on request.
+When gradients are reduced over data-parallel ranks, a number that is not finite spreads to all
+data-parallel ranks. Each rank therefore records before the reduction whether the rank's own
+gradient is finite. `look` finds everything else on request, after the update.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class OwnGradients:
     """The largest magnitude in each bucket of this rank's gradients, just before the bucket is
     reduced over data-parallel ranks.
 
-    Costs one more pass over the gradients per update; reads nothing from the device until
-    `not_finite`.
+    The recording costs one more pass over the gradients per update. Nothing is read from the device
+    until `not_finite` is called.
     """
 
     def __init__(self, model: Iterable[nn.Module]) -> None:

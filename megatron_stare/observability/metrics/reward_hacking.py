@@ -1,7 +1,7 @@
 """Signs that a policy earns its reward by other means than reasoning, from the samples of one step.
 
 Pure functions of verified samples; the results are metrics of the step, and so part of the report.
-None of them proves anything alone; docs/diagnostics.md explains how to read each.
+No sign proves anything alone; docs/diagnostics.md explains how to read each sign.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
     """Returns the share of n-grams of token ids ([.] for each response) that occurred earlier in
     the same response; NaN if there are none.
 
-    Each n-gram becomes one int64: its token ids are digits, after the response's number. numpy
-    sorts these in a tenth of torch's time.
+    Each n-gram becomes one int64 number: the response's number is the first digit, and the token
+    ids are the other digits. numpy sorts the int64 numbers in a tenth of torch's time.
     """
     columns = [tokens.numpy() for tokens in responses]
     lengths = np.array([len(column) for column in columns], dtype=np.int64)
@@ -138,7 +138,7 @@ def tokens_before_answer(sample: Trajectory) -> float:
     """Returns the sampled tokens before the answer: all tokens that the policy sampled, times the
     share of the text that precedes the answer.
 
-    Only for a sample that has an answer.
+    The sample must have an answer.
     """
     assert sample.answer_at is not None
     # the policy's tokens, not an environment's
