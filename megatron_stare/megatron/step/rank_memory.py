@@ -63,7 +63,7 @@ class SavedForBackward:
 
 
 class _Kept:
-    """A saved tensor, for as long as the graph holds it."""
+    """A saved tensor, for as long as the autograd graph holds the tensor."""
 
     __slots__ = ("_address", "_count", "tensor")
 

@@ -43,7 +43,7 @@ class Line:
 
     @property
     def css(self) -> str:
-        """The CSS class that determines its colour."""
+        """The CSS class that determines the line's colour."""
         return self.kind or ("own" if self.colour == OWN_COLOUR else f"c{self.colour}")
 
     @property

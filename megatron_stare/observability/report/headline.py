@@ -37,8 +37,8 @@ Figures = Mapping[str, float | None]
 
 @dataclass(frozen=True)
 class Headline:
-    """One sentence, the greedy result for comparison with the sampled one, and remarks that explain
-    both."""
+    """The text of the report's first screen: a sentence about the run with the sampled result, a
+    sentence about the greedy result for comparison, and remarks that explain the two results."""
 
     sentence: str
     greedy: str = ""
@@ -275,7 +275,7 @@ def _above_target(row: Mapping[str, Any]) -> bool:
 
 
 def _steps_alike(run: RunRecord, other: RunRecord) -> int:
-    """Counts the leading steps with the same entropy and reward."""
+    """Counts the steps before the first step in which two runs differ in entropy or reward."""
     keys, same = ("step", "entropy/mean", "reward/mean"), 0
     for one, two in zip(run.metrics, other.metrics, strict=False):
         if any(key not in one or one[key] != two.get(key) for key in keys):

@@ -1,9 +1,9 @@
 """Reports steps and evaluations as a run of W&B, online or offline.
 
 W&B buffers up to a block of 32 KB, which is lost if the driver is killed. The resume of an offline
-run therefore continues after the last rows in W&B's files, not after the last steps sent. They are
-logs in LevelDB's format (github.com/google/leveldb, doc/log_format.md) after a header of 7 bytes,
-with protocol buffers that the package describes.
+run therefore continues after the last rows in W&B's files, not after the last steps sent. W&B's
+files are logs in LevelDB's format (github.com/google/leveldb, doc/log_format.md). A header of 7
+bytes precedes the log. The log's records are protocol buffers, which the wandb package defines.
 """
 
 from __future__ import annotations
