@@ -171,7 +171,7 @@ class Trainer:
 
     def _choose_head(self, shape: ModelShape) -> HeadChoice:
         """Chooses the head by the memory that model and optimizer leave free, unless `model.head`
-        names one.
+        names a head.
 
         All ranks choose the same head, once: both passes must use the same head.
         """
@@ -209,7 +209,7 @@ class Trainer:
 
     def offload(self, parts: Collection[str] = PARTS) -> None:
         """Offloads parts of the policy (offload.py) to host memory; a call that needs a part brings
-        it back.
+        the part back.
 
         All ranks must call `offload`. Offloading is safe between any two calls: a checkpoint that
         is being written reads its own copy of the data, or a forked process's view of the data.
@@ -252,7 +252,7 @@ class Trainer:
         self, versions: Sequence[int], temperature: float | None = None
     ) -> LogProbDifference | None:
         """Compares the engine's log-probs of the last batch with the trainer's: those of the
-        log-prob pass, or new ones if `temperature` is given. All ranks must call it.
+        log-prob pass, or new log-probs if `temperature` is given. All ranks must call `compare`.
 
         Args:
             versions: versions of the weights that sampled the whole batch.
@@ -333,7 +333,7 @@ class Trainer:
                 first update's metrics include those of the rollout batch. No step was taken if a
                 metric reports a reason: `update/finite` is 0 if loss or gradient was not finite,
                 `update/empty` is 1 if no token had a loss, `update/skipped` is 1 if the loss scale
-                was too large, and `update/held` is 1 if the norm was.
+                was too large, and `update/held` is 1 if the gradient norm was above `norm_limit`.
         """
         self.onload(("parameters", "gradients", "optimizer"))
         with self._counts.counting(), marked("update"):
@@ -358,7 +358,7 @@ class Trainer:
 
     def not_finite(self) -> NotFinite:
         """Finds the numbers on this rank that are not finite, after an update that was skipped
-        because of them."""
+        because of these numbers."""
         measured = self.step.measured
         tokens = measured.tokens if measured is not None else None
         return look(
@@ -405,7 +405,7 @@ class Trainer:
         `next_bucket` for every bucket, then `end_weight_stream`.
 
         Args:
-            checksums: whether `end_weight_stream` returns checksums; if not, they are "".
+            checksums: whether `end_weight_stream` returns checksums; if not, the checksums are "".
         """
         self.onload(("parameters",))
         finish_gather(self.policy.model)
@@ -420,7 +420,8 @@ class Trainer:
         return self.stream.end()
 
     def prepare_weights(self, target: SyncTarget, prove: bool) -> None:
-        """Gathers the first bucket of this stage's weights for the engines. All ranks must call it.
+        """Gathers the first bucket of this stage's weights for the engines. All ranks must call
+        `prepare_weights`.
 
         Args:
             prove: whether senders compute checksums for the engines to verify.
@@ -446,7 +447,8 @@ class Trainer:
 
     def send_weights(self, *after: Any) -> Any:
         """Sends this stage's weights, or all weights if engines share devices. All ranks of the
-        stage (all ranks of the trainer if devices are shared) must call it after `prepare_weights`.
+        stage (all ranks of the trainer if devices are shared) must call `send_weights` after
+        `prepare_weights`.
 
         Args:
             after: results of other workers' calls that must finish first; their values are ignored.
@@ -461,8 +463,8 @@ class Trainer:
         return self._prepared.send()
 
     def send_own_weights(self, *after: Any) -> Any:
-        """Sends the experts that this rank owns, if it has not sent them yet. Args: after: see
-        `send_weights`.
+        """Sends the experts that this rank owns, unless this rank has sent the experts already.
+        `after` is described in `send_weights`.
 
         Returns:
             The `Sender.end` result, which the engines verify; None if there are no such experts.
@@ -478,7 +480,7 @@ class Trainer:
 
     def own_tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Returns shape and dtype of the policy's tensors that this rank will write, by Hugging
-        Face name. All ranks must call it."""
+        Face name. All ranks must call `own_tensors`."""
         self.onload(("parameters",))
         policy = self.policy
         finish_gather(policy.model)
@@ -512,7 +514,7 @@ class Trainer:
 
     def prove(self, share: RankShare, plan: MicroBatchPlan) -> RankProof:
         """Returns log-probs of a canary batch and sums of tensors, which show the weights and state
-        that this rank holds. All ranks must call it."""
+        that this rank holds. All ranks must call `prove`."""
         self.onload(("parameters", "optimizer", "reference"))
         policy, moving = self.policy, self._moving_reference
         finish_gather(policy.model)
@@ -525,8 +527,8 @@ class Trainer:
 
     def save(self, folder: str) -> None:
         """Begins to write this rank's part of a checkpoint into an existing, empty folder. Returns
-        as soon as training may continue. All ranks must call it, and `finish_save` before the next
-        `save`."""
+        as soon as training may continue. All ranks must call `save`, and must call `finish_save`
+        before the next `save`."""
         self.onload(("parameters", "optimizer", "reference"))
         policy = self.policy
         finish_gather(policy.model)
@@ -545,7 +547,7 @@ class Trainer:
             self._saving.wait()
 
     def finish_save(self) -> dict[str, Sum]:
-        """Waits until the whole checkpoint is written. All ranks must call it.
+        """Waits until the whole checkpoint is written. All ranks must call `finish_save`.
 
         Returns:
             Lengths and checksums of the files that this rank wrote, by name.
@@ -565,7 +567,7 @@ class Trainer:
         check_bytes(Path(folder), mine, self.config.checkpoint.writers)
 
     def load(self, folder: str) -> None:
-        """Resumes from a checkpoint folder. All ranks must call it."""
+        """Resumes from a checkpoint folder. All ranks must call `load`."""
         self.onload()
         policy = self.policy
         checkpoint.load(

@@ -95,7 +95,7 @@ def family_named(model_type: Any, where: str) -> ModelFamily:
     """Returns the family of a `model_type`.
 
     Args:
-        where: file that names it, for the error.
+        where: file that names the family, for the error.
 
     Raises:
         DataError: no such family, or a plug-in's object is not a ModelFamily.

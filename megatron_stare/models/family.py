@@ -268,7 +268,7 @@ def _refuse_two_ropes(config: Mapping[str, Any], where: str) -> None:
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the rotary embedding's parameters, with `rope_type`, from either of config.json's
-    keys: the one before transformers 5 and the one since."""
+    keys: the key before transformers 5, or the key since transformers 5."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     scaling = rope.pop("type", None)
     rope.setdefault("rope_type", scaling or "default")

@@ -2,9 +2,9 @@
 scores plus a bias choose the experts.
 
 The bias of an expert (`e_score_correction_bias`) affects which experts are chosen, but not the
-weights of the chosen ones (L. Wang et al., arXiv 2408.15664). The bias is not trained: engines and
-checkpoints get the loaded values. The multi-token prediction layers after the last layer are left
-out.
+weights of the chosen experts (L. Wang et al., arXiv 2408.15664). The bias is not trained: engines
+and checkpoints get the loaded values. The multi-token prediction layers after the last layer are
+left out.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Rules: the Hugging Face tensors that make up each Megatron parameter, and how it is cut over
-tensor-parallel ranks.
+"""Rules: the Hugging Face tensors that make up each Megatron parameter, and how each parameter is
+cut over tensor-parallel ranks.
 
 Loading, export, gradients, the weight stream and conversion all use a family's rules. Parameter
 names are those of one pipeline stage, with global layer numbers. Rules cover both layer specs. In
@@ -32,8 +32,8 @@ _PARTS = {"qkv": 3, "gated": 2}  # parts of a Megatron tensor; 1 for other layou
 class Rule:
     """A Megatron name (with {} for the layer) and the Hugging Face names that it holds, in order.
 
-    If a checkpoint has separate tensors for q, k and v, or for gate and up, `hf` names each. If it
-    fuses them end to end in one tensor, `hf` names that one.
+    If a checkpoint has separate tensors for q, k and v, or for gate and up, `hf` names each. If a
+    checkpoint fuses these tensors end to end in one tensor, `hf` names the fused tensor.
     """
 
     megatron: str

@@ -9,7 +9,7 @@ ops/vocab_parallel.py computes log-probs and entropies from the output layer's l
 'materialised' holds all [n, V] logits in memory; the two chunked modes hold the logits of one
 chunk. The modes need 3, 3 and 4 products of n H V multiplications each. The chunked modes sum the
 weight's gradient over chunks in float32. The gradient in the hidden states covers this rank's
-columns only; megatron/model/head.py sums it over the ranks of the group.
+columns only; megatron/model/head.py sums the gradient over the ranks of the group.
 
 Shape legend: n rows, H hidden size, V vocabulary columns of this rank.
 """
@@ -90,7 +90,7 @@ class LinearHead:
                 not depend on other tokens' log-probs or entropies.
             weight_gradient: [V, H] float32 buffer to which the chunked modes add the weight's
                 gradient (gradient_in_forward before backward); autograd then returns no gradient
-                for the weight. None: autograd carries it.
+                for the weight. None: autograd returns the weight's gradient.
 
         Raises:
             RuntimeError: with gradient_in_forward, the loss couples tokens, or was scaled before

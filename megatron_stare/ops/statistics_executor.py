@@ -44,7 +44,7 @@ _SMALLEST, _LARGEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 def gather_statistics(
     ask: Callable[[Statistics], Mapping[str, Request]], group: ProcessGroup | None
 ) -> Statistics:
-    """Calls `ask(known)` until it makes no new request; a request may build on the answers in
+    """Calls `ask(known)` until `ask` makes no new request; a request may build on the answers in
     `known`.
 
     Args:

@@ -96,7 +96,8 @@ class Problem:
     body: Body = "auto"
 
     def columns(self, width: int) -> tuple[int, int]:
-        """Returns the first column of this rank, and how many of its `width` columns are real."""
+        """Returns the first column of this rank, and how many of the rank's `width` columns are
+        real."""
         start = (self.group.rank() if self.group is not None else 0) * width
         return start, min(max(self.vocab_size - start, 0), width)
 

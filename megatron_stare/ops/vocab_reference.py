@@ -19,7 +19,8 @@ def sums(
 
     Args:
         logits: [N, V].
-        local: [N] int64 column of the target; -1: another rank holds it, and z_target is 0.
+        local: [N] int64 column of the target; -1: another rank holds the target's column, and
+            z_target is 0.
         real: number of columns that are not padding; if 0, m is -inf.
         temperature: divides z - m.
         second_moment: whether to return q and u.

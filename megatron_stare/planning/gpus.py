@@ -139,7 +139,8 @@ class Fitted:
 
 
 def read_coefficients(path: Path, gpu: str) -> Fitted:
-    """Reads the coefficients fitted for a device; returns the assumed ones if there are none.
+    """Reads the coefficients fitted for a device; returns the assumed coefficients if the file has
+    none.
 
     Raises:
         DataError: `store` did not write the file.
@@ -156,7 +157,7 @@ def read_coefficients(path: Path, gpu: str) -> Fitted:
 
 
 def store(path: Path, gpu: str, fitted: Fitted) -> None:
-    """Writes a device's coefficients to the file; keeps those of other devices."""
+    """Writes a device's coefficients to the file; keeps the coefficients of other devices."""
     entries = _entries(path) if path.exists() else {}
     entries[gpu] = {"run": fitted.run, "coefficients": asdict(fitted.coefficients)}
     part = path.with_name(f"{path.name}.part")

@@ -136,8 +136,9 @@ def budget(needs: Needs, capacity: int, *, colocated: bool, offload: str) -> Bud
     """Sums the memory of a GPU in each phase.
 
     Args:
-        capacity: of the GPU, bytes.
-        colocated: the servers share the GPU. Otherwise `rollout` describes one of their own GPUs.
+        capacity: memory of the GPU, bytes.
+        colocated: the servers share the GPU. Otherwise the phase `rollout` describes a GPU of the
+            servers.
         offload: the setting `memory.offload`. Only used if colocated.
     """
     sizes = {**asdict(needs), "processes": PROCESS_BYTES * (2 if colocated else 1)}
@@ -247,7 +248,7 @@ def layer_parts(
 
 
 def check_memory(run: ResolvedRun) -> None:
-    """Checks that the run fits a GPU's memory, if its size is known.
+    """Checks that the run fits a GPU's memory, if the memory's size is known.
 
     Raises:
         ConfigError: a setting of `memory` has no effect, or a phase does not fit. The message

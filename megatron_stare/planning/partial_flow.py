@@ -24,8 +24,8 @@ class PartialFlow:
     rounds: rounds per step.
     growing: responses that grow in a round.
     continued: responses per step that the previous step cut.
-    carried: total tokens of these responses when they continue.
-    held: total tokens of a round's growing responses at its end.
+    carried: total tokens of the continued responses when the responses continue.
+    held: total tokens of a round's growing responses at the end of the round.
     """
 
     rounds: float

@@ -113,7 +113,8 @@ class Lengths:
     def of(
         cls, config: Config, prompt: float | None = None, response: float | None = None
     ) -> Lengths:
-        """Takes the lengths in the arguments, else those expected by the configuration."""
+        """Takes the lengths in the arguments. A missing length is taken from the lengths that the
+        configuration expects."""
         expected = config.expected_lengths
         return cls(prompt or expected[0], response or expected[1])
 

@@ -30,7 +30,8 @@ class Awaited:
     """Options for waiting until lost nodes of a restarted run are back.
 
     limit_s: longest wait, seconds.
-    on_gpus: the run used GPUs before, so it waits if the cluster has none.
+    on_gpus: whether the run used GPUs before. If so, the restarted run waits while the cluster has
+        no GPUs.
     tell: prints what the run waits for.
     """
 
@@ -190,7 +191,8 @@ def plan(demand: Demand, nodes: Sequence[Node]) -> Plan:
     """Places the demand on the nodes' free GPUs.
 
     Raises:
-        PlacementError: the free GPUs do not suffice. The message lists them and the demand.
+        PlacementError: the free GPUs do not suffice. The message lists the free GPUs and the
+            demand.
     """
     ready = sorted(
         (node for node in nodes if node.alive and node.total),
@@ -335,7 +337,8 @@ def _refusal(demand: Demand, nodes: Sequence[Node]) -> PlacementError:
 
 
 def lost_node(nodes: Sequence[Node], now: Sequence[Node]) -> PlacementError | None:
-    """Returns an error that names the planned nodes that are lost; None if all are alive."""
+    """Returns an error that names the planned nodes that are lost; None if all planned nodes are
+    alive."""
     alive = {node.id for node in now if node.alive}
     lost = [str(node) for node in nodes if node.id not in alive]
     if not lost:
@@ -350,7 +353,7 @@ def lost_node(nodes: Sequence[Node], now: Sequence[Node]) -> PlacementError | No
 
 def still_pending(plan: Plan, now: Sequence[Node], waited_s: float) -> PlacementError:
     """Returns the error for GPUs that were free when planned, but were not reserved in time, for
-    example because another job took them."""
+    example because another job took the GPUs."""
     there = {node.id: node for node in now}
     short = [
         f"{node} has {there[node.id].free} free of the {plan.gpus_on(node)} that the plan needs"

@@ -180,7 +180,7 @@ class Interruption:
         return self.grace_s is None or self.number in self._open_to or self.gave_up
 
     def last_words(self) -> Standing | None:
-        """Returns how far the run got, if this can be determined while it runs."""
+        """Returns how far the run got, or None if the run's progress cannot be determined now."""
         with contextlib.suppress(Exception):
             return self.standing or self.stands()
         return None

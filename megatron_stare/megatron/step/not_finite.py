@@ -1,5 +1,5 @@
 """Finds where numbers that are not finite came from on this rank, after an update that was skipped
-because of them.
+because of these numbers.
 
 When gradients are reduced over data-parallel ranks, a number that is not finite spreads to all
 data-parallel ranks. Each rank therefore records before the reduction whether the rank's own
@@ -26,8 +26,8 @@ from megatron_stare.records.batch import TokenBatch
 class NotFinite:
     """Numbers on one rank that are not finite.
 
-    own_gradient: whether the rank's own gradient was not finite before it was reduced over
-        data-parallel ranks.
+    own_gradient: whether the rank's own gradient was not finite before the gradient was reduced
+        over data-parallel ranks.
     weights: the first parameter with values that are not finite, in forward order.
     gradient: the first parameter whose gradient was not finite, in backward order.
     samples: samples of the whole batch, ascending, that have a log-prob, advantage or loss on this
@@ -90,7 +90,7 @@ def look(
     Args:
         tokens: this rank's tokens, on the last stage.
         lost: [k] int64 samples of the last update's tokens whose loss is not finite, if this rank
-            has it.
+            has the loss.
     """
     named = list(named_parameters(model))
     samples: set[int] = set() if lost is None else set(lost.tolist())

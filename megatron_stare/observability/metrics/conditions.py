@@ -54,8 +54,8 @@ class Window:
         steps: number of latest values to keep.
         known: number of finite latest values that a comparison requires.
         first: number of the run's first values to keep.
-        gaps: whether a value that is not finite takes a place among the latest too; if not, it is
-            skipped.
+        gaps: whether a value that is not finite takes a place among the latest values too; if not,
+            the value is skipped.
     """
 
     def __init__(self, steps: int, known: int = 1, *, first: int = 0, gaps: bool = False) -> None:
@@ -100,7 +100,8 @@ class Window:
 
 
 class Found(NamedTuple):
-    """A condition's result for a step: whether it holds, and the measured values by name.
+    """A condition's result for a step: whether the condition holds, and the measured values by
+    name.
 
     measured: empty if nothing could be measured or compared.
     """
@@ -362,7 +363,8 @@ class Outside(Condition):
 
 
 class Judge:
-    """Judges the steps of a run by several conditions, and keeps the earlier values that they need.
+    """Judges the steps of a run by several conditions, and keeps the earlier values that the
+    conditions need.
 
     Args:
         conditions: conditions by any name.

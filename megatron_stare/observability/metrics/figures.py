@@ -44,8 +44,8 @@ class Figure:
 
 
 def verdict(run: RunRecord) -> list[Figure]:
-    """Returns the figures of a run, most important first, without those that do not apply to its
-    method."""
+    """Returns the figures of a run, most important first, without figures that do not apply to the
+    run's method."""
     s = summary(run.metrics)
     figures = [
         *(replace(f, first=True) for task in run.tasks for f in _pass_at_1_of(run, task)),

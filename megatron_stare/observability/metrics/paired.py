@@ -43,7 +43,7 @@ def paired_interval(
     / √n.
 
     Args:
-        problems: the problem of each prompt; None: all are different.
+        problems: the problem of each prompt; None: all prompts belong to different problems.
 
     Returns:
         mean difference, low, high; the last two NaN for a single problem.
@@ -172,8 +172,8 @@ class ForecastFit:
 
 
 def forecast_fit(forecast: Sequence[float], measured: Sequence[float]) -> ForecastFit | None:
-    """Fits steps that have both a forecast and a measurement; None if there are none, or every
-    forecast is 0."""
+    """Fits steps that have both a forecast and a measurement; None if there are no such steps, or
+    every forecast is 0."""
     squares = sum(f * f for f in forecast)
     if not squares:
         return None

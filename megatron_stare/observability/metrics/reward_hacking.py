@@ -68,7 +68,7 @@ def hacking_signals(samples: Sequence[Trajectory]) -> dict[str, float]:
     """Returns the `signal/*` metrics of a step. All but the repetition use only samples with a
     verdict.
 
-    Metrics about the answer's position are missing if the verifier does not report it.
+    Metrics about the answer's position are missing if the verifier does not report the position.
     """
     verified = [s for s in samples if s.judged]
     right, wrong = [s for s in verified if is_right(s)], [s for s in verified if not is_right(s)]
@@ -97,8 +97,8 @@ def has_answer(sample: Trajectory) -> bool:
 
 
 def length_reward_correlation(samples: Sequence[Trajectory]) -> float:
-    """Returns Pearson's correlation of length in tokens and reward; NaN if one of them is the same
-    for all."""
+    """Returns Pearson's correlation of length in tokens and reward; NaN if all lengths or all
+    rewards are equal."""
     try:
         return correlation([float(len(s)) for s in samples], [s.reward or 0.0 for s in samples])
     except StatisticsError:  # fewer than two, or no spread
@@ -107,7 +107,7 @@ def length_reward_correlation(samples: Sequence[Trajectory]) -> float:
 
 def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
     """Returns the share of n-grams of token ids ([.] for each response) that occurred earlier in
-    the same response; NaN if there are none.
+    the same response; NaN if there are no n-grams.
 
     Each n-gram becomes one int64 number: the response's number is the first digit, and the token
     ids are the other digits. numpy sorts the int64 numbers in a tenth of torch's time.

@@ -51,7 +51,7 @@ QUIET_STEPS = 5
 
 
 class _Numbers(dict[str, float | str]):
-    """Values of a text's placeholders by name; NaN if one is missing."""
+    """Values of a text's placeholders by name; NaN for a missing value."""
 
     def __missing__(self, name: str) -> float:
         return math.nan
@@ -268,7 +268,8 @@ class Watch:
         self._judge = Judge({rule.name: _as_logged(rule) for rule in self._rules})
 
     def add(self, step: int, metrics: Row) -> list[Alert]:
-        """Adds a step; returns the alerts that began with it and those that ended with it."""
+        """Adds a step; returns the alerts that began with the step and the alerts that ended with
+        the step."""
         changed = []
         for rule in self._rules:
             found, held = self._judge.judge(rule.name, metrics), self.active.get(rule.name)
@@ -290,7 +291,8 @@ class Watch:
         return changed
 
     def restore(self, rows: Iterable[Row]) -> None:
-        """Adds the earlier steps of a resumed run to the windows, without alerts about them."""
+        """Adds the earlier steps of a resumed run to the windows, without alerts about these
+        steps."""
         for row in rows:
             self._judge.remember(row)
 

@@ -44,7 +44,7 @@ def tick_label(value: float, step: float) -> str:
 
 def short(value: float | None, digits: int = 3) -> str:
     """Formats a value with `digits` significant digits and thousands separators; an en dash if
-    there is none."""
+    there is no value."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:

@@ -102,7 +102,7 @@ MEMORY_EVERY_S = 10.0  # reading every process's page tables takes milliseconds
 
 
 class Stopwatch:
-    """Times the phases of one step, and shows them while they run.
+    """Times the phases of one step, and shows each phase while the phase runs.
 
     Args:
         shown: opens a phase on the display, by name.

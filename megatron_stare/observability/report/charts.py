@@ -72,8 +72,8 @@ class Chart:
 
     @property
     def flat(self) -> str | None:
-        """The constant value of a chart that never changes; None if it changes, or has nothing to
-        show."""
+        """The constant value of a chart that never changes; None if the chart changes, or has
+        nothing to show."""
         values = [
             v for line in (*self.lines, *self.targets) for v in line.values if math.isfinite(v)
         ]

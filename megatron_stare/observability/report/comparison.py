@@ -1,4 +1,4 @@
-"""Compares runs with the first one: paired tests of figures, and the settings that differ.
+"""Compares runs with the first run: paired tests of figures, and the settings that differ.
 
 Turns `RunRecord`s into columns of the report.
 """

@@ -1,6 +1,6 @@
 """Writes the report's first screen in words: a sentence that summarises a run, remarks, problems.
 
-Reads a `RunRecord`. Every number in the text is also among the figures below it.
+Reads a `RunRecord`. Every number in the text is also among the figures below the text.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ class _Change:
 
 
 def _change(run: RunRecord, accuracy: str, results: str) -> _Change | None:
-    """Returns the change over training from the run's evaluations on one task; None if one of them
-    is missing."""
+    """Returns the change over training from the run's evaluations on one task; None if an
+    evaluation is missing."""
     before, after = run.before or {}, run.after or {}
     if before.get(accuracy) is None or after.get(accuracy) is None:
         return None

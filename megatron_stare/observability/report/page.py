@@ -293,7 +293,8 @@ def times(runs: Sequence[RunRecord]) -> list[tuple[str, list[Part | None]]]:
 
 
 def _phases(run: RunRecord) -> dict[str, Part]:
-    """Returns a run's phases. The first step, which warms up, is left out if there are others."""
+    """Returns a run's phases. The first step, which warms up, is left out if there are other
+    steps."""
     rows = run.metrics[1:] or run.metrics
     sums: dict[str, float] = {}
     for row in rows:

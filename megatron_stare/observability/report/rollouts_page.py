@@ -169,7 +169,7 @@ def stored_responses(
 
 def pairs(runs: Sequence[Stored]) -> list[list[int]]:
     """Returns the rows of the list: the place in one run, or the places in both runs for the same
-    prompt, with -1 if a run lacks it.
+    prompt, with -1 if a run lacks the response.
 
     In two runs, the same sample of a prompt at the same step is one row; the prompt's remaining
     samples are paired in order. Rows are in the first run's order, then those that only the second

@@ -4,7 +4,7 @@
 small file in the run directory that lists what the service has received; it is written before a
 step is sent. If the run is killed after the file is written and before the step is sent, the
 service may lack the step, but never has the step twice. The list is not part of checkpoints: going
-back to one does not take data back from a service.
+back to a checkpoint does not take data back from a service.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Background:
             raise error
 
     def close(self, limit_s: float) -> bool:
-        """Waits at most `limit_s` seconds until all calls are made. Returns True if they are.
+        """Waits at most `limit_s` seconds until all calls are made. Returns True if all calls were
+        made.
 
         Raises:
             Exception: the error of the last call.
@@ -104,7 +105,7 @@ class Delivered:
 
     @classmethod
     def read(cls, file: Path) -> Delivered:
-        """Reads the file; nothing was delivered if it does not exist.
+        """Reads the file; nothing was delivered if the file does not exist.
 
         Raises:
             DataError: the file is damaged.

@@ -33,7 +33,8 @@ _BETWEEN_STEPS = ("eval", "checkpoint")  # they follow their step's metrics but 
 
 
 def make_display(total_steps: int, out: TextIO | None = None) -> RunDisplay:
-    """Makes a live panel if `out` is a terminal that supports it, else a printer of plain lines.
+    """Makes a live panel if `out` is a terminal that supports the panel, else a printer of plain
+    lines.
 
     Args:
         total_steps: number of the run's last step.
@@ -104,7 +105,7 @@ class LiveDisplay(RunDisplay):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Shows the innermost phase and the time spent in it."""
+        """Shows the innermost phase and the time spent in the phase."""
         start = self._now()
         with self._lock:
             self._phases.append((name, start))

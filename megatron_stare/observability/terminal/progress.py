@@ -29,9 +29,9 @@ _OUTLIER = 3.0  # a longer step counts as this many medians
 class RemainingTime:
     """Estimates the remaining time from a moving average of recent step times.
 
-    The first step of a process warms up caches and compilers, so it is dropped once there is
-    another. One long recent step (a stalled disk) is capped, so that it changes the estimate
-    little.
+    The first step of a process warms up caches and compilers, so the first step is dropped once
+    there is another step. One long recent step (a stalled disk) is capped, so that the long step
+    changes the estimate little.
 
     Args:
         window: number of steps in the average.
