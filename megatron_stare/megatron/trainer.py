@@ -171,7 +171,7 @@ class Trainer:
 
     def _choose_head(self, shape: ModelShape) -> HeadChoice:
         """Chooses the head by the memory that model and optimizer leave free, unless `model.head`
-        names one.
+        names a head.
 
         All ranks choose the same head, once: both passes must use the same head.
         """
@@ -209,15 +209,15 @@ class Trainer:
 
     def offload(self, parts: Collection[str] = PARTS) -> None:
         """Offloads parts of the policy (offload.py) to host memory; a call that needs a part brings
-        it back.
+        the part back.
 
-        All ranks must call it. It is safe between any two calls: a checkpoint being written has its
-        own copy, or its fork's view, of the data.
+        All ranks must call `offload`. Offloading is safe between any two calls: a checkpoint that
+        is being written reads its own copy of the data, or a forked process's view of the data.
         """
         self.memory.offload(parts)
 
     def onload(self, parts: Collection[str] = PARTS) -> None:
-        """Brings parts back to the device, gradients as zeros."""
+        """Brings parts of the policy back to the device. Gradients are zeros afterwards."""
         self.memory.onload(parts)
 
     def memory_mb(self) -> dict[str, float]:
@@ -252,7 +252,7 @@ class Trainer:
         self, versions: Sequence[int], temperature: float | None = None
     ) -> LogProbDifference | None:
         """Compares the engine's log-probs of the last batch with the trainer's: those of the
-        log-prob pass, or new ones if `temperature` is given. All ranks must call it.
+        log-prob pass, or new log-probs if `temperature` is given. All ranks must call `compare`.
 
         Args:
             versions: versions of the weights that sampled the whole batch.
@@ -298,8 +298,8 @@ class Trainer:
         trainer: Tensor | None,
         versions: Sequence[int],
     ) -> list[LogProbDifference] | None:
-        """Returns the differences of every engine's log-probs [N] from the trainer's on the
-        reporting rank; None on other ranks."""
+        """Compares every engine's log-probs [N] with the trainer's. Returns one difference per
+        engine on the reporting rank, and None on other ranks."""
         if trainer is None:
             return None
         parts = [Compared.of(batch, engine, trainer, versions) for engine in engines]
@@ -307,8 +307,8 @@ class Trainer:
         return found if self.policy.layout.is_reporting_rank else None
 
     def measure(self, state: dict[str, float]) -> None:
-        """Computes the method's statistics over the rollout batch, and its state for this step from
-        the previous step's."""
+        """Computes the method's statistics over the rollout batch, and the method's state for this
+        step from the state of the previous step."""
         self.step.measure(state)
 
     def update(
@@ -333,7 +333,7 @@ class Trainer:
                 first update's metrics include those of the rollout batch. No step was taken if a
                 metric reports a reason: `update/finite` is 0 if loss or gradient was not finite,
                 `update/empty` is 1 if no token had a loss, `update/skipped` is 1 if the loss scale
-                was too large, and `update/held` is 1 if the norm was.
+                was too large, and `update/held` is 1 if the gradient norm was above `norm_limit`.
         """
         self.onload(("parameters", "gradients", "optimizer"))
         with self._counts.counting(), marked("update"):
@@ -347,7 +347,7 @@ class Trainer:
         """Writes the recording to step_..._rank_....json.gz.
 
         Returns:
-            The reason if it could not be written, else None.
+            The reason if the recording could not be written, else None.
         """
         assert self._profile is not None
         try:
@@ -358,7 +358,7 @@ class Trainer:
 
     def not_finite(self) -> NotFinite:
         """Finds the numbers on this rank that are not finite, after an update that was skipped
-        because of them."""
+        because of these numbers."""
         measured = self.step.measured
         tokens = measured.tokens if measured is not None else None
         return look(
@@ -366,10 +366,10 @@ class Trainer:
         )
 
     def log_probs(self) -> tuple[Tensor, Tensor] | None:
-        """Returns canonical numbers and log-probs [N] of this rank's response tokens in the last
-        batch.
+        """Returns, for this rank's response tokens [N] in the last batch, their canonical numbers
+        in the batch and their log-probs.
 
-        On one rank of each tensor-parallel group of the last stage; None on others.
+        Returns None on all ranks but one rank of each tensor-parallel group of the last stage.
         """
         measured = self.step.measured
         if measured is None or self.policy.layout.tp_rank != 0:
@@ -401,11 +401,11 @@ class Trainer:
         return self.stream.layouts
 
     def begin_weight_stream(self, checksums: bool = True) -> None:
-        """Starts to stream the policy. All ranks must call it, then `next_bucket` for every bucket,
-        then `end_weight_stream`.
+        """Starts to stream the policy. All ranks must call `begin_weight_stream`, then
+        `next_bucket` for every bucket, then `end_weight_stream`.
 
         Args:
-            checksums: whether `end_weight_stream` returns checksums; if not, they are "".
+            checksums: whether `end_weight_stream` returns checksums; if not, the checksums are "".
         """
         self.onload(("parameters",))
         finish_gather(self.policy.model)
@@ -420,7 +420,8 @@ class Trainer:
         return self.stream.end()
 
     def prepare_weights(self, target: SyncTarget, prove: bool) -> None:
-        """Gathers the first bucket of this stage's weights for the engines. All ranks must call it.
+        """Gathers the first bucket of this stage's weights for the engines. All ranks must call
+        `prepare_weights`.
 
         Args:
             prove: whether senders compute checksums for the engines to verify.
@@ -446,7 +447,8 @@ class Trainer:
 
     def send_weights(self, *after: Any) -> Any:
         """Sends this stage's weights, or all weights if engines share devices. All ranks of the
-        stage (all ranks of the trainer if devices are shared) must call it after `prepare_weights`.
+        stage (all ranks of the trainer if devices are shared) must call `send_weights` after
+        `prepare_weights`.
 
         Args:
             after: results of other workers' calls that must finish first; their values are ignored.
@@ -461,8 +463,8 @@ class Trainer:
         return self._prepared.send()
 
     def send_own_weights(self, *after: Any) -> Any:
-        """Sends the experts that this rank owns, if it has not sent them yet. Args: after: see
-        `send_weights`.
+        """Sends the experts that this rank owns, unless this rank has sent the experts already.
+        `after` is described in `send_weights`.
 
         Returns:
             The `Sender.end` result, which the engines verify; None if there are no such experts.
@@ -478,7 +480,7 @@ class Trainer:
 
     def own_tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Returns shape and dtype of the policy's tensors that this rank will write, by Hugging
-        Face name. All ranks must call it."""
+        Face name. All ranks must call `own_tensors`."""
         self.onload(("parameters",))
         policy = self.policy
         finish_gather(policy.model)
@@ -486,11 +488,11 @@ class Trainer:
         return self._export.own()
 
     def write_tensors(self, entries: dict[str, Entry]) -> None:
-        """Writes the tensors of `own_tensors` into their files. All ranks must call it, after
-        `own_tensors`.
+        """Writes the tensors of `own_tensors` into their files. All ranks must call `write_tensors`
+        after `own_tensors`.
 
         Raises:
-            UserError: they cannot be written.
+            UserError: the tensors cannot be written.
         """
         if self._export is None:
             raise RuntimeError("there is nothing to write before own_tensors()")
@@ -499,8 +501,8 @@ class Trainer:
 
     @property
     def _moving_reference(self) -> list[nn.Module]:
-        """The reference's chunks if they are refreshed, and so belong in checkpoints; else an empty
-        list."""
+        """Returns the reference's model chunks if the configuration refreshes the reference,
+        because a refreshed reference belongs in checkpoints. Otherwise returns an empty list."""
         reference = self.policy.reference
         moves = self.config.model.reference_refresh_every is not None
         return reference.model if reference is not None and moves else []
@@ -512,7 +514,7 @@ class Trainer:
 
     def prove(self, share: RankShare, plan: MicroBatchPlan) -> RankProof:
         """Returns log-probs of a canary batch and sums of tensors, which show the weights and state
-        that this rank holds. All ranks must call it."""
+        that this rank holds. All ranks must call `prove`."""
         self.onload(("parameters", "optimizer", "reference"))
         policy, moving = self.policy, self._moving_reference
         finish_gather(policy.model)
@@ -525,8 +527,8 @@ class Trainer:
 
     def save(self, folder: str) -> None:
         """Begins to write this rank's part of a checkpoint into an existing, empty folder. Returns
-        as soon as training may continue. All ranks must call it, and `finish_save` before the next
-        `save`."""
+        as soon as training may continue. All ranks must call `save`, and must call `finish_save`
+        before the next `save`."""
         self.onload(("parameters", "optimizer", "reference"))
         policy = self.policy
         finish_gather(policy.model)
@@ -545,7 +547,7 @@ class Trainer:
             self._saving.wait()
 
     def finish_save(self) -> dict[str, Sum]:
-        """Waits until the whole checkpoint is written. All ranks must call it.
+        """Waits until the whole checkpoint is written. All ranks must call `finish_save`.
 
         Returns:
             Lengths and checksums of the files that this rank wrote, by name.
@@ -565,7 +567,7 @@ class Trainer:
         check_bytes(Path(folder), mine, self.config.checkpoint.writers)
 
     def load(self, folder: str) -> None:
-        """Resumes from a checkpoint folder. All ranks must call it."""
+        """Resumes from a checkpoint folder. All ranks must call `load`."""
         self.onload()
         policy = self.policy
         checkpoint.load(
@@ -578,7 +580,8 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Drops an unfinished checkpoint, and leaves the engines and the process groups."""
+        """Drops an unfinished checkpoint, disconnects from the engines, and leaves the process
+        groups."""
         if self._saving is not None:
             self._saving.drop()
         if self._stage_send is not None:

@@ -1,8 +1,9 @@
 """Model families, one file each, and the reading of a model's shape from config.json.
 
 The `model_type` of config.json names the family, as in transformers. Every file of this package
-with a `FAMILY` defines one; no list names them. Installed packages add families as entry points of
-the group PLUG_INS, named by model_type and imported only when a model needs them.
+with a `FAMILY` object defines one family; no list names the families. Installed packages add
+families as entry points of the group PLUG_INS, named by model_type and imported only when a model
+needs them.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def family_named(model_type: Any, where: str) -> ModelFamily:
     """Returns the family of a `model_type`.
 
     Args:
-        where: file that names it, for the error.
+        where: file that names the family, for the error.
 
     Raises:
         DataError: no such family, or a plug-in's object is not a ModelFamily.
@@ -134,7 +135,7 @@ def family_named(model_type: Any, where: str) -> ModelFamily:
 
 
 def family_of(shape: ModelShape) -> ModelFamily:
-    """Returns the family that read a shape, perhaps in another process."""
+    """Returns the family of a shape. The shape may have been read in another process."""
     return family_named(shape.family, "the model's family")
 
 
@@ -182,8 +183,8 @@ def _to_download(path: str | Path) -> str:
 
 def published_shape(path: str | Path) -> ModelShape | None:
     """Returns the shipped shape of the model that a missing folder is named after, such as
-    `models/Qwen2.5-32B`, to plan or rehearse a run without the model. None: something exists at the
-    path, or no shape of this name ships."""
+    `models/Qwen2.5-32B`, to plan or rehearse a run without the model. Returns None if the path
+    exists, or if the package contains no shape of this name."""
     whole = Path(path).name.lower()
     for name in (whole, whole.removeprefix("deepseek-")):
         folder = SHIPPED / "assets" / "architectures" / name

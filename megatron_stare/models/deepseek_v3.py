@@ -1,7 +1,8 @@
 """DeepSeek V3: GLM-4.5's experts, and multi-head latent attention (arXiv 2412.19437, section 2.1).
 
-Queries go through one normed low-rank latent, and keys with values through another. The part of
-each head without positions comes from the latent. All heads share one rotated part of the keys.
+Queries go through one normed low-rank latent, and keys with values through another. In each head,
+the part that is not rotated by positions comes from the latent. All heads share one rotated part of
+the keys.
 """
 
 from __future__ import annotations
@@ -140,8 +141,9 @@ class DeepseekV3(Glm4Moe):
         }
 
     def served(self, name: str, shape: ModelShape) -> Served:
-        """Returns the place in the servers, which join the projections into both latents. They keep
-        the router in the server's dtype, but its bias in float32."""
+        """Returns the place of a Hugging Face tensor in the engines' servers. The servers store the
+        two projections into the latents as one parameter. The servers keep the router's weights in
+        the compute dtype, but the router's bias in float32."""
         layer, _, module = name.rpartition(".self_attn.")
         if module in _INTO_LATENTS:
             joined = f"{layer}.self_attn.fused_qkv_a_proj_with_mqa.weight"

@@ -26,11 +26,12 @@ class Served:
     """Place of a Hugging Face tensor in an engine's server: number `index` among the tensors
     stacked into the server's parameter `name`.
 
-    count: number of stacked tensors; None: `an_expert` for every expert.
-    an_expert: stacked tensors per expert.
-    dtype: dtype of the parameter; None: the server's compute dtype.
-    whole: every rank of a server holds all of it, whatever the rule's layout.
-    at_once: the server takes the stacked tensors only in one call.
+    count: number of stacked tensors; None: `an_expert` tensors for every expert.
+    an_expert: number of stacked tensors per expert.
+    dtype: dtype of the server's parameter; None: the server's compute dtype.
+    whole: whether every rank of a server holds the whole parameter, even if the rule's layout cuts
+        the tensor.
+    at_once: whether all stacked tensors must be passed to the server in one call.
     """
 
     name: str
@@ -115,7 +116,8 @@ class ModelFamily:
             )
 
     def window(self, config: Mapping[str, Any]) -> int | None:
-        """Returns how many positions back attention sees; None: all."""
+        """Returns the size of the attention window in positions; None: attention covers all earlier
+        positions."""
         return None
 
     def shape(self, config: Mapping[str, Any]) -> ModelShape:
@@ -149,8 +151,8 @@ class ModelFamily:
         return shape.qk_norm or not re.search(r"\.[qk]_norm\.", name)
 
     def leaves_out(self, name: str, shape: ModelShape) -> bool:
-        """Tells whether this family's checkpoints may hold a Hugging Face tensor that models here
-        do not use."""
+        """Returns True if a Hugging Face checkpoint of this family may contain this tensor although
+        the trained model does not use the tensor."""
         return False
 
     def size(self, name: str, shape: ModelShape) -> tuple[int, ...]:
@@ -161,8 +163,8 @@ class ModelFamily:
         return (out,) if into is None or kind == "bias" else (out, into)
 
     def matrices(self, shape: ModelShape) -> dict[str, tuple[int, int | None]]:
-        """Returns, by module name, the size [out, in] of every kind of matrix and [out] of norms
-        that are not hidden wide."""
+        """Returns sizes by module name: [out, in] for every kind of matrix, and [out] for every
+        norm whose width is not the hidden size."""
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         return {
             "embed_tokens": (shape.vocab_size, shape.hidden),
@@ -213,7 +215,8 @@ class ModelFamily:
         return {name: parameter}
 
     def served(self, name: str, shape: ModelShape) -> Served:
-        """Returns the place of a Hugging Face tensor in the engines' servers."""
+        """Returns the server parameter, and the position in the parameter, into which the engines
+        load a Hugging Face tensor."""
         module, _, kind = name.rpartition(".")
         layer, _, projection = module.rpartition(".")
         if projection in self.stacked:
@@ -236,7 +239,7 @@ class ModelFamily:
         with its square.
 
         A layer's matrices take 24 h^2 operations a token (Q, K, V, output and a gated MLP of 8/3
-        h), and causal attention takes 2 h n. The ratio is n / (12 h).
+        h), and causal attention takes 2 h n. The ratio of attention to matrices is n / (12 h).
         """
         return length * (1 + length / (12 * shape.hidden))
 
@@ -265,7 +268,7 @@ def _refuse_two_ropes(config: Mapping[str, Any], where: str) -> None:
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the rotary embedding's parameters, with `rope_type`, from either of config.json's
-    keys: the one before transformers 5 and the one since."""
+    keys: the key before transformers 5, or the key since transformers 5."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     scaling = rope.pop("type", None)
     rope.setdefault("rope_type", scaling or "default")

@@ -2,9 +2,9 @@
 scores plus a bias choose the experts.
 
 The bias of an expert (`e_score_correction_bias`) affects which experts are chosen, but not the
-weights of the chosen ones (L. Wang et al., arXiv 2408.15664). It is not trained: engines and
-checkpoints get the loaded values. The multi-token prediction layers after the last layer are left
-out.
+weights of the chosen experts (L. Wang et al., arXiv 2408.15664). The bias is not trained: engines
+and checkpoints get the loaded values. The multi-token prediction layers after the last layer are
+left out.
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ class Glm4Moe(Qwen3Moe):
         return super().megatron_model(shape) | {"rotary_percent": shape.rotated}
 
     def served(self, name: str, shape: ModelShape) -> Served:
-        """Returns the place in the servers, which keep the router in float32."""
+        """Returns the place of a Hugging Face tensor in the engines' servers. The servers keep the
+        router in float32."""
         place = super().served(name, shape)
         return replace(place, dtype=torch.float32) if ".mlp.gate." in name else place
 

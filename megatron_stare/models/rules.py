@@ -1,5 +1,5 @@
-"""Rules: the Hugging Face tensors that make up each Megatron parameter, and how it is cut over
-tensor-parallel ranks.
+"""Rules: the Hugging Face tensors that make up each Megatron parameter, and how each parameter is
+cut over tensor-parallel ranks.
 
 Loading, export, gradients, the weight stream and conversion all use a family's rules. Parameter
 names are those of one pipeline stage, with global layer numbers. Rules cover both layer specs. In
@@ -32,8 +32,8 @@ _PARTS = {"qkv": 3, "gated": 2}  # parts of a Megatron tensor; 1 for other layou
 class Rule:
     """A Megatron name (with {} for the layer) and the Hugging Face names that it holds, in order.
 
-    If a checkpoint has separate tensors for q, k and v, or for gate and up, `hf` names each. If it
-    fuses them end to end in one tensor, `hf` names that one.
+    If a checkpoint has separate tensors for q, k and v, or for gate and up, `hf` names each. If a
+    checkpoint fuses these tensors end to end in one tensor, `hf` names the fused tensor.
     """
 
     megatron: str
@@ -43,8 +43,8 @@ class Rule:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Hugging Face tensor that holds each part, in order: `hf`, with a fused tensor repeated
-        for each of its parts."""
+        """The name of the Hugging Face tensor that contains each part, in the order of the parts. A
+        fused tensor's name is repeated for each of the fused parts."""
         return self.hf * (_PARTS.get(self.layout, 1) // len(self.hf))
 
     def spans(self, rows: Sequence[int], shape: ModelShape) -> list[tuple[int, int]]:
@@ -160,9 +160,9 @@ def blocks(rule: Rule, shard: Tensor, shape: ModelShape, tp_rank: int, tp: int) 
     """Returns the blocks that this rank's Megatron tensor holds, one for each of rule.sources; also
     used for gradients.
 
-    Concatenating the ranks' blocks along rule.cut gives whole parts. Blocks are views of the shard,
-    except where Megatron cut through a query group. Rows may span several dimensions; flattened,
-    they are in order.
+    The ranks' blocks of a part, concatenated along the dimension rule.cut, give the whole part.
+    Blocks are views of the shard, unless Megatron cut through a query group. A block may have its
+    rows in several dimensions; flattening these dimensions gives the rows in order.
     """
     match rule.layout:
         case "replicated" | "column" | "row":

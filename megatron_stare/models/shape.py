@@ -76,7 +76,7 @@ class ModelShape:
 
     @property
     def rotated_dim(self) -> int:
-        """Columns of a head that positions rotate."""
+        """Number of columns of a head that rotary embeddings rotate."""
         return self.latent.rotated if self.latent else int(self.head_dim * self.rotated)
 
     @property

@@ -1,7 +1,7 @@
 """Interface of sinks, which record what a run reports: files, terminals, services.
 
-`monitor.py` calls them. Built-in sinks are in `sinks/`; a user's own sink is named by its dotted
-path.
+`monitor.py` calls the sinks. Built-in sinks are in `sinks/`; a user's own sink is named by its
+dotted path.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ SINKS = {
 class Alert:
     """A problem that the user should look into.
 
-    name: the problem, in words that stay true while its values change.
-    text: the measurement at the step at which it was last seen.
-    metric, value: the metric that shows it most directly, at that step; "" and NaN if no single
-    metric does.
+    name: the problem, in words that stay true while the measured values change.
+    text: the measurement at the last step at which the problem was seen.
+    metric, value: the metric that shows the problem most directly, and its value at the last step
+        at which the problem was seen; "" and NaN if no single metric shows the problem.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Alert:
     value: float = math.nan
 
     def announce(self) -> str:
-        """Returns a line for a log about its beginning or end."""
+        """Returns a line for a log about the alert's beginning or end."""
         if not self.over:
             return f"step {self.first_step}: {self.text}"
         once = self.last_step == self.first_step
@@ -73,10 +73,11 @@ class Sink:
     """Records what a run reports. Subclasses override only the methods they need.
 
     A sink is constructed whenever a run is checked, so by `--dry-run` too; it must open nothing
-    before `start`. Its settings are the keyword-only parameters of its constructor. All calls come
-    from the driver's thread. An error in `start` or `resume` ends the run before it costs anything.
-    A later error is reported once, and the run and the calls continue, since a full disk or a lost
-    network may recover; only an `essential` sink's error ends the run.
+    before `start`. A sink's settings are the keyword-only parameters of the sink's constructor. All
+    calls come from the driver's thread. An error in `start` or `resume` ends the run before the run
+    costs anything. An error in a later call is reported once; the run continues, and the sink is
+    still called, because a full disk or a lost network may recover. If the sink is `essential`, an
+    error in a later call ends the run.
     """
 
     essential: ClassVar[bool] = False  # its errors end the run
@@ -85,8 +86,8 @@ class Sink:
         """Begins a new run."""
 
     def resume(self, run: RunOutline, step: int, rows: Sequence[Mapping[str, float]]) -> None:
-        """Replaces `start` when a run resumes after `step`. Must drop all records of later steps
-        and of evaluations after them, because these are repeated.
+        """Replaces `start` when a run resumes after `step`. The sink must drop all records of steps
+        and evaluations after `step`, because the run repeats these steps and evaluations.
 
         Args:
             step: 0 for a run that ended before its first checkpoint.
@@ -117,7 +118,8 @@ class Sink:
         """Ends the innermost phase, which may have failed."""
 
     def progress(self, done: int, total: int) -> None:
-        """Receives the number of finished responses, and of those wanted in this phase."""
+        """Receives how many responses of the current phase are finished, and how many the phase
+        needs in total."""
 
     def finish(self, run: RunOutline) -> None:
         """Ends a run that has made all its steps. The only call for a run that `--resume` finds

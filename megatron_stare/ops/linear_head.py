@@ -1,15 +1,15 @@
-"""Computes log-probs and entropies from hidden states: the output layer with ops/vocab_parallel.py,
-in one of three modes.
+"""Computes log-probs and entropies from hidden states, with the output layer in one of three modes.
+ops/vocab_parallel.py computes log-probs and entropies from the output layer's logits.
 
     materialised         all logits at once; backward overwrites them with their gradient
     gradient_in_forward  chunk by chunk; forward computes a chunk's gradients too, from the slope of
                          a token-local loss, before the next chunk overwrites its logits
     recompute            chunk by chunk; backward computes every chunk's logits again
 
-'materialised' holds [n, V] logits, the others one chunk of them. The modes need 3, 3 and 4 products
-of n H V multiplications each. The chunked modes sum the weight's gradient over chunks in float32.
-The gradient in the hidden states covers this rank's columns only; megatron/model/head.py sums it
-over the ranks of the group.
+'materialised' holds all [n, V] logits in memory; the two chunked modes hold the logits of one
+chunk. The modes need 3, 3 and 4 products of n H V multiplications each. The chunked modes sum the
+weight's gradient over chunks in float32. The gradient in the hidden states covers this rank's
+columns only; megatron/model/head.py sums the gradient over the ranks of the group.
 
 Shape legend: n rows, H hidden size, V vocabulary columns of this rank.
 """
@@ -45,8 +45,9 @@ _SAME = 1e-3
 class LinearHead:
     """Output layer that computes log-probs and entropies in the given `mode`.
 
-    chunk: rows of logits held at a time by the chunked modes. It sets the shapes of products, so
-        two passes give the same bits only with the same chunk.
+    chunk: number of rows whose logits the chunked modes hold at a time. The chunk size sets the
+        shapes of matrix products, so two passes give equal bits only if their chunk sizes are
+        equal.
     """
 
     problem: Problem
@@ -56,8 +57,8 @@ class LinearHead:
     def compute_log_probs(
         self, hidden: Tensor, weight: Tensor, targets: Tensor
     ) -> tuple[Tensor, ...]:
-        """Returns the outputs of log_prob_and_entropy, [n] each, without gradient; bit-identical to
-        those that `loss` passes to the loss.
+        """Returns the outputs of log_prob_and_entropy, [n] each, without gradient. The outputs are
+        bit-identical to the outputs that `loss` passes to `loss_of`.
 
         Args:
             hidden: [n, H].
@@ -79,7 +80,8 @@ class LinearHead:
         loss_of: Loss,
         weight_gradient: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the loss, with gradient in hidden and weight, and the tensors that it logs.
+        """Returns the loss, and the tensors that `loss_of` logs. The loss carries the gradient with
+        respect to `hidden` and `weight`.
 
         Args:
             loss_of: computes the loss from log-probs and entropies; called once.
@@ -88,7 +90,7 @@ class LinearHead:
                 not depend on other tokens' log-probs or entropies.
             weight_gradient: [V, H] float32 buffer to which the chunked modes add the weight's
                 gradient (gradient_in_forward before backward); autograd then returns no gradient
-                for the weight. None: autograd carries it.
+                for the weight. None: autograd returns the weight's gradient.
 
         Raises:
             RuntimeError: with gradient_in_forward, the loss couples tokens, or was scaled before
@@ -113,8 +115,8 @@ class LinearHead:
         return loss_of(log_prob, entropy)
 
     def _logits(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yields slices of rows and their logits, which the next logits overwrite; without rows,
-        one empty chunk."""
+        """Yields, for every chunk, the slice of its rows and its logits. The next chunk's logits
+        overwrite the chunk's logits. If there are no rows, one empty chunk is yielded."""
         n = hidden.shape[0]
         if self.mode == "materialised":
             yield slice(0, n), torch.nn.functional.linear(hidden, weight)
@@ -167,8 +169,8 @@ class LinearHead:
     def _slopes(
         self, log_prob: Tensor, entropy: Tensor, loss_of: Loss
     ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
-        """Returns the loss, the tensors that it logs, and its slopes [n] in the log-probs and in
-        the entropies."""
+        """Returns the loss, the tensors that `loss_of` logs, and the loss's slopes [n] in the
+        log-probs and in the entropies."""
         log_prob = log_prob.clone().requires_grad_()
         entropy = entropy.clone().requires_grad_(self.problem.entropy_gradient)
         with torch.enable_grad():
@@ -200,8 +202,8 @@ class LinearHead:
 
 
 class _Attached(torch.autograd.Function):
-    """Loss whose gradients are already known; the weight's gradient may have been added
-    elsewhere."""
+    """A loss whose gradients were already computed in forward. If `of_weight` is None, the weight's
+    gradient was already added to a buffer, and backward returns no gradient for the weight."""
 
     @staticmethod
     def forward(

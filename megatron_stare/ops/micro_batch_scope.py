@@ -1,9 +1,10 @@
-"""Statistics by micro-batch and rank, the way published code takes its thresholds; used only to
-compare with such code.
+"""Computes statistics within each micro-batch and rank, because published code computes selection
+thresholds this way. The statistics serve only to compare with published code.
 
-The inputs of a selection (thresholds, quantiles, and the counts and means they build on) come from
-the micro-batch alone. Two kinds still cover the whole batch: the number of tokens that the loss
-divides by, and sums by response or prompt group, which span micro-batches.
+The inputs of a selection come from the micro-batch alone: thresholds, quantiles, and the counts and
+means from which thresholds and quantiles are computed. Two kinds of statistics still cover the
+whole batch. One kind is the number of tokens by which the loss is divided. The second kind is sums
+over a response or a prompt group, because a group may span micro-batches.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ DENOMINATOR = "tokens"  # see Method.requests
 def gather_by_micro_batch(
     asks: Sequence[Ask], group: ProcessGroup | None, micro_batch_group: ProcessGroup | None = None
 ) -> list[Statistics]:
-    """Returns the answers for every micro-batch.
+    """Returns the statistics of every micro-batch, as answers to a method's requests.
 
     Args:
         asks: a method's `requests`, bound to each micro-batch of this rank; all request the same
@@ -77,9 +78,10 @@ def summary(
 ) -> Statistics:
     """Returns `whole` for the log, with the selections replaced by those of the micro-batches.
 
-    Numbers of selected tokens are summed; thresholds are averaged over the micro-batches that have
-    one. An averaged threshold selects nothing; its key is 0. The groups are those of
-    `gather_by_micro_batch`; of ranks that share micro-batches, only the first contributes.
+    The numbers of selected tokens are summed over the micro-batches. Thresholds are averaged over
+    the micro-batches that have a threshold. An averaged threshold is only logged and never used to
+    select tokens, so its key is 0. The groups are those of `gather_by_micro_batch`; of ranks that
+    share micro-batches, only the first contributes.
     """
     speaks = micro_batch_group is None or micro_batch_group.rank() == 0
     asked: dict[str, Request] = {}

@@ -18,14 +18,18 @@ from megatron_stare.records.batch import MicroBatchPlan
 class PlanRules:
     """Rules of a micro-batch plan.
 
-    data_parallel: number of ranks that take different samples.
-    budget: tokens a micro-batch may hold, padding included.
-    packed: lay sequences end to end; else right-pad them to the longest.
-    multiple: every rank's number of micro-batches is a multiple of this (for virtual pipelines, the
-        number of stages).
-    each: sequences are padded to a multiple of this (for context parallelism, twice its ranks).
-    cost: work of a sequence by its tokens (ModelFamily.cost); by default the number of tokens.
-    mini_batch_prompts: prompt groups of an optimizer step; None: all of a rollout batch.
+    data_parallel: number of data-parallel ranks, each of which takes different samples.
+    budget: largest number of tokens in a micro-batch, padding included.
+    packed: whether a micro-batch lays its sequences end to end. If not, sequences are right-padded
+        to the longest sequence.
+    multiple: every rank's number of micro-batches is a multiple of `multiple`. For virtual
+        pipelines, `multiple` is the number of stages.
+    each: every sequence is padded to a multiple of `each` tokens. For context parallelism, `each`
+        is twice the number of context-parallel ranks.
+    cost: function from a sequence's number of tokens to the sequence's work (ModelFamily.cost). By
+        default the work is the number of tokens.
+    mini_batch_prompts: number of prompt groups in the mini-batch of an optimizer step; None: all
+        prompt groups of the rollout batch.
     """
 
     data_parallel: int
@@ -116,8 +120,9 @@ def _fill_padded(samples: list[int], lengths: Sequence[int], budget: int) -> lis
 
 
 def _fill_packed(samples: list[int], lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
-    """Fills packed micro-batches by first fit, longest first: at most 11/9 of the smallest possible
-    number of micro-batches."""
+    """Fills packed micro-batches. Samples come longest first, and each sample goes into the first
+    micro-batch with enough room. The result has at most 11/9 of the smallest possible number of
+    micro-batches."""
     micro_batches: list[list[int]] = []
     # free tokens of the micro-batches that can still hold the shortest sample
     room: dict[int, int] = {}

@@ -1,12 +1,12 @@
 """Answers a method's requests about the whole batch, locally or over the ranks that share it.
 
-Methods (algorithms/) name requests, and this executor answers them identically in every layout. It
-is the only distributed code that methods depend on.
+Methods (algorithms/) name requests, and this executor answers the requests identically in every
+layout. Methods depend on no other distributed code.
 
 Thresholds are exact: six all-reduced histograms of eleven bits determine a 64-bit key, the k-th
 largest over all ranks. Nothing is gathered, compacted or read by the host. Keys are unique, so
-there are no ties, and the same tokens are selected in every layout. Shape legend: S selects
-answered together, N positions held by this rank.
+there are no ties, and the same tokens are selected in every layout. Shape legend: S selections that
+are answered together, N positions that this rank holds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SMALLEST, _LARGEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 def gather_statistics(
     ask: Callable[[Statistics], Mapping[str, Request]], group: ProcessGroup | None
 ) -> Statistics:
-    """Calls `ask(known)` until it makes no new request; a request may build on the answers in
+    """Calls `ask(known)` until `ask` makes no new request; a request may build on the answers in
     `known`.
 
     Args:
@@ -66,7 +66,7 @@ def gather_statistics(
 
 def answer(requests: Mapping[str, Request], group: ProcessGroup | None) -> Statistics:
     """Answers one round of requests: one all-reduce for all sums and counts, one for all sums by
-    segment, one for all maxima, and six for all selects and quantiles together."""
+    segment, one for all maxima, and six for all selections and quantiles together."""
     sums = _sums(requests, group)
     answers: Statistics = {}
     selects: dict[str, TopK | Quantile] = {}
@@ -205,7 +205,8 @@ def _place(request: Quantile, n: Tensor) -> Tensor:
 
 
 def _places(request: Quantile, n: Tensor) -> list[Tensor]:
-    """Returns the integer positions among the sorted values that the quantile is computed from."""
+    """Returns the integer positions, in the sorted values, of the one or two values from which the
+    quantile is computed."""
     place = _place(request, n)
     match request.interpolation:
         case "linear":
@@ -231,7 +232,8 @@ def _interpolate(request: Quantile, n: Tensor, values: Tensor) -> Tensor:
 def kth_largest(
     keys: list[Tensor], masks: list[Tensor], k: Tensor, group: ProcessGroup | None
 ) -> Tensor:
-    """Returns the k[s]-th largest masked key of every select, over all ranks of `group`.
+    """Returns one key for every selection s: the k[s]-th largest of the selection's masked keys
+    over all ranks of `group`.
 
     Args:
         keys: S tensors [N_s] int64, unique among the masked positions of all ranks.

@@ -1,16 +1,16 @@
 """Computes the log-prob of the taken token and the entropy of the distribution, over logits whose
 vocabulary is split over ranks.
 
-One pass computes both. It applies the temperature, masks padded vocabulary columns, accumulates in
-float32, and needs one collective of four numbers a token. With logits z, their row maximum m over
-all ranks, and d = (z - m) / temperature,
+One pass computes log-prob and entropy. The pass applies the temperature, masks padded vocabulary
+columns, accumulates in float32, and needs one collective of four numbers a token. In the formulas,
+z are the logits, m is the row maximum of z over all ranks, and d is (z - m) / temperature:
 
     s = sum_v exp(d_v)                t = sum_v d_v exp(d_v)
     log p_y = d_y - ln s              H = ln s - t / s
     d log p_y / dd = 1[y] - p         dH / dd = -p (ln p + H)
 
-The entropy sensitivity (algorithms/sensitivity.py) needs two more sums, from the same pass and the
-same collective:
+The entropy sensitivity (algorithms/sensitivity.py) needs two more sums, q and u. The pass and the
+collective above provide q and u too:
 
     q = sum_v exp(d_v)^2              u = sum_v d_v exp(d_v)^2
     sum_v p_v^2 = q / s^2             sum_v p_v^2 ln p_v = (u - q ln s) / s^2
@@ -96,18 +96,21 @@ class Problem:
     body: Body = "auto"
 
     def columns(self, width: int) -> tuple[int, int]:
-        """Returns the first column of this rank, and how many of its `width` columns are real."""
+        """Returns the first column of this rank, and how many of the rank's `width` columns are
+        real."""
         start = (self.group.rank() if self.group is not None else 0) * width
         return start, min(max(self.vocab_size - start, 0), width)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Values of every row that backward needs besides its logits, [N] each.
+    """Row values, [N] each, that backward needs in addition to the logits.
 
-    local: int64, the target's column on this rank; -1: another rank holds it.
-    m: row maximum over all ranks, as in the formulas, exact at the precision of the sums.
-    s, entropy: as in the formulas, over all ranks, float64.
+    local: int64 column of the target token on this rank; -1: another rank holds the target's
+        column.
+    m: row maximum over all ranks, as in the formulas. The dtype is the dtype of the sums, which
+        represents m exactly.
+    s, entropy: the values s and H of the formulas, over all ranks, in float64.
     """
 
     local: Tensor
@@ -126,7 +129,7 @@ def measure(logits: Tensor, targets: Tensor, problem: Problem) -> tuple[tuple[Te
     """Returns the outputs of log_prob_and_entropy, outside autograd, and the rows that
     `write_gradient` needs.
 
-    Every rank of the group must call it, because it runs the one collective.
+    Every rank of the group must call `measure`, because `measure` runs the collective.
     """
     start, real = problem.columns(logits.shape[1])
     here = (targets >= start) & (targets < start + real)
@@ -154,10 +157,12 @@ def write_gradient(
     grad_entropy: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Writes the gradient in the logits [N, V] into `out`, which may be the logits.
+    """Writes the gradient with respect to the logits [N, V] into `out`. `out` may be the tensor of
+    the logits.
 
-    With d as above and e = exp(d), the gradient is e (a + b d), plus grad_log_prob / temperature at
-    the target. The row values a and b are computed in float64 and rounded once.
+    With d = (z - m) / temperature and e = exp(d), the gradient is e (a + b d), plus grad_log_prob /
+    temperature at the target. The factors a and b are values of a row. Both factors are computed in
+    float64 and rounded once.
 
     Args:
         grad_log_prob: [N].
@@ -229,8 +234,9 @@ def _merge(sums: Tensor, problem: Problem) -> tuple[Tensor, ...]:
     """Combines every rank's (m, s, t, z_target), and (q, u) if given, [4 or 6, N], after one
     all-gather of 16 or 24 bytes a token and rank. The returned m is 0 if the maximum is not finite.
 
-    Works in float64, like all that follows: float32 would add as much rounding error as the sums
-    did, and these tensors are only [N].
+    The merge and all computations after the merge use float64. float32 would add as much rounding
+    error as the sums contain, and float64 is cheap because the merged tensors have only N elements
+    each.
     """
     group = problem.group
     if group is None or group.size() == 1:
@@ -251,6 +257,8 @@ def _merge(sums: Tensor, problem: Problem) -> tuple[Tensor, ...]:
 
 
 def _shifted(t_r: Tensor, s_r: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """[N] sum of d w over all ranks, with d relative to the largest m. Args [R, N]: s_r is sum w,
-    and t_r is sum d w with d relative to the rank's own m."""
+    """Returns the sum [N] of d w over the columns of all ranks, with d = (z - m) / temperature and
+    w = exp(d) or exp(d)^2. In the result, m is the maximum over all ranks. The arguments are [R,
+    N]. For each rank's columns, s_r is the sum of w, and t_r is the sum of d w. In s_r and t_r, m
+    is the rank's own maximum."""
     return torch.where(scale > 0, scale * (t_r + shift * s_r), 0.0).sum(0)

@@ -1,7 +1,8 @@
 """Implements ops/vocab_parallel.py in plain PyTorch over whole [N, V] tensors, as the most readable
 version.
 
-The other implementations are tested against it and have the same two functions.
+The other implementations are tested against this module. Every implementation has the functions
+`sums` and `gradient`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ def sums(
 
     Args:
         logits: [N, V].
-        local: [N] int64 column of the target; -1: another rank holds it, and z_target is 0.
+        local: [N] int64 column of the target; -1: another rank holds the target's column, and
+            z_target is 0.
         real: number of columns that are not padding; if 0, m is -inf.
         temperature: divides z - m.
         second_moment: whether to return q and u.
@@ -69,5 +71,5 @@ def _widened(logits: Tensor) -> Tensor:
 
 
 def _product(d: Tensor, e: Tensor) -> Tensor:
-    """Returns d e, and 0 where d is -inf."""
+    """Returns the elementwise product of d and e. Elements with d = -inf give 0."""
     return torch.where(e > 0, d * e, 0.0 * e)  # keeps a nan in e

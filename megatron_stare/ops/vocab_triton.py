@@ -1,13 +1,13 @@
 """Implements ops/vocab_parallel.py for GPUs, sm_80 and newer. Forward reads every logit once.
-Backward reads it once and writes its gradient once, possibly in place. Everything in between is
-float32 in registers.
+Backward reads every logit once and writes every logit's gradient once, possibly in place. Between
+reading and writing, all values are float32 in registers.
 
-Forward keeps a row's running maximum m and rescales the sums when a block raises it: with h =
-(m_old - m_new) / temperature, s becomes exp(h) s and t becomes exp(h) (t + h s), and likewise q and
-u with exp(h)^2. Only the log-prob pass requests q and u, but the training pass runs the same
-kernel. Compiled without q and u, the other sums might round differently, and the first update's
-ratios would not be exactly 1. By instruction counts, the kernel is memory-bound either way. Shape
-legend: N tokens, V vocabulary columns of this rank.
+Forward keeps a row's running maximum m. If a block of columns raises m, forward rescales the sums
+with h = (m_old - m_new) / temperature: s becomes exp(h) s, t becomes exp(h) (t + h s), q becomes
+exp(h)^2 q, and u becomes exp(h)^2 (u + h q). Only the log-prob pass requests q and u, but the
+training pass runs the same kernel. Compiled without q and u, the other sums might round
+differently, and the first update's ratios would not be exactly 1. By instruction counts, the kernel
+is memory-bound with and without q and u. Shape legend: N tokens, V vocabulary columns of this rank.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _gradient(
 def sums(
     logits: Tensor, local: Tensor, real: int, temperature: float, second_moment: bool
 ) -> Tensor:
-    """Computes the sums, reading every logit once; see vocab_reference.py.
+    """Computes the row sums that vocab_reference.sums defines. Every logit is read once.
 
     Raises:
         ValueError: float64 logits, which need another implementation.
@@ -134,7 +134,8 @@ def gradient(
     hit: Tensor,
     out: Tensor,
 ) -> None:
-    """Writes the gradient into `out`, reading every logit once; see vocab_reference.py."""
+    """Writes the gradient that vocab_reference.gradient defines into `out`. Every logit is read
+    once."""
     logits = _rows_in_order(logits)
     rows, width = logits.shape
     if out.stride(1) != 1:
@@ -160,8 +161,8 @@ def gradient(
 
 
 def _rows_in_order(logits: Tensor) -> Tensor:
-    """Returns the logits with adjacent columns, copied only if they are not. Raises ValueError for
-    float64."""
+    """Returns the logits with adjacent columns in adjacent memory. The logits are copied only if
+    their columns are not adjacent. Raises ValueError for float64."""
     if logits.dtype == torch.float64:
         raise ValueError(
             "the Triton body works in float32; take the chunked body for float64 logits"

@@ -33,9 +33,9 @@ LEAST = 5  # fewest steps for a median
 class Seen:
     """The terms of one phase in one run.
 
-    ideal: seconds of the phase at a rate of 1.
-    other: seconds of one unit of the other term.
-    seconds: measured seconds, above 0.
+    ideal: seconds that the phase takes at a rate of 1.
+    other: seconds that the phase's second term takes per unit of the second term's coefficient.
+    seconds: measured seconds of the phase, above 0.
     """
 
     ideal: float
@@ -44,13 +44,13 @@ class Seen:
 
 
 def solve(runs: Sequence[Seen], least: float) -> tuple[float, float]:
-    """Returns (inverse, times) that minimise the squared relative errors of
-    inverse * ideal + times * other = seconds over the runs.
+    """Fits inverse * ideal + times * other to the measured seconds of the runs. Returns the pair
+    (inverse, times) with the smallest sum of squared relative errors.
 
     With one run, or if the runs' ratios other / ideal differ by less than a factor of `APART`, the
-    terms cannot be separated and times is 0. Both are at least 0. With times above 0 the inverse is
-    at least `least`. With times 0 the inverse may be smaller, which means that the runs were faster
-    than the peak rate.
+    two terms cannot be separated, and times is 0. inverse and times are at least 0. If times is
+    above 0, inverse is at least `least`. If times is 0, inverse may be below `least`, which means
+    that the runs were faster than the peak rate.
     """
     ideal, other = np.array([(run.ideal / run.seconds, run.other / run.seconds) for run in runs]).T
     ones = np.ones(len(runs))
@@ -73,8 +73,9 @@ def _one(column: np.ndarray, target: np.ndarray) -> float:
 def calibrate(
     run_dirs: Sequence[Path], gpu: Gpu, start: Coefficients, prompt: float | None
 ) -> Fitted:
-    """Fits the time model's coefficients to the runs' median step times. One run fits the rate of
-    every phase. Runs of several sizes also fit the time that does not grow with matrix products.
+    """Fits the time model's coefficients to the runs' median step times. One run suffices to fit
+    the rate of every phase. If runs have several sizes, `calibrate` also fits the time that does
+    not grow with matrix products.
 
     Args:
         prompt: mean tokens of a prompt, which the metrics lack; None: each run's

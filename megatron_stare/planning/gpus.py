@@ -1,7 +1,7 @@
 """Numbers of a GPU that a plan uses: data sheet values with their source, and coefficients.
 
-Coefficients are the numbers of the time model that no data sheet contains. They are assumed, or
-fitted to a run and stored in a JSON file.
+Coefficients are numbers that the time model needs and no data sheet contains. Coefficients are
+assumed, or fitted to a run and stored in a JSON file.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron_stare.errors import ConfigError, DataError, unknown_name
 class Gpu:
     """A kind of GPU.
 
-    memory: bytes as in the data sheet. A driver reports a little more.
+    memory: number of bytes in the data sheet. The GPU's driver reports a slightly larger number.
     flops: dense bfloat16 FLOP/s.
     bandwidth: memory bandwidth, bytes/s.
     link: bandwidth to the other GPUs of the node, bytes/s in one direction. Data sheets give the
-        sum of both directions.
+        sum of a link's two directions.
     source: where these numbers are published.
     """
 
@@ -85,16 +85,17 @@ class Coefficients:
     """Achieved shares of a device's peak, and additional times.
 
     log_prob_mfu, update_mfu: share of peak FLOP/s that a rank reaches in matrix products.
-    log_prob_moves, update_moves: memory traffic of everything but matrix products, in hidden states
-        per token and layer at full bandwidth; 0: that time is included in the shares above.
+    log_prob_moves, update_moves: number of hidden states per token and layer that operations other
+        than matrix products move through memory at full bandwidth. 0: log_prob_mfu and update_mfu
+        include the time of these moves.
     prefill_mfu: share of peak FLOP/s that servers reach in prefill, and in compute-bound decoding.
     decode_efficiency: share of memory bandwidth that decoding reaches.
-    decode_layer_s: seconds per decoding step and layer at any batch size; 0: included in
-        decode_efficiency.
+    decode_layer_s: seconds that a decoding step takes per layer in addition, at any batch size; 0:
+        decode_efficiency includes these seconds.
     link_efficiency: share of link bandwidth that collectives reach.
-    sync_bytes_s: bytes/s of a whole weight sync, with gather and load.
-    fixed_s: seconds of a step outside its phases.
-    checkpoint_bytes_s: bytes/s that all ranks together write.
+    sync_bytes_s: bytes/s of a whole weight sync, which includes gathering and loading the weights.
+    fixed_s: seconds of a step that belong to no phase.
+    checkpoint_bytes_s: bytes/s that all ranks together write into a checkpoint.
     """
 
     log_prob_mfu: float = 0.4
@@ -129,7 +130,8 @@ SOURCES = {
 class Fitted:
     """Coefficients of a device.
 
-    run: directories of the runs they were fitted to; None: the coefficients are assumed.
+    run: directories of the runs to which the coefficients were fitted; None: the coefficients are
+        assumed.
     """
 
     coefficients: Coefficients
@@ -137,7 +139,8 @@ class Fitted:
 
 
 def read_coefficients(path: Path, gpu: str) -> Fitted:
-    """Reads the coefficients fitted for a device; returns the assumed ones if there are none.
+    """Reads the coefficients fitted for a device; returns the assumed coefficients if the file has
+    none.
 
     Raises:
         DataError: `store` did not write the file.
@@ -154,7 +157,7 @@ def read_coefficients(path: Path, gpu: str) -> Fitted:
 
 
 def store(path: Path, gpu: str, fitted: Fitted) -> None:
-    """Writes a device's coefficients to the file; keeps those of other devices."""
+    """Writes a device's coefficients to the file; keeps the coefficients of other devices."""
     entries = _entries(path) if path.exists() else {}
     entries[gpu] = {"run": fitted.run, "coefficients": asdict(fitted.coefficients)}
     part = path.with_name(f"{path.name}.part")
@@ -163,8 +166,9 @@ def store(path: Path, gpu: str, fitted: Fitted) -> None:
 
 
 def changed(start: Coefficients, found: dict[str, float]) -> Coefficients:
-    """Returns `start` with the values in `found`. Raises ConfigError for a share above 1, which
-    means that the run used a faster GPU than the named one."""
+    """Returns a copy of `start` in which the values in `found` replace the coefficients with these
+    names. Raises ConfigError if a share of the GPU's peak is above 1: the run then used a faster
+    GPU than the named GPU."""
     for name, value in found.items():
         if name.endswith(("_mfu", "_efficiency")) and value > 1:
             raise ConfigError(

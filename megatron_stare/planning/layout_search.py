@@ -23,8 +23,8 @@ _DEFAULT = ("recompute_method", "recompute_layers", "recompute_modules")
 class Candidate:
     """A layout that fits.
 
-    distance: from the run's own layout.
-    peak: bytes in the fullest phase.
+    distance: distance of this layout from the run's own layout.
+    peak: bytes of memory in the phase that needs most memory.
     """
 
     run: ResolvedRun
@@ -117,8 +117,9 @@ def candidates(run: ResolvedRun, ranks: int) -> Iterator[Config]:
 
 
 def distance(base: Config, other: Config) -> float:
-    """Returns the distance between two layouts: the factors of two between their sizes, plus 1 for
-    each other setting that differs. The micro-batch size counts half."""
+    """Returns the distance between two layouts. Every factor of two between a parallel size of one
+    layout and of the other layout adds 1. Every factor of two between the micro-batch sizes adds
+    1/2. Every other setting that differs adds 1."""
     far = sum(
         abs(math.log2(getattr(base.parallel, cut) / getattr(other.parallel, cut))) for cut in _CUTS
     )
@@ -140,8 +141,8 @@ def _recomputing(config: Config, recompute: str) -> object:
 
 
 def _micro_batches(config: Config, multiple: int) -> list[int]:
-    """Returns micro-batch sizes to try, in tokens: the run's, half and twice that, and the least
-    that holds the longest sequence."""
+    """Returns micro-batch sizes to try, in tokens: the run's own size, half the run's size, twice
+    the run's size, and the smallest size that holds the longest sequence."""
     longest = longest_sequence(config)
     least, asked = longest + -longest % multiple, config.batch.micro_batch_tokens
     return [

@@ -1,15 +1,15 @@
-"""Predicts a GPU's memory in each phase of a step, and raises before a run starts if it does not
-fit.
+"""Predicts how much memory a GPU needs in each phase of a step. Raises an error before a run starts
+if the GPU has too little memory.
 
 `activation_memory` counts the bytes that a rank keeps from a micro-batch's forward to its backward,
-with or without recomputation. It models the layers without Transformer Engine on a CPU: our RMSNorm
-and SwiGLU, and packed attention over groups of equal length. Fused kernels keep less, padding
-within a group more. tests/megatron/test_recompute.py checks the counts against the saved tensors,
-within 1 %.
+with or without recomputation. `activation_memory` models the layers that run on a CPU without
+Transformer Engine: this package's RMSNorm and SwiGLU, and packed attention over groups of equal
+length. Fused kernels keep fewer bytes. Padding within a group adds bytes.
+tests/megatron/test_recompute.py checks the counts against the saved tensors, within 1 %.
 
-`budget` sums the memory of a GPU in each phase (docs/colocation.md lists what is on it when). `Fit`
-builds a run's ranks without data to measure them. `PlannedFit` assembles the ranks of many layouts
-from parts that are built once.
+`budget` sums the memory of a GPU in each phase; docs/colocation.md lists the contents of a GPU's
+memory in each phase. `Fit` measures the size of a run's ranks, which are built without data for
+this purpose. `PlannedFit` assembles the ranks of many layouts from parts that are built once.
 """
 
 from __future__ import annotations
@@ -69,11 +69,13 @@ class Needs:
     optimizer: main parameters and moments.
     reference: the reference policy; 0 if there is none.
     forward: activations of a forward-only pass.
-    activations: those kept for backward, and those recomputed at a time.
+    activations: activations kept for backward, plus the activations that backward recomputes at one
+        time.
     buckets: buckets of the weight sync.
     served: weights of a server's rank.
     cache: KV cache of a server's rank.
-    reference_moves: the reference is on the GPU only during its own pass.
+    reference_moves: whether the reference policy is on the GPU only during the reference's log-prob
+        pass.
     """
 
     parameters: int
@@ -134,8 +136,9 @@ def budget(needs: Needs, capacity: int, *, colocated: bool, offload: str) -> Bud
     """Sums the memory of a GPU in each phase.
 
     Args:
-        capacity: of the GPU, bytes.
-        colocated: the servers share the GPU. Otherwise `rollout` describes one of their own GPUs.
+        capacity: memory of the GPU, bytes.
+        colocated: the servers share the GPU. Otherwise the phase `rollout` describes a GPU of the
+            servers.
         offload: the setting `memory.offload`. Only used if colocated.
     """
     sizes = {**asdict(needs), "processes": PROCESS_BYTES * (2 if colocated else 1)}
@@ -157,9 +160,10 @@ def budget(needs: Needs, capacity: int, *, colocated: bool, offload: str) -> Bud
 class ActivationMemory:
     """Activations of one micro-batch on one rank.
 
-    kept: bytes kept from forward to backward. A pipeline stage holds several micro-batches
-        (`micro_batches_held`).
-    again: bytes of the largest part that backward recomputes at a time, in addition to `kept`.
+    kept: bytes kept from forward to backward for one micro-batch. A pipeline stage keeps the
+        activations of several micro-batches at a time (`micro_batches_held`).
+    again: bytes of the largest part that backward recomputes at one time. These bytes add to
+        `kept`.
     """
 
     kept: int
@@ -244,7 +248,7 @@ def layer_parts(
 
 
 def check_memory(run: ResolvedRun) -> None:
-    """Checks that the run fits a GPU's memory, if its size is known.
+    """Checks that the run fits a GPU's memory, if the memory's size is known.
 
     Raises:
         ConfigError: a setting of `memory` has no effect, or a phase does not fit. The message
@@ -279,8 +283,8 @@ def device_bytes() -> int | None:
 
 
 class Fit:
-    """Checks whether runs fit GPUs of `capacity` bytes. Runs with the same ranks share one build of
-    them."""
+    """Checks whether runs fit GPUs of `capacity` bytes. Ranks are built once for all runs with
+    equal settings of model, layout and optimizer."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -366,7 +370,7 @@ class Fit:
         self, run: ResolvedRun, tokens: int, longest: int, rows: int
     ) -> tuple[ActivationMemory | None, float]:
         """Returns the activations of a micro-batch, and the elements per token that one layer
-        makes; (None, 0.0) for a mixture of experts, where they are not known in advance."""
+        makes; (None, 0.0) for a mixture of experts, whose activations are not known in advance."""
         config, shape = run.config, run.shape
         kept = activation_memory(config, shape, tokens, longest, rows)
         return kept, (
@@ -378,8 +382,8 @@ class Fit:
         return served_memory(run.config, run.shape, self.capacity)
 
     def stages(self, run: ResolvedRun) -> list[dict[str, int]]:
-        """Returns the bytes by item of each stage's first rank, which is built without data. Other
-        ranks of a stage hold no more."""
+        """Returns the bytes by item of each stage's first rank, which is built without data. The
+        other ranks of a stage need at most as many bytes as the stage's first rank."""
         config, parallel = run.config, run.config.parallel
         key = "".join(each.model_dump_json() for each in (config.model, parallel, config.optimizer))
         if key not in self._built:
@@ -416,10 +420,10 @@ class Fit:
 def micro_batches_held(parallel: ParallelConfig, stage: int) -> float:
     """Returns the number of micro-batches whose activations a pipeline stage holds at once.
 
-    The schedule is 1F1B (D. Narayanan et al., arXiv 2104.04473, section 2.2). With virtual stages
-    the count follows the warm-up of megatron-core's interleaved schedule. That is two chunks for
-    each later stage, all chunks but the last for as many micro-batches as there are stages, and one
-    more chunk.
+    The schedule is 1F1B (D. Narayanan et al., arXiv 2104.04473, section 2.2). With virtual stages,
+    the number of micro-batches follows from the chunks in the warm-up of megatron-core's
+    interleaved schedule. A stage holds two chunks for each later stage, all chunks but the last for
+    as many micro-batches as there are stages, and one more chunk.
     """
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     if chunks == 1:
@@ -437,7 +441,7 @@ def logits_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def longest_sequence(config: Config) -> int:
-    """Returns the tokens of the longest prompt with its response."""
+    """Returns the number of tokens of the longest prompt plus the longest response."""
     return config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
 
 
@@ -451,8 +455,8 @@ def _with(run: ResolvedRun, setting: str, value: Any) -> tuple[str, ResolvedRun]
 
 
 class PlannedFit(Fit):
-    """Checks whether other layouts of one run fit. The servers' memory is that of the first run
-    asked about."""
+    """Checks whether other layouts of one run fit. The memory of the servers is computed once, for
+    the first run that is checked, and used for all layouts."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -502,5 +506,6 @@ class PlannedFit(Fit):
         )
 
     def build(self, run: ResolvedRun) -> None:
-        """Builds whole ranks of this layout and uses their sizes for it from now on."""
+        """Builds whole ranks of this run's layout. All later checks of this layout use the sizes of
+        the ranks that were built."""
         self._stages[self._key(run)] = super().stages(run)

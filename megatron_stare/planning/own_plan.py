@@ -1,8 +1,8 @@
 """The prediction of `megatron-stare plan` for a starting run, logged with every step beside the
 measured times and memory.
 
-`driver/held_run.py` makes it once, before any process starts. It becomes the metrics `plan/*`. If a
-run cannot be predicted, a note says why and the run continues.
+`driver/held_run.py` makes the prediction once, before any process starts. The prediction becomes
+the metrics `plan/*`. If a run cannot be predicted, a note says why and the run continues.
 """
 
 from __future__ import annotations

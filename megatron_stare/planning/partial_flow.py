@@ -24,8 +24,8 @@ class PartialFlow:
     rounds: rounds per step.
     growing: responses that grow in a round.
     continued: responses per step that the previous step cut.
-    carried: total tokens of these responses when they continue.
-    held: total tokens of a round's growing responses at its end.
+    carried: total tokens of the continued responses when the responses continue.
+    held: total tokens of a round's growing responses at the end of the round.
     """
 
     rounds: float
@@ -37,11 +37,11 @@ class PartialFlow:
 
 @dataclass
 class _Cohort:
-    """Expected numbers of groups that were begun in the same step.
+    """The prompt groups that were begun in one step. All numbers of groups are expected numbers.
 
-    begun: groups begun.
-    age: rounds since then.
-    taken: groups already taken for training.
+    begun: number of groups that were begun.
+    age: number of rounds since the groups were begun.
+    taken: number of the begun groups that were already taken for training.
     """
 
     begun: float

@@ -104,7 +104,7 @@ def body_flops(shape: ModelShape, prompt: float, response: float) -> float:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Mean tokens of a prompt and a response."""
+    """The mean number of tokens of a prompt, and the mean number of tokens of a response."""
 
     prompt: float
     response: float
@@ -113,7 +113,8 @@ class Lengths:
     def of(
         cls, config: Config, prompt: float | None = None, response: float | None = None
     ) -> Lengths:
-        """Takes the lengths in the arguments, else those expected by the configuration."""
+        """Takes the lengths in the arguments. A missing length is taken from the lengths that the
+        configuration expects."""
         expected = config.expected_lengths
         return cls(prompt or expected[0], response or expected[1])
 
@@ -122,9 +123,11 @@ class Lengths:
 class Work:
     """The work of a phase.
 
-    ideal: seconds at peak rate, to be divided by the share of the peak that is reached.
-    fixed: seconds that are added unchanged.
-    moved: seconds for each hidden state that a token moves through memory in a layer.
+    ideal: seconds at the peak rate. The prediction divides these seconds by the share of the peak
+        rate that is reached.
+    fixed: seconds that the prediction adds unchanged.
+    moved: seconds to move one hidden state per token and layer through memory. The prediction
+        multiplies these seconds by the number of hidden states that are moved.
     """
 
     ideal: float
@@ -140,7 +143,7 @@ class Step:
     """Predicted times of a training step.
 
     phases: seconds by phase, without checkpoints.
-    seconds: of the whole step, without checkpoints.
+    seconds: seconds of the whole step, without checkpoints.
     checkpoint: seconds of one checkpoint.
     flops: model FLOPs of the trainer's passes, without recomputation.
     tokens: prompt and response tokens of the step.
@@ -167,7 +170,7 @@ class Step:
 
 
 def all_gpus(config: Config) -> int:
-    """Returns the number of GPUs of trainer and servers. A rank without a GPU counts as one."""
+    """Returns the number of GPUs of trainer and servers. A rank without a GPU counts as one GPU."""
     apart = 0 if config.sglang.colocated else replica_count(config) * replica_gpus(config)
     return config.parallel.world_size + apart
 
@@ -232,7 +235,7 @@ def forwards(run: ResolvedRun) -> int:
 
 
 def log_prob_work(run: ResolvedRun, gpu: Gpu, of: Coefficients, lengths: Lengths) -> Work:
-    """Returns the work of all forward-only passes, each as one pipeline schedule."""
+    """Returns the total work of all forward-only passes. Each pass runs one pipeline schedule."""
     config, shape = run.config, run.shape
     batch, passes = config.batch, forwards(run)
     sequences = passes * batch.prompts * batch.samples_per_prompt
@@ -401,8 +404,8 @@ def flow_of(config: Config, lengths: Lengths) -> PartialFlow | None:
 
 
 def sync_work(config: Config, shape: ModelShape, nbytes: Mapping[str, int]) -> Work:
-    """Returns the work of a weight sync. If colocated, includes offloading to host memory and
-    loading back."""
+    """Returns the work of a weight sync. If trainer and servers are colocated, the work includes
+    the offload to host memory and the reload."""
     moved = 0.0
     if config.sglang.colocated and config.memory.offload != "none":
         stays = config.memory.offload == "optimizer"

@@ -1,9 +1,10 @@
-"""Plans the node of every trainer rank and engine replica from the nodes' free GPUs; raises if they
-do not fit. Independent of Ray.
+"""Plans the node of every trainer rank and engine replica from the nodes' free GPUs. Raises an
+error if the ranks and replicas do not fit. The module does not depend on Ray.
 
 Megatron's rank order varies the tensor-parallel index fastest, then context, data, pipeline. The
-ranks of an expert-parallel group are consecutive as well. So ranks are assigned to nodes in blocks
-that contain whole groups, and numbered node by node.
+ranks of a tensor-parallel group are therefore consecutive, and the ranks of an expert-parallel
+group are consecutive too. Nodes get blocks of consecutive ranks that contain whole parallel groups,
+and ranks are numbered node by node.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Awaited:
     """Options for waiting until lost nodes of a restarted run are back.
 
     limit_s: longest wait, seconds.
-    on_gpus: the run used GPUs before, so it waits if the cluster has none.
+    on_gpus: whether the run used GPUs before. If so, the restarted run waits while the cluster has
+        no GPUs.
     tell: prints what the run waits for.
     """
 
@@ -56,9 +58,9 @@ class Node:
 class Demand:
     """Ranks and replicas to place, and their GPUs.
 
-    replica_gpus: GPUs per replica. With 0 a replica may run on any node.
-    replica_nodes: nodes per replica. Each holds an equal part of the replica's GPUs.
-    shared: replicas use the trainer's GPUs.
+    replica_gpus: number of GPUs per replica. If the number is 0, a replica may run on any node.
+    replica_nodes: number of nodes per replica. Each node holds an equal part of the replica's GPUs.
+    shared: whether replicas use the trainer's GPUs.
     """
 
     ranks: int
@@ -103,8 +105,8 @@ class Demand:
 
     def blocks(self) -> list[int]:
         """Returns block sizes in order of preference. A block is a number of consecutive ranks on
-        one node. It contains whole tensor groups, and preferably whole context and expert
-        groups."""
+        one node. A block contains whole tensor-parallel groups, and preferably whole
+        context-parallel and expert-parallel groups."""
         tensor_context = self.tensor * self.context
         sizes = (
             math.lcm(tensor_context, self.expert),
@@ -117,8 +119,9 @@ class Demand:
     def hosted(self, ranks: int, free: int) -> int:
         """Returns the number of replica parts that fit a node with `free` GPUs and `ranks` ranks.
 
-        The parts use the remaining GPUs, or the ranks' GPUs if shared. A node takes at most one
-        part of a replica that spans several nodes.
+        Replica parts use the node's GPUs that have no rank. If `shared` is set, replica parts use
+        the GPUs of the node's ranks instead. A node takes at most one part of a replica that spans
+        several nodes.
         """
         if not self.replica_gpus:
             return 0
@@ -178,7 +181,7 @@ class Plan:
         return [number for number, each in enumerate(self.parts) if each == node]
 
     def sharing(self, part: int) -> range:
-        """Returns the ranks whose GPUs a replica part uses. Only for shared GPUs."""
+        """Returns the ranks whose GPUs a replica part uses. The demand must have `shared` set."""
         node, size = self.parts[part], self.demand.part_gpus
         first = self.ranks_on(node).start + size * self.parts_on(node).index(part)
         return range(first, first + size)
@@ -188,7 +191,8 @@ def plan(demand: Demand, nodes: Sequence[Node]) -> Plan:
     """Places the demand on the nodes' free GPUs.
 
     Raises:
-        PlacementError: the free GPUs do not suffice. The message lists them and the demand.
+        PlacementError: the free GPUs do not suffice. The message lists the free GPUs and the
+            demand.
     """
     ready = sorted(
         (node for node in nodes if node.alive and node.total),
@@ -202,9 +206,11 @@ def plan(demand: Demand, nodes: Sequence[Node]) -> Plan:
 
 
 def _dealt(demand: Demand, block: int, free: Sequence[int]) -> list[int] | None:
-    """Returns the number of ranks on every node, so that the replicas fit too; None if impossible.
+    """Returns the number of ranks for every node, so that all replicas still fit. Returns None if
+    this is impossible.
 
-    The numbers are multiples of `block`, and as large as possible on the first nodes.
+    Every node's number of ranks is a multiple of `block`. The first nodes get as many ranks as
+    possible.
     """
     wanted = demand.ranks // block
     parts = demand.parts
@@ -331,7 +337,8 @@ def _refusal(demand: Demand, nodes: Sequence[Node]) -> PlacementError:
 
 
 def lost_node(nodes: Sequence[Node], now: Sequence[Node]) -> PlacementError | None:
-    """Returns an error that names the planned nodes that are lost; None if all are alive."""
+    """Returns an error that names the planned nodes that are lost; None if all planned nodes are
+    alive."""
     alive = {node.id for node in now if node.alive}
     lost = [str(node) for node in nodes if node.id not in alive]
     if not lost:
@@ -346,7 +353,7 @@ def lost_node(nodes: Sequence[Node], now: Sequence[Node]) -> PlacementError | No
 
 def still_pending(plan: Plan, now: Sequence[Node], waited_s: float) -> PlacementError:
     """Returns the error for GPUs that were free when planned, but were not reserved in time, for
-    example because another job took them."""
+    example because another job took the GPUs."""
     there = {node.id: node for node in now}
     short = [
         f"{node} has {there[node.id].free} free of the {plan.gpus_on(node)} that the plan needs"

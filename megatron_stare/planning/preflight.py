@@ -70,8 +70,8 @@ class Asked:
 
     @property
     def served(self) -> Config:
-        """Configuration for the checks of engines. If the model is absent, it leaves out server
-        software that this machine lacks too."""
+        """Configuration for the checks of engines. If this machine lacks both the model and the
+        server software, the configuration leaves out the server software."""
         return (without_install(self.config) if self.absent else None) or self.config
 
 
@@ -345,8 +345,8 @@ def prompt_files(config: Config) -> list[str]:
 
 
 def not_checked(config: Config) -> list[str]:
-    """Returns the checks that a rehearsal without the model skipped, one line each; [] if the
-    model is on this machine.
+    """Returns the checks that were skipped because the model is not on this machine, one line each.
+    Returns [] if the model is on this machine.
 
     Args:
         config: passed to `check` with `published`.
@@ -407,9 +407,9 @@ def check_tasks(config: Config, shape: ModelShape) -> None:
 
 
 def check_task(task: Task, shape: ModelShape) -> None:
-    """Raises ConfigError if an evaluation's responses do not fit the model or an engine, or a k
-    exceeds its number of responses. The micro-batch size does not matter, since evaluations are not
-    trained on."""
+    """Raises ConfigError if an evaluation's responses do not fit the model, if the responses do not
+    fit an engine, or if a k of pass@k exceeds the number of responses to a problem. The micro-batch
+    size does not matter, since evaluations are not trained on."""
     with task.blamed():
         check_positions(task.config, shape)
         check_engine(task.config, shape)
@@ -454,13 +454,14 @@ def check_evaluation_engines(config: Config, shape: ModelShape) -> None:
 
 
 def check_checkpoint_of(path: Path, config: Config) -> ModelShape:
-    """Checks that the weights to evaluate belong to the model in model.path; returns its shape.
+    """Checks that the weights to evaluate belong to the model in model.path. Returns the shape of
+    the model in model.path.
 
     Args:
         path: a Hugging Face folder or a distributed checkpoint.
 
     Raises:
-        UserError: the weights are incomplete, or those of another model.
+        UserError: the weights are incomplete, or belong to another model.
     """
     shape = read_shape(config.model.path)
     if (theirs := _shape_beside(path)) not in (None, shape):

@@ -57,8 +57,8 @@ def layout(parallel: ParallelConfig) -> str:
 
 
 def bar(budget: Budget, phase: str) -> str:
-    """Draws a phase's memory as a bar with one letter per item. Memory above the GPU's capacity
-    extends beyond the bar's end."""
+    """Draws a phase's memory as a bar with one letter per item. If the phase needs more than the
+    GPU's capacity, letters for the additional memory follow after the bar's closing bracket."""
     marks, reached = "", 0.0
     for item, nbytes in budget.phases[phase].items():
         reached += nbytes / budget.capacity * WIDTH
@@ -196,8 +196,8 @@ class Plan:
 
     budgets: memory of the first rank of each pipeline stage.
     served: memory of a server's rank; None: the run starts no servers on GPUs.
-    searched, fitting: numbers of layouts that were tried, and that fit.
-    nearest: the fitting layouts nearest to the run's.
+    searched, fitting: number of layouts that were tried, and number of tried layouts that fit.
+    nearest: layouts that fit and are nearest to the run's own layout, each with its predicted step.
     took: seconds that planning took.
     """
 
@@ -229,8 +229,8 @@ class Plan:
     def growing_cache(self) -> float | None:
         """Bytes of KV cache per server rank for all responses of a round of partial rollouts.
 
-        If they exceed the cache, responses are decoded in turns. None without partial rollouts or
-        without servers on GPUs.
+        If these bytes exceed the KV cache, the responses are decoded in turns. The value is None if
+        partial rollouts are off or no servers run on GPUs.
         """
         if self.served is None or (flow := self.step.partial) is None:
             return None
@@ -244,8 +244,8 @@ class Plan:
 
 
 def make_plan(config: Config, site: Site, lengths: Lengths, fitted: Fitted) -> Plan:
-    """Makes the plan of a run. Raises UserError if the model cannot be read, or the layout is
-    invalid or cannot be placed."""
+    """Makes the plan of a run. Raises UserError if the model cannot be read, if the layout is
+    invalid, or if the layout cannot be placed."""
     started = time.monotonic()
     run = resolve_run(with_absolute_paths(config), published=True)
     if lengths.prompt + lengths.response > run.shape.max_positions:
@@ -358,7 +358,8 @@ def for_launch(plan: Plan) -> str:
 
 
 def days(plan: Plan) -> float:
-    """Returns the days until the run's last step, with checkpoints if training waits for them."""
+    """Returns the days until the run's last step. The days include the time of checkpoints if
+    training waits for checkpoints."""
     config = plan.run.config
     every = config.run.checkpoint_every
     saved = config.run.steps / every if every and not config.checkpoint.background else 0
@@ -377,8 +378,8 @@ def _different(found: list[Candidate]) -> list[Candidate]:
 
 
 def _over_nodes(config: Config, site: Site) -> Config:
-    """Sets data parallelism to use all GPUs of the nodes. If colocated, also sets the number of
-    engines."""
+    """Sets the data-parallel size so that the run uses all GPUs of the nodes. If the engines are
+    colocated with the trainer, also sets the number of engines."""
     if site.nodes is None:
         return config
     colocated, engine = config.sglang.colocated, replica_gpus(config)

@@ -1,15 +1,16 @@
-"""Turns signals into an orderly end: the main thread receives them, and the driver's thread stops
-where it polls.
+"""Turns signals into an orderly end: the main thread receives signals, and the driver's thread
+stops at its next poll.
 
 `on_driver_thread` runs a command on a separate thread. A signal raises nothing immediately: the
-main thread records it, and the driver's thread raises KeyboardInterrupt at its next `poll`. So no
-signal is lost in a destructor, a library's lock or Ray's start, and none interrupts the shutdown of
-processes.
+main thread records the signal, and the driver's thread raises KeyboardInterrupt at its next `poll`.
+No signal is therefore lost in a destructor, in a library's lock or during Ray's start, and no
+signal interrupts the shutdown of processes.
 
 The first SIGINT or SIGTERM ends a run that makes steps after the current update, so that its last
 whole step can be saved, or at once while responses are sampled. SIGUSR1 ends the run after the
-step. After a time limit (`makes_steps`) the run ends wherever it polls. A second Ctrl-C ends the
-process and everything it started at once, without saving.
+step. After a time limit (`makes_steps`) the run ends at the next poll, whatever the run is doing. A
+second Ctrl-C immediately ends the process and all processes that the process started, without
+saving.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class Standing:
 class Interruption:
     """The signal that ends this command, if any, and the points at which the command may end.
 
-    Fields without an underscore may be read from any thread; the lock protects what both threads
-    change.
+    Fields without an underscore may be read from any thread. The lock protects the fields that the
+    main thread and the driver's thread both change.
     """
 
     def __init__(self, driver: threading.Thread | None = None) -> None:
@@ -138,8 +139,8 @@ class Interruption:
             return False
 
     def look(self) -> float | None:
-        """Performs actions that are due. Returns seconds until the next call; None: call again at
-        the next signal.
+        """Performs actions that are due. Returns the seconds until the main thread must call `look`
+        again; None: the main thread calls `look` again at the next signal.
 
         Raises:
             TimeoutError: the driver's thread does not poll.
@@ -160,7 +161,8 @@ class Interruption:
             return TICK_S
 
     def _look(self) -> None:
-        """Wakes the driver's thread and sets its deadline, if the signal may raise now."""
+        """If the recorded signal may raise KeyboardInterrupt now, wakes the driver's thread and
+        sets the deadline by which the driver's thread must poll."""
         if not self._may_raise():
             self._heard_by = None
             return
@@ -178,7 +180,7 @@ class Interruption:
         return self.grace_s is None or self.number in self._open_to or self.gave_up
 
     def last_words(self) -> Standing | None:
-        """Returns how far the run got, if this can be determined while it runs."""
+        """Returns how far the run got, or None if the run's progress cannot be determined now."""
         with contextlib.suppress(Exception):
             return self.standing or self.stands()
         return None
@@ -187,7 +189,7 @@ class Interruption:
 
     @property
     def drives(self) -> bool:
-        """True on the thread that signals end."""
+        """True on the driver's thread, which is the thread that a signal ends."""
         return self._driver is threading.current_thread()
 
     def poll(self) -> None:
@@ -201,21 +203,23 @@ class Interruption:
         raise KeyboardInterrupt
 
     def guard(self, on: bool) -> None:
-        """Makes the main thread restore its handlers: repeatedly from now on if `on`, else once
-        more."""
+        """Makes the main thread restore this process's signal handlers. If `on` is True, the main
+        thread restores the handlers repeatedly from now on. If `on` is False, the main thread
+        restores the handlers once more and then stops."""
         self._put_back.clear()
         self._guarding = on
         self.wake()
         self._put_back.wait(UNHEARD_S)
 
     def put_back(self, handlers: Mapping[int, Any]) -> None:
-        """Installs these handlers in place of the current ones; on the main thread."""
+        """Installs `handlers` as the signal handlers. The main thread must call `put_back`."""
         for number, handler in handlers.items():
             signal.signal(number, handler)
         self._put_back.set()
 
     def open_to(self, numbers: Sequence[int]) -> None:
-        """Allows these signals to raise, and no others."""
+        """Allows only the signals in `numbers` to raise KeyboardInterrupt while the run makes
+        steps."""
         with self._lock:
             self._open_to = set(numbers)
 
@@ -228,8 +232,8 @@ class Interruption:
     def cancelling(
         self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]
     ) -> Iterator[None]:
-        """While open, a signal that may raise cancels the task; KeyboardInterrupt follows when the
-        task has ended."""
+        """Inside this context, a received signal cancels the task as soon as the signal may raise
+        KeyboardInterrupt. KeyboardInterrupt is raised after the task has ended."""
         told = False
 
         def cancel() -> None:
@@ -263,7 +267,7 @@ def on_driver_thread(
     the command runs on the caller's thread and no signal is handled.
 
     Args:
-        body: the command; receives KeyboardInterrupt where it polls. Returns the exit code.
+        body: the command; receives KeyboardInterrupt at a poll. Returns the exit code.
         last_words: returns the message to print when the process ends at once, after a second
             Ctrl-C or because the driver's thread does not poll.
 
@@ -336,8 +340,9 @@ def _written(pipe: int) -> None:
 
 @contextlib.contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Keeps this process's signal handlers while Ray starts. Ray's core replaces the handler of
-    SIGTERM with one that prints every thread's stack, and Ray on a main thread sets another."""
+    """Keeps this process's signal handlers while Ray starts. Ray's core installs a SIGTERM handler
+    that prints every thread's stack. If Ray starts on a main thread, Ray installs a further SIGTERM
+    handler."""
     if _current.drives:
         _current.guard(True)
         try:
@@ -389,7 +394,8 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 def poll() -> None:
     """Raises KeyboardInterrupt if a signal came that may end the command here.
 
-    Otherwise costs almost nothing; does nothing on other threads than the driver's.
+    If no signal came, `poll` costs almost nothing. On threads other than the driver's thread,
+    `poll` does nothing.
     """
     _current.poll()
 
@@ -419,10 +425,11 @@ def wait_for(future: Future[T]) -> T:
 
 
 def makes_steps(grace_s: float | None) -> None:
-    """From this call on, signals raise only where the state is that of a whole step.
+    """Tells that the run makes steps: from this call on, signals raise KeyboardInterrupt only when
+    the run's state is the state after a whole step.
 
     Args:
-        grace_s: seconds after SIGINT or SIGTERM until the run ends wherever it polls; None: signals
+        grace_s: seconds after SIGINT or SIGTERM until the run ends at its next poll; None: signals
             raise at once again.
     """
     _current.grace_s = grace_s
@@ -430,8 +437,8 @@ def makes_steps(grace_s: float | None) -> None:
 
 @contextlib.contextmanager
 def open_to(*numbers: int) -> Iterator[None]:
-    """Lets these signals raise while open, although the run makes steps; a signal received before
-    raises at once."""
+    """Inside this context, the signals in `numbers` raise KeyboardInterrupt although the run makes
+    steps. A signal that was received before raises at once."""
     _current.open_to(numbers)
     try:
         poll()
@@ -442,8 +449,8 @@ def open_to(*numbers: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Defers signals while open: they are announced but raise nothing. For code that shuts
-    processes down."""
+    """Defers signals inside this context, for code that shuts processes down. A message announces a
+    signal that arrives, but the signal raises nothing inside the context."""
     _current.closing(1)
     try:
         yield
@@ -457,8 +464,8 @@ def is_asked_to_end() -> bool:
 
 
 def is_to_be_saved() -> bool:
-    """Returns True if a signal or --stop-after ends the run and its state is that of a whole
-    step."""
+    """Returns True if a signal or --stop-after ends the run, and the run's state is the state after
+    a whole step."""
     asked = _current.time_is_up or _current.number is not None
     return asked and _current.grace_s is not None and not _current.gave_up
 
@@ -480,14 +487,15 @@ def stopped_at(standing: Standing) -> None:
 
 
 def stands_at(ask: Callable[[], Standing | None]) -> None:
-    """Sets the function that a sudden end calls, on another thread, to learn how far the run
-    got."""
+    """Sets the function that tells how far the run got. If the process ends at once, a thread other
+    than the driver's thread calls this function."""
     _current.stands = ask
 
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Creates a temporary folder, which a sudden end removes too."""
+    """Creates a temporary folder. The folder is removed even if the process ends at once after a
+    second Ctrl-C."""
     with tempfile.TemporaryDirectory() as name:
         _current.folders.append(Path(name))
         yield Path(name)
@@ -521,8 +529,8 @@ def run_whole(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
 def run_on(loop: asyncio.AbstractEventLoop, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Runs a coroutine in an existing loop and returns its result.
 
-    A signal that may raise cancels the coroutine; KeyboardInterrupt follows when the coroutine has
-    ended.
+    A received signal cancels the coroutine as soon as the signal may raise KeyboardInterrupt.
+    KeyboardInterrupt is raised after the coroutine has ended.
     """
     if not _current.drives:
         return loop.run_until_complete(make())

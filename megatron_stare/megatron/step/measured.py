@@ -79,7 +79,7 @@ def measure_batch(
     method: Method, tokens: TokenBatch, state: State, group: ProcessGroup | None, *, lagged: bool
 ) -> Measured:
     """Computes the statistics of the rollout batch. All ranks of the last pipeline stage must call
-    it.
+    `measure_batch`.
 
     Args:
         state: the method's state of the previous step.
@@ -96,8 +96,8 @@ def complete(
     measured: Measured, logged: Mapping[str, Tensor], method: Method, group: ProcessGroup | None
 ) -> Measured:
     """Adds the log-probs and entropies of a training pass that replaced the log-prob pass, and the
-    method's state for the next step computed from them. All ranks of the last pipeline stage must
-    call it."""
+    method's state for the next step computed from these log-probs and entropies. All ranks of the
+    last pipeline stage must call `complete`."""
     log_prob, entropy = logged[LOG_PROB], logged[ENTROPY]
     tokens = replace(measured.tokens, log_prob=log_prob, old_log_prob=log_prob, entropy=entropy)
     after = measure_batch(method, tokens, measured.state, group, lagged=False)

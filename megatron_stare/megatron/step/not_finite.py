@@ -1,8 +1,9 @@
 """Finds where numbers that are not finite came from on this rank, after an update that was skipped
-because of them.
+because of these numbers.
 
-Reducing gradients over data-parallel ranks spreads such numbers to all of them. Whether a rank's
-own gradient was finite is therefore recorded before; the rest is looked up on request.
+When gradients are reduced over data-parallel ranks, a number that is not finite spreads to all
+data-parallel ranks. Each rank therefore records before the reduction whether the rank's own
+gradient is finite. `look` finds everything else on request, after the update.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from megatron_stare.records.batch import TokenBatch
 class NotFinite:
     """Numbers on one rank that are not finite.
 
-    own_gradient: whether the rank's own gradient was not finite before it was reduced over
-        data-parallel ranks.
+    own_gradient: whether the rank's own gradient was not finite before the gradient was reduced
+        over data-parallel ranks.
     weights: the first parameter with values that are not finite, in forward order.
     gradient: the first parameter whose gradient was not finite, in backward order.
     samples: samples of the whole batch, ascending, that have a log-prob, advantage or loss on this
@@ -47,8 +48,8 @@ class OwnGradients:
     """The largest magnitude in each bucket of this rank's gradients, just before the bucket is
     reduced over data-parallel ranks.
 
-    Costs one more pass over the gradients per update; reads nothing from the device until
-    `not_finite`.
+    The recording costs one more pass over the gradients per update. Nothing is read from the device
+    until `not_finite` is called.
     """
 
     def __init__(self, model: Iterable[nn.Module]) -> None:
@@ -89,7 +90,7 @@ def look(
     Args:
         tokens: this rank's tokens, on the last stage.
         lost: [k] int64 samples of the last update's tokens whose loss is not finite, if this rank
-            has it.
+            has the loss.
     """
     named = list(named_parameters(model))
     samples: set[int] = set() if lost is None else set(lost.tolist())

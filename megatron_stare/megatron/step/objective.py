@@ -44,12 +44,14 @@ METRICS = (
 class Objective:
     """The loss of one optimizer step, and the metrics logged for it.
 
-    tokens: this rank's N positions; other mini-batches are masked, and counts are the mini-batch's.
-    rows: [.] positions of the mini-batch among the N.
+    tokens: this rank's N positions. The positions of other mini-batches are masked, and the counts
+        are those of this mini-batch.
+    rows: [.] indices of the mini-batch's positions among the N positions.
     statistics: statistics of the mini-batch over all ranks.
-    own: with statistics.scope micro_batch, the statistics of each micro-batch instead, by its span.
-    is_log_prob_pass: whether this training pass is also the log-prob pass, so that the old log-prob
-    is the current one.
+    own: the statistics of each micro-batch, keyed by the micro-batch's span. If statistics.scope is
+        micro_batch, a micro-batch uses its entry instead of `statistics`; otherwise `own` is empty.
+    is_log_prob_pass: whether this training pass is also the log-prob pass. If so, the old log-probs
+        equal the current log-probs.
     """
 
     method: Method
@@ -112,8 +114,8 @@ class Objective:
         return self.own.get((micro.span.start, micro.span.stop), self.statistics)
 
     def requests(self, logged: Mapping[str, Tensor]) -> dict[str, Request]:
-        """Returns requests for the update's metrics over all ranks, from the tensors that `loss`
-        logged."""
+        """Returns requests for the update's metrics, by name. The requests name the tensors that
+        `loss` logged on this rank; the answers cover all ranks."""
         mask = self.tokens.loss_mask[self.rows]
         asked: dict[str, Request] = {
             "loss/policy": Sum(logged["loss/policy"], mask),
@@ -134,7 +136,8 @@ def make_objective(
     is_log_prob_pass: bool,
     known: Statistics | None = None,
 ) -> Objective:
-    """Computes the statistics of one mini-batch. All ranks of the last pipeline stage must call it.
+    """Computes the statistics of one mini-batch. All ranks of the last pipeline stage must call
+    `make_objective`.
 
     Args:
         part: the mini-batch's micro-batches on this rank.

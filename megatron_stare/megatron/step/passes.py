@@ -1,8 +1,9 @@
 """The two passes over a batch: forward only for log-probs and entropies, forward and backward for
 the gradient.
 
-Both run Megatron's pipeline schedule over the same micro-batches, so on-policy ratios are 1. The
-log-probs of `Reference`, the policy in the KL term, come from such a pass too.
+The two passes run Megatron's pipeline schedule over the same micro-batches. On-policy ratios are
+therefore 1. `Reference` is the policy in the KL term; a forward-only pass computes its log-probs
+too.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def accumulate_gradients(
     Args:
         loss_scale: 0-dim factor of the loss, and so of the gradient; None: 1.
         kept: hidden states that `compute_log_probs` kept for the same micro-batches and weights;
-            avoids another forward of the model. Emptied here.
+            avoids another forward of the model. `accumulate_gradients` empties the list.
 
     Returns:
         The tensors that `loss_of` logged, concatenated: [N] each; empty on all but the last stage.
@@ -111,8 +112,8 @@ def _run(
 ) -> Any:
     """Runs Megatron's schedule over this rank's micro-batches.
 
-    `after_hidden` turns the last hidden states, taken from `kept` if it has any, into the collected
-    results.
+    `after_hidden` turns a micro-batch's last hidden states into the results that are collected. If
+    `kept` has entries, the hidden states are taken from `kept` instead of a forward pass.
     """
     # Megatron expects the length before sequences are split
     split = batch.layout.micro_batch_group

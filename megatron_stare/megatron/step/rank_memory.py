@@ -26,8 +26,8 @@ class SavedForBackward:
 
     @contextlib.contextmanager
     def counting(self, own: Collection[UntypedStorage]) -> Iterator[None]:
-        """Counts the tensors that autograd saves while this is open, each until autograd releases
-        it.
+        """Counts the tensors that autograd saves inside this context. A tensor counts until
+        autograd releases the tensor.
 
         Args:
             own: the policy's memory.
@@ -37,12 +37,13 @@ class SavedForBackward:
             yield
 
     def take_peak(self) -> int:
-        """Returns the peak in bytes, and restarts it."""
+        """Returns the peak in bytes, and starts a new peak from the bytes that are kept now."""
         peak, self._peak = self._peak, self._now
         return peak
 
     def add(self, storage: UntypedStorage) -> int | None:
-        """Counts a saved tensor's storage. Returns its address; None if it is the policy's own."""
+        """Counts a saved tensor's storage. Returns the storage's address, or None if the storage
+        belongs to the policy."""
         address = storage.data_ptr()
         if address in self._own:
             return None
@@ -54,7 +55,7 @@ class SavedForBackward:
         return address
 
     def drop(self, address: int) -> None:
-        """Removes one tensor that shares this memory."""
+        """Removes one saved tensor from the storage at this address."""
         known = self._held[address]
         known[0] -= 1
         if not known[0]:
@@ -62,7 +63,7 @@ class SavedForBackward:
 
 
 class _Kept:
-    """A saved tensor, for as long as the graph holds it."""
+    """A saved tensor, for as long as the autograd graph holds the tensor."""
 
     __slots__ = ("_address", "_count", "tensor")
 
@@ -84,8 +85,9 @@ class RankMemory:
         self._policy, self._saved = policy, SavedForBackward()
 
     def counting(self) -> contextlib.AbstractContextManager[None]:
-        """Counts tensors that autograd keeps for backward towards `live_mb`; on CUDA the allocator
-        counts them."""
+        """Counts, inside this context, the tensors that autograd keeps for backward. `live_mb`
+        includes these tensors. On CUDA the context does nothing, because the allocator counts the
+        tensors."""
         return contextlib.nullcontext() if uses_cuda() else self._saved.counting(self._storages())
 
     def take_mb(self) -> dict[str, float]:

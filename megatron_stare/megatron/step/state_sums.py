@@ -33,8 +33,8 @@ Sums = dict[str, tuple[float, float]]  # by tensor: sum of absolute values, sum 
 class RankProof:
     """Numbers that one rank contributes to a proof of the loaded state.
 
-    log_probs: by policy, canonical numbers [n] of the positions here and their log-probs [n]
-        float32; last stage only.
+    log_probs: for each policy, the canonical numbers [n] of the response positions on this rank,
+        and the log-probs [n] float32 of these positions. Only the last stage has log-probs.
     sums, counts: see `state_sums`.
     """
 
@@ -74,7 +74,7 @@ def _state_sums(policy: Policy, reference: Sequence[nn.Module]) -> tuple[Sums, d
 
 
 def _add(found: dict[str, list[float]], what: str, words: int, states: Iterable[Any]) -> None:
-    """Adds parts of whole tensors to `found`. Args: words: size of the vocabulary."""
+    """Adds parts of whole tensors to `found`. `words` is the size of the vocabulary."""
     for state in states:
         for part in nested_values(state):
             if not isinstance(part, ShardedTensor | ShardedTensorFactory) or not is_main_replica(

@@ -109,7 +109,8 @@ class Step:
         """Computes log-prob and entropy of every response token under the current policy, without
         backward.
 
-        If the configuration skips this pass, both are NaN until the training pass provides them.
+        If the configuration skips the log-prob pass, log-probs and entropies are NaN until the
+        training pass provides their values.
         """
         config, policy, batch = self._config, self._policy, self.batch
         moments: list[Tensor] = []
@@ -248,7 +249,8 @@ class Step:
         """Returns the numbers of watched tokens on this rank, one entry per update. Waits for the
         device.
 
-        Only on one rank of each tensor-parallel group of the last stage; an empty list on others.
+        Only one rank of each tensor-parallel group of the last stage returns numbers. All other
+        ranks return an empty list.
         """
         mine = self._numbers if self._policy.layout.tp_rank == 0 else []
         return [part.to_host() for part in mine]
@@ -262,8 +264,8 @@ class Step:
     def _make_objective(self, number: int) -> Objective | None:
         """Makes the objective of an update; None on all but the last pipeline stage.
 
-        All ranks must call it for updates after the first: `statistics.surprisal: current` passes
-        their mini-batches through the model again.
+        For every update after the first, all ranks must call `_make_objective`: if
+        `statistics.surprisal` is `current`, the update's mini-batch passes through the model again.
         """
         mini_batch = self._mini_batch(number)
         part, renewed = self.batch.mini_batch(mini_batch), None
@@ -310,8 +312,8 @@ class Step:
         return {**asked, **forecast, **self._method.metrics(objective.statistics, objective.state)}
 
     def _measures_forecast(self) -> bool:
-        """Returns True if this step is one of `observability.measured_every`; always False without
-        a forecast."""
+        """Returns True if the step's number is a multiple of `observability.measured_every`.
+        Returns False if there is no forecast or `measured_every` is 0."""
         watched = self._config.observability
         if (
             not watched.entropy_forecast
@@ -328,8 +330,9 @@ class Step:
         metrics: Mapping[str, Tensor | float],
         loss_scale: Tensor | None,
     ) -> None:
-        """Writes the weights before the first update, its loss and its gradients. All ranks must
-        call it. The driver writes the mini-batch, because it holds it whole."""
+        """Writes the weights before the first update, and the loss and the gradients of the first
+        update. All ranks must call `_dump`. The driver writes the mini-batch, because only the
+        driver holds the whole mini-batch."""
         policy = self._policy
         gradients = export_gradients(policy.model, policy.shape, policy.layout, loss_scale)
         if policy.layout.rank == 0:  # it has all tensors, as the last stage has the loss

@@ -2,9 +2,9 @@
 same names.
 
 The rest of the package neither checks the release nor handles names that a release lacks;
-tests/test_structure.py enforces both. Releases from 0.19 on use the newest module. Releases between
-0.16 and 0.19 are not supported: 0.18 lacks a name that the older module imports
-(scripts/try_release.sh).
+tests/test_structure.py enforces both. For megatron-core 0.19 and later, the package uses the newest
+module here. Releases of megatron-core between 0.16 and 0.19 are not supported: 0.18 lacks a name
+that the older module imports (scripts/try_release.sh).
 """
 
 from __future__ import annotations

@@ -62,6 +62,6 @@ def load_common(folder: str) -> dict[str, Any]:
 
 
 def load(state: dict[str, Any], folder: str, strategy: Any = None) -> dict[str, Any]:
-    """Reads the entries that `state` names. `strategy` reads the tensors; None uses Megatron's
-    default."""
+    """Reads the entries of a checkpoint whose names are in `state`. `strategy` reads the tensors;
+    None uses Megatron's default."""
     return dist_checkpointing.load(state, folder, strategy, _LoadCommon())

@@ -1,5 +1,5 @@
-"""Conditions on the metrics of a run's steps, with the windows of earlier steps that they compare
-with. Pure.
+"""Defines conditions on the metrics of a run's steps. A condition may compare a step with a window
+of earlier steps. The code here is pure.
 
 Each kind of condition is a class. The table in rules.py lists the conditions of a run and their
 consequences.
@@ -48,14 +48,14 @@ LEAST_SHARE = 0.05
 
 
 class Window:
-    """The first and the latest values of a metric, and statistics of them. Pure.
+    """The first and the latest values of a metric, and statistics of these values. Pure.
 
     Args:
         steps: number of latest values to keep.
-        known: finite values required among them for a comparison.
+        known: number of finite latest values that a comparison requires.
         first: number of the run's first values to keep.
-        gaps: whether a value that is not finite takes a place among the latest too; if not, it is
-            skipped.
+        gaps: whether a value that is not finite takes a place among the latest values too; if not,
+            the value is skipped.
     """
 
     def __init__(self, steps: int, known: int = 1, *, first: int = 0, gaps: bool = False) -> None:
@@ -79,8 +79,9 @@ class Window:
         return statistics.median(known) if len(known) >= self._known else None
 
     def growth(self) -> float | None:
-        """Returns the median of the latest values divided by that of the first ones. None while the
-        two overlap, and if the median of the first is not above 0."""
+        """Returns the median of the latest values divided by the median of the first values.
+        Returns None while the latest values overlap the first values, and None if the median of the
+        first values is not above 0."""
         if self._count < self._starts + self._steps:
             return None
         before = statistics.median(self.first)
@@ -99,7 +100,8 @@ class Window:
 
 
 class Found(NamedTuple):
-    """A condition's result for a step: whether it holds, and the measured values by name.
+    """A condition's result for a step: whether the condition holds, and the measured values by
+    name.
 
     measured: empty if nothing could be measured or compared.
     """
@@ -149,7 +151,7 @@ class Above(Condition):
 
 @dataclass(frozen=True)
 class Equal(Condition):
-    """Holds if the metric equals a number: for flags."""
+    """Holds if the metric equals a number. The condition serves metrics that are flags."""
 
     number: float = 0.0
 
@@ -283,7 +285,8 @@ class Grown(Condition):
     """Holds if the mean difference between engine and trainer has grown over the run and is not
     negligibly small.
 
-    setting: setting of a run that replaces `times` and `least`; "": the table's values apply.
+    setting: name of a run's setting. The setting's values replace `times` and `least`; if the name
+        is "", the values in the table apply.
     """
 
     times: float = TREND
@@ -304,9 +307,9 @@ class Grown(Condition):
 class Spike(Condition):
     """Holds if the metric is many spreads away from the median of earlier steps.
 
-    both_ways: whether a value can be too small as well.
-    spreads, steps, known: a run's settings; see config/guards_section.py.
-    least: a value up to this is no spike.
+    both_ways: whether a value far below the median is a spike too.
+    spreads, steps, known: values from a run's settings, which config/guards_section.py describes.
+    least: a value is no spike if the value is `least` or lower.
     """
 
     both_ways: bool = False
@@ -360,7 +363,8 @@ class Outside(Condition):
 
 
 class Judge:
-    """Judges the steps of a run by several conditions, and keeps the earlier values that they need.
+    """Judges the steps of a run by several conditions, and keeps the earlier values that the
+    conditions need.
 
     Args:
         conditions: conditions by any name.
@@ -375,6 +379,6 @@ class Judge:
         return self._conditions[name].judge(row, self.windows[name])
 
     def remember(self, row: Row) -> None:
-        """Adds a step to those that later steps are compared with."""
+        """Adds a step's metrics to the windows with which later steps are compared."""
         for name, when in self._conditions.items():
             self.windows[name].add(when.figure(row))

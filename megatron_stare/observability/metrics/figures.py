@@ -1,4 +1,4 @@
-"""Summarises a run in figures and settings, as words and numbers.
+"""Summarises a run: the most important results and settings, formatted as text.
 
 Reads a `RunRecord`. The report's head shows the figures, as cards for one run and as columns for
 several; the terminal shows them when a run has finished.
@@ -33,7 +33,7 @@ NOT_OPTIMISED = "training optimises sampled responses, not this"
 class Figure:
     """One figure: its label, its value, a note for comparison, and whether it is good news.
 
-    first: whether it is among the few figures that show whether the run worked.
+    first: whether this figure is among the few figures that show whether the run worked.
     """
 
     label: str
@@ -44,8 +44,8 @@ class Figure:
 
 
 def verdict(run: RunRecord) -> list[Figure]:
-    """Returns the figures of a run, most important first, without those that do not apply to its
-    method."""
+    """Returns the figures of a run, most important first, without figures that do not apply to the
+    run's method."""
     s = summary(run.metrics)
     figures = [
         *(replace(f, first=True) for task in run.tasks for f in _pass_at_1_of(run, task)),
@@ -94,7 +94,7 @@ def outline(run: RunRecord) -> str:
 
 def started(run: RunRecord) -> str:
     """Describes date, host and commit of the run's starts; consecutive starts in the same place are
-    merged. "" if the run's release did not record them."""
+    merged. Returns "" if the run's release did not record the starts."""
     said: list[str] = []
     for place, starts in itertools.groupby(run.starts, _place):
         first, *others = starts

@@ -1,7 +1,7 @@
 """Passes a run's reports to all its sinks: steps, evaluations, alerts, phases and notes.
 
-The driver loop calls it. A failing sink neither ends the run nor affects other sinks, unless it
-keeps the run's record.
+The driver loop calls the monitor. A failing sink neither ends the run nor affects other sinks,
+unless the sink keeps the run's record.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Monitor:
         self.resumed: list[dict[str, Any]] = []
 
     def start(self) -> None:
-        """Begins a new run. Raises UserError if a sink cannot record it."""
+        """Begins a new run. Raises UserError if a sink cannot record the run."""
         for name, sink in self._sinks.items():
             self._begin(name, sink, lambda sink: sink.start(self._run))
 
     def resume(self, step: int) -> None:
-        """Resumes a run after `step`. Raises UserError if a sink cannot record it."""
+        """Resumes a run after `step`. Raises UserError if a sink cannot record the run."""
         rows = self.resumed = [
             row for row in read_metrics(self._run.dir / METRICS_FILE) if row["step"] <= step
         ]
@@ -75,11 +75,13 @@ class Monitor:
         self._stopwatch = Stopwatch(self._shown)
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Attributes the time inside to this phase of the current step: metric `time/<name>_s`."""
+        """Adds the time spent inside this context to the phase `name` of the current step. The
+        metric is `time/<name>_s`."""
         return self._stopwatch(name)
 
     def progress(self, done: int, total: int) -> None:
-        """Reports the number of finished responses, and of those wanted in this phase."""
+        """Reports how many responses of the current phase are finished, and how many the phase
+        needs in total."""
         self._tell(lambda sink: sink.progress(done, total))
 
     def note(self, text: str) -> None:
@@ -115,7 +117,7 @@ class Monitor:
         self._tell(lambda sink: sink.alerts(changed, active))
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        """Reports a finished evaluation. Raises UserError if it cannot be recorded."""
+        """Reports a finished evaluation. Raises UserError if the evaluation cannot be recorded."""
         self._tell(lambda sink: sink.evaluation(record))
 
     def finish(self) -> None:

@@ -1,7 +1,8 @@
 """Computes the statistics of a run that a report states.
 
 Reads metrics.jsonl (as `metrics.read_metrics` returns it) and the per-problem results in
-eval.jsonl. The figures at the head of the report show the results. Plain Python, no arrays.
+eval.jsonl. The figures at the head of the report show these statistics. The code is plain Python
+without arrays.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ def paired_interval(
 
     With d_i = after_i - before_i, mean d, sample standard deviation s (n - 1) and t the (1 +
     level)/2 quantile of Student's distribution with n - 1 degrees of freedom: d ± t s / √n. Pairing
-    removes the spread between easy and hard problems, which is most of the variance. With fewer
-    than about 30 problems, most of whose d_i are equal, the interval is too narrow. If all d_i are
-    equal, its width is 0, which implies nothing about unseen problems.
+    removes the spread between easy and hard problems, which is most of the variance. The interval
+    is too narrow if there are fewer than about 30 problems and most d_i are equal. If all d_i are
+    equal, the interval's width is 0, which implies nothing about unseen problems.
 
-    Several prompts of one problem are not independent. Then n is the effective number of problems,
-    and the half width is t √v with v the variance of the mean
-    (`evaluation.estimates.mean_of_problems`). With one prompt per problem this equals the formula
-    above.
+    Several prompts of one problem are not independent. If a problem has several prompts, n is the
+    effective number of problems, and the interval's half width is t √v. Here v is the variance of
+    the mean (`evaluation.estimates.mean_of_problems`). With one prompt per problem, t √v equals t s
+    / √n.
 
     Args:
-        problems: the problem of each prompt; None: all are different.
+        problems: the problem of each prompt; None: all prompts belong to different problems.
 
     Returns:
         mean difference, low, high; the last two NaN for a single problem.
@@ -135,8 +136,9 @@ def summary(
 
 
 def on_target(figures: Mapping[str, float | None]) -> bool | None:
-    """Returns True if entropy was held at its target: the means of the last third and of the last
-    RECENT steps, and HELD_SHARE of the last third's steps, are within BAND of the target.
+    """Returns True if entropy was held at its target. Three quantities must be within BAND of the
+    target: the mean entropy of the last third of the steps, the mean entropy of the last RECENT
+    steps, and the entropy in a share HELD_SHARE of the last third's steps.
 
     Args:
         figures: a `summary`.
@@ -156,9 +158,10 @@ def on_target(figures: Mapping[str, float | None]) -> bool | None:
 class ForecastFit:
     """Agreement between forecasts and measurements of the same steps.
 
-    scale: b of the least-squares line measured = b forecast through the origin.
-    correlation: Pearson's; NaN if one of the two does not vary.
-    same_sign: share of the steps in which both have the same sign.
+    scale: slope of the least-squares line through the origin that predicts the measurement from the
+        forecast.
+    correlation: Pearson's correlation; NaN if the forecasts or the measurements do not vary.
+    same_sign: share of the steps in which forecast and measurement have the same sign.
     points: number of steps compared.
     """
 
@@ -169,8 +172,8 @@ class ForecastFit:
 
 
 def forecast_fit(forecast: Sequence[float], measured: Sequence[float]) -> ForecastFit | None:
-    """Fits steps that have both a forecast and a measurement; None if there are none, or every
-    forecast is 0."""
+    """Fits steps that have both a forecast and a measurement; None if there are no such steps, or
+    every forecast is 0."""
     squares = sum(f * f for f in forecast)
     if not squares:
         return None

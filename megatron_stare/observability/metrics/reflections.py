@@ -1,6 +1,6 @@
 """Counts how often responses reflect on themselves: by words that the configuration lists, and by
-the STARE paper's six categories among the tokens that a method selects. Pure; the results are
-metrics of a step, and so part of the report."""
+the STARE paper's six categories among the tokens that a method selects. The functions are pure.
+Their results are metrics of a step, and so part of the report."""
 
 from __future__ import annotations
 
@@ -57,12 +57,13 @@ def reflections(samples: Sequence[Trajectory], words: Sequence[str]) -> dict[str
 
 
 def selected_reflections(samples: Sequence[Trajectory]) -> dict[str, float]:
-    """Returns `reflection/selected_<category>` and `reflection/all_<category>`: shares of the
-    selected tokens, and of all tokens that carry loss, in a word of a category.
+    """Returns the share of tokens that belong to a word of each category.
+    `reflection/selected_<category>` is the share among the selected tokens, and
+    `reflection/all_<category>` the share among all tokens that carry loss.
 
     Words are found by the rules of records/words.py; a token belongs to a word if any of the word's
-    characters are in the token. Covers samples whose tokens' numbers are known; {} if no token is
-    selected.
+    characters are in the token. Only samples with recorded token numbers (`Trajectory.numbers`)
+    count. Returns {} if no token is selected.
     """
     selected, everything = Counter[str](), Counter[str]()
     for sample in samples:

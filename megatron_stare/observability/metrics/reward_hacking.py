@@ -1,7 +1,7 @@
 """Signs that a policy earns its reward by other means than reasoning, from the samples of one step.
 
 Pure functions of verified samples; the results are metrics of the step, and so part of the report.
-None of them proves anything alone; docs/diagnostics.md explains how to read each.
+No sign proves anything alone; docs/diagnostics.md explains how to read each sign.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def hacking_signals(samples: Sequence[Trajectory]) -> dict[str, float]:
     """Returns the `signal/*` metrics of a step. All but the repetition use only samples with a
     verdict.
 
-    Metrics about the answer's position are missing if the verifier does not report it.
+    Metrics about the answer's position are missing if the verifier does not report the position.
     """
     verified = [s for s in samples if s.judged]
     right, wrong = [s for s in verified if is_right(s)], [s for s in verified if not is_right(s)]
@@ -97,8 +97,8 @@ def has_answer(sample: Trajectory) -> bool:
 
 
 def length_reward_correlation(samples: Sequence[Trajectory]) -> float:
-    """Returns Pearson's correlation of length in tokens and reward; NaN if one of them is the same
-    for all."""
+    """Returns Pearson's correlation of length in tokens and reward; NaN if all lengths or all
+    rewards are equal."""
     try:
         return correlation([float(len(s)) for s in samples], [s.reward or 0.0 for s in samples])
     except StatisticsError:  # fewer than two, or no spread
@@ -107,10 +107,10 @@ def length_reward_correlation(samples: Sequence[Trajectory]) -> float:
 
 def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
     """Returns the share of n-grams of token ids ([.] for each response) that occurred earlier in
-    the same response; NaN if there are none.
+    the same response; NaN if there are no n-grams.
 
-    Each n-gram becomes one int64: its token ids are digits, after the response's number. numpy
-    sorts these in a tenth of torch's time.
+    Each n-gram becomes one int64 number: the response's number is the first digit, and the token
+    ids are the other digits. numpy sorts the int64 numbers in a tenth of torch's time.
     """
     columns = [tokens.numpy() for tokens in responses]
     lengths = np.array([len(column) for column in columns], dtype=np.int64)
@@ -138,7 +138,7 @@ def tokens_before_answer(sample: Trajectory) -> float:
     """Returns the sampled tokens before the answer: all tokens that the policy sampled, times the
     share of the text that precedes the answer.
 
-    Only for a sample that has an answer.
+    The sample must have an answer.
     """
     assert sample.answer_at is not None
     # the policy's tokens, not an environment's

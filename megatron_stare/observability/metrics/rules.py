@@ -51,7 +51,7 @@ QUIET_STEPS = 5
 
 
 class _Numbers(dict[str, float | str]):
-    """Values of a text's placeholders by name; NaN if one is missing."""
+    """Values of a text's placeholders by name; NaN for a missing value."""
 
     def __missing__(self, name: str) -> float:
         return math.nan
@@ -64,18 +64,19 @@ Text = str | Callable[[Row], str]
 class Rule:
     """A row of the table.
 
-    name: name of its alert, in words that stay true while values change.
+    name: name of the rule's alert, in words that stay true while values change.
     when: the rule's condition.
-    alert: text of its alert; "": no alert. Names in braces are metrics of the step or measured
-    values.
-    error: text of the error that ends the run; "": the run does not end. With both, the setting
-    `action` decides.
-    metrics: metrics that show the problem most directly; an alert carries the largest. (): the
-    judged metrics.
-    guard: name of its settings in the section `guards`; "": none.
-    flag: metric that is 1 in steps in which the guard held. The driver judges the guard; other code
-    reads the flag.
-    dtype: dtype of the trained models to which it applies; "": all.
+    alert: text of the rule's alert; "": no alert. Names in braces are metrics of the step or
+        measured values.
+    error: text of the error that ends the run; "": the run does not end. If a rule has both an
+        alert and an error, the setting `action` decides.
+    metrics: metrics that show the problem most directly; an alert reports the metric with the
+        largest value. (): the metrics of the condition.
+    guard: name of the rule's settings in the section `guards`; "": the rule has no settings there.
+    flag: metric that is 1 in the steps in which the condition was true. The driver evaluates the
+        condition; other code reads the metric.
+    dtype: the rule applies only to trained models of this dtype; "": the rule applies to all
+        models.
     """
 
     name: str
@@ -97,7 +98,7 @@ class Rule:
         return f"{GUARDS}.{self.guard}" if self.guard else getattr(self.when, "setting", "")
 
     def given(self, **settings: Any) -> Condition:
-        """Returns the condition with a run's settings in place of its own."""
+        """Returns the rule's condition with a run's settings instead of the values in the table."""
         return replace(self.when, **settings)
 
     @property
@@ -267,7 +268,8 @@ class Watch:
         self._judge = Judge({rule.name: _as_logged(rule) for rule in self._rules})
 
     def add(self, step: int, metrics: Row) -> list[Alert]:
-        """Adds a step; returns the alerts that began with it and those that ended with it."""
+        """Adds a step; returns the alerts that began with the step and the alerts that ended with
+        the step."""
         changed = []
         for rule in self._rules:
             found, held = self._judge.judge(rule.name, metrics), self.active.get(rule.name)
@@ -289,11 +291,12 @@ class Watch:
         return changed
 
     def restore(self, rows: Iterable[Row]) -> None:
-        """Adds the earlier steps of a resumed run to the windows, without alerts about them."""
+        """Adds the earlier steps of a resumed run to the windows, without alerts about these
+        steps."""
         for row in rows:
             self._judge.remember(row)
 
 
 def _as_logged(rule: Rule) -> Condition:
-    """Returns the rule's condition on the metrics that a run has logged."""
+    """Returns the condition that tests this rule from the metrics that a run has logged."""
     return Equal((rule.flag,), 1.0) if rule.flag else rule.when

@@ -44,7 +44,7 @@ def tick_label(value: float, step: float) -> str:
 
 def short(value: float | None, digits: int = 3) -> str:
     """Formats a value with `digits` significant digits and thousands separators; an en dash if
-    there is none."""
+    there is no value."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
@@ -56,10 +56,11 @@ def short(value: float | None, digits: int = 3) -> str:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Smooths with a centred Gaussian about a sixtieth of the series wide. Gaps stay gaps and do
-    not lower their neighbours.
+    """Smooths a series with a Gaussian kernel whose standard deviation is a sixtieth of the series'
+    length. A missing value stays missing and does not lower the smoothed values beside it.
 
-    Centred, because a trailing average would draw every turn later than it happened.
+    The kernel is centred, because a trailing average would show every change of direction later
+    than the change happened.
     """
     x = np.asarray(values, dtype=float)
     sigma = max(1.0, len(x) / 60)
@@ -73,8 +74,8 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def thin(points: Points, limit: int = 700) -> Points:
-    """Reduces a series to about `limit` points with the same outline, keeping every bucket's lowest
-    and highest point and a gap."""
+    """Reduces a series to about `limit` points with the same outline. From every bucket of points,
+    the lowest point, the highest point and the first missing point remain."""
     if len(points) <= limit:
         return points
     size = math.ceil(2 * len(points) / limit)

@@ -1,5 +1,5 @@
-"""Computes a step's metrics: the trainer's, and the driver's own of rewards, responses, time and
-memory."""
+"""Computes a step's metrics. The trainer provides its own metrics; the driver adds metrics of
+rewards, responses, time and memory."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ MEMORY_EVERY_S = 10.0  # reading every process's page tables takes milliseconds
 
 
 class Stopwatch:
-    """Times the phases of one step, and shows them while they run.
+    """Times the phases of one step, and shows each phase while the phase runs.
 
     Args:
         shown: opens a phase on the display, by name.
@@ -126,7 +126,8 @@ class Stopwatch:
 
 
 class _MemoryProbe:
-    """The process tree's Pss, read at intervals; returns the last reading in between."""
+    """Reads the Pss memory of the process tree, at most once every MEMORY_EVERY_S seconds. Calls
+    between two readings return the last reading."""
 
     def __init__(self) -> None:
         self._read_at = -MEMORY_EVERY_S

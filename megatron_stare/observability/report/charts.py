@@ -43,7 +43,7 @@ class Line:
 
     @property
     def css(self) -> str:
-        """The CSS class that determines its colour."""
+        """The CSS class that determines the line's colour."""
         return self.kind or ("own" if self.colour == OWN_COLOUR else f"c{self.colour}")
 
     @property
@@ -72,8 +72,8 @@ class Chart:
 
     @property
     def flat(self) -> str | None:
-        """The constant value of a chart that never changes; None if it changes, or has nothing to
-        show."""
+        """The constant value of a chart that never changes; None if the chart changes, or has
+        nothing to show."""
         values = [
             v for line in (*self.lines, *self.targets) for v in line.values if math.isfinite(v)
         ]

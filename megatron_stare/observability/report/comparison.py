@@ -1,4 +1,4 @@
-"""Compares runs with the first one: paired tests of figures, and the settings that differ.
+"""Compares runs with the first run: paired tests of figures, and the settings that differ.
 
 Turns `RunRecord`s into columns of the report.
 """
@@ -23,7 +23,8 @@ _BY_STEP = (
 
 
 def against(first: RunRecord, run: RunRecord) -> dict[str, Figure]:
-    """Returns `run` minus `first`, by the label of the compared figure."""
+    """Compares the figures of `run` with the figures of `first`. Returns, for each figure's label,
+    the value of `run` minus the value of `first`."""
     found: dict[str, Figure] = {}
     for task in first.tasks:
         one, two = first.on_task(task), run.on_task(task)
@@ -41,8 +42,9 @@ def against(first: RunRecord, run: RunRecord) -> dict[str, Figure]:
 
 
 def outcome(first: RunRecord, run: RunRecord) -> str:
-    """Returns a sentence comparing `run` with the first run: the sampled result and entropy; reward
-    if the two have no common result."""
+    """Returns a sentence that compares `run` with the first run in the sampled result and in
+    entropy. If the two runs have no common sampled result, the sentence compares entropy and
+    reward."""
     found, task = against(first, run), first.tasks[0]
     label = labels_of(first.on_task(task), task)[0]
     name = label.partition(", ")[0]

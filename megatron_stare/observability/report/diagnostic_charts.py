@@ -214,8 +214,9 @@ def selection(runs: Sequence[RunRecord]) -> list[Chart]:
 
 
 def _proxy(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Returns charts of how well the selection hits, and of the selected tokens' cumulative effect,
-    for runs that select any."""
+    """Returns two charts for each run that selects tokens. The first chart shows the share of
+    selected tokens on the right side of the critical surprisal. The second chart shows the selected
+    tokens' cumulative effect on entropy."""
     charts = []
     for run in runs:
         whose = f", {run.name}" if len(runs) > 1 else ""
@@ -296,7 +297,8 @@ def _lines(runs: Sequence[RunRecord], key: str) -> list[Line]:
 
 
 def _dashed(line: Line) -> Line:
-    """Smooths a line that is drawn dashed, because dashes show a course, not single values."""
+    """Smooths a line that is drawn dashed, because a dashed line shows a trend, not single
+    values."""
     return replace(line, values=smooth(line.values)) if len(line.values) >= SMOOTH_FROM else line
 
 
@@ -311,8 +313,9 @@ class TokenNorms:
     """The norm of a token's gradient by the token's probability and entropy, as text.
 
     columns: ranges of entropy.
-    rows: range of probability, the bound sqrt(2 - 2 p) at its lower end, and one cell per range of
-    entropy: mean norm and share of the tokens, None if there is no token.
+    rows: one row per range of probability. A row contains the range, the bound sqrt(2 - 2 p) with p
+        the range's lower end, and one cell per range of entropy. A cell contains the mean norm and
+        the share of the tokens; a cell without tokens is None.
     """
 
     step: int

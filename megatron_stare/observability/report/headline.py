@@ -1,6 +1,6 @@
 """Writes the report's first screen in words: a sentence that summarises a run, remarks, problems.
 
-Reads a `RunRecord`. Every number in the text is also among the figures below it.
+Reads a `RunRecord`. Every number in the text is also among the figures below the text.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Figures = Mapping[str, float | None]
 
 @dataclass(frozen=True)
 class Headline:
-    """One sentence, the greedy result for comparison with the sampled one, and remarks that explain
-    both."""
+    """The text of the report's first screen: a sentence about the run with the sampled result, a
+    sentence about the greedy result for comparison, and remarks that explain the two results."""
 
     sentence: str
     greedy: str = ""
@@ -156,8 +156,8 @@ class _Change:
 
 
 def _change(run: RunRecord, accuracy: str, results: str) -> _Change | None:
-    """Returns the change over training from the run's evaluations on one task; None if one of them
-    is missing."""
+    """Returns the change over training from the run's evaluations on one task; None if an
+    evaluation is missing."""
     before, after = run.before or {}, run.after or {}
     if before.get(accuracy) is None or after.get(accuracy) is None:
         return None
@@ -275,7 +275,7 @@ def _above_target(row: Mapping[str, Any]) -> bool:
 
 
 def _steps_alike(run: RunRecord, other: RunRecord) -> int:
-    """Counts the leading steps with the same entropy and reward."""
+    """Counts the steps before the first step in which two runs differ in entropy or reward."""
     keys, same = ("step", "entropy/mean", "reward/mean"), 0
     for one, two in zip(run.metrics, other.metrics, strict=False):
         if any(key not in one or one[key] != two.get(key) for key in keys):

@@ -2,8 +2,8 @@
 
 Turns the files of one or more run directories (config.yaml, metrics.jsonl, eval.jsonl) into
 report.html. The file loads nothing else, so it can be mailed, archived and opened offline. This
-module prepares the content. `page.html.jinja` lays it out: the first screen, then folded parts.
-Without scripts only the token view is missing.
+module prepares the content. `page.html.jinja` lays the content out: the first screen, then folded
+parts. Without scripts only the token view is missing.
 """
 
 from __future__ import annotations
@@ -194,7 +194,8 @@ def _charts(runs: Sequence[RunRecord]) -> tuple[list[Chart], list[Chart]]:
 
 
 def _more_of(title: str, evals: Sequence[tuple[str, int, Sequence[Record]]]) -> list[Chart]:
-    """Charts the evaluations' other results if problems are answered more than once."""
+    """Returns charts of the evaluations' further results, such as pass@k and maj@k, if every
+    problem is answered more than once."""
     found = [[evaluation_figures(record) for record in records] for _, _, records in evals]
     named = list(dict.fromkeys(name for figures in found for each in figures for name in each))
     largest = {
@@ -292,7 +293,8 @@ def times(runs: Sequence[RunRecord]) -> list[tuple[str, list[Part | None]]]:
 
 
 def _phases(run: RunRecord) -> dict[str, Part]:
-    """Returns a run's phases. The first step, which warms up, is left out if there are others."""
+    """Returns a run's phases. The first step, which warms up, is left out if there are other
+    steps."""
     rows = run.metrics[1:] or run.metrics
     sums: dict[str, float] = {}
     for row in rows:

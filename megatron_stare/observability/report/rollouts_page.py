@@ -1,12 +1,14 @@
 """The page of sampled responses: one self-contained HTML file that lists, filters and shows them
 token by token.
 
-Turns the files of one run directory, or of two side by side (rollouts/, eval.jsonl, metrics.jsonl,
-config.yaml), into rollouts.html. Like the report, it loads nothing else. It shows a response with
-the report's view of tokens (`token_view.*`).
+Turns the files rollouts/, eval.jsonl, metrics.jsonl and config.yaml of a run directory into
+rollouts.html. For two run directories, rollouts.html shows the runs side by side. Like the report,
+rollouts.html loads no other file. The page shows a response with the report's view of tokens
+(`token_view.*`).
 
-The page contains the list itself, and blocks that it unpacks on demand. A block is gzipped JSON in
-base64 with at most BLOCK responses, so a page with tens of thousands of responses opens quickly.
+The page contains the list of responses, and blocks of texts and token numbers that the page unpacks
+on demand. A block is gzipped JSON in base64 with at most BLOCK responses, so a page with tens of
+thousands of responses opens quickly.
 """
 
 from __future__ import annotations
@@ -98,14 +100,15 @@ def _left_out(stored: Stored, named: bool) -> list[str]:
 class Stored:
     """The responses of one run.
 
-    rows: the list's content, by column. `prompt` and `task` are indices into `prompts` and `tasks`,
-        `at` is the block and the place in it, `numbers` is the block with the tokens' numbers, -1
-        if there are none.
-    keys: for every row, a key that identifies the same question in another run.
-    texts, numbers: the blocks.
-    reasons: by step, the reasons why tokens were selected.
-    left_out: numbers of responses left out, and of responses whose token numbers were left out, for
-    lack of room.
+    rows: content of the list of responses, by column. The columns `prompt` and `task` contain
+        indices into `prompts` and `tasks`. The column `at` contains the index of the block in
+        `texts`, and the response's place in the block. The column `numbers` contains the index of
+        the block in `numbers` with the tokens' numbers; -1: there are no numbers.
+    keys: for every row, a key that identifies the response's question in another run.
+    texts, numbers: blocks of response texts, and blocks of token numbers.
+    reasons: for every step, the reasons why tokens were selected.
+    left_out: number of responses that are left out for lack of room, and number of responses whose
+        token numbers are left out for lack of room.
     """
 
     name: str
@@ -133,8 +136,8 @@ class _Block:
 def stored_responses(
     run: RunRecord, text_bytes: int = TEXT_BYTES, number_bytes: int = NUMBER_BYTES
 ) -> Stored:
-    """Reads the responses of a run, oldest first. If they exceed the page's size, blocks are
-    dropped evenly.
+    """Reads the responses of a run, oldest first. If the responses exceed the page's size, blocks
+    are dropped at even intervals over the run.
 
     Raises:
         DataError: a rollout file is damaged.
@@ -166,7 +169,7 @@ def stored_responses(
 
 def pairs(runs: Sequence[Stored]) -> list[list[int]]:
     """Returns the rows of the list: the place in one run, or the places in both runs for the same
-    prompt, with -1 if a run lacks it.
+    prompt, with -1 if a run lacks the response.
 
     In two runs, the same sample of a prompt at the same step is one row; the prompt's remaining
     samples are paired in order. Rows are in the first run's order, then those that only the second

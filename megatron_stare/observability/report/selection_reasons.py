@@ -31,7 +31,8 @@ class Reasons:
     """Explanations of a selection.
 
     lines: sentences about the step.
-    sets: by letter of `selected` in a rollout file, why a token is in that set.
+    sets: for every letter that `selected` can contain in a rollout file, a sentence why a token is
+        in the set with this letter.
     """
 
     lines: tuple[str, ...] = ()

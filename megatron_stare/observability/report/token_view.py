@@ -1,7 +1,7 @@
 """Prepares sampled responses with coloured tokens for `token_view.html.jinja` and `token_view.js`.
 
-Reads rollout files; any page that includes the macro can show the result. The numbers are those in
-the file.
+Reads rollout files. Any page that includes the macro of `token_view.html.jinja` can show the
+prepared responses. The view shows the numbers in the rollout file unchanged.
 """
 
 from __future__ import annotations

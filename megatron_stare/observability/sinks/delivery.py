@@ -2,9 +2,9 @@
 
 `Background` makes calls that may hang or fail, in order, on a separate thread. `Delivered` is a
 small file in the run directory that lists what the service has received; it is written before a
-step is sent. If the run is killed in between, the service may lack that step, but never has it
-twice. The list is not part of checkpoints: going back to one does not take data back from a
-service.
+step is sent. If the run is killed after the file is written and before the step is sent, the
+service may lack the step, but never has the step twice. The list is not part of checkpoints: going
+back to a checkpoint does not take data back from a service.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Background:
             raise error
 
     def close(self, limit_s: float) -> bool:
-        """Waits at most `limit_s` seconds until all calls are made. Returns True if they are.
+        """Waits at most `limit_s` seconds until all calls are made. Returns True if all calls were
+        made.
 
         Raises:
             Exception: the error of the last call.
@@ -87,10 +88,12 @@ class Background:
 class Delivered:
     """Records what a service has received.
 
-    id: the run's name in the service, drawn here. starts: how often the run was opened there.
-    step: the newest step that was sent. evaluated: [step, task] of evaluations that were sent.
-    redone: [first, last] of steps that were sent and then repeated; the service keeps their first
-    metrics.
+    id: the run's name in the service, a random name by default.
+    starts: number of times that the run was opened in the service.
+    step: the newest step that was sent.
+    evaluated: [step, task] of every evaluation that was sent.
+    redone: [first, last] of every range of steps that were sent and then repeated. The service
+        keeps the metrics that were sent first.
     """
 
     file: Path
@@ -102,7 +105,7 @@ class Delivered:
 
     @classmethod
     def read(cls, file: Path) -> Delivered:
-        """Reads the file; nothing was delivered if it does not exist.
+        """Reads the file; nothing was delivered if the file does not exist.
 
         Raises:
             DataError: the file is damaged.

@@ -1,8 +1,9 @@
 """Writes the record of a run: metrics.jsonl, eval.jsonl, starts.jsonl and rollouts/ in its
 directory.
 
-The report, a resume and anyone with `jq` read it. A resumed run first truncates it to the step it
-resumes from, so that it reads as if the run had never stopped.
+The report, a resumed run and users with `jq` read the record. A resumed run first truncates the
+record to the step from which the run resumes. The record then reads as if the run had never
+stopped.
 """
 
 from __future__ import annotations

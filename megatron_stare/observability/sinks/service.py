@@ -1,8 +1,9 @@
-"""Base of sinks that report to a service: every step and evaluation once, even if the run or the
-service fails.
+"""Base of sinks that report to a service. Every step and every evaluation is reported once, even if
+the run or the service fails.
 
-The monitor calls it; the sinks of W&B and MLflow implement the service's calls, which run on a
-separate thread. On a resume, steps in the run's record that the service lacks are sent again.
+The monitor calls the sink. The sinks of W&B and MLflow implement the calls to their services; these
+calls run on a separate thread. On a resume, steps in the run's record that the service lacks are
+sent again.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Service(Sink):
         self._background: Background | None = None
 
     def look(self, run: RunOutline, delivered: Delivered) -> None:
-        """Removes from `delivered` what the service evidently lacks; called when a run resumes."""
+        """Removes from `delivered` all entries that the service evidently lacks. `look` is called
+        when a run resumes."""
 
     @abstractmethod
     def open(self, run: RunOutline, delivered: Delivered) -> None:

@@ -61,10 +61,12 @@ class TensorBoard(Sink):
 
 
 def _await_later_name(folder: Path) -> None:
-    """Waits until the clock is a second past the newest file's name, for at most a second.
+    """Waits until the clock is later than the second in the newest file's name, for at most one
+    second.
 
-    TensorBoard reads files in the order of their names, which contain the time in seconds. Without
-    the wait, a run that is resumed at once might be read before the part that it continues.
+    TensorBoard reads files in the order of their names, which contain the time in seconds. If a run
+    is resumed at once and does not wait, TensorBoard might read the resumed run's file before the
+    earlier file that the resumed run continues.
     """
     seconds = [int(found[1]) for path in folder.glob("*") if (found := _SECOND.search(path.name))]
     wait_s = max(seconds, default=0) + 1 - time.time()

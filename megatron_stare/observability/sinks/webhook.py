@@ -84,7 +84,8 @@ class Webhook(Sink):
             raise TimeoutError(f"alerts were not taken within {CLOSE_S:g} s of the end")
 
     def _post_all(self, step: int, bodies: Sequence[bytes], closing: Event) -> None:
-        """Posts all bodies. Raises ConnectionError afterwards if one was not accepted."""
+        """Posts all bodies. Raises ConnectionError after the last post if the service did not
+        accept every body."""
         failed = [said for body in bodies if (said := self._post(body, closing))]
         if failed:
             raise ConnectionError(
@@ -95,8 +96,8 @@ class Webhook(Sink):
         self._delivered.write()
 
     def _post(self, body: bytes, closing: Event) -> str:
-        """Posts a body. Returns "" if it was accepted, else the last attempt's error, without the
-        address."""
+        """Posts a body. Returns "" if the service accepted the body. Otherwise returns the last
+        attempt's error, without the address."""
         said = ""
         for attempt in range(self._attempts):
             if attempt:

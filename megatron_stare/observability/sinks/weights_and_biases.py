@@ -1,9 +1,9 @@
 """Reports steps and evaluations as a run of W&B, online or offline.
 
 W&B buffers up to a block of 32 KB, which is lost if the driver is killed. The resume of an offline
-run therefore continues after the last rows in W&B's files, not after the last steps sent. They are
-logs in LevelDB's format (github.com/google/leveldb, doc/log_format.md) after a header of 7 bytes,
-with protocol buffers that the package describes.
+run therefore continues after the last rows in W&B's files, not after the last steps sent. W&B's
+files are logs in LevelDB's format (github.com/google/leveldb, doc/log_format.md). A header of 7
+bytes precedes the log. The log's records are protocol buffers, which the wandb package defines.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class WeightsAndBiases(Service):
     """Logs one row per step and one per evaluation, over the axis `step`.
 
     Online, a resumed run continues the same W&B run. W&B cannot continue offline runs, so each
-    start is a separate run there, all in one group; no step is in two of them.
+    start is a separate W&B run. The W&B runs of all starts are in one group, and no step is in two
+    W&B runs.
 
     Args:
         project: W&B project.
@@ -111,7 +112,7 @@ class WeightsAndBiases(Service):
 
 
 def offline_rows(run_dir: Path) -> list[dict[str, Any]] | None:
-    """Reads the rows of all starts of a run, oldest first, as logged; None if it was not
+    """Reads the rows of all starts of a run, oldest first, as logged; None if the run was not
     offline."""
     from wandb.proto import wandb_internal_pb2
 
@@ -133,7 +134,7 @@ def offline_rows(run_dir: Path) -> list[dict[str, Any]] | None:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """Yields complete records; drops one that was cut off."""
+    """Yields complete records; drops a record that was cut off."""
     at, part = _HEADER, b""
     while at + _HEADER <= len(data):
         left = _BLOCK - at % _BLOCK

@@ -1,9 +1,9 @@
-"""Shows a run as a panel that stays in place, for people at a terminal; chooses between it and
-plain lines.
+"""Shows a run to users at a terminal, as a panel that stays in place. `make_display` chooses
+between the panel and plain lines.
 
-`sinks/console.py` calls it. rich draws it from a snapshot a few times a second, on a thread; the
-driver only stores values. Notes, warnings and alerts are also printed once above the panel, so that
-they remain when the panel is gone.
+`sinks/console.py` calls the display. rich draws the panel from a snapshot a few times a second, on
+a separate thread; the driver's thread only stores values. Notes, warnings and alerts are also
+printed once above the panel, so that these lines remain when the panel is gone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _BETWEEN_STEPS = ("eval", "checkpoint")  # they follow their step's metrics but 
 
 
 def make_display(total_steps: int, out: TextIO | None = None) -> RunDisplay:
-    """Makes a live panel if `out` is a terminal that supports it, else a printer of plain lines.
+    """Makes a live panel if `out` is a terminal that supports the panel, else a printer of plain
+    lines.
 
     Args:
         total_steps: number of the run's last step.
@@ -104,7 +105,7 @@ class LiveDisplay(RunDisplay):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Shows the innermost phase and the time spent in it."""
+        """Shows the innermost phase and the time spent in the phase."""
         start = self._now()
         with self._lock:
             self._phases.append((name, start))
@@ -122,7 +123,7 @@ class LiveDisplay(RunDisplay):
         self._responses = (done, total)
 
     def evaluated(self, name: str, value: float, step: int) -> None:
-        """Shows the newest result of a task in the panel."""
+        """Shows the newest result of an evaluation task in the run's panel."""
         with self._lock:
             self._evaluated[name] = value, step
 
@@ -163,7 +164,8 @@ class LiveDisplay(RunDisplay):
             }
 
     def alerts(self, changed: Sequence[Alert], active: Sequence[Alert]) -> None:
-        """Lists active alerts in the panel, and prints those that began or ended above it."""
+        """Lists active alerts in the panel, and prints a line above the panel for every alert that
+        began or ended."""
         with self._lock:
             self._active = tuple(active)
         super().alerts(changed, active)

@@ -1,8 +1,8 @@
 """Draws small pictures with characters: a line chart over a band, an on/off strip, bars, and trend
 arrows.
 
-Turns series of metrics into plain strings for `live_panel.py`. Without colour, because the pictures
-must be readable without it.
+Turns series of metrics into plain strings for `live_panel.py`. The pictures have no colour, because
+the pictures must be readable without colour.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ TREND_SHARE = 0.02  # share of the value below which a change is no trend, howev
 
 @dataclass(frozen=True)
 class Scale:
-    """The vertical axis of a chart, from zero or below to a round value.
+    """The vertical axis of a chart. The lowest value is zero or negative, and the highest value is
+    round.
 
-    low: value at the lower edge.        row: value range of one character row.
-    band_rows: rows that the band touches; empty without a band.
-    ticks: round values to label, by their row, counted from below.
+    low: value at the chart's lower edge. row: range of values that one character row covers.
+    band_rows: rows that the chart's band touches; empty if the chart has no band.
+    ticks: round values to label, keyed by the number of the row, counted from the lowest row.
     """
 
     low: float
@@ -41,13 +42,13 @@ class Scale:
 
     @property
     def high(self) -> float:
-        """The value at the upper edge."""
+        """The value at the chart's upper edge."""
         return self.low + self.rows * self.row
 
 
 def scale_of(values: Sequence[float], band: tuple[float, float] | None, rows: int) -> Scale:
-    """Returns an axis that includes zero, the values and the band. Runs with and without a target
-    get the same axis, so that heights compare."""
+    """Returns an axis that includes zero, the values and the band. A run with a target and a run
+    without a target get the same axis, so that the heights of their charts can be compared."""
     known = [v for v in values if math.isfinite(v)]
     high = max([*known, *(band or ())], default=0.0)
     low = min([0.0, *known])
@@ -64,8 +65,8 @@ def scale_of(values: Sequence[float], band: tuple[float, float] | None, rows: in
 
 
 def line(values: Sequence[float], scale: Scale, width: int) -> list[str]:
-    """Draws the newest values that fit as a line, two per character; returns rows from top to
-    bottom, `width` wide.
+    """Draws the newest values as a line, two values per character. Values that do not fit are left
+    out. Returns the rows from top to bottom, each `width` characters wide.
 
     Values that are not finite leave a gap; values beyond the axis follow its edge. Unused
     characters are spaces.
@@ -93,7 +94,8 @@ def _columns(values: Sequence[float], width: int) -> list[float]:
 
 
 def strip(on: Sequence[float], width: int) -> str:
-    """Draws a 0/1 series as a line, heavy while on, aligned with `line`; blank where unknown."""
+    """Draws a 0/1 series as a line that is aligned with `line`. The line is heavy for 1 and blank
+    for unknown values."""
     columns = _columns(on, width)
     return "".join(
         " " if math.isnan(left) and math.isnan(right) else _STRIP[left >= 0.5][right >= 0.5]
@@ -102,15 +104,17 @@ def strip(on: Sequence[float], width: int) -> str:
 
 
 def bar(share: float, width: int) -> str:
-    """Draws a horizontal bar over `share` of `width`, with a resolution of an eighth of a character
-    and at least an eighth; `width` wide."""
+    """Draws a horizontal bar that covers `share` of `width` characters. The bar's length is a
+    multiple of an eighth of a character, and not 0. The returned text is `width` characters
+    wide."""
     eighths = max(1, round(min(1.0, max(0.0, share)) * width * 8))
     full, rest = divmod(eighths, 8)
     return (_EIGHTHS[8] * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
 
 
 def progress_bar(share: float, width: int) -> tuple[str, str]:
-    """Returns the heavy part for what is done and the light part for the rest."""
+    """Draws a progress bar. Returns the heavy line for the share that is done, and the light line
+    for the share that remains."""
     halves = round(min(1.0, max(0.0, share)) * width * 2)
     full, half = divmod(halves, 2)
     done = "━" * full + "╸" * half

@@ -70,7 +70,8 @@ class View:
     metric.
     seconds: the newest duration of every phase.
     phase, phase_s: the current phase and the seconds spent in it; "" between phases.
-    responses: finished and wanted in this phase; None if not counted.
+    responses: numbers of finished and of needed responses in the current phase; None if responses
+        are not counted.
     left_s, run_s: seconds until the last step, and since the display started.
     over: alerts that ended, newest last.
     evaluated: the newest result of every task, as (name, value, step).
@@ -273,7 +274,7 @@ def _entropy(view: View, width: int, rows: int) -> list[Text]:
 
 
 def _reward(view: View, width: int, rows: int) -> list[Text]:
-    """Builds the reward chart; its value is among the numbers above."""
+    """Builds the reward chart. The panel's numbers above the chart contain the newest reward."""
     columns = width - _AXIS
     shown = view.values("reward/mean")[-2 * columns :]
     return (

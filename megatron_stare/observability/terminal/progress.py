@@ -1,8 +1,9 @@
 """The interface of a run's display, and a plain version that prints one line per step.
 
-`sinks/console.py` calls it; it writes to stdout. Plain text, so that logs of batch jobs can be read
-and grepped; colour only on a terminal. The panel for terminals is in `live.py`; `make_display`
-there chooses.
+`sinks/console.py` calls the display, and the display writes to stdout. The plain version prints
+plain text, so that logs of batch jobs can be read and grepped; colour appears only on a terminal.
+The panel for terminals is in `live.py`; `make_display` in `live.py` chooses between the panel and
+plain lines.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ _OUTLIER = 3.0  # a longer step counts as this many medians
 class RemainingTime:
     """Estimates the remaining time from a moving average of recent step times.
 
-    The first step of a process warms up caches and compilers, so it is dropped once there is
-    another. One long recent step (a stalled disk) is capped, so that it changes the estimate
-    little.
+    The first step of a process warms up caches and compilers, so the first step is dropped once
+    there is another step. One long recent step (a stalled disk) is capped, so that the long step
+    changes the estimate little.
 
     Args:
         window: number of steps in the average.
@@ -59,7 +60,8 @@ class RemainingTime:
 
 
 class RunDisplay(ABC):
-    """Shows a run to a person. A context manager; `close` restores the terminal."""
+    """Displays a run's progress to the user. The display is a context manager; `close` restores the
+    terminal."""
 
     def start(self, run_dir: str, algorithm: str) -> None:
         """Shows which run this is."""
@@ -71,16 +73,17 @@ class RunDisplay(ABC):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Attributes the time inside to this phase: rollout, reward, log_probs, update, sync, eval,
-        checkpoint."""
+        """Marks the time inside this context as a phase of the step: rollout, reward, log_probs,
+        update, sync, eval or checkpoint."""
         yield
 
     def rollout_progress(self, done: int, total: int) -> None:  # noqa: B027 - one line a step has no place for it
-        """Receives the number of finished responses, and of those wanted in this phase."""
+        """Receives how many responses of the current phase are finished, and how many the phase
+        needs in total."""
 
     def evaluated(self, name: str, value: float, step: int) -> None:  # noqa: B027 - a line is printed by `note`
-        """Receives the newest result of a task: its name, its value, and the step of the
-        weights."""
+        """Receives the newest result of an evaluation task: the result's name and value, and the
+        step of the evaluated weights."""
 
     def alerts(self, changed: Sequence[Alert], active: Sequence[Alert]) -> None:
         """Shows the alerts that began or ended with the last step shown.
