@@ -178,7 +178,7 @@ WORLDS = {"bandit": bandit, "tree": tree, "rare": rare, "changing": changing}
 
 @dataclass(frozen=True)
 class Exact:
-    """What a policy is, without sampling; all [K] float64, means over the prompts.
+    """Values of a policy without sampling error; all [K] float64, means over the prompts.
 
     entropy: mean entropy of a response's choices, nats.
     reward: expected reward.

@@ -339,7 +339,7 @@ def test_one_beside_the_trainer_restarts_only_while_the_trainer_is_away(
 def test_whoever_needs_the_device_waits_for_a_server_that_does_not_come_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is lost then, and does not restart while the device is needed."""
+    """The server is lost then, and does not restart while the device is needed."""
     fakes = Fakes(
         monkeypatch,
         [Mortal("localhost:1", "/generate")],
