@@ -12,10 +12,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from simulate import History, Settings, train
+from simulate import History, Settings, coupled, gradient, log_softmax_at, sample, train
 from torch import Tensor
-from twins import BonusTwin, ForksTwin, StareTwin, Twin, dapo
-from worlds import World, bandit, changing, rare, tree
+from twins import BonusTwin, CriticalTwin, ForksTwin, StareTwin, Tokens, Twin, dapo
+from worlds import World, bandit, changing, evaluate, rare, tree
+
+from megatron_stare.algorithms.sensitivity import critical_surprisal, second_moment, sensitivity
 
 Cell = Mapping[str, Any]  # a value for each axis
 MakeWorld = Callable[..., World]
@@ -33,6 +35,7 @@ METHODS: dict[str, Twin] = {
     "stare_c2": replace(STARE, variant="C2"),
     "stare_o1_strong": replace(STARE, share=0.3, amplify=3.0),
     "stare_c2_strong": STRONG,
+    "stare_critical": CriticalTwin(variant="C2", entropy_target=TARGET, amplify=2.0, attenuate=0.2),
     "bonus": BONUS,
 }
 
@@ -46,6 +49,7 @@ class Map:
     world: makes the world of a cell from the cell's values that it takes.
     methods: the methods of a cell by name; the first is the one the others are compared with.
     settings: of the training.
+    drift: True: one update from the first policy instead of a training (see `drifted`).
     """
 
     question: str
@@ -53,6 +57,7 @@ class Map:
     world: Callable[[Cell, int], World]
     methods: Callable[[Cell], Mapping[str, Twin]]
     settings: Callable[[Cell], Settings] = field(default=lambda cell: Settings())
+    drift: bool = False
 
     def cells(self) -> list[dict[str, Any]]:
         (first, across), (second, down) = self.axes.items()
@@ -107,6 +112,22 @@ def _with(**fixed: Any) -> Callable[[Cell], Settings]:
         return replace(Settings(), **{**fixed, **own})
 
     return settings
+
+
+def _amplified(cell: Cell) -> Mapping[str, Twin]:
+    """Ungated O1 at the cell's W: on the paper's share of rare tokens, on a wider one, and on the
+    tokens past the critical surprisal of their own state."""
+    plain = replace(STARE, entropy_target=None, amplify=cell["amplify"])
+    critical = CriticalTwin(entropy_target=None, amplify=cell["amplify"])
+    wide = replace(plain, share=0.3)
+    return {"grpo": Twin(), "share_0.1": plain, "share_0.3": wide, "critical": critical}
+
+
+def _trained(cell: Cell, seeds: int) -> World:
+    """The tree after some steps of GRPO, so that its entropy is falling."""
+    world = tree(seeds)
+    steps = cell["trained"]
+    return replace(world, logits=train(world, Twin(), Settings(steps, lr=1.0, every=steps)).logits)
 
 
 PAIR = _only("grpo", "stare_c2_strong", "stare_o1_strong", "bonus")
@@ -174,6 +195,13 @@ MAPS: dict[str, Map] = {
         _all,
         _with(steps=600),
     ),
+    "critical_weight": Map(
+        "How sharp is the weight W* at which amplified rare tokens stop the fall of entropy?",
+        {"trained": (20, 50, 100, 200), "amplify": (1.0, 1.1, 1.5, 2.0, 3.0, 5.0, 10.0)},
+        _trained,
+        _amplified,
+        drift=True,
+    ),
     "clip_updates": Map(
         "What does a higher upper clip do, with several updates a batch?",
         {"updates": (1, 2, 4, 8), "clip_high": (0.2, 0.28, 0.5)},
@@ -182,6 +210,51 @@ MAPS: dict[str, Map] = {
         _with(lr=2.0),
     ),
 }
+
+
+DRIFT_LR, REPEATS = 0.05, 20
+
+
+def drifted(world: World, twin: Twin, settings: Settings) -> dict[str, Tensor]:
+    """[K] figures of one small update from the world's first policy, means over repeated samples.
+
+    entropy: of the policy before.
+    drift: exact change of the entropy over the learning rate, nats.
+    forecast: the same to first order, from the sensitivity of every token (-A w Phi).
+    neutral: W*, the factor on the tokens that the twin amplifies at which the forecast is 0; NaN
+        for twins without such tokens.
+    """
+    before = evaluate(world, world.logits, 0)
+    generator = torch.Generator().manual_seed(settings.seed)
+    drift, forecast, neutral = [], [], []
+    for _ in range(REPEATS):
+        batch = sample(world, world.logits, 0, settings.group, generator)
+        state = twin.start(world.logits.shape[0])
+        scale = DRIFT_LR * world.logits.shape[1] * world.depth
+        change = scale * coupled(gradient(world, world.logits, batch, twin, state), world.coupling)
+        after = evaluate(world, world.logits + change, 0)
+        drift.append((after.entropy - before.entropy) / DRIFT_LR)
+        here = log_softmax_at(world.logits, batch.state)
+        p = here.exp()
+        s2 = second_moment((p * p).sum(-1), (p * p * here).sum(-1), batch.entropy)
+        plain = -batch.advantage * sensitivity(batch.old_log_prob, batch.entropy, s2)
+        critical = critical_surprisal(batch.entropy, s2)
+        tokens = Tokens(
+            batch.old_log_prob, batch.old_log_prob, batch.entropy, batch.advantage, critical
+        )
+        weights, rare_ones = torch.ones_like(plain), torch.zeros_like(plain, dtype=torch.bool)
+        if isinstance(twin, StareTwin):
+            weights, rare_ones = twin.weights(tokens, state), twin.rare(tokens, 1)
+        forecast.append((weights * plain).mean(-1))
+        amplified = torch.where(rare_ones, plain, 0.0).sum(-1)
+        rest = (torch.where(rare_ones, 0.0, weights * plain)).sum(-1)
+        neutral.append(torch.where(amplified > 0, -rest / amplified, torch.nan))
+    return {
+        "entropy": before.entropy,
+        "drift": torch.stack(drift).mean(0),
+        "forecast": torch.stack(forecast).mean(0),
+        "neutral": torch.stack(neutral).nanmean(0),
+    }
 
 
 def measured(history: History, world: World, target: float) -> dict[str, Tensor]:
@@ -222,7 +295,9 @@ def run_cell(name: str, cell: Cell, seeds: int) -> dict[str, Any]:
     world, settings = chosen.world(cell, seeds), chosen.settings(cell)
     target = cell.get("target", TARGET)
     made = {
-        method: measured(train(world, twin, settings), world, target)
+        method: drifted(world, twin, settings)
+        if chosen.drift
+        else measured(train(world, twin, settings), world, target)
         for method, twin in chosen.methods(cell).items()
     }
     base = next(iter(made.values()))

@@ -16,6 +16,8 @@ from torch import Tensor
 from twins import Tokens, Twin, group_advantages
 from worlds import World, evaluate, first_state
 
+from megatron_stare.algorithms.sensitivity import critical_surprisal, second_moment
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -41,6 +43,7 @@ class History:
 
     gate: [E, K] share of the steps since the evaluation before in which a gate was open; NaN for
         methods without a gate.
+    logits: [K, P, V, A] of the trained policy.
     """
 
     at: list[int]
@@ -48,6 +51,7 @@ class History:
     reward: Tensor
     pass_at: dict[int, Tensor]
     gate: Tensor
+    logits: Tensor
 
 
 @dataclass(frozen=True)
@@ -111,9 +115,15 @@ def gradient(
     actions = logits.shape[-1]
     here = log_softmax_at(logits, batch.state)
     log_prob = here.gather(-1, batch.action[..., None])[..., 0]
-    tokens = Tokens(log_prob, batch.old_log_prob, batch.entropy, batch.advantage)
-    slope = twin.slope(tokens, state)
     p = here.exp()
+    critical = None
+    if twin.needs_critical:
+        # of the policy that is updated; with one update a step it is the one that sampled
+        entropy = -(p * here).sum(-1)
+        s2 = second_moment((p * p).sum(-1), (p * p * here).sum(-1), entropy)
+        critical = critical_surprisal(entropy, s2)
+    tokens = Tokens(log_prob, batch.old_log_prob, batch.entropy, batch.advantage, critical)
+    slope = twin.slope(tokens, state)
     rows = -slope[..., None] * p
     rows.scatter_add_(-1, batch.action[..., None], slope[..., None])
     if (factor := twin.bonus(state)) is not None:
@@ -175,4 +185,5 @@ def train(world: World, twin: Twin, settings: Settings) -> History:
         torch.stack([each.reward for each in found]),
         {k: torch.stack([each.pass_at[k] for each in found]) for k in found[0].pass_at},
         torch.stack(gates),
+        logits,
     )

@@ -9,9 +9,8 @@ Shape legend: K seeds; N tokens of a batch, response by response; all floats are
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,12 +27,15 @@ class Tokens:
     log_prob: of the policy that is updated.
     old_log_prob, entropy: of the policy that sampled.
     advantage: of each token's response.
+    critical: s*, the surprisal past which a token is rare at its own state
+        (algorithms/sensitivity.py); None unless a twin needs it.
     """
 
     log_prob: Tensor
     old_log_prob: Tensor
     entropy: Tensor
     advantage: Tensor
+    critical: Tensor | None = None
 
 
 def group_advantages(rewards: Tensor) -> Tensor:
@@ -68,6 +70,11 @@ class Twin:
     clip_high: float = 0.2
     dual_clip: float | None = None
     micro_batches: int = 1
+
+    @property
+    def needs_critical(self) -> bool:
+        """Tells whether the twin reads `Tokens.critical`."""
+        return False
 
     def start(self, seeds: int) -> State:
         """Returns the state before the first step."""
@@ -171,6 +178,21 @@ class StareTwin(Twin):
 
 
 @dataclass(frozen=True)
+class CriticalTwin(StareTwin):
+    """STARE with another selection, which no method of the project has: a token is rare if its
+    surprisal is past the critical surprisal of its own state. To first order amplifying these
+    tokens always raises the entropy; the batch's quantile may also select others."""
+
+    @property
+    def needs_critical(self) -> bool:
+        return True
+
+    def rare(self, tokens: Tokens, sign: int) -> Tensor:
+        assert tokens.critical is not None
+        return (sign * tokens.advantage > 0) & (-tokens.old_log_prob > tokens.critical + 1e-6)
+
+
+@dataclass(frozen=True)
 class ForksTwin(Twin):
     """20-Entropy (algorithms/twenty_entropy.py): only the tokens of highest entropy learn."""
 
@@ -222,45 +244,3 @@ class BonusTwin(Twin):
 def dapo() -> Twin:
     """DAPO's clips (algorithms/dapo.py); its dynamic sampling is not simulated."""
     return Twin(clip_high=0.28)
-
-
-@dataclass(frozen=True)
-class Arms:
-    """The methods that the maps compare, all steered to one target.
-
-    target: nats.
-    scale: factor on the strengths (W - 1, 1 - M, the bonus's delta and maximum).
-    """
-
-    target: float
-    scale: float = 1.0
-    share: float = 0.1
-    more: dict[str, Twin] = field(default_factory=dict)
-
-    def twins(self) -> dict[str, Twin]:
-        """Returns the twins by name."""
-        amplify, attenuate = 1 + 0.5 * self.scale, max(1 - 0.5 * self.scale, 0.0)
-        stare = StareTwin(
-            share=self.share,
-            entropy_target=self.target,
-            amplify=amplify,
-            attenuate=attenuate,
-        )
-        return {
-            "grpo": Twin(),
-            "dapo": dapo(),
-            "twenty_entropy": ForksTwin(),
-            "stare_o1": stare,
-            "stare_c2": replace(stare, variant="C2"),
-            "bonus": BonusTwin(
-                target=self.target, delta=0.01 * self.scale, coef_max=0.5 * self.scale
-            ),
-            **self.more,
-        }
-
-
-def entropy_floor(share: float, actions: int) -> float:
-    """Returns the entropy, in nats, of a policy that gives `share` of its mass to all other
-    actions alike."""
-    rest = share / (actions - 1)
-    return -(1 - share) * math.log(1 - share) - share * math.log(rest)
