@@ -198,7 +198,7 @@ def test_pass_at_k_and_entropy_by_hand() -> None:
 
 
 def test_a_training_repeats_and_learns_and_rewards_change() -> None:
-    world = WORLDS["changing"](20, changes_at=60)
+    world = WORLDS["changing"](20, actions=4, depth=4, changes_at=60)
     settings = Settings(steps=120, every=60, lr=2.0)
     first, again = (train(world, Twin(), settings) for _ in range(2))
     assert torch.equal(first.entropy, again.entropy) and first.at == [0, 60, 120]

@@ -35,6 +35,9 @@ METHODS: dict[str, Twin] = {
     "stare_c2": replace(STARE, variant="C2"),
     "stare_o1_strong": replace(STARE, share=0.3, amplify=3.0),
     "stare_c2_strong": STRONG,
+    "stare_adaptive": replace(
+        STRONG, adaptive=True, adapt_rate=0.02, amplify_max=3.0, attenuate_min=0.05
+    ),
     "stare_critical": CriticalTwin(variant="C2", entropy_target=TARGET, amplify=2.0, attenuate=0.2),
     "bonus": BONUS,
 }
