@@ -1,0 +1,293 @@
+"""Writes docs/study.md and its pictures from the laboratory's maps.
+
+    python benchmarks/laboratory/study.py            # from benchmarks/results/laboratory
+    python benchmarks/laboratory/study.py --check    # says whether the page is as it is
+
+Every sentence that judges is chosen by a rule: a method is "higher" or "lower" in a cell if its
+mean difference to the map's first method, paired by seed, is more than three standard errors from
+0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks/results/laboratory"
+PAGE, PICTURES = ROOT / "docs/study.md", ROOT / "docs/pictures"
+ERRORS = 3.0  # standard errors that a difference must exceed
+NAMES = {
+    "grpo": "GRPO",
+    "dapo": "DAPO's clip",
+    "twenty_entropy": "20-Entropy",
+    "stare_o1": "STARE O1",
+    "stare_c2": "STARE C2",
+    "stare_o1_strong": "O1, strong",
+    "stare_c2_strong": "C2, strong",
+    "stare_adaptive": "C2, adaptive",
+    "stare_critical": "by critical surprisal",
+    "bonus": "entropy bonus",
+    "whole_batch": "whole batch",
+    "micro_batches": "micro-batches",
+    "share_0.1": "O1, share 0.1",
+    "share_0.3": "O1, share 0.3",
+    "critical": "by critical surprisal",
+}
+WORDS = {
+    "lr": "learning rate",
+    "group": "responses a prompt",
+    "share": "share of right responses",
+    "target": "target, nats",
+    "amplify": "W",
+    "attenuate": "M",
+    "micro_batches": "micro-batches",
+    "coupling": "coupling",
+    "rarity": "rarity, nats",
+    "better": "share of right responses that are rare",
+    "hard": "share of hard prompts",
+    "updates": "updates a batch",
+    "clip_high": "upper clip",
+    "trained": "steps of GRPO before",
+}
+# the figure that each map's picture shows; pass@1 where none is named
+SHOWN = {"changing_reward": "recovered", "bands": "held", "critical_weight": "drift"}
+FIGURES = {
+    "pass@1": "pass@1",
+    "pass@64": "pass@64",
+    "recovered": "steps to recover",
+    "held": "distance from the target, share",
+    "drift": "change of entropy, nats a unit step",
+}
+LESS_IS_BETTER = ("recovered", "held")
+CELL_W, CELL_H, GAP, LEFT, TOP = 66, 30, 26, 92, 70
+STYLE = """
+.bg{fill:#fff}.ink{fill:#1d2126}.soft{fill:#5b636c}.pos{--c:#2f66d0}.neg{--c:#b0319a}
+@media (prefers-color-scheme:dark){.bg{fill:#14161a}.ink{fill:#e7e9ec}.soft{fill:#a9b0b9}
+.pos{--c:#77a5ff}.neg{--c:#f08ad8}}
+text{font:12.5px system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif}
+.h{font-size:14px;font-weight:600}rect.pos,rect.neg{fill:var(--c)}
+"""
+
+
+OPENING = """\
+# When does holding entropy pay?
+
+<!-- made by benchmarks/laboratory/study.py -->
+
+This page shows, in worlds small enough to enumerate, where entropy control raises accuracy and
+where it does not.
+
+    python benchmarks/laboratory/run.py --out benchmarks/results/laboratory    # maps, resumable
+    python benchmarks/laboratory/study.py                                      # this page
+
+A world is a tree of choices with eight prompts or so. The policy is a softmax with logits of its
+own for every state. Half of each prompt's gradient is the mean gradient of all prompts, so that
+prompts learn from each other as in a network. Entropy, expected reward and pass@k are exact. The
+methods are those of this project, held to their code by `tests/test_laboratory.py`. *By critical
+surprisal* is an experiment that no method of the project makes: it selects the tokens past the
+critical surprisal of their own state instead of a share of the batch. *Strong* arms have W of 2 or
+3, M of 0.2 and a share of 0.3.
+
+Each cell has {seeds} seeds, and each seed is a world of its own. All methods of a cell have the
+same worlds and the same random numbers. A difference counts as shown if it is more than
+{errors:.0f} standard errors from 0. The maps took {minutes:.0f} minutes of one core, beside other
+work.
+
+**A toy cannot show** what a large model does. States here share no features, responses have three
+choices, and the learning rate does not adapt. The test on a trained model is open.
+
+20-Entropy divides its loss by the tokens that it keeps, so its steps on them are about five times
+as long as those of the others at the same learning rate.
+
+## Where methods differ from the first of each map
+"""
+
+
+def read() -> dict[str, dict[str, Any]]:
+    """Returns the maps whose cells are all there, by name."""
+    found = {}
+    for file in sorted(RESULTS.glob("*.json")):
+        told = json.loads(file.read_text())
+        (first, across), (second, down) = told["axes"].items()
+        keys = [f"{first} {a}, {second} {b}" for a in across for b in down]
+        if told["cells"].keys() == set(keys):
+            found[file.stem] = told
+    return found
+
+
+def verdict(difference: Mapping[str, float]) -> int:
+    """1: higher than the first method's, -1: lower, 0: neither is shown."""
+    mean, error = difference["mean"], difference["error"]
+    if abs(mean) <= ERRORS * error or mean == 0:
+        return 0
+    return 1 if mean > 0 else -1
+
+
+def methods(told: Mapping[str, Any]) -> list[str]:
+    """Returns the names of a map's methods; the first is the one the others are compared with."""
+    return list(next(iter(told["cells"].values())))
+
+
+def counts(told: Mapping[str, Any], method: str, figure: str) -> tuple[int, int]:
+    """Returns the numbers of cells in which a method is higher and lower than the first."""
+    found = [verdict(cell[method]["over_first"][figure]) for cell in told["cells"].values()]
+    return found.count(1), found.count(-1)
+
+
+def picture(name: str, told: Mapping[str, Any]) -> str:
+    """Returns an SVG: a panel for each method with its difference to the first method in every
+    cell; bold colours where the difference is shown."""
+    figure = SHOWN.get(name, "pass@1")
+    (first, across), (second, down) = told["axes"].items()
+    base, *others = methods(told)
+    others = [each for each in others if each in NAMES]
+    width_of = LEFT + len(down) * CELL_W + GAP
+    columns = max(1, min(3, len(others), 1200 // width_of))
+    rows = -(-len(others) // columns)
+    height_of = TOP + len(across) * CELL_H + GAP
+    width, height = columns * width_of, rows * height_of + 26
+    values = [
+        abs(cell[m]["over_first"][figure]["mean"])
+        for cell in told["cells"].values()
+        for m in others
+    ]
+    largest = max([*values, 1e-9])
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
+        f' role="img" aria-label="{escape(told["question"])}"><style>{STYLE}</style>'
+        f'<rect class="bg" width="{width}" height="{height}"/>'
+        f'<text class="h ink" x="12" y="20">{escape(FIGURES[figure])}: difference to'
+        f" {escape(NAMES[base])}</text>"
+    ]
+    for number, method in enumerate(others):
+        x0 = (number % columns) * width_of
+        y0 = 26 + (number // columns) * height_of
+        parts.append(
+            f'<text class="h ink" x="{x0 + 12}" y="{y0 + 22}">{escape(NAMES[method])}</text>'
+        )
+        parts.append(
+            f'<text class="soft" x="{x0 + LEFT}" y="{y0 + 42}">{escape(WORDS[second])}</text>'
+        )
+        parts.append(
+            f'<text class="soft" x="{x0 + 12}" y="{y0 + 60}">{escape(WORDS[first])}</text>'
+        )
+        for j, b in enumerate(down):
+            x = x0 + LEFT + j * CELL_W + CELL_W / 2
+            parts.append(
+                f'<text class="soft" text-anchor="middle" x="{x}" y="{y0 + 60}">{b}</text>'
+            )
+        for i, a in enumerate(across):
+            y = y0 + TOP + i * CELL_H
+            parts.append(
+                f'<text class="soft" text-anchor="end" x="{x0 + LEFT - 8}" y="{y + 20}">{a}</text>'
+            )
+            for j, b in enumerate(down):
+                each = told["cells"][f"{first} {a}, {second} {b}"][method]["over_first"][figure]
+                sign = each["mean"] > 0
+                better = sign != (figure in LESS_IS_BETTER)
+                shown = verdict(each) != 0
+                strength = min(abs(each["mean"]) / largest, 1.0) * (0.75 if shown else 0.15)
+                x = x0 + LEFT + j * CELL_W
+                parts.append(
+                    f'<rect class="{"pos" if better else "neg"}" x="{x}" y="{y}"'
+                    f' width="{CELL_W - 2}" height="{CELL_H - 2}" fill-opacity="{strength:.3f}"/>'
+                )
+                digits = 0 if figure == "recovered" else 3
+                text = f"{each['mean']:+.{digits}f}" if shown else "·"
+                parts.append(
+                    f'<text class="ink" text-anchor="middle" x="{x + CELL_W / 2 - 1}"'
+                    f' y="{y + 19}">{text}</text>'
+                )
+    return "".join(parts) + "</svg>\n"
+
+
+def table(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Returns a table: for every map and method the cells in which it is higher and lower."""
+    lines = ["| map | method | pass@1 higher, lower | pass@64 higher, lower | of cells |"]
+    lines += ["|---|---|---|---|---|"]
+    for name, told in maps.items():
+        if "pass@1" not in next(iter(next(iter(told["cells"].values())).values()))["figures"]:
+            continue
+        for method in methods(told)[1:]:
+            one, many = counts(told, method, "pass@1"), counts(told, method, "pass@64")
+            lines.append(
+                f"| `{name}` | {NAMES[method]} | {one[0]}, {one[1]} | {many[0]}, {many[1]} |"
+                f" {len(told['cells'])} |"
+            )
+    return lines
+
+
+def best(told: Mapping[str, Any], figure: str) -> list[str]:
+    """Returns a table of a map: in each cell the method with the best mean, and its value."""
+    (first, across), (second, down) = told["axes"].items()
+    less = figure in LESS_IS_BETTER
+    lines = [f"| {WORDS[first]} \\ {WORDS[second]} | " + " | ".join(map(str, down)) + " |"]
+    lines += ["|---" * (len(down) + 1) + "|"]
+    for a in across:
+        cells = []
+        for b in down:
+            cell = told["cells"][f"{first} {a}, {second} {b}"]
+            means = {m: each["figures"][figure]["mean"] for m, each in cell.items()}
+            chosen = (min if less else max)(means, key=lambda m: means[m])
+            digits = 0 if figure == "recovered" else 3
+            base = means[methods(told)[0]]
+            cells.append(f"{NAMES[chosen]} {means[chosen]:.{digits}f} ({base:.{digits}f})")
+        lines.append(f"| {a} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def page(maps: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns docs/study.md."""
+    seeds = {told["seeds"] for told in maps.values()}
+    seconds = sum(told["seconds"] for told in maps.values())
+    text = OPENING.format(
+        seeds=", ".join(map(str, sorted(seeds))), errors=ERRORS, minutes=seconds / 60
+    )
+    lines = [*text.splitlines(), "", *table(maps), ""]
+    for name, told in maps.items():
+        figure = SHOWN.get(name, "pass@1")
+        lines += [
+            f"## `{name}`",
+            "",
+            told["question"],
+            "",
+            f"![{told['question']}](pictures/laboratory_{name}.svg)",
+            "",
+        ]
+        if figure != "drift":
+            lines += [
+                f"Best mean of {FIGURES[figure]} in each cell, with that of"
+                f" {NAMES[methods(told)[0]]} in brackets:",
+                "",
+                *best(told, figure),
+                "",
+            ]
+    return "\n".join([*lines, "<!-- to here: study -->", ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--check", action="store_true", help="exit 1 if the page would change")
+    args = parser.parse_args()
+    maps = read()
+    made = {PAGE: page(maps)}
+    made |= {
+        PICTURES / f"laboratory_{name}.svg": picture(name, told) for name, told in maps.items()
+    }
+    stale = [file for file, text in made.items() if not file.exists() or file.read_text() != text]
+    if args.check:
+        for file in stale:
+            print(f"{file.relative_to(ROOT)} is stale: python benchmarks/laboratory/study.py")
+        sys.exit(bool(stale))
+    for file in stale:
+        file.write_text(made[file])
+
+
+if __name__ == "__main__":
+    main()
