@@ -1,0 +1,109 @@
+"""Suggests target, W and M of STARE from the first steps of a run. Pure arithmetic, without torch.
+
+To first order the plain loss changes the entropy by P a unit step, each unit of W - 1 adds G+, the
+change that comes from L+, and each unit of M - 1 adds G-, the change that comes from L-. The
+suggested weights are those nearest to 1 with
+
+    P + (W - 1) G+ + (M - 1) G- = -MARGIN P,
+
+within [1, AMPLIFY_MAX] and [ATTENUATE_MIN, 1]. docs/study.md says how the suggestions did in the
+laboratory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+AMPLIFY_MAX, ATTENUATE_MIN = 3.0, 0.1
+MARGIN = 1.0  # how fast the entropy rises while the gate is open, relative to its fall without
+TARGET_SHARE = 0.5  # of the entropy at the start
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Means over the first steps of a run.
+
+    entropy, entropy_now: mean entropy of the first and of the last of these steps, nats.
+    plain: P, nats a unit step.
+    plus, minus: G+ and G-, nats a unit step and unit of the weight.
+    """
+
+    entropy: float
+    entropy_now: float
+    plain: float
+    plus: float
+    minus: float
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Settings of STARE's variant C2, and the reasons, one sentence each.
+
+    holds: whether these weights bring the forecast above 0.
+    """
+
+    entropy_target: float
+    amplify: float
+    attenuate: float
+    reasons: tuple[str, ...]
+    holds: bool
+
+
+def suggest(facts: Facts) -> Suggestion:
+    """Returns the settings that the first steps of a run suggest."""
+    target = TARGET_SHARE * facts.entropy
+    reasons = [
+        f"the target is {TARGET_SHARE:.0%} of the {facts.entropy:.3g} nats at the start:"
+        " the policy may become surer, and keeps alternatives"
+    ]
+    if facts.plain >= 0:
+        reasons.append(
+            f"the plain loss does not lower the entropy (forecast {facts.plain:+.2g}): the paper's"
+            " weights suffice"
+        )
+        return Suggestion(target, 1.1, 0.9, tuple(reasons), True)
+    demand = -(1 + MARGIN) * facts.plain
+    plus, minus = max(facts.plus, 0.0), min(facts.minus, 0.0)
+    amplify, attenuate = _nearest(plus, minus, demand)
+    reached = (amplify - 1) * plus + (attenuate - 1) * minus
+    holds = reached >= -facts.plain
+    reasons.append(
+        f"the plain loss lowers the entropy by {-facts.plain:.2g} a unit step; W = {amplify:.2f}"
+        f" gives back {(amplify - 1) * plus:.2g} and M = {attenuate:.2f}"
+        f" {(attenuate - 1) * minus:.2g}"
+    )
+    if facts.plus <= 0:
+        reasons.append("the tokens of L+ are not rare where they stand: amplifying them has no use")
+    if facts.minus >= 0:
+        reasons.append(
+            "the tokens of L- are not rare where they stand: attenuating them has no use"
+        )
+    if not holds:
+        reasons.append(
+            "no weights within the bounds stop the fall: a wider algorithm.share, or"
+            " algorithm.entropy_bonus with a target instead of entropy_target, may"
+        )
+    return Suggestion(target, amplify, attenuate, tuple(reasons), holds)
+
+
+def _nearest(plus: float, minus: float, demand: float) -> tuple[float, float]:
+    """Returns the W and M nearest to 1 that meet the demand, or those that come closest to it
+    within the bounds.
+
+    Args:
+        plus: G+, at least 0.
+        minus: G-, at most 0.
+    """
+    size = plus**2 + minus**2
+    if size == 0:
+        return 1.0, 1.0
+    amplify, attenuate = 1 + plus * demand / size, 1 + minus * demand / size
+    if amplify > AMPLIFY_MAX:
+        amplify = AMPLIFY_MAX
+        if minus:
+            attenuate = 1 + (demand - (amplify - 1) * plus) / minus
+    if attenuate < ATTENUATE_MIN:
+        attenuate = ATTENUATE_MIN
+        if plus:
+            amplify = 1 + (demand - (attenuate - 1) * minus) / plus
+    return min(max(amplify, 1.0), AMPLIFY_MAX), min(max(attenuate, ATTENUATE_MIN), 1.0)
