@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_stare import __version__
-from megatron_stare.commands import init_folder, views
+from megatron_stare.commands import init_folder, suggest, views
 from megatron_stare.commands import recipes as recipes_command
 from megatron_stare.commands.bisect import bisect_command
 from megatron_stare.commands.evaluate import command as eval_command
@@ -142,6 +142,18 @@ def parser() -> argparse.ArgumentParser:
     )
     views.add_status_arguments(status)
     status.set_defaults(run=views.run_status)
+
+    suggested = commands.add_parser(
+        "suggest",
+        help="suggest STARE's target and weights from a run's first steps",
+        description=(
+            "Suggests algorithm.entropy_target, amplify and attenuate from the entropy forecast of"
+            " a run's first steps, with the reasons. Any method's run will do. See docs/tuning.md."
+        ),
+        epilog="example: megatron-stare suggest runs/grpo --steps 50",
+    )
+    suggest.add_arguments(suggested)
+    suggested.set_defaults(run=suggest.run_suggest)
 
     report = commands.add_parser(
         "report", help="write report.html of one or several runs, finished or not"

@@ -27,7 +27,7 @@ from twins import StareTwin, Tokens
 from worlds import World, bandit, changing, rare, tree
 
 from megatron_stare.algorithms.sensitivity import second_moment, sensitivity
-from megatron_stare.algorithms.suggestion import Facts, Suggestion, suggest
+from megatron_stare.planning.suggestion import Facts, Suggestion, suggest
 
 sys.path.append(str(Path(__file__).parents[1]))
 from machine import machine

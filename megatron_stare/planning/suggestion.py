@@ -6,8 +6,8 @@ suggested weights are those nearest to 1 with
 
     P + (W - 1) G+ + (M - 1) G- = -MARGIN P,
 
-within [1, AMPLIFY_MAX] and [ATTENUATE_MIN, 1]. docs/study.md says how the suggestions did in the
-laboratory.
+within [1, AMPLIFY_MAX] and [ATTENUATE_MIN, 1]. benchmarks/laboratory/held_out.py compares the
+suggestions with a sweep.
 """
 
 from __future__ import annotations

@@ -1,0 +1,109 @@
+"""`megatron-stare suggest`: suggests STARE's target and weights from the first steps of a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from megatron_stare.errors import UserError
+from megatron_stare.planning.suggestion import Facts, Suggestion, suggest
+from megatron_stare.run_dir.run_files import METRICS_FILE, read_metrics
+
+STEPS, ENDS = 50, 5
+PLAIN, ENTROPY, TOKENS = "forecast/plain_change", "entropy/mean", "loss/tokens"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `suggest`."""
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=STEPS,
+        metavar="N",
+        help=f"read the first N steps; default {STEPS}",
+    )
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def run_suggest(args: argparse.Namespace) -> None:
+    """Prints the suggestion. Raises UserError if the run has no forecast."""
+    if args.steps < 2 * ENDS:
+        raise UserError(
+            f"{args.steps} steps are too few: give at least {2 * ENDS}", where="--steps"
+        )
+    file = args.run_dir / METRICS_FILE
+    if not file.is_file():
+        raise UserError("there is no such file, so this is no run's directory", where=str(file))
+    rows = read_metrics(file)[: args.steps]
+    facts = facts_of(rows, str(file))
+    found = suggest(facts)
+    if args.json:
+        print(json.dumps({"steps": len(rows), "facts": vars(facts), "suggested": vars(found)}))
+    else:
+        print(as_text(facts, found, len(rows)))
+
+
+def facts_of(rows: Sequence[Mapping[str, float]], where: str) -> Facts:
+    """Reads the facts of the steps.
+
+    L+ and L- are those that STARE selected. A run of another method selects none: the tokens past
+    their critical surprisal stand for them.
+
+    Raises:
+        UserError: there are too few steps, or they have no forecast.
+    """
+    if len(rows) < 2 * ENDS:
+        raise UserError(
+            f"{len(rows)} steps are too few: at least {2 * ENDS} are needed", where=where
+        )
+    plain = _finite(rows, PLAIN)
+    if not plain:
+        raise UserError(
+            f"the steps have no {PLAIN}",
+            where=where,
+            fix="set observability.entropy_forecast=true, and not statistics.gate=lagged",
+        )
+    entropy = _finite(rows, ENTROPY)
+    return Facts(
+        entropy=fmean(entropy[:ENDS]),
+        entropy_now=fmean(entropy[-ENDS:]),
+        plain=fmean(plain),
+        plus=_gain(rows, "plus"),
+        minus=_gain(rows, "minus"),
+    )
+
+
+def as_text(facts: Facts, found: Suggestion, steps: int) -> str:
+    """Returns the suggestion as lines for the terminal: settings, then reasons."""
+    lines = [
+        f"steps 1 to {steps}: entropy {facts.entropy:.3g} to {facts.entropy_now:.3g} nats, forecast"
+        f" {facts.plain:+.2g} a unit step",
+        "",
+        "algorithm:",
+        "  name: stare",
+        "  variant: C2",
+        f"  entropy_target: {found.entropy_target:.3g}",
+        f"  amplify: {found.amplify:.2f}",
+        f"  attenuate: {found.attenuate:.2f}",
+        "",
+    ]
+    return "\n".join([*lines, *(f"- {reason}" for reason in found.reasons)])
+
+
+def _finite(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
+    return [row[name] for row in rows if name in row and math.isfinite(row[name])]
+
+
+def _gain(rows: Sequence[Mapping[str, float]], side: str) -> float:
+    """Returns G+ ("plus") or G- ("minus"), nats a unit step, a mean over the steps."""
+    selected = [
+        -row[f"forecast/a_phi_{side}"] / row[TOKENS]
+        for row in rows
+        if math.isfinite(row.get(f"forecast/a_phi_{side}", math.nan)) and row.get(TOKENS, 0) > 0
+    ]
+    return fmean(selected or _finite(rows, f"forecast/mass_rare_{side}") or [0.0])
