@@ -122,7 +122,8 @@ _BOUNDS = {
 
 
 def in_words(error: Mapping[str, Any]) -> str:
-    """Words one of pydantic's errors about a value; keeps pydantic's message for unknown kinds."""
+    """Describes one of pydantic's errors about a value in words. Keeps pydantic's message for
+    unknown kinds of errors."""
     kind, context = error["type"], error.get("ctx", {})
     if kind in _BOUNDS:
         words, name = _BOUNDS[kind]

@@ -157,9 +157,10 @@ def cell_requests(batch: TokenBatch) -> Mapping[str, Request]:
 
 
 def cell_metrics(statistics: Statistics) -> dict[str, Tensor]:
-    """Returns `gradient/token_norm_<n>` and `gradient/token_share_<n>`, 0-dim. As in STAPO's
-    figure, the norm is that of a token's own log-prob in the logits over the temperature, before
-    any weight."""
+    """Returns `gradient/token_norm_<n>` and `gradient/token_share_<n>`, 0-dim. The norm is
+    |one_hot(a) - p|, as in STAPO's figure: the norm of the gradient of a token's own log-prob,
+    without any weight. The gradient is taken with respect to the logits after the division by the
+    temperature."""
     tokens, norms = tensor(statistics, "norm/cell_tokens"), tensor(statistics, "norm/cell")
     means, shares = norms / tokens.clamp_min(1), tokens / tokens.sum().clamp_min(1)
     found = {f"gradient/token_norm_{n}": means[n] for n in range(CELLS)}

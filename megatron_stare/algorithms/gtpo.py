@@ -18,10 +18,10 @@ few tokens are correct, wrong tokens with a small share of the inverse entropy g
 advantage.
 
 Tokens that are normalised together get advantage 0 if their rewards differ by rounding only.
-Dividing by a spread of rounding errors would turn the errors into advantages of several units. With
-'separate', the tokens of a prompt's only correct response are an example, because the share of each
-token is 1. "Entropy clipped at 0.2 and 0.28" is read as DAPO's ratio bounds; entropy_clamp is the
-literal reading.
+Dividing by a spread of rounding errors would turn the errors into advantages of several units. For
+example, with 'separate', each token of a prompt's only correct response has the share 1, so the
+rewards of these tokens differ by rounding only. "Entropy clipped at 0.2 and 0.28" is read as DAPO's
+ratio bounds; entropy_clamp is the literal reading.
 """
 
 from __future__ import annotations

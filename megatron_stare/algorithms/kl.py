@@ -22,7 +22,7 @@ Estimator = Literal["k1", "k2", "k3"]
 class ReferenceKl:
     """Settings of the KL term.
 
-    coef: the weight of the KL term. With 0, the reference policy is not loaded.
+    coef: the weight of the KL term. If `coef` is 0, the reference policy is not loaded.
     estimator: 'k1', 'k2' or 'k3'. On-policy, the means of k1 and k3 are KL(p || p_ref), and the
         mean of k2 approximates KL(p || p_ref) near the reference. Only k2 has the gradient of KL(p
         || p_ref). Near the reference, the gradient of k3 is that of KL(p_ref || p). The gradient of

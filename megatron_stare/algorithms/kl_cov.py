@@ -1,5 +1,5 @@
-"""KL-Cov (arXiv 2505.22617): holds the tokens of highest covariance between advantage and log-prob
-close to the old policy.
+"""KL-Cov (arXiv 2505.22617): a penalty keeps some tokens close to the old policy. These tokens have
+the highest covariance between advantage and log-prob.
 
     loss = -A rho + beta |ln p - ln p_old|  on the max(1, int(share N)) tokens of largest covariance
     loss = -A rho                           elsewhere
@@ -35,11 +35,12 @@ METRICS = (
 class KlCov(PolicyGradient):
     """Settings of KL-Cov, with the defaults of the paper's 7B runs.
 
-    share: the share of all tokens that get the penalty beta |ln p - ln p_old| (2e-3 for 7B models,
-        2e-4 for 32B models).
-    coef: beta, the weight of the penalty (1 in the original repository, 0.1 in verl's
-        configuration).
-    advantage_spread: the divisor of a reward minus its group's mean.
+    share: the share of all tokens that get the penalty beta |ln p - ln p_old|. The share is 2e-3
+        for 7B models and 2e-4 for 32B models.
+    coef: beta, the weight of the penalty. The weight is 1 in the original repository and 0.1 in
+        verl's configuration.
+    advantage_spread: the number that divides the difference between a reward and the mean reward of
+        the group.
     """
 
     share: float = 2e-3

@@ -62,7 +62,8 @@ class Method(ABC):
     @property
     def reads_log_prob_pass(self) -> str | None:
         """Returns a sentence that names why the method needs the old log-probs or entropies of the
-        log-prob pass. Returns None if at most the method's gate reads the log-prob pass.
+        log-prob pass. Returns None if nothing in the method reads the log-prob pass, or if only the
+        method's gate reads the log-prob pass.
 
         A run may skip the log-prob pass (`statistics.gate: lagged`) only if this property is None.
         A run without the log-prob pass makes one update per rollout batch. In a run without the
@@ -78,8 +79,8 @@ class Method(ABC):
         return ()
 
     def carries_loss(self, batch: RolloutBatch) -> Tensor:
-        """Returns the responses whose loss-mask tokens carry loss, [B] bool. The tokens of a
-        response without loss count neither in N nor in quantiles."""
+        """Returns the responses whose loss-mask tokens carry loss, [B] bool. If a response carries
+        no loss, the tokens of the response count neither in N nor in quantiles."""
         return batch.verified
 
     def baseline_mask(self, batch: RolloutBatch) -> Tensor:

@@ -14,8 +14,9 @@ tokens of positive advantage, L+. The critical surprisal s* depends on the whole
 position. All functions are elementwise over [N] positions, without host synchronisation.
 
 At a sampling temperature T, p, H, S2, Phi and s* are those of the sampling distribution softmax(z /
-T) of the logits z. The gradient of ln p in z has a factor 1 / T, and the gradient of H in z has
-another factor 1 / T. The change of H per unit step in z therefore has a factor 1 / T^2.
+T) of the logits z. The gradient of ln p with respect to z has a factor 1 / T. The gradient of H
+with respect to z has a factor 1 / T too. The change of H per unit step in z therefore has a factor
+1 / T^2.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ _HALLEY_STEPS = 12  # converges cubically; six steps reach double precision for 
 
 
 def second_moment(sum_p2: Tensor, sum_p2_log_p: Tensor, entropy: Tensor) -> Tensor:
-    """[N] S2 from the sums over the vocabulary of p^2 and p^2 ln p. Rounding below 0 becomes 0,
-    because S2 is never negative."""
+    """[N] S2 from the sums over the vocabulary of p^2 and p^2 ln p. S2 is never negative, so a
+    result that rounding makes negative becomes 0."""
     return (sum_p2_log_p + entropy * sum_p2).clamp_min(0)
 
 
@@ -187,8 +188,8 @@ def sensitivity_requests(batch: TokenBatch, push: Tensor) -> Mapping[str, Reques
 class EntropyForecast:
     """First-order forecast of one step, as 0-dim tensors.
 
-    Rates are in nats per unit of a step that moves every token's logits by its advantage times
-    (one_hot(a) - p).
+    Rates are in nats per unit step. A unit step moves every token's logits by the token's advantage
+    times (one_hot(a) - p).
 
     change: the rate at which the mean entropy changes under the method's own loss.
     plain_change: the rate at which the mean entropy changes under the plain advantages.

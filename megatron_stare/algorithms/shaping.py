@@ -107,8 +107,9 @@ def _per_group(flags: Tensor, groups: Tensor) -> Tensor:
 
 
 def _typical_length(n: Tensor, groups: Tensor, over: Tensor, number: int) -> Tensor:
-    """Returns max((shortest + longest) / 2, mean) over each group's lengths that the mask `over`
-    selects, [G]. Returns 1 for a group without a selected length."""
+    """Returns a typical length of each group, [G]: max((shortest + longest) / 2, mean) of the
+    group's selected lengths. The mask `over` selects the lengths. Returns 1 for a group without a
+    selected length."""
     infinite = torch.full((number,), torch.inf, dtype=n.dtype)
     low = infinite.scatter_reduce(0, groups, torch.where(over, n, torch.inf), "amin")
     high = (-infinite).scatter_reduce(0, groups, torch.where(over, n, -torch.inf), "amax")
@@ -120,6 +121,7 @@ def _typical_length(n: Tensor, groups: Tensor, over: Tensor, number: int) -> Ten
 
 
 def informative_groups(values: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
-    """[G] bool: groups whose counted values [B] differ, which DAPO's dynamic sampling keeps."""
+    """[G] bool: True if the group's counted responses have different values. The mask `counted` [B]
+    selects the counted responses. DAPO's dynamic sampling keeps only the groups with True."""
     number = int(groups.max()) + 1 if groups.numel() else 0
     return ~all_equal(values.to(torch.float64), groups, counted, number)

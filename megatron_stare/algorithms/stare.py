@@ -1,9 +1,9 @@
 """STARE (arXiv 2606.19236): surprisal-guided advantage reweighting behind a target-entropy gate.
 
 While the batch's mean entropy is below its target, STARE multiplies the advantages of the tokens
-that move entropy most. L+ is the share P of highest surprisal among the tokens of positive
-advantage. L- is the share P of highest surprisal among the tokens of negative advantage. A variant
-reweights L+, L- or both.
+that move entropy most. L+ contains the tokens of highest surprisal, a share P of all tokens with
+positive advantage. L- contains the tokens of highest surprisal, a share P of all tokens with
+negative advantage. A variant reweights L+, L- or both.
 
     w = 1 + g (W - 1) on L+      w = 1 - g (1 - M) on L-      w = 1 elsewhere
     g = 1[mean H < target]

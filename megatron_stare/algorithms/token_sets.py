@@ -6,11 +6,12 @@
     O1 amplifies L+    O2 attenuates U+    O3 amplifies U-    O4 attenuates L-
     C1 = O1 + O3       C2 = O1 + O4        C3 = O2 + O3       C4 = O2 + O4
 
-To first order every operator raises the entropy (sensitivity.py). Rare tokens are the share P of
-highest surprisal among the whole batch's tokens with advantages of one sign, or the tokens with p
-below a fixed bound. The paper does not define the common tokens. Here 'complement' takes all tokens
-that are not rare as common, and 'bottom' takes the share P of lowest surprisal.
-docs/algorithms/stare.md gives the reasons.
+To first order every operator raises the entropy (sensitivity.py). Rare tokens are the tokens of
+highest surprisal, a share P of the whole batch's tokens with advantages of one sign. If a fixed
+probability bound is set, rare tokens are instead the tokens with p below the bound. The paper does
+not define the common tokens. In this file, the common tokens are all tokens that are not rare
+('complement'), or the tokens of lowest surprisal, a share P ('bottom'). docs/algorithms/stare.md
+gives the reasons for both definitions.
 """
 
 from __future__ import annotations
@@ -115,8 +116,8 @@ class Selection:
     def bound(self, of: TokenSet, statistics: Statistics) -> Tensor | float:
         """Returns the surprisal, in nats, that separates the set from all other tokens whose
         advantages have the set's sign. If `share` selects the rare tokens, the bound is the
-        surprisal of the least surprising rare token. For common tokens by 'bottom', the bound is
-        the surprisal of the most surprising common token."""
+        surprisal of the least surprising rare token. If 'bottom' selects the common tokens of the
+        set, the bound is the surprisal of the most surprising common token."""
         if self.rare_below is not None:
             return -math.log(self.rare_below)
         value = threshold(statistics, of.name).value

@@ -64,7 +64,8 @@ def in_order(
 
 
 class Colocation:
-    """Moves the trainer and servers of `in_order`. Does nothing without `sglang.colocated`."""
+    """Moves the trainer and the servers on and off the shared devices. Expects trainer and servers
+    as `in_order` returns them. Does nothing without `sglang.colocated`."""
 
     def __init__(self, config: Config, ranks: TrainerGroup, engines: EnginePool) -> None:
         self._on = config.sglang.colocated

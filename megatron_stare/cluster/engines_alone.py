@@ -38,8 +38,8 @@ class EnginesAlone(Protocol):
 
 
 def make_engines(config: Config, tell: Callable[[str], None] = unsaid) -> EnginesAlone:
-    """Starts the engines in this process or in Ray, as `runtime.runner` says. Ray is imported only
-    for Ray.
+    """Starts the engines in this process or in Ray, as `runtime.runner` says. Imports Ray only if
+    the engines start in Ray.
 
     Args:
         tell: called with a line of text before each start that takes seconds.

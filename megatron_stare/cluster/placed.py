@@ -20,8 +20,8 @@ class Spot:
 
 
 def rank_order(plan: Plan, spots: Sequence[Spot]) -> list[int]:
-    """Returns the number of the process for each rank. The ranks follow the plan's order of nodes,
-    and on each node the index of the process's GPU.
+    """Returns the number of the process for each rank. The ranks follow the plan's order of nodes.
+    On each node, the ranks are ordered by the GPU index of each rank's process.
 
     Args:
         spots: places of the processes, in the order in which the plan started them.

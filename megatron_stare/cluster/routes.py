@@ -40,7 +40,8 @@ class Tried:
     """Result of a rank's connection tests.
 
     node: name of the rank's node.
-    unreached: maps the number of each server that the rank cannot reach to the reason.
+    unreached: the servers that the rank cannot reach. The dict maps the number of each unreachable
+        server to the reason.
     """
 
     node: str

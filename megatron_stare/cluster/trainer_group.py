@@ -376,8 +376,9 @@ class TrainerWeights(WeightStream):
         self._prepared = target, prove, self._trainers.start("prepare_weights", target, prove)
 
     def send_to(self, target: SyncTarget, prove: bool) -> list[Any]:
-        """See WeightStream. All ranks gather their first bucket at once. If senders must take
-        turns, pipeline stages send one after another, then each owner of experts."""
+        """See WeightStream. All ranks gather their first bucket at the same time. If senders must
+        take turns, the pipeline stages send one after another. After the stages, the owners of
+        experts send one after another."""
         if self._prepared is None or self._prepared[:2] != (target, prove):
             self.prepare(target, prove)
         assert self._prepared is not None

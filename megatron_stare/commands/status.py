@@ -28,7 +28,8 @@ RECENT = 20  # steps over which rates are averaged
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The newest result on a task. The name "" is the run's own task."""
+    """The newest result on a task. If `task` is "", the result is a result on the run's own
+    task."""
 
     task: str
     step: int

@@ -81,8 +81,8 @@ class AlgorithmConfig:
 
 
 def _unpickled(settings: dict[str, Any]) -> AlgorithmConfig:
-    """Rebuilds the section in another process. Raises ConfigError if the other process cannot
-    import the method."""
+    """Rebuilds the section in the process that unpickles the section. Raises ConfigError if this
+    process cannot import the method."""
     _method_named(settings["name"])
     return AlgorithmConfig.read(settings)
 
@@ -119,7 +119,8 @@ def _refuse_unknown(
 
 
 def _options(settings_class: type, key: str) -> list[type]:
-    """Returns a list of the dataclass that a field may hold; [] if there is none or several."""
+    """Returns a list with the one dataclass that a field may hold. Returns [] if the field may hold
+    no dataclass or several dataclasses."""
     try:
         annotation = typing.get_type_hints(settings_class)[key]
     except NameError:

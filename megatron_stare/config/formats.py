@@ -52,7 +52,8 @@ def _has_servers(config: Tree) -> bool:
 
 
 def _servers_that_are_used(config: Tree) -> Tree:
-    """Removes server settings if the engine has no servers. Format 1 allowed and ignored them."""
+    """Removes server settings if the engine has no servers. Format 1 allowed server settings for an
+    engine without servers, and ignored the settings."""
     if not _has_servers(config):
         config.pop("sglang", None)
     return config

@@ -115,9 +115,9 @@ def _collect(
 
 
 def layers_of(sections: Mapping[str, Any]) -> list[Layer]:
-    """Returns the layers of a dict of sections from a program. The lowest layer comes first, and
-    the dict itself is the last layer. File names in the dict's `defaults` are relative to the
-    current folder.
+    """Returns the layers of a configuration that a program gives as a dict of sections. The lowest
+    layer comes first, and the dict itself is the last layer. File names in the dict's `defaults`
+    are relative to the current folder.
 
     Raises:
         ConfigError: as read_layers.

@@ -93,7 +93,8 @@ def load_recorded(path: str | Path) -> Config:
 
 
 def former_names(path: str | Path) -> list[str]:
-    """Returns one line that lists the renamed sections in a configuration; [] if there are none.
+    """Returns a list with one line of text, which names the renamed sections in a configuration.
+    Returns [] if the configuration has no renamed sections.
 
     Raises:
         ConfigError: the file is missing or is not YAML.
@@ -217,7 +218,8 @@ def _elsewhere(name: str) -> list[str]:
 
 
 def _having(name: str, model: type[BaseModel], above: str = "") -> list[str]:
-    """Returns the dotted settings of this name in all nested sections of a model."""
+    """Returns the dotted names of all settings with this name in the nested sections of a pydantic
+    model."""
     found = []
     for key, field in model.model_fields.items():
         section = field.annotation
@@ -237,8 +239,9 @@ def _dotted(name: str, value: Any) -> list[str]:
 def _to_blame(wrong: ErrorDetails, layers: Sequence[Layer | Override]) -> str:
     """Returns the source of the last layer that sets the faulty setting.
 
-    If the fault is in a whole section, which several layers may set, returns the last layer without
-    which the error disappears. Returns the top file if no layer sets the faulty setting.
+    Several layers may set a whole section. If the fault is in a whole section, returns the source
+    of the last layer that causes the error: the layers below this layer, merged alone, do not have
+    the error. Returns the top file if no layer sets the faulty setting.
     """
     loc = [str(part) for part in wrong["loc"]]
     for number, layer in reversed(list(enumerate(layers))):

@@ -1,11 +1,12 @@
-"""Settings of `performance`, one row each. They save time or memory without changing results.
+"""Settings of `performance`, one row each. The settings save time or memory without changing
+results.
 
 A row contains Megatron's fields, the requirements, the tests that cover the setting, and the check
 of scripts/gpu_check.sh that proves it. `chosen` decides whether a setting left at null is on. On a
 GPU the setting is on if tests cover the setting (`covered`) or the result of the setting's check is
 committed (`proven`), and if device and run meet the requirements. tests/test_performance.py
-compares `proven` with the committed result. `performance.automatic: false` turns all settings left
-at null off. A new setting needs a row here and a field in config/training_sections.py.
+compares `proven` with the committed result. `performance.automatic: false` turns off all settings
+left at null. A new setting needs a row here and a field in config/training_sections.py.
 """
 
 from __future__ import annotations
@@ -190,7 +191,8 @@ def chosen(
 def reasons(
     config: Config, shape: ModelShape | None = None, has: Collection[str] | None = None
 ) -> dict[str, str]:
-    """Returns for each feature that is off the reason, by name. Arguments as in `chosen`."""
+    """Returns, by the feature's name, the reason why a feature is off. Features that are on are not
+    included. Arguments as in `chosen`."""
     has = device_has() if has is None else has
     found: dict[str, str] = {}
     for feature in FEATURES:
@@ -265,8 +267,8 @@ def keeps_graph(config: Config, micro_batches: int) -> bool:
     """Tells whether training reuses the forward of the log-prob pass instead of running its own.
 
     The log-prob pass must have one micro-batch per rank, because backward needs the activations of
-    the micro-batch. The step must make one update, because later updates would need a forward with
-    the changed weights. Pipeline stages and replayed routing need a forward in each pass.
+    the micro-batch. The step must make only one update, because later updates would need a forward
+    with the changed weights. Pipeline stages and replayed routing need a forward in each pass.
 
     Args:
         micro_batches: of a rank, in the log-prob pass.
@@ -284,9 +286,10 @@ def keeps_graph(config: Config, micro_batches: int) -> bool:
 def shares_prompts(config: Config) -> bool:
     """Tells whether a micro-batch runs a prompt through the model once for all its responses.
 
-    Prompts are shared only if sequences are packed and every rank has whole sequences. Virtual
-    stages exclude sharing, because virtual stages need micro-batches of equal shape. Replayed
-    routing excludes sharing, because replayed routing records experts for each sample.
+    Prompts are shared only if sequences are packed and every rank has whole sequences. With virtual
+    stages, prompts are not shared, because virtual stages need micro-batches of equal shape. With
+    replayed routing, prompts are not shared, because replayed routing records experts for each
+    sample.
     """
     parallel = config.parallel
     return (

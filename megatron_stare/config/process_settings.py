@@ -134,6 +134,7 @@ def check_ports(config: Config, replicas: int, nodes: int = 1) -> None:
 
 
 def port_share(config: Config, number: int, processes: int) -> range | None:
-    """Returns the ports of one owner; None if no port range is set. Number 0 is the trainer's
-    ranks, and number n is replica process n - 1. A replica has one process per node."""
+    """Returns the ports of one owner; None if no port range is set. Owner number 0 is the group of
+    the trainer's ranks, and owner number n is replica process n - 1. A replica has one process per
+    node."""
     return config.runtime.port_share(number, processes + 1)

@@ -43,7 +43,8 @@ class Recipe:
     over: str | None = None
 
     def all_layers(self) -> list[str]:
-        """Returns the layers of the recipe `over`, followed by this recipe's own layers."""
+        """Returns the layers of the recipe that the field `over` names, if any, followed by this
+        recipe's own layers."""
         beneath = recipes()[self.over].all_layers() if self.over else []
         return [*beneath, *self.layers]
 
@@ -127,7 +128,8 @@ def refused() -> Mapping[str, str]:
 
 
 def sources() -> Mapping[str, str]:
-    """Returns, for each mark, the source of published values that the mark stands for."""
+    """Returns the sources of published values by mark. A mark, such as 'R-readme', is the short
+    name of a source."""
     return dict(_tables()["sources"])
 
 

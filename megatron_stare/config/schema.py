@@ -354,6 +354,6 @@ class Config(Section):
 
     @property
     def skips_log_prob_pass(self) -> bool:
-        """True if steps train without a log-prob pass. Preflight raises if the run needs the
-        log-prob pass."""
+        """True if steps train without a log-prob pass. If another setting of the run needs the
+        log-prob pass, the preflight checks raise ConfigError."""
         return self.statistics.gate == "lagged"

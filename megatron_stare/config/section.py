@@ -1,4 +1,5 @@
-"""Base class of all configuration sections, and checks that several sections share."""
+"""Base class of all configuration sections, and functions that check settings of several
+sections."""
 
 from __future__ import annotations
 

@@ -289,8 +289,9 @@ class MoeConfig(Section):
 
 
 class PerformanceConfig(Section):
-    """Settings that save time or memory and change results only in the last bits. null: on with
-    CUDA if tests cover the setting and device and run support it; see docs/gpu.md."""
+    """Settings that save time or memory and change results only in the last bits. With CUDA, a
+    setting at null is on if tests cover the setting and if both the device and the run support the
+    setting; see docs/gpu.md."""
 
     automatic: bool = Field(
         True, description="false: every setting of this section that is null is off"

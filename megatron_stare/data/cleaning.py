@@ -49,7 +49,7 @@ def words(text: str) -> tuple[str, ...]:
 
 
 class Repeats(NamedTuple):
-    """Positions of problems in a list.
+    """Positions of (prompt, answer) problems in a list.
 
     kept: problems that stay.
     repeated: problems that repeat a kept problem with the kept problem's answer.
@@ -108,7 +108,8 @@ class Contamination:
 
 
 def _grams(found: Sequence[tuple[str, bool]], ngram: int) -> Iterator[tuple[str, ...]]:
-    """Yields every run of `ngram` consecutive words, with the operators between them."""
+    """Yields every run of `ngram` consecutive words. A run includes the operators between its
+    words, such as + or brackets."""
     places = [at for at, (_, is_word) in enumerate(found) if is_word]
     for first, last in zip(places, places[ngram - 1 :], strict=False):
         yield tuple(piece for piece, _ in found[first : last + 1])

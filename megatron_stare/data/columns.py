@@ -41,8 +41,9 @@ class Columns(NamedTuple):
 
 
 def guess_columns(path: str, prompt: str | None = None, answer: str | None = None) -> Columns:
-    """Finds the columns of prompt and answer. A column that the caller names is taken. Otherwise
-    takes the first common column name whose column has the right type in each of the first rows.
+    """Finds the columns of prompt and answer. If the caller names a column, uses the named column.
+    Otherwise takes the first common column name whose column has the right type in each of the
+    first rows.
 
     Args:
         path: a file of FORMATS, or the name of a dataset.

@@ -41,7 +41,8 @@ class PromptEncoder:
             )
 
     def __call__(self, prompt: str | Messages, where: str) -> tuple[int, ...]:
-        """Returns the token ids of `prompt`, from one to `rollout.max_prompt_tokens`.
+        """Returns the token ids of `prompt`: at least one id, and at most
+        `rollout.max_prompt_tokens` ids.
 
         Args:
             prompt: the problem from its source: a text, or the messages of a conversation, the last

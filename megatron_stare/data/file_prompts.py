@@ -213,13 +213,13 @@ class FilePrompts:
     def _part(self, cursor: int) -> _Part:
         """Returns the file that the prompt at `cursor` comes from.
 
-        After c prompts, a file's share is c times the file's weight over the sum of the weights.
-        The deadline of a file's j-th prompt, counted from 1, is the c at which the file's share
-        reaches j. Only files that have given fewer prompts than their share of the first cursor + 1
-        prompts are considered. The considered file whose next prompt has the earliest deadline is
-        chosen, and the first such file if there are several. So after every prompt every file is
-        less than one prompt off its share (Baruah et al., Proportionate Progress, Algorithmica 15,
-        1996).
+        After the first c prompts of all files together, a file's share is c times the file's weight
+        over the sum of the weights. The deadline of a file's j-th prompt, counted from 1, is the
+        number of prompts c at which the file's share reaches j. A file is considered only if the
+        file has given fewer prompts than the file's share after c = cursor + 1 prompts. The
+        considered file whose next prompt has the earliest deadline is chosen, and the first such
+        file if there are several. So after every prompt every file is less than one prompt off its
+        share (Baruah et al., Proportionate Progress, Algorithmica 15, 1996).
         """
         if not self._by_deadline:
             whole = sum(part.file.weight for part in self._parts)

@@ -1,8 +1,8 @@
 """Prompts of a task whose problems are generated, never stored: problem i of a stream is a pure
 function of (seed, split, i).
 
-A task supplies its problems, and this file makes prompts with cursors of them. Imports torch only
-when the first prompt is taken, so that tools stay light.
+A task supplies its problems, and this file makes a prompt with a cursor from each problem. Imports
+torch only when the first prompt is taken, so that tools stay light.
 """
 
 from __future__ import annotations

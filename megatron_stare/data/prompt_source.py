@@ -127,7 +127,8 @@ def held_out(config: Config, tokenizer: Any, wanted: int | None) -> list[Prompt]
 
 class PromptQueue:
     """Prompts of a source in the source's order, each used once. A prompt that `give_back` returns
-    to the queue is the next prompt to be taken. Prompts that `leave_out` marks are skipped.
+    to the queue is the next prompt to be taken. The queue skips the prompts that were marked by a
+    call of `leave_out`.
 
     The queue's state is the source's state before the first unused prompt, so prompts waiting in
     the queue need not be saved.
@@ -151,7 +152,7 @@ class PromptQueue:
 
     def give_back(self, n: int) -> None:
         """Gives back the last `n` prompts of the last `take`, which were not used. Raises
-        ValueError if that call returned fewer."""
+        ValueError if the last `take` returned fewer than `n` prompts."""
         if n > len(self._last):
             raise ValueError(
                 f"{n} prompts cannot be given back of {len(self._last)} that were taken"

@@ -149,7 +149,7 @@ def _json_rows(content: bytes, name: str) -> Iterator[Row]:
 
 def _array_rows(content: bytes, name: str) -> Iterator[Row]:
     """Yields number, place and value of every element of a JSON array. Raises DataError if the file
-    is not one."""
+    is not a JSON array."""
     try:
         found = json.loads(content.decode())
     except (ValueError, RecursionError) as error:

@@ -4,8 +4,8 @@ never stored.
 '33 8 5 2 = 38 :' asks for the signs of 33 + 8 - 5 + 2 = 38. A response is either a short guess, '+8
 +5 +2', or a search. A search makes one attempt after another, with the running total after every
 step, and says 'wait' after a miss: '+8 41 +5 46 -2 44 wait +8 41 -5 36 +2 38'. Only the part of a
-response after the last word 'wait' is graded. A guess is right only by luck. A search is right
-unless the search gives up. Longer responses are therefore right more often.
+response after the last word 'wait' is graded. A guess is right only by luck. A search finds the
+right signs unless the search gives up. Longer responses are therefore right more often.
 
 Problem i of a stream is a pure function of (seed, split, i). A fixed hash assigns each problem to a
 split, so training and held-out problems never overlap. `SignsPrompts` serves the rollout;
@@ -62,8 +62,8 @@ class Problem:
 
     @property
     def answer(self) -> str:
-        """Returns the text of the problem, '33 8 5 2 = 38', because every choice of signs that
-        makes the equation true is right."""
+        """Returns the text of the problem, such as '33 8 5 2 = 38', as the answer. The answer names
+        no signs, because every choice of signs that makes the equation true is right."""
         return f"{self.start} {' '.join(map(str, self.operands))} = {self.total}"
 
     @property

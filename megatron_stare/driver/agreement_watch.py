@@ -162,9 +162,9 @@ def canary_sequences(
     """Returns the canary: token sequences of different lengths up to `longest` tokens, the same in
     every run of a model.
 
-    The sequences consist of the shipped lines that the tokenizer encodes and decodes without loss,
-    and each begins at another line. If the tokenizer fits no shipped line, the token ids are
-    random.
+    The package ships a text for the canary. The sequences consist of the lines of the text that the
+    tokenizer encodes and decodes without loss, and each sequence begins at another line. If the
+    tokenizer encodes and decodes no line without loss, the token ids are random.
 
     Args:
         vocab_size: of the model. A larger id would crash a server.

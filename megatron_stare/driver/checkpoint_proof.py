@@ -42,7 +42,8 @@ _FIX = (
 class SelfTest:
     """Self-test stored in a checkpoint.
 
-    layout: text that describes the ranks' layout. If it is equal, log-probs must be bit-identical.
+    layout: text that describes the ranks' layout. If the ranks' layout at the time of the test
+        equals the stored layout, log-probs must be bit-identical to the stored log-probs.
     sequences: token ids.
     proof: log-probs, counts and sums that the ranks computed.
     """

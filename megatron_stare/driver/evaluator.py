@@ -162,7 +162,7 @@ class Evaluator:
 
     @contextlib.asynccontextmanager
     async def _judged(self, verifier: Extension, answers: int) -> AsyncIterator[Verdicts]:
-        """Verifies `answers` answers as they arrive.
+        """Verifies each answer when the answer arrives. `answers` is the number of answers.
 
         Raises:
             RewardFailureError: more verifier calls timed out or crashed than the configuration

@@ -172,8 +172,8 @@ class Guards:
 
     @property
     def ends(self) -> bool:
-        """True if the last step ends or rolls back the run. The state after that step must not be
-        saved."""
+        """True if the last step ends or rolls back the run. If True, the state after the last step
+        must not be saved."""
         return any(each.action in ENDS for each in self.fired)
 
     def heed(self, rollbacks: int) -> None:
@@ -246,7 +246,7 @@ class GuardedResponse:
 
 @dataclass(frozen=True)
 class GuardedBatch:
-    """The batch of a step that was left out or ended the run.
+    """The batch of a bad step: the run left the batch out, or the step ended the run.
 
     ranks: one record for every rank that found non-finite values; the record names these values.
     """

@@ -157,7 +157,8 @@ class HeldRun:
         """Tells whether the error is a recoverable loss of a worker or an engine.
 
         Before a session has been fully opened, an error is a recoverable loss only if a worker
-        process died. At that stage, any other failure is more likely a configuration error.
+        process died. If a failure of another kind occurs before a session has been fully opened,
+        the cause is more likely a configuration error.
         """
         if self._came_up:
             return isinstance(error, WorkerLostError | EngineLostError | NoEngineError)

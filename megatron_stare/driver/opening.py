@@ -134,8 +134,8 @@ def read_inputs(config: Config) -> Inputs:
 class Rehearsal(NamedTuple):
     """Result of a rehearsal.
 
-    config: resolved.
-    said: remarks on the data, one line each.
+    config: the resolved configuration.
+    said: lines of text, each of which is a remark on the data.
     """
 
     config: Config

@@ -92,9 +92,9 @@ class Measured(Part):
 class PhaseMemory(Part):
     """Measures memory at the end of every phase, in units of 10^6 bytes.
 
-    Logs `memory/<phase>_peak_mb`, with a GPU `memory/<phase>_device_mb`, and without CUDA
-    `memory/<phase>_live_mb`, each for the rank that holds most. Logs `memory/<phase>_engines_mb` if
-    engines are given.
+    Logs `memory/<phase>_peak_mb`. On a GPU, also logs `memory/<phase>_device_mb`. Without CUDA,
+    also logs `memory/<phase>_live_mb`. Each metric is the largest value of all ranks. Logs
+    `memory/<phase>_engines_mb` if engines are given.
 
     Args:
         phase: opens a phase of the step, by name.

@@ -207,7 +207,7 @@ def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
 
 
 def prompt_inputs(config: Config, tokenizer: Any, source: PromptSource) -> dict[str, str]:
-    """Returns SHA-256 digests by name of the inputs that prompts are made from.
+    """Returns the SHA-256 digest of each input that prompts are made from, by the input's name.
 
     The inputs are the tokenizer's files, the chat template if prompts use a chat template, and the
     token ids of the first prompt. The first prompt reveals changes that the files do not show, such

@@ -29,8 +29,9 @@ class Turn:
     """Tokens that the policy sampled in one call, and their text.
 
     text: text of the tokens, decoded without special tokens and without the stop token.
-    experts: the engine's experts for the first m tokens of context and turn together; None if the
-        run does not replay the engine's routing.
+    experts: the engine's experts for the first tokens of context and turn together. The tensor's
+        first dimension m is the number of these tokens. None if the run does not replay the
+        engine's routing.
     finish_reason: the value is 'length' also if the response's token limit left no room for a
         token, and 'stop' also if a stop string ended the turn.
     stop: the stop string that ended the turn; None: no stop string ended the turn. `text` contains
@@ -47,9 +48,9 @@ class Turn:
 
 
 class CallFailedError(UserError):
-    """Error of a tool, recorded in the journal as the answer to the call. An environment that
-    catches the error continues. When the journal later replays the call, the same error is raised,
-    and the environment continues in the same way."""
+    """Error of a tool, recorded in the journal as the answer to the call. An environment may catch
+    the CallFailedError and continue. When the journal later replays the call, the same error is
+    raised, and the environment continues in the same way."""
 
 
 # called with the request and the call's id; returns a value that JSON can hold
@@ -89,8 +90,9 @@ class Generate(Protocol):
         The journal records the intent before the call and the answer after it. If the environment
         runs again, because its response was cut or the run was resumed, the journal returns the
         recorded answer and the tool is not called. If a call was begun but never answered, the tool
-        may or may not have acted. In that case an idempotent tool is called again under the same
-        id; with any other tool, the rollouts discard the response.
+        may or may not have acted. If the tool is idempotent, an unanswered call is repeated under
+        the same id. If the tool is not idempotent, the rollouts discard a response with an
+        unanswered call.
 
         Args:
             tool: awaited as `tool(request, id)`, with an id unique to this call. When the

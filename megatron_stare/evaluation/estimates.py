@@ -79,8 +79,9 @@ def _not_beaten(
     others: Sequence[NDArray[np.float64]], silent: NDArray[np.float64], a: int, k: int
 ) -> float:
     """Sums over all ways to draw k - a responses from `others`, at most `a` from each class, and
-    from `silent`. Each summand is the weight of the way, divided by 1 + the number of tied classes.
-    A class is tied if exactly `a` of its responses are drawn.
+    from `silent`. Each way to draw the responses has a weight. Each summand is the weight of one
+    way, divided by 1 + the number of tied classes. A class is tied if exactly `a` of its responses
+    are drawn.
 
     Args:
         others: [c + 1] for each class, the weights of drawing 0..c of its responses.
@@ -123,18 +124,19 @@ def wilson_interval(
     With p the mean of N results, z the (1 + level)/2 quantile of the standard normal, and m an
     effective number of results, the interval is (p + z²/2m ± z √(p (1 - p)/m + z²/4m²)) / (1 +
     z²/m), as for survey samples (Korn and Graubard, Survey Methodology 24, 1998). m = 1 + p (1 - p)
-    / v, with v the variance of the mean by `mean_of_problems`. The 1 is there because p (1 - p) is
-    on average v below its value at the true mean. If all results are 0 or 1 and all prompts have
-    different problems, m equals N, and the interval is the one that Wilson published.
+    / v, with v the variance of the mean by `mean_of_problems`. The 1 corrects a bias of p (1 - p):
+    on average, p (1 - p) is smaller than its value at the true mean, by v. If all results are 0 or
+    1 and all prompts have different problems, m equals N, and the interval is the one that Wilson
+    published.
 
-    A result that is a share of right responses varies less than a result that is 0 or 1. With
-    shares, m therefore exceeds the effective number of problems G. The excess m - G is an estimate,
-    which is poor if there are few problems. If the mean is near 0 or 1, the estimate depends only
-    on the few results other than 0 and 1. Therefore, if m exceeds G, the interval uses G + min(w,
-    (z/t)²) (m - G) in place of m. Here w is min(1, G min(p, 1 - p)/5), because a normal
-    approximation needs five right and five wrong results. The number t is Student's quantile, with
-    G - 1 degrees of freedom. If no result deviates from the mean, m equals G.
-    tests/evaluation/test_coverage.py simulates how often the interval contains the true mean.
+    A result that is a share of right responses varies less than a result that is 0 or 1. If results
+    are shares of right responses, m therefore exceeds the effective number of problems G. The
+    excess m - G is an estimate, which is poor if there are few problems. If the mean is near 0 or
+    1, the estimate depends only on the few results other than 0 and 1. Therefore, if m exceeds G,
+    the interval uses G + min(w, (z/t)²) (m - G) in place of m. Here w is min(1, G min(p, 1 - p)/5),
+    because a normal approximation needs five right and five wrong results. The number t is
+    Student's quantile, with G - 1 degrees of freedom. If no result deviates from the mean, m equals
+    G. tests/evaluation/test_coverage.py simulates how often the interval contains the true mean.
 
     Args:
         problems: the problem of each prompt; None: all are different.
@@ -169,11 +171,11 @@ def mean_of_problems(
     """Returns the mean of one value per prompt, the variance of this mean over problems, and the
     effective number of problems.
 
-    Let problem g have n_g of the N prompts, and let e_g be the sum of value - mean over the prompts
-    of problem g. The effective number of problems is G = N² / Σ_g n_g² (Kish, Survey Sampling,
-    1965): the number of problems if all have equally many prompts, and less if a few problems have
-    most of the prompts. The variance of the mean is G/(G - 1) Σ_g e_g² / N² (Liang and Zeger,
-    Biometrika 73, 1986, for problems of equal weight).
+    Let problem g have n_g of the N prompts, and let e_g be the sum of (value - mean) over the
+    prompts of problem g. The effective number of problems is G = N² / Σ_g n_g² (Kish, Survey
+    Sampling, 1965): the number of problems if all have equally many prompts, and less if a few
+    problems have most of the prompts. The variance of the mean is G/(G - 1) Σ_g e_g² / N² (Liang
+    and Zeger, Biometrika 73, 1986, for problems of equal weight).
 
     Args:
         values: one value per prompt, at least one value.

@@ -245,10 +245,11 @@ class BlackBox:
 
 
 def forget_left(where: Path) -> None:
-    """Removes folders in memory whose watchers were killed. Such folders would otherwise stay in
-    memory until a reboot.
+    """Removes the in-memory folders of watchers that were killed. Otherwise these folders would
+    stay in memory until a reboot.
 
-    A free lock shows that a folder's watcher is gone, in any PID namespace.
+    If a folder's lock is free, the folder's watcher is gone. The lock shows this even if the
+    watcher ran in another PID namespace.
     """
     for folder in where.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), (folder / LOCK).open("a") as lock:
@@ -272,7 +273,7 @@ def carried(host: str) -> dict[str, str]:
 
 def beats_here(role: str, node: str) -> CallBeats:
     """Returns the beats of a worker, which learns from its environment whether a watcher runs. In a
-    joined cluster also starts its node's agent if necessary.
+    joined cluster, also starts the watcher's agent on the worker's node if the node has no agent.
 
     Args:
         node: Ray's id of the node.

@@ -106,8 +106,8 @@ class Nodes:
 
     def ask(self) -> Callable[[], tuple[list[dict[str, Any]], dict[str, str]]]:
         """Asks every node for its facts. Returns a function that waits at most ANSWER_S for the
-        nodes' answers. That function returns the answers, and the reason for each node that did not
-        answer."""
+        nodes' answers. The returned function returns the answers, and a reason for each node that
+        did not answer."""
         deadline = time.monotonic() + ANSWER_S
         with self._changed:
             nodes = dict(self._lines)
@@ -210,8 +210,9 @@ def serve(folder: Path, node: str, address: str, token: str) -> None:
 def _tell_progress(
     folder: Path, line: socket.socket, sending: threading.Lock, gone: threading.Event
 ) -> None:
-    """Reports each new progress of this node's ranks as its age, because the nodes' clocks have no
-    common zero."""
+    """Reports to the watcher when the ranks of this node have made new progress. The report
+    contains how many seconds ago the progress was made, because the nodes' clocks have no common
+    zero."""
     told: float | None = None
     with contextlib.suppress(OSError):  # the watcher is gone
         while not gone.wait(TELL_S):

@@ -1,5 +1,5 @@
-"""Reads facts about a process from Linux's /proc (proc(5)), with few exceptions from files that no
-process can block, whatever its state.
+"""Reads facts about a process from Linux's /proc (proc(5)). Except for three files, no process can
+block the reading of the /proc files that this module uses, whatever the state of the process.
 
 A process can block the reading of three files: /proc/PID/cmdline, /proc/PID/mem and
 /proc/PID/smaps_rollup. Reading one of these files takes the lock of the process's memory, and a
@@ -103,8 +103,9 @@ def kill(pid: int) -> None:
 
 
 def waited_for_cpu(pid: int) -> dict[int, float]:
-    """Returns the seconds that each thread was ready to run but did not, since it started
-    (schedstat); {} if the kernel does not report them."""
+    """Returns for how many seconds each thread has waited for a CPU since the start of the thread
+    (schedstat). While a thread waits for a CPU, the thread is ready to run but does not run.
+    Returns {} if the kernel does not report these seconds."""
     found = {}
     with contextlib.suppress(OSError):
         for thread in os.listdir(PROC / str(pid) / "task"):
@@ -132,8 +133,8 @@ def system_call(pid: int) -> str:
 
 
 def sleeping_threads(pid: int) -> list[str]:
-    """Lists the threads in uninterruptible sleep, without the main thread. Only a device or file
-    system can wake such a thread."""
+    """Lists the threads in uninterruptible sleep, without the main thread. Only a device or a file
+    system can wake a thread in uninterruptible sleep."""
     found = []
     with contextlib.suppress(OSError):
         for thread in (int(entry) for entry in os.listdir(PROC / str(pid) / "task")):

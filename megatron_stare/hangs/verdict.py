@@ -243,8 +243,9 @@ def _waited(facts: Facts, culprits: Sequence[ProcessFacts], which: str) -> str:
 
 
 def _waiters(facts: Facts, culprits: Sequence[ProcessFacts]) -> str:
-    """Returns the beginning of a sentence, e.g. `ranks 0, 2 wait in all_reduce for `. The subject
-    is the ranks that wait in a collective, or the driver if no rank waits in a collective."""
+    """Returns the beginning of a sentence, which ends with the word `for` and a space. An example
+    is `ranks 0, 2 wait in all_reduce for `. The subject of the sentence is the ranks that wait in a
+    collective, or the driver if no rank waits in a collective."""
     blamed = {(p.node, p.pid) for p in culprits}
     inside = {
         p.role: (p, met)
@@ -269,8 +270,8 @@ def _met(inside: dict[str, str]) -> str:
 
 
 def _named(processes: Sequence[ProcessFacts]) -> str:
-    """Returns the names of processes for a sentence, e.g. `ranks 0, 2` or `Ray's raylet on a (pid
-    7)`."""
+    """Returns the names of processes for use in a sentence. An example is `ranks 0, 2`. Another
+    example, for a process on a node named `a`, is `Ray's raylet on a (pid 7)`."""
     return " and ".join(_names(processes))
 
 

@@ -1,8 +1,8 @@
 """Decides when a run hangs, by comparing its driver's beats with their limits.
 
-Time in which the run's processes wait for CPUs that other programs use does not count towards a
-limit. Ray starts workers with low priority (nice 15), so a few busy programs can slow them down a
-hundredfold.
+The run's processes may have to wait for CPUs while other programs use the CPUs. This waiting time
+does not count towards a limit. Ray starts workers with low priority (nice 15), so a few busy
+programs can slow the workers down a hundredfold.
 """
 
 from __future__ import annotations

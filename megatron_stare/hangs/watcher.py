@@ -239,8 +239,8 @@ class Watcher:
 
 
 class _Copier:
-    """Writes beats into the run directory on a thread. If the file system stalls, only the newest
-    beat waits."""
+    """Writes beats into the run directory on a thread. While the file system stalls, a new beat
+    replaces the older beat that waits to be written."""
 
     def __init__(self, file: Path) -> None:
         self._file, self._next = file, threading.Event()
@@ -311,8 +311,8 @@ def read_requests(file: Path) -> tuple[ReplicaFacts, ...]:
 
 
 def say(text: str) -> None:
-    """Prints to standard error from a thread that can be abandoned: nobody may be reading the
-    pipe."""
+    """Prints to standard error from a thread that can be abandoned. The print can block forever if
+    standard error is a pipe that no process reads."""
 
     def write() -> None:
         with contextlib.suppress(OSError):

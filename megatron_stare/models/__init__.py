@@ -182,9 +182,9 @@ def _to_download(path: str | Path) -> str:
 
 
 def published_shape(path: str | Path) -> ModelShape | None:
-    """Returns the shipped shape of the model that a missing folder is named after, such as
-    `models/Qwen2.5-32B`, to plan or rehearse a run without the model. Returns None if the path
-    exists, or if the package contains no shape of this name."""
+    """Returns a model shape that the package contains, to plan or rehearse a run without the model.
+    The name of the missing model folder, such as `models/Qwen2.5-32B`, selects the shape. Returns
+    None if the path exists, or if the package contains no shape of this name."""
     whole = Path(path).name.lower()
     for name in (whole, whole.removeprefix("deepseek-")):
         folder = SHIPPED / "assets" / "architectures" / name

@@ -267,8 +267,8 @@ def _refuse_two_ropes(config: Mapping[str, Any], where: str) -> None:
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the rotary embedding's parameters, with `rope_type`, from either of config.json's
-    keys: the key before transformers 5, or the key since transformers 5."""
+    """Returns the rotary embedding's parameters, with `rope_type`. The parameters' key in
+    config.json is `rope_parameters` since transformers 5, and was `rope_scaling` before."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     scaling = rope.pop("type", None)
     rope.setdefault("rope_type", scaling or "default")

@@ -81,8 +81,8 @@ class ModelShape:
 
     @property
     def cached(self) -> int:
-        """Numbers that a server caches per token and layer: keys and values of all heads, or their
-        latent."""
+        """Count of the tensor elements that a server caches per token and layer. The elements are
+        the keys and values of all heads, or the latent of the keys and values."""
         return (
             self.latent.rank + self.latent.rotated
             if self.latent

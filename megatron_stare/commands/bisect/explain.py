@@ -194,8 +194,8 @@ def explain(
 
 
 def _explains(line: Line, base: Line, departs: Sequence[str]) -> bool:
-    """Tells whether a change brings the figures in `departs` back to the record and keeps all other
-    figures at the record."""
+    """Tells whether the re-run with a change reproduces all figures of the run's record, including
+    the figures in `departs`. The unchanged re-run does not reproduce the figures in `departs`."""
     for figure, far in line.missed.items():
         allowed = max(FAR, NEAR_SHARE * abs(base.missed[figure])) if figure in departs else FAR
         if not abs(far) <= allowed:
@@ -229,8 +229,9 @@ def _line(
 
 
 def equal_steps(one: Sequence[Row], other: Sequence[Row]) -> int:
-    """Returns the number of first steps in which all shared metrics are equal, except for those in
-    NOT_COMPARED, such as times."""
+    """Returns how many steps, counted from the first step, are equal in two series of steps. A step
+    is equal if all metrics that both series have are equal, except for the metrics in NOT_COMPARED,
+    such as times."""
     for number, (a, b) in enumerate(zip(one, other, strict=False)):
         if not all(name in a and name in b for name in FINGERPRINT):
             return number
@@ -245,7 +246,7 @@ def _same(a: float, b: float) -> bool:
 
 
 def _broken(first: Row, sound: Row, dtype: str) -> tuple[str, ...]:
-    """Returns the metrics of a step that differ from the same step's in `sound` by more than
+    """Returns the metrics whose values in the steps `first` and `sound` differ by more than
     rounding."""
     share, least = ROUNDING[dtype]
     return tuple(

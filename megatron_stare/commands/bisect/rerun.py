@@ -84,8 +84,9 @@ def prepare(run: Path, checkpoint: Path, folder: Path, settings: Mapping[str, An
 
 
 def _share(file: Path, place: Path) -> None:
-    """Hard-links a file that is never written to. Copies the file if the hard link fails, as across
-    disks. Always copies the run state, which is small."""
+    """Hard-links a file that is never written to. Copies the file if the hard link fails, for
+    example because `file` and `place` are on different disks. Always copies the run state, which is
+    small."""
     if file.name != RUN_STATE:
         with contextlib.suppress(OSError):
             os.link(file, place)

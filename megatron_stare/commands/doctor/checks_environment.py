@@ -1,5 +1,5 @@
-"""Checks of a machine's environment variables against a run, and of settings whose faults show
-late."""
+"""Checks that a machine's environment variables suit a run. Also checks settings whose faults would
+otherwise show only late in the run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def check_environment(facts: Facts, config: Config, addresses: Sequence[str] = (
 
 
 def _performance(facts: Facts, config: Config) -> list[Finding]:
-    """Lists the settings of `performance` that are on and off on a machine with GPUs."""
+    """Lists which settings of `performance` are on, and which settings are off with the reason.
+    Returns [] for a machine without GPUs."""
     if not facts.gpus:
         return []
     has = {"cuda"}
@@ -88,11 +89,11 @@ def _connections(shell: Mapping[str, str], config: Config, gpus: bool) -> Findin
 
 
 def _agreed(name: str, shell: Mapping[str, str], config: Config) -> Finding:
-    """Compares the run's value of a variable in AGREED with the shell's, for servers that the run
-    only attaches to.
+    """Compares the run's value of a variable in AGREED with the shell's value. The two values must
+    agree for servers that the run only attaches to.
 
-    Processes that the run starts get the run's value of the variable. Servers that the run attaches
-    to have the shell's value of the variable.
+    Processes that the run starts get the run's value of the variable. A server that the run only
+    attaches to has the shell's value of the variable.
     """
     own, value = shared_environment(config).get(name), shell.get(name)
     if own is not None and config.sglang.urls and value is not None and value != own:
@@ -131,8 +132,8 @@ def _infiniband(seen: Mapping[str, str], facts: Facts) -> Finding:
 
 
 def _interface(variable: str, seen: Mapping[str, str], facts: Facts, several: bool) -> Finding:
-    """Checks the interfaces in a variable. NCCL accepts prefixes, `^` and `=`; gloo only whole
-    names."""
+    """Checks the network interfaces that an environment variable names. NCCL accepts prefixes, `^`
+    and `=`; gloo accepts only whole names."""
     value, there = seen.get(variable, ""), facts.interfaces
     exact = variable.startswith("GLOO") or value.startswith("=")
     names = [name for name in value.lstrip("=").split(",") if name]
@@ -221,8 +222,9 @@ def _cache(shell: Mapping[str, str]) -> Finding:
 
 
 def check_timeouts(config: Config) -> Finding:
-    """Checks the timeout of collectives, which is the time until a hanging rank is noticed. It may
-    be shorter than a rollout, since ranks are in no collective then; see docs/cluster.md."""
+    """Checks the timeout of collectives, which is the time until a hanging rank is noticed. The
+    timeout may be shorter than a rollout, since ranks are in no collective during a rollout; see
+    docs/cluster.md."""
     seconds = config.faults.requests.collective_limit(config.runtime.timeout_s)
     if seconds > COLLECTIVE_S:
         return warning(

@@ -67,7 +67,7 @@ def served_by(config: Config | None) -> str | None:
     """Returns the Python of the servers that a run starts on its nodes.
 
     Returns None if the run starts no servers, or if the servers' environment is not found. Another
-    check reports a missing environment.
+    check of the doctor reports that the servers' environment is missing.
     """
     with contextlib.suppress(UserError):
         return None if config is None else server_python(config)

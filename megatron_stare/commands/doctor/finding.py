@@ -13,7 +13,8 @@ class Finding:
     """Result of one check.
 
     subject: the checked item, such as 'open files', prefixed by the node's name in a cluster.
-    level: a fault ends or spoils a run. A warning may cost time, or matters only on some clusters.
+    level: 'ok', 'warning' or 'fault'. A fault is a problem that ends or spoils a run. A warning is
+        about a problem that may cost time, or that matters only on some clusters.
     seen: the observed value.
     mend: the remedy; "" if ok.
     """

@@ -268,8 +268,8 @@ def _chosen(config: Config, names: Sequence[str]) -> dict[str, Task]:
 
 
 def _what(evaluation: Evaluation) -> dict[str, Any]:
-    """Returns everything that a task's responses depend on. The number of samples is left out, so
-    that a resumed evaluation may ask for more samples."""
+    """Returns everything that a task's responses depend on. The returned dict does not contain the
+    number of samples, so that a resumed evaluation may ask for more samples."""
     task, prompts = evaluation.task, evaluation.prompts
     decoding = {name: value for name, value in task.decoding().items() if name != "samples"}
     asked = [(prompt.cursor, prompt.token_ids, prompt.answer) for prompt in prompts]

@@ -74,9 +74,9 @@ def run(
 
 
 def _beside_any_loop(body: Any) -> None:
-    """Calls `body` on this thread if this thread is the main thread. The main thread takes signals,
-    and the run then has a thread of its own. Otherwise calls `body` on a new thread, which has no
-    event loop."""
+    """Calls `body` on this thread if this thread is the main thread. Otherwise calls `body` on a
+    new thread, which has no event loop. On the main thread, `body` handles signals and starts a
+    separate thread for the run."""
     if threading.current_thread() is threading.main_thread():
         body()
         return

@@ -66,9 +66,11 @@ class RankBatch:
     """A share of a rollout batch as micro-batches, following the plan. Micro-batches stay on the
     host until they are used.
 
-    index, sequence, position: [N] int64 each. For every response position of this rank, these are
-    the canonical number, the sample, and the place in the response.
-    held: [N] int64. For every response position of this rank, this is the column in the share.
+    index, sequence, position: [N] int64 each, with one entry for every response position of this
+        rank. For a response position, `index` is the canonical number, `sequence` is the sample,
+        and `position` is the place in the response.
+    held: [N] int64, with one entry for every response position of this rank. The entry is the index
+        of the position in the share's response columns, such as `rollout_log_probs`.
 
     Args:
         share: share of data-parallel rank `dp_rank`.

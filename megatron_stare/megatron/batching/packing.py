@@ -40,8 +40,9 @@ class SharedColumns:
     """The columns of a packed row that are fed to the model.
 
     fed: [k] int64 columns that are fed to the model, ascending.
-    stands: [s] int64. For every column of the row, this is an index into `fed`. The fed column at
-        this index is the column itself, or another sample's copy of the column's token.
+    stands: [s] int64 indices into `fed`, one for every column of the packed row. The fed column at
+        the index is the row's column itself, or the column with another sample's copy of the same
+        token.
     """
 
     fed: Tensor

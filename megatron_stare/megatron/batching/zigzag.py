@@ -52,8 +52,8 @@ class Zigzag:
         )
 
     def order(self, lengths: Sequence[int]) -> Tensor:
-        """Returns [t] int64 each column's place after the parts of all ranks are concatenated in
-        rank order."""
+        """Returns the place of each column after the parts of all ranks are concatenated in rank
+        order, [t] int64."""
         return torch.cat(
             [Zigzag(rank, self.ranks).columns(lengths) for rank in range(self.ranks)]
         ).argsort()

@@ -59,8 +59,9 @@ class BackgroundSave:
     def _begun(self, transforms: Sequence[Any], number: int, bucket: Any) -> tuple[Any, Connection]:
         """Returns a writer that has started, and the pipe for its result.
 
-        A fork inherits this process's locks but none of its other threads. A writer that waits for
-        a lock held by such a thread never starts, so another one is forked in its place.
+        A fork inherits this process's locks but none of its other threads. If one of the other
+        threads held a lock at the fork, a writer that waits for the lock never starts. In this case
+        another writer is forked.
 
         Raises:
             UserError: no writer started.
@@ -124,8 +125,8 @@ class BackgroundSave:
         return sums | self._of_the_first_rank()
 
     def _of_the_first_rank(self) -> dict[str, Sum]:
-        """Returns the sums of the files that only Megatron's first rank writes: metadata, and state
-        that is not tensors."""
+        """Returns the lengths and checksums of the files that only Megatron's first rank writes:
+        metadata, and state that is not tensors."""
         if torch.distributed.get_rank() != 0:
             return {}
         folder = Path(self._folder)

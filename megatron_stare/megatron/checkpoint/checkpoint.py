@@ -205,7 +205,8 @@ _NORMS = (
 
 
 def _ask_for_saved_names(wanted: dict[str, Any], folder: str | Path) -> None:
-    """Renames norms in `wanted` to the checkpoint's names if the other kind of layers saved it.
+    """Renames norms in `wanted` to the checkpoint's names if the checkpoint was saved from the
+    other kind of layers.
 
     The two kinds of layers are Transformer Engine's layers and Megatron's local layers.
     """

@@ -182,7 +182,7 @@ def _storages(tensors: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
 
 def _updated(optimizer: MegatronOptimizer) -> Iterable[Tensor]:
     """Yields the float32 parameters that this rank's optimizer updates. If the optimizer is
-    distributed, these are a share of the replica's parameters."""
+    distributed, this rank's optimizer updates only a share of the replica's parameters."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for group in part.optimizer.param_groups:
             yield from group["params"]
@@ -201,8 +201,8 @@ def _everything(
 
 def _state(chunks: list[nn.Module]) -> list[StatePart]:
     """Returns this rank's parts of the model's checkpoint, in the form in which
-    megatron/checkpoint/checkpoint.py saves the parts. If experts' or gated matrices are saved in
-    two halves, both halves are included."""
+    megatron/checkpoint/checkpoint.py saves the parts. If a matrix of an expert or a gated matrix is
+    saved in two halves, both halves are included."""
     parts = []
     with backend():
         for chunk in chunks:
@@ -232,7 +232,7 @@ class Parts:
     whole: the tensors of `layer` and `experts`, in the order of the layer.
     dense: the tensors of a leading dense layer.
     head: the tensors of the norm after the last layer and of the output layer. The output layer is
-    absent if one stage has tied embeddings.
+    absent if one stage has both the embedding and an output layer that is tied to the embedding.
     """
 
     embedding: tuple[int, ...]
@@ -320,8 +320,8 @@ def _chunk(
 
 
 def _buffer(tensors: Sequence[int], replicas: int | None) -> int:
-    """Returns a bucket's elements with Megatron's padding for cutting it over `replicas`; None: it
-    is not cut."""
+    """Returns the number of elements of a bucket, including Megatron's padding for cutting the
+    bucket over `replicas`. If `replicas` is None, the bucket is not cut and has no padding."""
     if replicas is None:
         return sum(tensors)
     unit = math.lcm(replicas, _BUCKET)
@@ -332,7 +332,8 @@ def _share(tensors: Sequence[int], replicas: int | None) -> int:
     """Returns the number of elements that the first replica updates.
 
     Megatron lays a bucket's tensors from last to first and cuts the bucket into one equal part per
-    replica. The first replica updates the first of these parts, without the gaps between tensors.
+    replica. The first replica updates the tensors in the first part. The gaps between the aligned
+    tensors do not count as updated elements.
     """
     if replicas is None:
         return sum(tensors)

@@ -1,6 +1,6 @@
 """Exports the policy, or its gradients, as whole Hugging Face tensors. The first rank gets all
-tensors, or several ranks write the tensors to files. Megatron's tensors are the shards of the
-weight stream."""
+tensors, or several ranks write the tensors to files. The weight stream assembles each whole tensor
+from shards, which are the tensors of Megatron's ranks."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def main_grad(parameter: nn.Parameter) -> Tensor:
 def shards(
     model: list[nn.Module], layout: Layout, of: Callable[[nn.Parameter], Tensor] | None = None
 ) -> list[Shard]:
-    """Returns this rank's weights, detached; or the result of `of` for each parameter, in its
-    shape."""
+    """Returns this rank's weights, detached. If the function `of` is given, returns instead the
+    function's result for each parameter, in the parameter's shape."""
     if of is None:
         return [
             Shard(name, weight.detach(), *part_of(name, weight, layout))

@@ -67,8 +67,9 @@ class SdpaCoreAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Maps query [s, b, n, d], key and value [s, b, g, d] to [s, b, n d]; packed: query [t, n,
-        d], key and value [t, g, d] to [t, n d].
+        """Returns the output [s, b, n d] of query [s, b, n, d], key [s, b, g, d] and value [s, b,
+        g, d]. If sequences are packed, returns the output [t, n d] of query [t, n, d], key [t, g,
+        d] and value [t, g, d].
 
         Under context parallelism s and t count this rank's tokens only.
         """

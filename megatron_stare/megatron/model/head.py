@@ -151,8 +151,8 @@ class Head:
 
 
 def _is_embedding(model: GPTModel) -> bool:
-    """Returns True if the output weight is also this chunk's embedding, so that autograd brings it
-    a gradient."""
+    """Returns True if the output weight is also this chunk's embedding weight. Autograd then gives
+    the weight a gradient through the embedding."""
     return model.share_embeddings_and_output_weights and model.pre_process
 
 

@@ -9,10 +9,10 @@ sequences.
 - SwiGLU: megatron-core's operations copy halves of the feed-forward hidden states, forward and
   backward. megatron-core's fused SwiGLU needs a compiler, and Transformer Engine has a fused SwiGLU
   of its own.
-- Short attention runs on a CPU and keeps all scores in memory. torch's CPU kernel runs small matrix
-  products for every head of every sequence, forward and backward. For short sequences, the overhead
-  of many small products exceeds the time of the products. Short attention runs one batched product
-  for all heads and sequences.
+- The attention over short sequences is for CPUs, and keeps all scores in memory. torch's CPU kernel
+  runs small matrix products for every head of every sequence, forward and backward. For short
+  sequences, the overhead of many small products exceeds the time of the products. Our attention
+  over short sequences runs one batched product for all heads and sequences.
 
 Shape legend: H hidden size; F feed-forward size of this rank; b sequences, s positions, n heads, g
 groups of heads that share keys and values, r heads per group, d head size; *: any leading

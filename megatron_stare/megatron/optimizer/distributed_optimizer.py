@@ -1,14 +1,15 @@
 """Describes the state of Megatron's DistributedOptimizer as parts of the whole model's tensors,
-without gathering it.
+without gathering the state.
 
 A data-parallel rank holds a contiguous range of each parameter's elements, called a stretch. A
 stretch may begin and end within a row of the parameter. Megatron has three checkpoint formats for
 stretches. The first format gathers all stretches on every rank. The second format saves stretches
-unchanged, and the checkpoint fits no other layout. The third format is meant to avoid both faults,
-but megatron-core 0.16 refuses this format. This module therefore cuts a stretch into boxes: the
-whole rows of the stretch, and the remainders at its ends. A box has a start and a size in each
-dimension of the tensor, like any part that Megatron saves. So nothing is gathered, and every rank
-writes and reads its own boxes, in any layout.
+unchanged, so a checkpoint in the second format can only be loaded in the layout that saved the
+checkpoint. The third format is meant to avoid both faults, but megatron-core 0.16 refuses this
+format. This module therefore cuts a stretch into boxes: the whole rows of the stretch, and the
+remainders at its ends. A box has a start and a size in each dimension of the tensor, like any part
+that Megatron saves. With boxes, nothing is gathered. Every rank writes and reads the rank's own
+boxes, in any layout.
 
 The float32 masters of 16-bit parameters are saved as float32 and loaded in the form that the
 optimizer keeps. By default Megatron's distributed optimizer updates its own masters. A
@@ -143,8 +144,10 @@ class _Stretch:
     state: Mapping[str, Any]
 
     def held(self) -> dict[str, Tensor]:
-        """Returns the stretch's tensors for a checkpoint, by kind. Each tensor has stop - start
-        elements. A float32 parameter is not included, because it is saved with the model."""
+        """Returns, by kind, the tensors that a checkpoint saves for the stretch. The stretch is the
+        contiguous range of a parameter's elements from `start` to `stop`. The number of elements in
+        each tensor is `stop - start`. A float32 parameter is not included, because it is saved with
+        the model."""
         held = {name: self.state[name] for name in MOMENTS}
         if self.parameter.dtype != torch.float32:
             held["param"] = read_master(self.updated, self.state)

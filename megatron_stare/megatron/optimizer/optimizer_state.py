@@ -129,7 +129,7 @@ def _bare(value: Any) -> Any:
 class StepPlace:
     """The value that an optimizer stores under "step" after one step.
 
-    group: value in its parameter groups; None: no value.
+    group: value in the optimizer's parameter groups; None: no value.
     state: value in each parameter's state; None: no value.
     """
 

@@ -84,8 +84,9 @@ def forecast(
 
 
 def token_norms(tokens: TokenBatch, group: ProcessGroup | None) -> dict[str, Tensor]:
-    """Returns the norm of every token's gradient by its probability and entropy, over the rollout
-    batch; 0-dim.
+    """Returns the mean norm of the tokens' gradients in each cell, and each cell's share of the
+    tokens, over the rollout batch; 0-dim each. A cell is a range of probability and a range of
+    entropy.
 
     Args:
         tokens: tokens with sum_p2.
@@ -97,9 +98,10 @@ def token_norms(tokens: TokenBatch, group: ProcessGroup | None) -> dict[str, Ten
 def push_of(
     tokens: TokenBatch, micro_batches: Sequence[MicroBatch], loss_of: LossFunction
 ) -> Tensor:
-    """Returns, for every token, the negative slope of the loss in the token's log-prob, on-policy:
-    [N]. The negative slope is the factor of (one_hot - p) in the gradient. The loss itself is
-    differentiated, so weights, masks, aggregation and corrections are included."""
+    """Returns, for every token, minus the derivative of the loss with respect to the token's
+    log-prob, on-policy: [N]. Minus the derivative is the factor of (one_hot - p) in the gradient.
+    The loss itself is differentiated, so weights, masks, aggregation and corrections are
+    included."""
     log_prob = tokens.old_log_prob.detach().requires_grad_()
     with torch.enable_grad():
         losses = [loss_of(log_prob[m.span], tokens.entropy[m.span], m)[0] for m in micro_batches]
@@ -136,15 +138,16 @@ def measured_change(
 def token_numbers(
     objective: Objective, tokens: TokenBatch, part: RankBatch, samples: Sequence[int]
 ) -> TokenNumbers:
-    """Returns the numbers of the tokens of `samples` in this rank's micro-batches of the update; on
-    the device, without waiting for it.
+    """Returns the values that TokenNumbers lists for the tokens of `samples` in this rank's
+    micro-batches of the update. The values are on the device, and the call does not wait for the
+    device.
 
-    The weight is the slope of the loss in the token's log-prob, on-policy, divided by -(coefficient
-    x advantage). The weight is the factor of the advantage after STARE's weights, STAPO's mask,
-    GTPO's shares, importance corrections and KL terms. The weight is also computed for methods in a
-    user's own file. A token without a coefficient has weight 0. If several ranks hold tokens of the
-    same responses, all these ranks must call `token_numbers`, since a method's loss may sum over
-    the ranks.
+    A token's weight is the slope of the loss in the token's log-prob, on-policy, divided by
+    -(coefficient x advantage). A token's weight is the factor of the advantage after STARE's
+    weights, STAPO's mask, GTPO's shares, importance corrections and KL terms. A token's weight is
+    also computed for methods in a user's own file. A token without a coefficient has weight 0. If
+    several ranks hold tokens of the same responses, all these ranks must call `token_numbers`,
+    since a method's loss may sum over the ranks.
 
     Args:
         objective: the update's objective.

@@ -29,10 +29,11 @@ UNLIKELY = math.log(1e-3)
 
 @dataclass(frozen=True)
 class Compared:
-    """Engine minus trainer, nats, for this rank's tokens, and the properties by which tokens are
-    grouped.
+    """The engine's log-prob minus the trainer's log-prob for each of this rank's tokens, in nats,
+    and the properties by which tokens are grouped.
 
-    versions: versions of the weights that sampled the tokens; `all_versions`: those of all ranks.
+    versions: versions of the weights that sampled this rank's tokens; `all_versions`: versions of
+        the weights that sampled the tokens of all ranks.
     expected: number of tokens on all ranks.
     """
 

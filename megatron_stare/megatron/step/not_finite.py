@@ -3,7 +3,8 @@ because of these numbers.
 
 When gradients are reduced over data-parallel ranks, a number that is not finite spreads to all
 data-parallel ranks. Each rank therefore records before the reduction whether the rank's own
-gradient is finite. `look` finds everything else on request, after the update.
+gradient is finite. After the update and on request, `look` finds the weights, gradients and samples
+that are not finite.
 """
 
 from __future__ import annotations

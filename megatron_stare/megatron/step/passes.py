@@ -65,8 +65,8 @@ def accumulate_gradients(
     loss_scale: Tensor | None = None,
     kept: list[Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Adds the gradient of the summed loss of all micro-batches to the model's gradient buffers,
-    reduced over ranks.
+    """Computes the gradient of the summed loss of all micro-batches in the model's gradient
+    buffers. The gradient is reduced over ranks.
 
     Args:
         loss_scale: 0-dim factor of the loss, and so of the gradient; None: 1.
@@ -174,7 +174,8 @@ class Reference:
 
     @torch.no_grad()
     def refresh(self, policy: list[nn.Module]) -> None:
-        """Copies the policy's weights chunk by chunk, wherever the reference is stored."""
+        """Copies the policy's weights into the reference policy chunk by chunk. The reference
+        policy may be stored on the device or in host memory."""
         for mine, other in zip(self.model, policy, strict=True):
             for weight, current in zip(
                 unwrap(mine).parameters(), unwrap(other).parameters(), strict=True

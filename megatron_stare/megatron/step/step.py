@@ -246,10 +246,10 @@ class Step:
         return {**{name: float(x) for name, x in metrics.items()}, **rates}, state
 
     def token_numbers(self) -> list[TokenNumbers]:
-        """Returns the numbers of watched tokens on this rank, one entry per update. Waits for the
-        device.
+        """Returns the values that TokenNumbers lists for the watched tokens on this rank, one entry
+        per update. Waits for the device.
 
-        Only one rank of each tensor-parallel group of the last stage returns numbers. All other
+        Only one rank of each tensor-parallel group of the last stage returns values. All other
         ranks return an empty list.
         """
         mine = self._numbers if self._policy.layout.tp_rank == 0 else []

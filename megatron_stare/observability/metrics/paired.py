@@ -31,11 +31,12 @@ def paired_interval(
     """Returns the mean of after - before over the same prompts, with Student's confidence interval
     over problems.
 
-    With d_i = after_i - before_i, mean d, sample standard deviation s (n - 1) and t the (1 +
-    level)/2 quantile of Student's distribution with n - 1 degrees of freedom: d ± t s / √n. Pairing
-    removes the spread between easy and hard problems, which is most of the variance. The interval
-    is too narrow if there are fewer than about 30 problems and most d_i are equal. If all d_i are
-    equal, the interval's width is 0, which implies nothing about unseen problems.
+    Let d be the mean and s the sample standard deviation (divisor n - 1) of d_i = after_i -
+    before_i. Let t be the (1 + level)/2 quantile of Student's distribution with n - 1 degrees of
+    freedom. The interval is d ± t s / √n. Pairing removes the spread between easy and hard
+    problems, which is most of the variance. The interval is too narrow if there are fewer than
+    about 30 problems and most d_i are equal. If all d_i are equal, the interval's width is 0, which
+    implies nothing about unseen problems.
 
     Several prompts of one problem are not independent. If a problem has several prompts, n is the
     effective number of problems, and the interval's half width is t √v. Here v is the variance of
@@ -136,9 +137,10 @@ def summary(
 
 
 def on_target(figures: Mapping[str, float | None]) -> bool | None:
-    """Returns True if entropy was held at its target. Three quantities must be within BAND of the
-    target: the mean entropy of the last third of the steps, the mean entropy of the last RECENT
-    steps, and the entropy in a share HELD_SHARE of the last third's steps.
+    """Returns True if entropy was held at its target. The mean entropy of the last third of the
+    steps must be within BAND of the target, and so must the mean entropy of the last RECENT steps.
+    Of the steps in the last third, at least a share HELD_SHARE must have an entropy within BAND of
+    the target.
 
     Args:
         figures: a `summary`.
