@@ -122,8 +122,8 @@ class Sink:
         needs in total."""
 
     def finish(self, run: RunOutline) -> None:
-        """Ends a run that has made all its steps. The only call for a run that `--resume` finds
-        finished."""
+        """Ends a run that has made all its steps. If `--resume` finds that the run has finished
+        already, `finish` is the only call that the sink receives."""
 
     def close(self) -> None:
         """Closes the sink, however the run ended, and even after a failed `start`."""

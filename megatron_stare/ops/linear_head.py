@@ -7,9 +7,10 @@ ops/vocab_parallel.py computes log-probs and entropies from the output layer's l
     recompute            chunk by chunk; backward computes every chunk's logits again
 
 'materialised' holds all [n, V] logits in memory; the two chunked modes hold the logits of one
-chunk. The modes need 3, 3 and 4 products of n H V multiplications each. The chunked modes sum the
-weight's gradient over chunks in float32. The gradient in the hidden states covers this rank's
-columns only; megatron/model/head.py sums the gradient over the ranks of the group.
+chunk. 'materialised' and 'gradient_in_forward' need 3 matrix products, and 'recompute' needs 4.
+Each matrix product takes n * H * V multiplications. The chunked modes sum the weight's gradient
+over chunks in float32. The gradient in the hidden states covers this rank's columns only;
+megatron/model/head.py sums the gradient over the ranks of the group.
 
 Shape legend: n rows, H hidden size, V vocabulary columns of this rank.
 """

@@ -3,8 +3,9 @@ thresholds this way. The statistics serve only to compare with published code.
 
 The inputs of a selection come from the micro-batch alone: thresholds, quantiles, and the counts and
 means from which thresholds and quantiles are computed. Two kinds of statistics still cover the
-whole batch. One kind is the number of tokens by which the loss is divided. The second kind is sums
-over a response or a prompt group, because a group may span micro-batches.
+whole batch: the number of tokens by which the loss is divided, and sums over a response or a prompt
+group. A prompt group may span micro-batches, so a sum within one micro-batch would miss a part of
+the group.
 """
 
 from __future__ import annotations

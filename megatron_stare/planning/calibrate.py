@@ -31,7 +31,8 @@ LEAST = 5  # fewest steps for a median
 
 @dataclass(frozen=True)
 class Seen:
-    """The terms of one phase in one run.
+    """The measured time of one phase in one run, and the two summands that `solve` fits to this
+    time.
 
     ideal: seconds that the phase takes at a rate of 1.
     other: seconds that the phase's second term takes per unit of the second term's coefficient.
@@ -44,13 +45,16 @@ class Seen:
 
 
 def solve(runs: Sequence[Seen], least: float) -> tuple[float, float]:
-    """Fits inverse * ideal + times * other to the measured seconds of the runs. Returns the pair
-    (inverse, times) with the smallest sum of squared relative errors.
+    """Fits the sum `inverse` * `ideal` + `times` * `other` to the measured seconds of the runs.
+    Returns the pair of coefficients (`inverse`, `times`) with the smallest sum of squared relative
+    errors.
 
-    With one run, or if the runs' ratios other / ideal differ by less than a factor of `APART`, the
-    two terms cannot be separated, and times is 0. inverse and times are at least 0. If times is
-    above 0, inverse is at least `least`. If times is 0, inverse may be below `least`, which means
-    that the runs were faster than the peak rate.
+    The two summands cannot be separated if there is only one run, or if the runs' ratios `other` /
+    `ideal` differ by less than a factor of `APART`. In these two cases the coefficient `times` is
+    0. The coefficients `inverse` and `times` are at least 0. If the coefficient `times` is above 0,
+    the coefficient `inverse` is at least `least`. If the coefficient `times` is 0, the coefficient
+    `inverse` may be below `least`. An `inverse` below `least` means that the runs were faster than
+    the peak rate.
     """
     ideal, other = np.array([(run.ideal / run.seconds, run.other / run.seconds) for run in runs]).T
     ones = np.ones(len(runs))
@@ -74,8 +78,8 @@ def calibrate(
     run_dirs: Sequence[Path], gpu: Gpu, start: Coefficients, prompt: float | None
 ) -> Fitted:
     """Fits the time model's coefficients to the runs' median step times. One run suffices to fit
-    the rate of every phase. If runs have several sizes, `calibrate` also fits the time that does
-    not grow with matrix products.
+    the rate of every phase. If the runs differ in the width of their models or in their batches,
+    `calibrate` also fits the part of a phase's time that does not grow with matrix products.
 
     Args:
         prompt: mean tokens of a prompt, which the metrics lack; None: each run's

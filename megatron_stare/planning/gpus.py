@@ -166,9 +166,9 @@ def store(path: Path, gpu: str, fitted: Fitted) -> None:
 
 
 def changed(start: Coefficients, found: dict[str, float]) -> Coefficients:
-    """Returns a copy of `start` in which the values in `found` replace the coefficients with these
-    names. Raises ConfigError if a share of the GPU's peak is above 1: the run then used a faster
-    GPU than the named GPU."""
+    """Returns a copy of `start`. In the copy, every coefficient that `found` names has the value
+    from `found`. Raises ConfigError if a share of the GPU's peak is above 1: the run then used a
+    faster GPU than the named GPU."""
     for name, value in found.items():
         if name.endswith(("_mfu", "_efficiency")) and value > 1:
             raise ConfigError(

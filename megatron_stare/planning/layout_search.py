@@ -45,7 +45,8 @@ class Candidate:
 def search(
     run: ResolvedRun, ranks: int, nodes: int, node_size: int, fit: PlannedFit
 ) -> tuple[int, list[Candidate]]:
-    """Returns the number of layouts that were tried, and the layouts that fit, nearest first."""
+    """Returns the number of layouts that were tried, and the layouts that fit. The layouts that fit
+    are sorted by their `distance` from the run's own layout, smallest distance first."""
     tried, found = 0, []
     for config in candidates(run, ranks):
         try:
@@ -73,8 +74,9 @@ def check_nodes(config: Config, nodes: int, node_size: int) -> None:
 
 
 def candidates(run: ResolvedRun, ranks: int) -> Iterator[Config]:
-    """Yields layouts over `ranks` ranks whose micro-batches hold the longest sequence and whose
-    updates have a sequence for every data-parallel replica. The layouts may break other rules."""
+    """Yields layouts over `ranks` ranks. In each layout, a micro-batch has room for the longest
+    sequence, and an update has a sequence for every data-parallel replica. The layouts may break
+    other rules."""
     config, shape = run.config, run.shape
     batch = config.batch
     sequences = (batch.mini_batch_prompts or batch.prompts) * batch.samples_per_prompt
@@ -118,8 +120,9 @@ def candidates(run: ResolvedRun, ranks: int) -> Iterator[Config]:
 
 def distance(base: Config, other: Config) -> float:
     """Returns the distance between two layouts. Every factor of two between a parallel size of one
-    layout and of the other layout adds 1. Every factor of two between the micro-batch sizes adds
-    1/2. Every other setting that differs adds 1."""
+    layout and of the other layout adds 1 to the distance. Every factor of two between the
+    micro-batch sizes adds 1/2 to the distance. Every other setting that differs adds 1 to the
+    distance."""
     far = sum(
         abs(math.log2(getattr(base.parallel, cut) / getattr(other.parallel, cut))) for cut in _CUTS
     )

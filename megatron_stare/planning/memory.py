@@ -8,8 +8,9 @@ length. Fused kernels keep fewer bytes. Padding within a group adds bytes.
 tests/megatron/test_recompute.py checks the counts against the saved tensors, within 1 %.
 
 `budget` sums the memory of a GPU in each phase; docs/colocation.md lists the contents of a GPU's
-memory in each phase. `Fit` measures the size of a run's ranks, which are built without data for
-this purpose. `PlannedFit` assembles the ranks of many layouts from parts that are built once.
+memory in each phase. `Fit` builds the ranks of a run on torch's meta device, without data, and
+measures the size of these ranks. `PlannedFit` assembles the ranks of many layouts from parts that
+are built once.
 """
 
 from __future__ import annotations
@@ -311,7 +312,7 @@ class Fit:
         )
 
     def faults(self, run: ResolvedRun) -> list[str]:
-        """Returns one sentence for everything that does not fit."""
+        """Returns a list with one sentence for each thing that does not fit."""
         found, wrong = self.budget(run), []
         if found.over:
             wrong.append(
@@ -382,8 +383,9 @@ class Fit:
         return served_memory(run.config, run.shape, self.capacity)
 
     def stages(self, run: ResolvedRun) -> list[dict[str, int]]:
-        """Returns the bytes by item of each stage's first rank, which is built without data. The
-        other ranks of a stage need at most as many bytes as the stage's first rank."""
+        """Builds the first rank of each stage without data. Returns, for each of these ranks, the
+        bytes of every item. The other ranks of a stage need at most as many bytes as the stage's
+        first rank."""
         config, parallel = run.config, run.config.parallel
         key = "".join(each.model_dump_json() for each in (config.model, parallel, config.optimizer))
         if key not in self._built:
@@ -422,8 +424,9 @@ def micro_batches_held(parallel: ParallelConfig, stage: int) -> float:
 
     The schedule is 1F1B (D. Narayanan et al., arXiv 2104.04473, section 2.2). With virtual stages,
     the number of micro-batches follows from the chunks in the warm-up of megatron-core's
-    interleaved schedule. A stage holds two chunks for each later stage, all chunks but the last for
-    as many micro-batches as there are stages, and one more chunk.
+    interleaved schedule. A stage holds the activations of two chunks for each later stage. The
+    stage also holds the activations of all its chunks but the last, for as many micro-batches as
+    there are stages. In addition the stage holds the activations of one more chunk.
     """
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     if chunks == 1:
@@ -432,8 +435,8 @@ def micro_batches_held(parallel: ParallelConfig, stage: int) -> float:
 
 
 def logits_bytes(config: Config, shape: ModelShape) -> int:
-    """Returns the bytes of logits that the head holds at a time. Every head but `materialised` is
-    counted as computing large logits in chunks."""
+    """Returns the bytes of logits that the head holds at a time. For every value of `model.head`
+    but 'materialised', the head is assumed to compute large logits in chunks."""
     whole = largest_logits(config, shape)
     if config.model.head == "materialised":
         return whole
@@ -507,5 +510,5 @@ class PlannedFit(Fit):
 
     def build(self, run: ResolvedRun) -> None:
         """Builds whole ranks of this run's layout. All later checks of this layout use the sizes of
-        the ranks that were built."""
+        these whole ranks."""
         self._stages[self._key(run)] = super().stages(run)

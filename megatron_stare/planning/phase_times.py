@@ -113,8 +113,8 @@ class Lengths:
     def of(
         cls, config: Config, prompt: float | None = None, response: float | None = None
     ) -> Lengths:
-        """Takes the lengths in the arguments. A missing length is taken from the lengths that the
-        configuration expects."""
+        """Returns the lengths that the arguments give. If an argument is missing, uses the length
+        that the configuration expects."""
         expected = config.expected_lengths
         return cls(prompt or expected[0], response or expected[1])
 
@@ -226,8 +226,9 @@ def parameters(shape: ModelShape) -> int:
 
 
 def forwards(run: ResolvedRun) -> int:
-    """Returns the number of forward-only passes: log-probs, reference, surprisals before each
-    update."""
+    """Returns the number of forward-only passes over the batch. One pass computes log-probs, one
+    computes the reference's log-probs, and one computes the surprisals before each update. Each
+    pass is counted only if the run needs the pass."""
     passes = 0 if run.config.skips_log_prob_pass else 1
     return (
         passes + int(run.method.needs_reference) + int(run.config.statistics.surprisal == "current")

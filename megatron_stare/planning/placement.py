@@ -207,7 +207,7 @@ def plan(demand: Demand, nodes: Sequence[Node]) -> Plan:
 
 def _dealt(demand: Demand, block: int, free: Sequence[int]) -> list[int] | None:
     """Returns the number of ranks for every node, so that all replicas still fit. Returns None if
-    this is impossible.
+    no distribution of the ranks leaves room for all replicas.
 
     Every node's number of ranks is a multiple of `block`. The first nodes get as many ranks as
     possible.

@@ -71,7 +71,8 @@ class Asked:
     @property
     def served(self) -> Config:
         """Configuration for the checks of engines. If this machine lacks both the model and the
-        server software, the configuration leaves out the server software."""
+        server software, the configuration is reduced to the settings that can be checked without
+        the server software."""
         return (without_install(self.config) if self.absent else None) or self.config
 
 
@@ -139,7 +140,8 @@ def check(config: Config, *, published: bool = False) -> ResolvedRun:
 
 
 def check_run(config: Config, *, published: bool = False) -> ResolvedRun:
-    """Does the same as `check` with the checks of RUN, which need neither data nor tokenizer."""
+    """Works like `check`, but makes the checks of RUN instead of the checks of CONFIGURATION. The
+    checks of RUN need neither data nor tokenizer."""
     return _checked(config, RUN, published)
 
 

@@ -229,8 +229,8 @@ class Plan:
     def growing_cache(self) -> float | None:
         """Bytes of KV cache per server rank for all responses of a round of partial rollouts.
 
-        If these bytes exceed the KV cache, the responses are decoded in turns. The value is None if
-        partial rollouts are off or no servers run on GPUs.
+        If these bytes exceed the KV cache, the servers decode only some of the responses at a time.
+        The value is None if partial rollouts are off or no servers run on GPUs.
         """
         if self.served is None or (flow := self.step.partial) is None:
             return None
@@ -341,8 +341,9 @@ def for_launch(plan: Plan) -> str:
     seconds before a time limit at which a run must be told to save; and a `layout` line for each
     setting of the layout.
 
-    A step is counted twice, because dynamic sampling may take several rounds. Raises UserError if
-    the run does not fit into the GPUs' memory.
+    `grace_s` includes the time of two steps, because a step with dynamic sampling may take several
+    rounds and may therefore last longer than predicted. Raises UserError if the run does not fit
+    into the GPUs' memory.
     """
     if plan.faults:
         raise UserError(

@@ -3,14 +3,14 @@ stops at its next poll.
 
 `on_driver_thread` runs a command on a separate thread. A signal raises nothing immediately: the
 main thread records the signal, and the driver's thread raises KeyboardInterrupt at its next `poll`.
-No signal is therefore lost in a destructor, in a library's lock or during Ray's start, and no
-signal interrupts the shutdown of processes.
+Between polls nothing is raised. A signal is therefore not lost in a destructor, in library code
+that holds a lock or during Ray's start, and does not interrupt the shutdown of processes.
 
-The first SIGINT or SIGTERM ends a run that makes steps after the current update, so that its last
-whole step can be saved, or at once while responses are sampled. SIGUSR1 ends the run after the
-step. After a time limit (`makes_steps`) the run ends at the next poll, whatever the run is doing. A
-second Ctrl-C immediately ends the process and all processes that the process started, without
-saving.
+While a run makes steps, the first SIGINT or SIGTERM ends the run after the current update, so that
+the run's last whole step can be saved. While responses are sampled, the first SIGINT or SIGTERM
+ends the run immediately. SIGUSR1 ends the run after the step. After a time limit (`makes_steps`)
+the run ends at the next poll, whatever the run is doing. A second Ctrl-C immediately ends the
+process and all processes that the process started, without saving.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class Interruption:
     def guard(self, on: bool) -> None:
         """Makes the main thread restore this process's signal handlers. If `on` is True, the main
         thread restores the handlers repeatedly from now on. If `on` is False, the main thread
-        restores the handlers once more and then stops."""
+        restores the handlers one last time."""
         self._put_back.clear()
         self._guarding = on
         self.wake()
@@ -438,7 +438,8 @@ def makes_steps(grace_s: float | None) -> None:
 @contextlib.contextmanager
 def open_to(*numbers: int) -> Iterator[None]:
     """Inside this context, the signals in `numbers` raise KeyboardInterrupt although the run makes
-    steps. A signal that was received before raises at once."""
+    steps. If one of these signals was received before the context begins, KeyboardInterrupt is
+    raised at the beginning of the context."""
     _current.open_to(numbers)
     try:
         poll()
@@ -449,8 +450,9 @@ def open_to(*numbers: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Defers signals inside this context, for code that shuts processes down. A message announces a
-    signal that arrives, but the signal raises nothing inside the context."""
+    """Defers signals inside this context, for code that shuts processes down. If a signal arrives
+    inside this context, a message announces the signal, but no exception is raised inside this
+    context."""
     _current.closing(1)
     try:
         yield
@@ -464,8 +466,8 @@ def is_asked_to_end() -> bool:
 
 
 def is_to_be_saved() -> bool:
-    """Returns True if a signal or --stop-after ends the run, and the run's state is the state after
-    a whole step."""
+    """Returns True if two conditions are met: a signal or --stop-after ends the run, and the run's
+    state is the state after a whole step."""
     asked = _current.time_is_up or _current.number is not None
     return asked and _current.grace_s is not None and not _current.gave_up
 
@@ -487,8 +489,8 @@ def stopped_at(standing: Standing) -> None:
 
 
 def stands_at(ask: Callable[[], Standing | None]) -> None:
-    """Sets the function that tells how far the run got. If the process ends at once, a thread other
-    than the driver's thread calls this function."""
+    """Sets the function that tells how far the run got. At a sudden end of the process, such as
+    after a second Ctrl-C, a thread other than the driver's thread calls this function."""
     _current.stands = ask
 
 

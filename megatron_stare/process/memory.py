@@ -8,9 +8,9 @@ Ray's object store, counts as 1/n in each. Resident size would count the page n 
 full collection visits every object (a few hundred thousand from torch and transformers alone) in
 the middle of a step, and a rank that collects delays all others.
 
-`keep_freed` keeps memory that a step frees on a CPU for the next step. By default glibc returns
-freed memory to the system, which then clears every page again. The clearing takes a tenth of a
-small model's step.
+`keep_freed` keeps the memory that a training step on a CPU frees, so that the next step can reuse
+the memory. By default glibc returns freed memory to the system, which then clears every page again.
+The clearing takes a tenth of a small model's step.
 """
 
 from __future__ import annotations

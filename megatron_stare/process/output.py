@@ -1,9 +1,10 @@
 """Keeps the output of a run's workers in files beside its other results.
 
 Ray keeps its own output files in each node's /tmp, and these files vanish with the node. The driver
-names a folder in the run directory. Every rank and engine that Ray hosts appends its stdout and
-stderr to its own file in that folder. When an engine's server ends, the engine appends the last
-part of the server's log to the engine's file.
+therefore chooses a folder in the run directory, and passes the path of this folder to the workers
+in an environment variable. Every rank and engine that Ray hosts appends its stdout and stderr to
+its own file in this folder. When an engine's server ends, the engine appends the last part of the
+server's log to the engine's file.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ class Attempts:
 
     A restart no longer counts towards `attempts` once the run is `window_steps` steps beyond the
     furthest step before that restart. Repeated steps are not progress. If a run always dies before
-    it reaches the next checkpoint, the restarts therefore end.
+    it reaches the next checkpoint, the run only repeats steps. The restarts of this run keep
+    counting, so the run is not restarted again after `attempts` restarts.
     """
 
     def __init__(self, rule: RecoveryRule) -> None:
@@ -93,7 +94,7 @@ def note_restart(run_dir: Path, by: str, why: str, step: int, wait_s: float) -> 
 
 
 def restarts_of(run_dir: Path) -> int:
-    """Returns how often a run was restarted after a loss."""
+    """Returns how often a run was restarted after the run had died."""
     try:
         return (run_dir / RESTARTS_FILE).read_bytes().count(b"\n")
     except FileNotFoundError:

@@ -26,7 +26,8 @@ def unsaid(text: str) -> Any:
 
 
 def counted(number: int, what: str) -> str:
-    """1 trainer rank, 2 trainer ranks."""
+    """Returns a number followed by a noun in the singular or plural: "1 trainer rank", "2 trainer
+    ranks"."""
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 

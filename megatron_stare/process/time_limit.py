@@ -61,7 +61,8 @@ class TimeLimit:
         self._step_begun = None
 
     def begin_step(self) -> None:
-        """Ends the previous step, including everything after it, and begins the next."""
+        """Begins the next step, and records the duration of the previous step. This duration
+        includes all work between the previous step and the next step."""
         now = self._clock()
         if self._step_begun is not None:
             self._steps.append(now - self._step_begun)

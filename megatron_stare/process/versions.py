@@ -2,8 +2,8 @@
 package, the device.
 
 Two runs with the same parallel layout and equal results of `computes_on` compute bit-equal numbers.
-Besides the layout, only the facts that `computes_on` names decide a number's last bits. Torch is
-imported only in functions, because the doctor may run without it.
+The last bits of a number depend only on the layout and on the facts in the result of `computes_on`.
+Torch is imported only in functions, because the doctor may run without it.
 """
 
 from __future__ import annotations

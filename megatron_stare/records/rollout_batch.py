@@ -144,8 +144,8 @@ class RolloutBatch(_Columns):
     @classmethod
     def from_trajectories(cls, trajectories: Iterable[Trajectory], step: int = 0) -> RolloutBatch:
         """Builds the batch: sorts the trajectories into canonical order and concatenates them. The
-        batch takes over the experts, by far the largest column, and removes them from the
-        trajectories.
+        batch takes over the column of the experts that each token was routed to, and removes this
+        column from the trajectories. The column of experts is by far the largest column.
 
         Raises:
             DataError: the columns of a trajectory have different lengths, two prompts share a
@@ -197,8 +197,9 @@ class RolloutBatch(_Columns):
 class RankShare(_Columns):
     """Share of a rollout batch for one data-parallel rank.
 
-    Columns with one entry a token cover the rank's own samples. Columns with one number a sample
-    cover the whole batch, because counts, groups and canonical numbers refer to it.
+    Columns with one entry per token contain only the rank's own samples. Columns with one number
+    per sample contain all samples of the batch, because counts, groups and canonical numbers refer
+    to the whole batch.
     """
 
     samples: Tensor  # [b] int64, ascending, numbers of the rank's own samples among the B
@@ -221,8 +222,8 @@ class RankShare(_Columns):
 
     def starts(self, lengths: Tensor) -> Tensor:
         """[B] int64: the index at which each of the rank's samples starts in a column of this
-        share; 0 for samples of other ranks. `lengths` [B] gives the column's entries for each
-        sample."""
+        share; 0 for samples of other ranks. `lengths` [B] contains, for each sample, the number of
+        entries in the column."""
         own = lengths[self.samples]
         return torch.zeros_like(lengths).index_copy_(0, self.samples, own.cumsum(0) - own)
 

@@ -71,8 +71,9 @@ def of_responses(
 
 
 def spread(size: int, limit: int) -> list[int]:
-    """Picks up to `limit` of `size` samples, evenly spaced to cover as many prompts as possible;
-    the first samples of a batch would share few prompts."""
+    """Picks up to `limit` of `size` samples at even spacing, so that the picked samples come from
+    as many prompts as possible. The first `limit` samples of a batch would come from few
+    prompts."""
     count = min(limit, size)
     return [i * size // count for i in range(count)]
 

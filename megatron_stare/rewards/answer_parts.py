@@ -173,8 +173,8 @@ def _fraction(found: re.Match[str]) -> str:
 
 
 def nothing(text: str) -> str | None:
-    """Returns the kind of an answer without a value: none, undefined, infinite or infinity; None
-    for anything else."""
+    """Returns the kind of an answer that states no value: "none", "undefined", "infinite" or
+    "infinity". Returns None for every other answer."""
     words = re.sub(r"\\(?:text|mathrm|textbf|mbox)(?![A-Za-z])|[\\${}().!]", " ", text).strip()
     words = re.sub(r"\s+", " ", words.lower())
     if re.sub(r"\s", "", text) in (r"\{\}", "{}"):

@@ -80,8 +80,8 @@ def without_fonts(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Reduces an answer to characters for comparison: without fonts, spaces and the commands left
-    and right, and with one command for fractions."""
+    r"""Reduces an answer to characters for comparison. Replaces font commands by their contents,
+    and \dfrac and \tfrac by \frac. Removes spaces and the commands \left and \right."""
     text = without_fonts(text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text.replace(r"\left", "").replace(r"\right", ""))
     return re.sub(r"\s+", "", text)

@@ -1,4 +1,5 @@
-"""Judges a user's own answers with known rewards, in a pool, before a run's first step."""
+"""Tests a run's verifier before the run's first step. A user lists answers with their known
+rewards, and a pool of verifier processes judges these answers."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def _check_given(pool: VerifierPool, verifier: Extension, config: Config) -> Non
 
 
 def prove(pool: VerifierPool, path: str | Path) -> None:
-    """Has the pool judge the answers of a file, within its time limit.
+    """Makes the pool judge the answers of a file. The pool's time limit applies to each answer.
 
     Raises:
         ConfigError: as `read_known_answers`, or a verdict is missing or differs from the file.

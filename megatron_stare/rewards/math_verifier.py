@@ -269,7 +269,7 @@ def _same_value(wanted: str, given: str, *written: str) -> bool:
 
 
 def _dollar(text: str) -> str:
-    r"""Keeps only the leading sign of an amount in dollars: \$5 for $\$5$."""
+    r"""Removes all dollar signs of an amount but the leading \$: \$5$ becomes \$5."""
     return rf"\${text[2:].strip('$ ')}" if text.startswith(r"\$") else text
 
 

@@ -3,7 +3,8 @@ of both ends.
 
 `rewards/verifier_pool.py` decides what to send to the process and when to kill it; the process runs
 `rewards/worker.py`. The verifier process is a plain subprocess, because multiprocessing would
-import the parent's __main__ again. This __main__ is a console script, a Ray worker or pytest.
+import the parent's __main__ module again. The parent's __main__ module may be a console script, a
+Ray worker or pytest.
 
 Messages are JSON with a length prefix. The messages are not pickled: a worker's code processes text
 that a model wrote, and the parent must not execute anything that a worker sends back. This module

@@ -46,8 +46,8 @@ def verify(response: str, answer: str) -> float:
 
 def answer_start(response: str) -> int:
     """Returns the position at which the text after the last 'wait' starts, as a character index.
-    Returns -1 if this text contains anything but steps (signed operands with optional running
-    totals), or no steps."""
+    Returns -1 if this text contains no steps, or contains anything besides steps. A step is a
+    signed operand with an optional running total."""
     start, steps = _last_attempt(response)
     return start if steps else -1
 

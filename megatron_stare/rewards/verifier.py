@@ -145,8 +145,8 @@ def rewards_of(
 
 
 def make_verifier(verifier: Extension | str) -> Verifier:
-    """Makes the verifier that a name refers to, with its settings. Tests it on its module's known
-    answers, if there are any.
+    """Makes the verifier that a name refers to, with its settings. Tests the verifier on the known
+    answers of the verifier's module, if the module has known answers.
 
     Args:
         verifier: one of VERIFIERS, the dotted path of a function, 'file.py:function', the URL of a
@@ -251,7 +251,7 @@ def _callable_with_two(verify: Verifier) -> bool:
 
 
 def _faults(verify: Verifier, known: Sequence[KnownAnswer]) -> list[str]:
-    """Describes each known answer that is graded wrong, one line each."""
+    """Returns one line for each known answer to which the verifier gives a wrong reward."""
     faults = []
     for response, answer, reward, *columns in known:
         several = not isinstance(response, str)

@@ -37,7 +37,7 @@ class Verdict:
 
     An answer whose verifier exceeds its time limit counts as wrong (reward 0), so that a policy
     gains nothing by answers that hang. If the verifier is a server, the server rather than the
-    answer may have caused the delay. In this case there is no reward.
+    answer may have caused the delay. An answer whose delay a server may have caused gets no reward.
 
     `answer_at` is the character where the answer begins: -1 if the response has no answer in the
     right format, None if the verifier does not report the position. `answer` is the normal form of
@@ -328,14 +328,14 @@ class VerifierPool:
         )
 
     def _lose(self, slot: _Slot, answers: Answers, verdict: Verdict) -> None:
-        """Assigns the verdict to the worker's current answer, returns its other answers to the
-        front of the queue, and starts a new worker."""
+        """Assigns the verdict to the worker's current answer, puts the worker's other answers back
+        at the front of the queue, and starts a new worker."""
         if slot.items:
             answers.know(slot.items.popleft(), verdict)
         self._return(slot, answers)
 
     def _return(self, slot: _Slot, answers: Answers) -> None:
-        """Returns a worker's answers to the front of the queue, and starts a new worker."""
+        """Puts a worker's answers back at the front of the queue, and starts a new worker."""
         answers.queue.extendleft(reversed(slot.items))
         self._replace(slot)
 

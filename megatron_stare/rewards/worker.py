@@ -2,14 +2,14 @@
 `rewards/process.py`.
 
 Reads lists of [response, answer, columns] from the socket `fd`. Writes one message per answer, in
-order, as soon as the answer is judged. A list in place of the response is a group, whose message is
-a list of messages. The first message is {"ready": {...}} with the inputs that the verifier needs,
-or {"failed": {...}}. Every later message is {"reward": x, "answer_at": n, "answer": text} or
-{"error": text}.
+order, as soon as the answer is judged. If an item has a list of responses in place of the response,
+the item is a group. The worker answers a group with one message, which is a list of messages. The
+first message is {"ready": {...}} with the inputs that the verifier needs, or {"failed": {...}}.
+Every later message is {"reward": x, "answer_at": n, "answer": text} or {"error": text}.
 
-The verifier runs in the main thread, where signal handlers work. A second thread only reads from
-the parent. When the parent is gone, the stream ends and the second thread kills this process group,
-even if a verifier hangs.
+The verifier runs in the main thread, where signal handlers work. A second thread does nothing but
+read the parent's messages. When the parent is gone, the stream ends and the second thread kills
+this process group, even if a verifier hangs.
 """
 
 from __future__ import annotations
@@ -125,10 +125,10 @@ def users_line(error: BaseException) -> str:
     """Returns '(file:line, in function)' for the user's code that raised; '' if no such code was
     running.
 
-    The line is taken from the traceback's innermost frame outside this project and installed
-    libraries, because a user looks for the line that passed json nonsense, not for a line inside
-    json. If the verifier itself is an installed library, the line is taken from the outermost frame
-    outside this project.
+    The line is taken from the traceback's innermost frame outside this project and outside
+    installed libraries. If json raises an error, for example, a user looks for the line of the
+    user's code that passed invalid text to json, not for a line inside json. If the verifier itself
+    is an installed library, the line is taken from the outermost frame outside this project.
     """
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OURS)

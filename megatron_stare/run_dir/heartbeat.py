@@ -3,8 +3,9 @@ process or a deadlocked thread.
 
 Every process of a run (the driver, and with Ray each rank and engine) writes its own Beat into a
 folder in its node's memory whenever a phase or call begins or ends. The watcher, a separate process
-(hangs/watcher.py), reads the beats. It copies the driver's to heartbeat.json in the run directory,
-where other machines can read it too. Imports neither torch nor Ray.
+(hangs/watcher.py), reads the beats. The watcher copies the driver's Beat to heartbeat.json in the
+run directory, so that other machines can read the driver's Beat too. This module imports neither
+torch nor Ray.
 """
 
 from __future__ import annotations

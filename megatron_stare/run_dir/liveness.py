@@ -4,7 +4,7 @@ heartbeat.
 Nothing here changes a run. The driver holds the run's lock, and the kernel frees the lock however
 the driver ends. On the driver's machine, the run is alive exactly if the lock is held. On other
 machines, a held lock means a live run, but a free lock means nothing, because the file system may
-not share locks. If the lock is free on another machine, the heartbeat's age shows whether the run
+not share locks. If another machine finds the lock free, the heartbeat's age shows whether the run
 is alive.
 """
 

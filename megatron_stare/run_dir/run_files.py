@@ -118,8 +118,8 @@ def read_run(directory: Path) -> RunRecord:
 
 def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
     """Reads several runs and names each run by its method. If several runs have the same method,
-    adds the run's name. If several runs have the same method and the same name, also adds the
-    directory."""
+    the function adds the run's own name to the method. If several runs have the same method and the
+    same own name, the function also adds the directory."""
     runs = [read_run(directory) for directory in directories]
     if len(runs) == 1:
         return runs

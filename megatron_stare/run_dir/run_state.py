@@ -1,8 +1,8 @@
 """The run directory, the state that a run resumes from, and the completion of checkpoints.
 
 A checkpoint is a folder such as `checkpoints/step_000050` with the ranks' distributed checkpoint,
-run_state.json and checksums of all files. A checkpoint is written under a temporary name and
-renamed once all its files are on disk. A folder with the name of a checkpoint is therefore
+run_state.json and checksums of all files. A checkpoint is written under a temporary name. The
+checkpoint gets its final name once all its files are on disk, so a folder with a final name is
 complete.
 """
 

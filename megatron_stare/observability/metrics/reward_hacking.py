@@ -65,8 +65,8 @@ FEW_TOKENS = 8  # "The answer is" and a box fit; a line of calculation does not
 
 
 def hacking_signals(samples: Sequence[Trajectory]) -> dict[str, float]:
-    """Returns the `signal/*` metrics of a step. All but the repetition use only samples with a
-    verdict.
+    """Returns the `signal/*` metrics of a step. All metrics except `signal/repetition` use only
+    samples that have a verdict.
 
     Metrics about the answer's position are missing if the verifier does not report the position.
     """
@@ -87,7 +87,7 @@ def hacking_signals(samples: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def is_right(sample: Trajectory) -> bool:
-    """Returns True if the reward is above one half, as in the evaluation."""
+    """Returns True if the reward is above one half. The evaluation uses this threshold too."""
     return (sample.reward or 0.0) > 0.5
 
 
@@ -106,11 +106,12 @@ def length_reward_correlation(samples: Sequence[Trajectory]) -> float:
 
 
 def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
-    """Returns the share of n-grams of token ids ([.] for each response) that occurred earlier in
-    the same response; NaN if there are no n-grams.
+    """Returns the share of n-grams of token ids that occurred earlier in the same response; NaN if
+    there are no n-grams. `responses` contains a tensor [.] of token ids for each response.
 
-    Each n-gram becomes one int64 number: the response's number is the first digit, and the token
-    ids are the other digits. numpy sorts the int64 numbers in a tenth of torch's time.
+    Each n-gram becomes one int64 number in a base that is the largest token id plus 1. The first
+    digit of this number is the index of the response, and the other digits are the token ids. numpy
+    sorts the int64 numbers in a tenth of torch's time.
     """
     columns = [tokens.numpy() for tokens in responses]
     lengths = np.array([len(column) for column in columns], dtype=np.int64)
@@ -135,8 +136,9 @@ def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
 
 
 def tokens_before_answer(sample: Trajectory) -> float:
-    """Returns the sampled tokens before the answer: all tokens that the policy sampled, times the
-    share of the text that precedes the answer.
+    """Returns an estimate of the number of sampled tokens before the answer. The estimate is the
+    number of all tokens that the policy sampled, multiplied by the share of the text that precedes
+    the answer.
 
     The sample must have an answer.
     """

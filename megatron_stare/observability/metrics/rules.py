@@ -74,9 +74,10 @@ class Rule:
         largest value. (): the metrics of the condition.
     guard: name of the rule's settings in the section `guards`; "": the rule has no settings there.
     flag: metric that is 1 in the steps in which the condition was true. The driver evaluates the
-        condition; other code reads the metric.
-    dtype: the rule applies only to trained models of this dtype; "": the rule applies to all
-        models.
+        rule's condition and logs this metric; other code reads this metric instead of evaluating
+        the condition.
+    dtype: dtype of the trained model for which the rule applies; "": the rule applies to models of
+        all dtypes.
     """
 
     name: str
@@ -298,5 +299,6 @@ class Watch:
 
 
 def _as_logged(rule: Rule) -> Condition:
-    """Returns the condition that tests this rule from the metrics that a run has logged."""
+    """Returns a condition that tests this rule on a run's logged metrics. If the rule has a flag,
+    the condition is that the flag's metric is 1."""
     return Equal((rule.flag,), 1.0) if rule.flag else rule.when

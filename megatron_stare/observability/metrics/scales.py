@@ -74,8 +74,9 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def thin(points: Points, limit: int = 700) -> Points:
-    """Reduces a series to about `limit` points with the same outline. From every bucket of points,
-    the lowest point, the highest point and the first missing point remain."""
+    """Reduces a series to about `limit` points with the same outline. The function keeps, from
+    every bucket of points, the lowest point, the highest point and the first point without a finite
+    value."""
     if len(points) <= limit:
         return points
     size = math.ceil(2 * len(points) / limit)

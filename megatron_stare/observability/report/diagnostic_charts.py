@@ -310,12 +310,14 @@ def _recorded(charts: Sequence[Chart]) -> list[Chart]:
 
 @dataclass(frozen=True)
 class TokenNorms:
-    """The norm of a token's gradient by the token's probability and entropy, as text.
+    """A table, as text, of the mean norm of a token's gradient for each range of the token's
+    probability and each range of the token's entropy.
 
     columns: ranges of entropy.
-    rows: one row per range of probability. A row contains the range, the bound sqrt(2 - 2 p) with p
-        the range's lower end, and one cell per range of entropy. A cell contains the mean norm and
-        the share of the tokens; a cell without tokens is None.
+    rows: one row per range of probability. A row contains the range of probability, the bound
+        sqrt(2 - 2 p), and one cell per range of entropy. In the bound, p is the lower end of the
+        range of probability. A cell contains the mean norm and the share of the tokens; a cell
+        without tokens is None.
     """
 
     step: int

@@ -140,7 +140,8 @@ def _progress(run: RunRecord) -> str:
 
 @dataclass(frozen=True)
 class _Change:
-    """A result before and after training. word: rose, fell, or went if neither is significant."""
+    """A result before and after training. word: "rose" or "fell" for a significant change,
+    otherwise "went"."""
 
     before: float
     after: float

@@ -157,7 +157,8 @@ def _told(row: Sequence[Figure | None]) -> bool:
 
 
 def _charts(runs: Sequence[RunRecord]) -> tuple[list[Chart], list[Chart]]:
-    """Returns the charts of the first screen, and the other curves of training."""
+    """Returns two lists: the charts of the report's first screen, and all other charts of the
+    training."""
     entropy, *near = _entropy(runs)
     first = [entropy, Chart("Reward", "mean over the batch", _lines(runs, "reward/mean")), *near]
     charts = [Chart(title, unit, _lines(runs, key)) for key, title, unit in _CHARTS]

@@ -168,8 +168,9 @@ def stored_responses(
 
 
 def pairs(runs: Sequence[Stored]) -> list[list[int]]:
-    """Returns the rows of the list: the place in one run, or the places in both runs for the same
-    prompt, with -1 if a run lacks the response.
+    """Returns the rows of the page's list of responses. With one run, a row contains a response's
+    index in the run. With two runs, a row pairs two responses to the same prompt, and contains the
+    index of one response in each run. If a run lacks the response, the index for this run is -1.
 
     In two runs, the same sample of a prompt at the same step is one row; the prompt's remaining
     samples are paired in order. Rows are in the first run's order, then those that only the second

@@ -1,4 +1,4 @@
-"""Delivers reports of a run to a service without delaying training, and nothing twice.
+"""Delivers reports of a run to a service without delaying training. No report is delivered twice.
 
 `Background` makes calls that may hang or fail, in order, on a separate thread. `Delivered` is a
 small file in the run directory that lists what the service has received; it is written before a

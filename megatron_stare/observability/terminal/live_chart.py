@@ -94,8 +94,8 @@ def _columns(values: Sequence[float], width: int) -> list[float]:
 
 
 def strip(on: Sequence[float], width: int) -> str:
-    """Draws a 0/1 series as a line that is aligned with `line`. The line is heavy for 1 and blank
-    for unknown values."""
+    """Draws a 0/1 series as a line that is aligned with `line`. The line is heavy at values of 1,
+    light at values of 0 and blank at unknown values."""
     columns = _columns(on, width)
     return "".join(
         " " if math.isnan(left) and math.isnan(right) else _STRIP[left >= 0.5][right >= 0.5]
@@ -125,8 +125,8 @@ def trend(values: Sequence[float]) -> str:
     """Returns an arrow comparing the last TREND_STEPS values with those before; a space while too
     few are known.
 
-    Only a change of more than twice its standard error and TREND_SHARE of the value counts: noise
-    is no trend.
+    A change is a trend only if the change exceeds two bounds: twice the standard error of the
+    change, and the share TREND_SHARE of the earlier value. Smaller changes may be noise.
     """
     known = [v for v in values[-2 * TREND_STEPS :] if math.isfinite(v)]
     half = len(known) // 2

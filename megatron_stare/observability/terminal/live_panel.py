@@ -226,8 +226,8 @@ def _body(view: View, width: int, room: int) -> list[Text]:
 
 
 def _charts(view: View, width: int, room: int) -> list[Text]:
-    """Builds the entropy chart and, if there is room, the reward chart, in a third of the
-    height."""
+    """Builds the entropy chart. If there is room, also builds the reward chart, which takes a third
+    of the height."""
     reward, entropy = view.values("reward/mean"), view.values("entropy/mean")
     beside = 2 if view.values("stare/gate") else 1  # the heading and the gate's strip
     rows = min(_MOST_ROWS, (room - beside - 1) * 2 // 3)

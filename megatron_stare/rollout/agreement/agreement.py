@@ -236,8 +236,8 @@ def _first_position(difference: LogProbDifference) -> Sizes:
 
 
 def require_agreement(what: str, passed: str, verdict: str, where: str) -> None:
-    """Raises AgreementError unless `passed` is empty. `passed` describes the exceeded limits; see
-    Limits."""
+    """Raises AgreementError if a limit is exceeded. `passed` describes the exceeded limits and is
+    empty if no limit is exceeded; see Limits."""
     if not passed:
         return
     raise AgreementError(

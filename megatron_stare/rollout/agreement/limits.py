@@ -36,10 +36,10 @@ _AGREES = 0.1
 class Limits:
     """Largest differences at which a run continues, nats; None: unlimited.
 
-    largest: limit for a single token. The limit is used in float32, because in float32 rounding
-        alone makes differences three orders of magnitude smaller than any fault. In 16 bits the
-        engine's and the trainer's log-probs of single tokens differ by tenths of a nat to several
-        nats without any fault.
+    largest: limit for a single token. The limit has a default in float32 only. In float32 the
+        differences that rounding alone makes are three orders of magnitude smaller than the
+        differences that any fault makes. In 16 bits the engine's and the trainer's log-probs of
+        single tokens differ by tenths of a nat to several nats without any fault.
     bounds: limits on the mean and on high quantiles of the differences, by name; empty in float32.
     trend: limit on the growth of the mean difference over a run.
     """
@@ -109,8 +109,9 @@ class Limits:
     @property
     def same(self) -> float:
         """Log-probs count as equal if their `size` is at most this value. The value is used to
-        infer the cause of a difference. In 16 bits the value is the limit of the mean, because
-        rounding makes up a large share of this limit."""
+        infer the cause of a difference. In float32 the value is a tenth of the limit for a single
+        token. In 16 bits rounding makes up a large share of the limit on the mean, so the value is
+        the whole limit on the mean."""
         return self.wrong if self.in_16_bits else _AGREES * self.wrong
 
     @property

@@ -105,8 +105,8 @@ def _ending(
     requests: Sequence[GenerateRequest], stop_token_ids: Sequence[int], vocabulary: int
 ) -> tuple[Tensor, Tensor]:
     """Returns two tensors. The first, [k, V] bool, has one row for each of the k distinct sets of
-    stop tokens in the requests; True marks the tokens that end a response. The second, [B], is the
-    number of each request's set."""
+    stop tokens in the requests; True marks the tokens that end a response. The second, [B],
+    contains for each request the index of the row with the request's stop tokens."""
     sets = {
         ids: number for number, ids in enumerate(dict.fromkeys(r.stop_token_ids for r in requests))
     }

@@ -204,9 +204,10 @@ class Replica(ABC):
 
     @classmethod
     def part(cls, config: Config, number: int, node: int, address: str) -> ReplicaPart:
-        """Makes the part of replica `number` on the replica's node `node`, which has the given
-        address. Does not start the part. Node 0 is that of the replica's own worker, so `node` is
-        at least 1."""
+        """Makes one part of a replica that spans several nodes. `number` is the index of the
+        replica, `node` is the index of the node among the replica's nodes, and `address` is the
+        address of this node. Does not start the part. Node 0 is that of the replica's own worker,
+        so `node` is at least 1."""
         raise RuntimeError(f"{cls.__name__} is on one node, and was asked for a part on another")
 
 

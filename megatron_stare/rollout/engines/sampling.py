@@ -113,8 +113,10 @@ def _choose(
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """Returns [B, V] probabilities with 0 for all but the likeliest tokens, as few as sum to at
-    least top_p. Among equally likely tokens the lower id comes first."""
+    """Returns [B, V] probabilities, in which only the likeliest tokens keep their probabilities and
+    all other tokens have probability 0. The number of likeliest tokens is the smallest number of
+    tokens whose probabilities sum to at least top_p. Among equally likely tokens the lower id comes
+    first."""
     if top_p >= 1:
         return probabilities
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)

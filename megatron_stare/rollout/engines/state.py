@@ -92,8 +92,8 @@ MEMORY = ("weights", "cache")
 
 
 def release(released: Collection[str], parts: Collection[str]) -> frozenset[str]:
-    """Returns the parts of an engine's memory (see MEMORY) that are released once `parts` are
-    released too.
+    """Returns all parts of an engine's memory (see MEMORY) that are released after a release of
+    `parts`. `released` contains the parts that were released before.
 
     Raises:
         EngineStateError: one of `parts` is released already.

@@ -151,11 +151,12 @@ class Dispatch:
     the same Serving.
 
     If replicas have a capacity, each request goes at once to the replica with the most room. A
-    request that continues a response returns to the replica that sampled the earlier part, before
-    new requests, because that replica holds its keys and values. While the replica that sampled the
-    earlier part is full, a continued response waits. A continued response goes to another replica
-    in two cases only. Either another replica has room left after all new requests are placed, or
-    the replica that sampled the earlier part has lost a request since its last answer.
+    request that continues a response returns to the replica that sampled the earlier part, because
+    that replica holds the keys and values of the earlier part. Continued responses are placed
+    before new requests. While the replica that sampled the earlier part is full, a continued
+    response waits. A continued response goes to another replica in two cases only. Either another
+    replica has room left after all new requests are placed, or the replica that sampled the earlier
+    part has lost a request since its last answer.
 
     If replicas have no capacity limit, Dispatch sends no request until every unfinished trajectory
     has sent a request. Dispatch then splits the requests evenly over the replicas. The composition

@@ -191,7 +191,8 @@ class EnginePool:
 
     def prompt_log_probs(self, sequences: Sequence[Sequence[int]]) -> dict[int, list[list[float]]]:
         """Returns the log-probs, at temperature 1, of all tokens of each sequence but its first.
-        The result maps every replica that is not lost to a list with one entry per sequence.
+        The result has one key for every replica that is not lost: the replica's number. The value
+        of a key is a list with one entry per sequence.
 
         Raises:
             UserError: the engines are not servers.
@@ -219,8 +220,9 @@ class EnginePool:
                 self._fleet.health.resumed(number)
 
     def allow_restarts(self) -> None:
-        """Lets lost engines restart, now or when they are lost, until `hold_restarts`. Only engines
-        on the trainer's devices wait for this."""
+        """Allows restarts until `hold_restarts` is called. Engines that are lost already may
+        restart now. Engines that are lost later may restart once the engines are lost. Only engines
+        on the trainer's devices wait for this permission."""
         self._fleet.allow_restarts()
 
     def hold_restarts(self) -> None:

@@ -168,8 +168,8 @@ class Fleet:
 
     def hold_restarts(self) -> None:
         """Waits for the replicas that are restarting, and begins no other restart until
-        `allow_restarts`. A replica that came up may be called from then on. Does nothing if the
-        rule does not hold restarts."""
+        `allow_restarts`. A replica that came up may be called from then on. Does nothing if
+        restarts need no permission by `allow_restarts` (RestartRule.held is False)."""
         if not self._holds:
             return
         with self._lock:

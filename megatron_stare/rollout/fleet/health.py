@@ -287,7 +287,7 @@ class FleetHealth:
 
     def require(self, states: Collection[Health]) -> list[int]:
         """Returns the replicas whose state is in `states`. Raises NoEngineError if no replica is in
-        such a state."""
+        any of these `states`."""
         if found := self.among(states):
             return found
         told = "; ".join(

@@ -1,9 +1,10 @@
 """Samples batches ahead of training, from weights that may be some versions old.
 
 Step s trains the weights of version s - 1. With a staleness bound of k, the source draws the step's
-prompts and begins sampling once version s - 1 - k is published. Everything sampled for the step
-comes later, so no token is older than k by construction, and at k = 0 nothing is sampled ahead.
-Batches consist of prompts in stream order, so long responses delay their own step and no later one.
+prompts and begins sampling once version s - 1 - k is published. All tokens of the step are sampled
+after version s - 1 - k is published, so the weights of a token are at most k versions old. At k = 0
+nothing is sampled ahead. Batches consist of prompts in stream order, so long responses delay their
+own step and no later one.
 """
 
 from __future__ import annotations
@@ -197,8 +198,8 @@ class AsynchronousSource(RolloutSource):
         """Begins to make the batches of all steps, in the order of the steps.
 
         Before each step, waits for the weights that the step may start with. After beginning a
-        step, waits until the step will take and return no more prompts, or until the step has
-        ended.
+        step, waits until the step has finished taking prompts from the stream and returning prompts
+        to the stream, or until the step has ended.
         """
         try:
             for step in range(first, self._last + 1):

@@ -25,8 +25,8 @@ CALLS = "calls"  # folder of the journal in the run directory
 
 
 class ResponseKey(NamedTuple):
-    """Identifies a response by its prompt, its sample, and the step in which it began. The step
-    also keys its sampling noise."""
+    """Identifies a response by its prompt, its sample, and the step in which the response began.
+    The sampling noise of the response also depends on this step."""
 
     step: int
     cursor: int

@@ -142,12 +142,12 @@ class InformativeGroups(Groups):
     uses the verifier's rewards, not the shaped rewards. Prompts are sampled in rounds. The
     selection depends neither on timing nor on the length of responses. The selection is settled
     once the first groups in canonical order are complete and include enough informative groups.
-    Sampling of other groups is then cancelled, and prompts after the last group used return to the
-    stream for the next step.
+    Sampling of other groups is then cancelled. Prompts that come after the last used group return
+    to the stream for the next step.
 
-    If the rounds yield too few groups, the step is filled up with dropped groups, oldest first.
-    Dropped groups that fill up a step contribute no gradient, but their tokens count if the loss is
-    divided by tokens.
+    If the rounds yield too few informative groups, dropped groups fill up the step, oldest first. A
+    dropped group that fills up a step contributes no gradient. If the loss is divided by the number
+    of tokens, the tokens of the dropped group still count.
 
     Args:
         groups: prompt groups per step.

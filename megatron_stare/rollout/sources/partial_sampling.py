@@ -4,9 +4,10 @@ step.
 More prompt groups are in progress than a step takes. In each round, all unfinished responses of the
 groups in progress grow by the same number of tokens, until enough groups are complete. At the end
 of a step, unfinished responses are kept with the weight version of every token. Unfinished
-responses continue in the next step before new prompts begin. Rounds are cut by tokens, not by time
-(as in Kimi k1.5, arXiv 2501.12599, section 2.6.2), so the selection of groups depends on seeds and
-weights alone. Sampling more groups than the step takes follows APRIL (arXiv 2509.18521).
+responses continue in the next step before new prompts begin. As in Kimi k1.5 (arXiv 2501.12599,
+section 2.6.2), a round ends after a number of tokens, not after a time. The selection of groups
+therefore depends on seeds and weights alone. As in APRIL (arXiv 2509.18521), more groups are
+sampled than a step takes.
 
 Shape legend: a group is all of a prompt's responses.
 """

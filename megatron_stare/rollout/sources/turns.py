@@ -118,7 +118,8 @@ class Turns:
     def _add(
         self, answer: Answer, result: GenerateResult, asked: int, limit: int, stops: tuple[str, ...]
     ) -> None:
-        """Appends an engine's tokens to the answer, and finishes the answer if it is complete."""
+        """Appends an engine's tokens to the answer. If the answer is complete with these tokens,
+        sets the finish reason and the text of the answer."""
         first, reason = not len(answer), result.finish_reason
         answer.add(result)
         paused = reason == "stop" and int(result.output_ids[-1]) not in self._params.stop_token_ids
@@ -253,8 +254,9 @@ def may_complete(stops: tuple[str, ...], tokenizer: Any) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4)
 def _texts(tokenizer: Any) -> list[tuple[int, str]]:
-    """Returns id and text of every token with a nonempty text. Each token is decoded after another
-    token, because some tokens lose their leading space when they are decoded alone."""
+    """Returns id and text of every token with a nonempty text. Each token is decoded together with
+    a fixed token before it, because some tokens lose their leading space if they are decoded
+    alone."""
     before = tokenizer("0", add_special_tokens=False).input_ids[-1:]
     length = len(tokenizer.decode(before))
     ids = sorted(set(tokenizer.get_vocab().values()))

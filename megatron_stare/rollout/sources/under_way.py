@@ -28,9 +28,10 @@ from megatron_stare.rollout.sources.calls import ResponseKey
 
 
 class ResponseCut(BaseException):
-    """Ends an environment whose response has reached its token limit for now. Like a cancellation,
-    ResponseCut does not derive from Exception. No environment can therefore mistake ResponseCut for
-    one of the environment's own errors."""
+    """Ends an environment whose response is cut because the response has reached the current limit
+    on its tokens. The response continues later. Like a cancellation, ResponseCut does not derive
+    from Exception. No environment can therefore mistake ResponseCut for one of the environment's
+    own errors."""
 
 
 class ResponseGivenUp(BaseException):
@@ -94,8 +95,8 @@ class UnderWay:
         calls: tool calls of the environment, in order. Each entry is the checksum of the request,
             then the id of the call.
         context: checksum of the context of the last answer, if the last answer is cut.
-        replica: number of the replica that sampled the last tokens. The number is known only in
-            this process.
+        replica: number of the replica that sampled the last tokens. Other processes do not know the
+            replica's number.
         trajectory: the finished, verified response.
     """
 
@@ -196,7 +197,8 @@ class UnderWay:
 
 
 def joined(first: VersionRuns, then: VersionRuns) -> VersionRuns:
-    """Concatenates two lists of version runs and merges adjacent runs of equal version."""
+    """Concatenates two lists of pairs (weight version, number of tokens). If the last pair of the
+    first list and the first pair of the second list have equal versions, merges these two pairs."""
     if first and then and first[-1][0] == then[0][0]:
         return (*first[:-1], (then[0][0], first[-1][1] + then[0][1]), *then[1:])
     return (*first, *then)

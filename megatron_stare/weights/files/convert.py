@@ -229,8 +229,8 @@ def write_part(part: HfPart, advance: Advance) -> None:
 def _copied(
     checkpoint: TorchDist, place: Place, block: Block, part: HfPart, files: OpenFiles
 ) -> int:
-    """Copies a block inside the kernel if its bytes are the same on both sides, at half the cost of
-    reading and writing it.
+    """Copies a block inside the operating system's kernel if the bytes of the block are the same in
+    both formats. The copy inside the kernel costs half as much as reading and writing the block.
 
     Returns the number of bytes copied; 0 if the bytes differ or are not contiguous.
     """
@@ -319,8 +319,8 @@ def compare_part(part: ComparedPart, advance: Advance) -> list[str]:
 
 
 def same_bits(a: Tensor, b: Tensor, converted: torch.dtype) -> bool:
-    """Tells whether two tensors are bitwise equal in the narrower of their dtypes; if both are
-    equally wide, in `converted`."""
+    """Tells whether two tensors are bitwise equal in the narrower of their dtypes. If their dtypes
+    differ but are equally wide, compares the tensors in the dtype `converted`."""
     if a.dtype != b.dtype:
         narrow = min(a.dtype, b.dtype, key=lambda dtype: (dtype.itemsize, dtype != converted))
         a, b = a.to(narrow), b.to(narrow)

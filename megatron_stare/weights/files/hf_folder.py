@@ -1,5 +1,5 @@
-"""Reads Hugging Face folders tensor by tensor, so that no process holds a whole model twice, and
-writes them.
+"""Reads and writes Hugging Face folders. Reads a folder tensor by tensor, so that no process holds
+a whole model twice.
 
 Writing first creates all files at their final size, with headers and index; then each process fills
 in the tensors that it holds.

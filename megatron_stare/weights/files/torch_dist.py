@@ -156,7 +156,8 @@ class TorchDist:
         )
 
     def position(self, block: Block) -> tuple[str, int]:
-        """Returns a sort key, file and position, by which blocks are read from front to back."""
+        """Returns the pair of a block's file and the block's position in the file. Blocks that are
+        sorted by this pair are read from front to back."""
         place = self.place(block.rule.megatron)
         dims = len(place.lead)
         for chunk in self._chunks_at(place):

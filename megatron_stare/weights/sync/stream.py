@@ -64,8 +64,8 @@ class Bucket:
         return self.layout.tensors(self.flat)
 
     def checksums(self) -> dict[str, str]:
-        """Returns the checksums of the tensors by name. An engine computes the checksums of the
-        tensors that the engine holds in the same way."""
+        """Returns the checksums of the tensors by name. In the same way, an engine computes the
+        checksums of the tensors that the engine holds."""
         return {name: tensor_checksum(tensor) for name, tensor in self.tensors()}
 
 
@@ -282,7 +282,8 @@ def _post(
 
 
 def _values(piece: Piece, mine: Mapping[str, Shard], shape: ModelShape) -> Tensor:
-    """Returns a piece of this rank as a view of its shard; its rows may span several dimensions."""
+    """Returns a piece of this rank as a view of the rank's shard. In the view, the rows of the
+    piece may span several dimensions."""
     shard = mine[piece.parameter]
     return blocks(rule_for(shard.name, shape), shard.tensor, shape, shard.part, shard.parts)[
         piece.number

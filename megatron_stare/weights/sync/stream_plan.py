@@ -50,8 +50,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Layout of a bucket: whole tensors of one dtype, end to end. Together with the bytes, all that
-    a receiver needs."""
+    """Layout of a bucket: whole tensors of one dtype, end to end. A receiver needs only this layout
+    and the bytes of the bucket."""
 
     dtype: torch.dtype
     slots: tuple[Slot, ...]
@@ -110,7 +110,8 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """Layout of a bucket, and the pieces of each of its tensors (one per slot)."""
+    """Layout of a bucket, and the planned tensors of the bucket with their pieces. Each slot of the
+    layout has one planned tensor."""
 
     layout: BucketLayout
     tensors: tuple[PlannedTensor, ...]

@@ -119,9 +119,10 @@ class WeightStream(Protocol):
     layouts: tuple[BucketLayout, ...]  # what the buckets hold, in order
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
-        """Yields each bucket as a handle for workers, with the calls that the bucket depends on. To
-        see any error at once, wait for the calls that a bucket depends on together with the calls
-        that use the bucket. Can be iterated once.
+        """Yields each bucket as a handle for workers, with the calls that the bucket depends on. A
+        caller should wait for the calls that the bucket depends on and for the calls that use the
+        bucket at the same time, so that an error in any of these calls is raised immediately. Can
+        be iterated once.
 
         Args:
             checksums: compute the result of the method `checksums`.
@@ -132,8 +133,8 @@ class WeightStream(Protocol):
         computed."""
 
     def prepare(self, target: SyncTarget, prove: bool) -> None:
-        """Starts to gather for a `send_to` with the same arguments, which need not follow. Returns
-        at once."""
+        """Starts to gather the weights for a later call of `send_to` with the same arguments. The
+        later call may be left out. Returns immediately."""
 
     def send_to(self, target: SyncTarget, prove: bool) -> list[Any]:
         """Sends all weights to the target. Returns what each sender reports for the engines.

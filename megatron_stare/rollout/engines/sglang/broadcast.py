@@ -1,6 +1,6 @@
-"""Broadcasts weights in a process group with the servers. The sender is rank 0 of the group. The
-next group ranks are the ranks of the first server, then the ranks of the second server, and so on,
-regardless of the machines.
+"""Broadcasts weights in a process group with the servers. The sender is rank 0 of the group. In the
+group, the ranks of the first server follow the sender, then the ranks of the second server, and so
+on. The order does not depend on the servers' machines.
 
 Each sender makes its own group over a TCP store, without registering it with torch.distributed,
 because the sender is a rank of the trainer and already has another default group.

@@ -214,8 +214,9 @@ class SGLangClient:
         )
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stops sampling. The mode `abort` ends requests in flight. The mode `retract` continues
-        requests in flight later, after recomputing their cache."""
+        """Stops sampling. The mode `abort` ends requests in flight. The mode `retract` interrupts
+        requests in flight; when sampling resumes, the server recomputes the cache of these requests
+        and continues the requests."""
         await self.post("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
@@ -243,8 +244,8 @@ class SGLangClient:
         await self._call("POST", "/release_memory_occupation", {"tags": _tags(parts)})
 
     async def resume_memory(self, parts: Collection[str]) -> None:
-        """Allocates released memory again; the contents of the memory are undefined. Crashes a
-        server that had not released the memory."""
+        """Allocates released memory again; the contents of the memory are undefined. If the server
+        had not released the memory, this call crashes the server."""
         await self._call("POST", "/resume_memory_occupation", {"tags": _tags(parts)})
 
     async def begin_weight_update(self) -> None:
@@ -292,8 +293,9 @@ def _tags(parts: Collection[str]) -> list[str]:
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
     """Context without garbage collection. A parsed answer contains one list for every token, and no
-    reference cycles. The collector would find nothing to free, but would traverse the lists of
-    every answer, and after every few answers all objects of the process."""
+    reference cycles. Python's garbage collector would therefore find nothing to free in answers.
+    The garbage collector would still traverse the lists of every answer, and after every few
+    answers all objects of the process."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -42,9 +42,9 @@ def register_hooks() -> None:
     use unchanged.
 
     SGLang honours seeds only in deterministic inference, which requires a GPU or a kernel package,
-    so the functions that deterministic inference calls are replaced. A killed server would leave
-    the file in which processes report their load in /dev/shm. The load file is therefore moved to
-    the server's own folder, which is removed with the server.
+    so the functions that deterministic inference calls are replaced. SGLang's processes report
+    their load in a file in /dev/shm, and a killed server would leave this file behind. The load
+    file is therefore moved to the server's own folder, which is removed with the server.
     """
     if torch.cuda.is_available():
         return
@@ -82,7 +82,8 @@ def _let_open_shared() -> None:
 
 
 def _plain_kernels() -> None:
-    """Replaces the switch to batch-invariant kernels; torch's kernels stay."""
+    """Does nothing. SGLang calls this function instead of the function that switches to
+    batch-invariant kernels, so torch's own kernels stay in use."""
 
 
 def _not_pinned(buffer: object, granularity: object = None) -> None:
@@ -101,9 +102,10 @@ def _reduced(ranks: Any, output: Tensor, of: Tensor) -> None:
 
 
 def _padded_on_a_cpu(original: Callable[..., None], batch: object, runner: Any) -> None:
-    """Makes SGLang take its CPU path when SGLang pads the tokens of groups of ranks with separate
-    requests. Otherwise SGLang takes its CPU path only with its CPU engine, whose attention backends
-    define the fill value for lengths."""
+    """Makes SGLang take SGLang's CPU path for padding if groups of ranks serve separate requests.
+    Without this function, SGLang takes the CPU path only with SGLang's CPU engine. The attention
+    backends of the CPU engine define a fill value for lengths, so this function defines the fill
+    value too."""
     sys.modules["sglang.srt.model_executor.forward_batch_info"]._is_cpu = True  # type: ignore[attr-defined]
     runner.attn_backend.get_cpu_graph_seq_len_fill_value = lambda: 1
     original(batch, runner)
@@ -140,8 +142,8 @@ def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tenso
     """Computes MurmurHash3 (32 bits, seed 0) of the 16 bytes of seed, position and column, like
     SGLang's kernel.
 
-    The hash keys seeded sampling noise. The function uses plain torch, because SGLang's own
-    implementations need Triton or a kernel package.
+    SGLang derives the noise of seeded sampling from this hash. The function uses plain torch,
+    because SGLang's own implementations need Triton or a kernel package.
 
     Args:
         seed: [n] 64 bits per row.

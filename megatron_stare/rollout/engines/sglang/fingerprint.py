@@ -66,7 +66,7 @@ class Stack:
 
     def joined(self, other: Stack) -> Stack:
         """Merges this Stack with another sender's Stack of the same parameter, which has other
-        experts' matrices. Works only with the hash of servers on GPUs."""
+        experts' matrices. Works only with TiledDigest, which is the hash for servers on GPUs."""
         assert isinstance(self.digest, TiledDigest) and isinstance(other.digest, TiledDigest)
         return Stack(
             self.count, self.digest.joined(other.digest), placed=self.placed | other.placed

@@ -62,7 +62,7 @@ def here(device: torch.device) -> Place:
 
 def seen_here() -> Place:
     """Returns the Place that consists of this machine and every GPU visible to this process.
-    Servers that this process starts see the same GPUs."""
+    Servers that this process starts see the GPUs that this process sees."""
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     return Place(this_host(), tuple(uuid_of(number) for number in gpus))
 
@@ -102,8 +102,9 @@ def carriers(
     servers: Sequence[tuple[str, Place, ServerLayout]], ranks: Sequence[Place]
 ) -> list[tuple[int, ...]]:
     """Finds, for each server, the trainer's ranks whose memory the server's ranks can open, one per
-    server rank. On GPUs a server rank opens the memory of the trainer's rank on the same GPU. On
-    CPUs the trainer's ranks on the server's machine are assigned to the server ranks in turn.
+    server rank. On GPUs a server rank opens the memory of the trainer's rank on the same GPU. For
+    servers on CPUs, the trainer's ranks on the server's machine are assigned to the server ranks in
+    turn.
 
     Args:
         servers: URL, place and layout of each; on GPUs the place lists them in the order of the

@@ -256,8 +256,9 @@ def _experts(meta: Mapping[str, Any], shape: ModelShape, tokens: int, where: str
 def _column(
     values: Sequence[Any], dtype: type[np.generic], of: Callable[[Any], Any] | None = None
 ) -> Tensor:
-    """Returns [n] from the values or from a part of each. Uses numpy, which reads Python numbers
-    ten times faster than torch."""
+    """Returns a tensor [n] of the n `values`. If `of` is given, the tensor contains the result of
+    `of` for each value instead. Uses numpy, which reads Python numbers ten times faster than
+    torch."""
     return torch.from_numpy(
         np.fromiter(values if of is None else map(of, values), dtype, len(values))
     )

@@ -292,8 +292,9 @@ def served_dtype(config: Config) -> str:
 
 def server_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMemory:
     """Predicts the memory of one rank on a GPU of `capacity` bytes: its shard of the weights, and
-    its cache. The cache takes the rest of the server's share of the GPU. If sglang.cache_tokens
-    tokens fit into less memory than the rest, the cache takes only the memory of these tokens."""
+    its cache. The cache takes all of the server's share of the GPU that the weights leave free. If
+    `sglang.cache_tokens` tokens need less memory, the cache takes only the memory of
+    `sglang.cache_tokens` tokens."""
     asked, size = config.sglang, DTYPES[config.sglang.dtype or config.model.dtype].itemsize
     layout = ServerLayout(
         "cuda", asked.tensor_parallel, asked.expert_parallel, asked.attention_data_parallel

@@ -145,7 +145,7 @@ class ServerProcess:
 
     def lost_rank(self) -> str | None:
         """Looks for a rank whose process was killed without SGLang's launcher noticing. Returns a
-        report that quotes the last part of the log; None if no such rank is found."""
+        report that quotes the last part of the log; None if no killed rank is found."""
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self._process.pid).children():
                 if child.status() == psutil.STATUS_ZOMBIE and child.name().startswith(RANKS):

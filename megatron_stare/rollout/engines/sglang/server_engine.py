@@ -523,8 +523,8 @@ def _in_event_loop() -> bool:
 
 async def probe_stop(client: SGLangClient, stop_token_ids: Sequence[int]) -> None:
     """Verifies that a server treats stop tokens as training needs. Requests one short response for
-    each stop token, and forces the stop token by a bias on the token's logit. The bias works with
-    any weights.
+    each stop token, and forces the stop token by a bias on the token's logit. The bias forces the
+    stop token whatever the model's weights are.
 
     A response must end with its stop token and that token's log-prob, because the token is sampled
     and therefore trained on.

@@ -122,9 +122,10 @@ class ServerOptions:
         return (*words, *(flag for flag, on in switches.items() if on))
 
     def process_environment(self) -> dict[str, str]:
-        """Returns the environment variables for the server's process. The variables are those of
-        the starting process without NOT_KEPT, and those that this project sets for servers. The
-        variables in `environment`, which the run's settings contain, take precedence."""
+        """Returns the environment variables for the server's process. The variables are the
+        variables of the process that starts the server, except NOT_KEPT, and the variables that
+        this project sets for servers. The variables in `environment`, which the run's settings
+        contain, take precedence."""
         kept = {name: value for name, value in os.environ.items() if name not in NOT_KEPT}
         kept |= {
             "HF_HUB_OFFLINE": "1",

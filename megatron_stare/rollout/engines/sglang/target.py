@@ -76,8 +76,9 @@ class ServersTarget(SyncTarget):
 
     @property
     def shares_devices(self) -> bool:
-        """See SyncTarget. False for CPU servers that the run attaches to or that span several
-        nodes; these receive the bytes themselves."""
+        """See SyncTarget. Returns False for CPU servers that the run attaches to or that span
+        several nodes. Such CPU servers receive the bytes of the weights instead of handles to
+        shared memory."""
         here = all(
             s.layout.device == "cuda" or (s.place.host and not s.place.others) for s in self.servers
         )

@@ -1,6 +1,6 @@
 """Checks that a server is alive and holds the weights that it received.
 
-Asks the server after a failed call, and periodically while a call is waiting.
+The check is made after a failed call, and periodically while a call is waiting.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ class Watch:
         """Waits until one of the tasks is done or the limit has passed, and returns the finished
         tasks.
 
-        While this method waits, the watch checks the server every `limit_s` seconds, by the watch's
-        own limit. Raises ServerGoneError if the server is lost before a task is done.
+        While this method waits, the watch checks the server periodically. The seconds between two
+        checks are the constructor's `limit_s`, not this method's `limit_s`. Raises ServerGoneError
+        if the server is lost before a task is done.
         """
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
