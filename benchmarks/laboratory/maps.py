@@ -118,12 +118,19 @@ def _with(**fixed: Any) -> Callable[[Cell], Settings]:
 
 
 def _amplified(cell: Cell) -> Mapping[str, Twin]:
-    """Ungated O1 at the cell's W: on the paper's share of rare tokens, on a wider one, and on the
-    tokens past the critical surprisal of their own state."""
-    plain = replace(STARE, entropy_target=None, amplify=cell["amplify"])
-    critical = CriticalTwin(entropy_target=None, amplify=cell["amplify"])
+    """Ungated, at the cell's W: O1 on the paper's share of rare tokens, on a wider one, and on the
+    tokens past the critical surprisal of their own state; and C2 with M of 0.1 on the last two."""
+    plain = replace(STARE, entropy_target=None, amplify=cell["amplify"], attenuate=0.1)
+    critical = CriticalTwin(entropy_target=None, amplify=cell["amplify"], attenuate=0.1)
     wide = replace(plain, share=0.3)
-    return {"grpo": Twin(), "share_0.1": plain, "share_0.3": wide, "critical": critical}
+    return {
+        "grpo": Twin(),
+        "share_0.1": plain,
+        "share_0.3": wide,
+        "critical": critical,
+        "c2_share_0.3": replace(wide, variant="C2"),
+        "c2_critical": replace(critical, variant="C2"),
+    }
 
 
 def _trained(cell: Cell, seeds: int) -> World:

@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Mapping
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,9 @@ NAMES = {
     "micro_batches": "micro-batches",
     "share_0.1": "O1, share 0.1",
     "share_0.3": "O1, share 0.3",
-    "critical": "by critical surprisal",
+    "critical": "O1, by critical surprisal",
+    "c2_share_0.3": "C2, share 0.3, M 0.1",
+    "c2_critical": "C2, by critical surprisal, M 0.1",
 }
 WORDS = {
     "lr": "learning rate",
@@ -96,8 +99,7 @@ critical surprisal of their own state instead of a share of the batch. *Strong* 
 
 Each cell has {seeds} seeds, and each seed is a world of its own. All methods of a cell have the
 same worlds and the same random numbers. A difference counts as shown if it is more than
-{errors:.0f} standard errors from 0. The maps took {minutes:.0f} minutes of one core, beside other
-work.
+{errors:.0f} standard errors from 0. The maps took {minutes:.0f} minutes with two processes.
 
 **A toy cannot show** what a large model does. States here share no features, responses have three
 choices, and the learning rate does not adapt. The test on a trained model is open.
@@ -172,10 +174,8 @@ def picture(name: str, told: Mapping[str, Any]) -> str:
             f'<text class="h ink" x="{x0 + 12}" y="{y0 + 22}">{escape(NAMES[method])}</text>'
         )
         parts.append(
-            f'<text class="soft" x="{x0 + LEFT}" y="{y0 + 42}">{escape(WORDS[second])}</text>'
-        )
-        parts.append(
-            f'<text class="soft" x="{x0 + 12}" y="{y0 + 60}">{escape(WORDS[first])}</text>'
+            f'<text class="soft" x="{x0 + 12}" y="{y0 + 42}">rows: {escape(WORDS[first])};'
+            f" columns: {escape(WORDS[second])}</text>"
         )
         for j, b in enumerate(down):
             x = x0 + LEFT + j * CELL_W + CELL_W / 2
@@ -198,7 +198,7 @@ def picture(name: str, told: Mapping[str, Any]) -> str:
                     f'<rect class="{"pos" if better else "neg"}" x="{x}" y="{y}"'
                     f' width="{CELL_W - 2}" height="{CELL_H - 2}" fill-opacity="{strength:.3f}"/>'
                 )
-                digits = 0 if figure == "recovered" else 3
+                digits = {"recovered": 0, "drift": 4}.get(figure, 3)
                 text = f"{each['mean']:+.{digits}f}" if shown else "·"
                 parts.append(
                     f'<text class="ink" text-anchor="middle" x="{x + CELL_W / 2 - 1}"'
@@ -242,6 +242,29 @@ def best(told: Mapping[str, Any], figure: str) -> list[str]:
     return lines
 
 
+def crossings(told: Mapping[str, Any]) -> list[str]:
+    """Returns a table of a drift map: for each row and method the change at the lowest and at the
+    highest weight, and the weight at which the change is 0, by linear interpolation."""
+    (first, across), (second, down) = told["axes"].items()
+    lines = [
+        f"| {WORDS[first]} | selection | change at {WORDS[second]} = {down[0]:g} | at {down[-1]:g}"
+        " | 0 at |",
+        "|---|---|---|---|---|",
+    ]
+    for a in across:
+        for method in methods(told)[1:]:
+            means = [
+                told["cells"][f"{first} {a}, {second} {b}"][method]["figures"]["drift"]["mean"]
+                for b in down
+            ]
+            zero = "none"
+            for (w, y), (v, z) in pairwise(zip(down, means, strict=True)):
+                if y < 0 <= z:
+                    zero = f"{w - y * (v - w) / (z - y):.1f}"
+            lines.append(f"| {a} | {NAMES[method]} | {means[0]:+.4f} | {means[-1]:+.4f} | {zero} |")
+    return lines
+
+
 def page(maps: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns docs/study.md."""
     seeds = {told["seeds"] for told in maps.values()}
@@ -260,7 +283,14 @@ def page(maps: Mapping[str, Mapping[str, Any]]) -> str:
             f"![{told['question']}](pictures/laboratory_{name}.svg)",
             "",
         ]
-        if figure != "drift":
+        if figure == "drift":
+            lines += [
+                "Change of entropy by one small update, nats a unit step, exact:",
+                "",
+                *crossings(told),
+                "",
+            ]
+        else:
             lines += [
                 f"Best mean of {FIGURES[figure]} in each cell, with that of"
                 f" {NAMES[methods(told)[0]]} in brackets:",
