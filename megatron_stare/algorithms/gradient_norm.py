@@ -176,7 +176,8 @@ def _range_of(x: Tensor, ends: tuple[float, ...]) -> Tensor:
 
 
 def norm_metrics(statistics: Statistics, temperature: float) -> dict[str, Tensor]:
-    """Returns the `gradient/*` metrics, 0-dim; a share without tokens is 0."""
+    """Returns the 0-dim metrics `gradient/*`. A metric that is a share is 0 if there are no
+    tokens."""
     tokens, plain = scalar(statistics, "norm/tokens"), scalar(statistics, "norm/plain")
     return {
         "gradient/logit_norm": scalar(statistics, "norm/square").sqrt() / temperature,

@@ -28,7 +28,8 @@ METRICS = (
     Metric(
         "memory/engines_freed_mb",
         "MB",
-        "10^6 bytes that the servers gave back after the rollout",
+        "10^6 bytes that the servers gave back after the rollout; of the first three steps and of"
+        " every tenth",
         "weights and cache of all servers",
     ),
     Metric(
@@ -40,6 +41,8 @@ METRICS = (
 )
 
 
+# steps that measure the servers' memory, the first ones and then every so many
+MEASURED_FIRST, MEASURED_EVERY = 3, 10
 LEAVING: dict[str, tuple[str, ...]] = {
     "all": PARTS,
     "optimizer": ("gradients", "optimizer"),
@@ -71,7 +74,9 @@ class Colocation:
         self._on = config.sglang.colocated
         self._leaving = LEAVING[config.memory.offload or "all"]
         self._ranks, self._engines = ranks, engines
-        self.metrics: dict[str, float] = {}  # of the newest step, MB of all engines' processes
+        self._released = 0  # times
+        # of the newest step, MB of all engines' processes; empty in steps that do not measure it
+        self.metrics: dict[str, float] = {}
 
     def release(self) -> None:
         """Releases the servers' memory, from the last response of a step until the next weight
@@ -79,6 +84,10 @@ class Colocation:
         if not self._on:
             return
         self._engines.hold_restarts()
+        self.metrics.clear()
+        self._released += 1
+        measures = self._released <= MEASURED_FIRST or self._released % MEASURED_EVERY == 0
+        self._engines.measures_memory = measures
         held = self._engines.memory_mb()
         self._engines.release_memory()
         self._note("memory/engines_freed_mb", held, self._engines.memory_mb())

@@ -133,9 +133,9 @@ class TokenBatch:
 
     @property
     def selecting_entropy(self) -> Tensor:
-        """[N] detached entropy in nats by which a method selects tokens. The entropy and
-        `selected_by` belong to the same policy, unless `selected_by` holds the engine's log-probs:
-        engines return no entropies."""
+        """[N] detached entropy in nats by which a method selects tokens. The entropy is
+        that of the policy whose log-probs `selected_by` holds. Engines return no entropies, so
+        beside an engine's log-probs it is the entropy of the log-prob pass."""
         chosen = self.entropy if self.selection_entropy is None else self.selection_entropy
         return chosen.detach()
 

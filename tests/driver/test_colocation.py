@@ -238,3 +238,43 @@ def test_parameters_may_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert "parameters" in parts, what
         assert not ("optimizer" in parts and "kv_cache" in tags), what
     assert MOMENTS.at("saved") == [({"parameters", "optimizer"}, {"weights"})]
+
+
+class CountedEngines:
+    """Servers whose memory is asked for, without anything else."""
+
+    def __init__(self) -> None:
+        self.measures_memory, self.reads = True, 0
+
+    def memory_mb(self) -> float | None:
+        self.reads += self.measures_memory
+        return 1.0 if self.measures_memory else None
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+def test_servers_memory_is_read_in_few_steps() -> None:
+    """Reading it walks all of a server's mappings."""
+    config = Config.model_validate(
+        {
+            "model": {"path": MODEL},
+            "rollout": {"engine": "sglang"},
+            "sglang": {"colocated": True},
+        }
+    )
+    engines: Any = CountedEngines()
+    ranks: Any = CountedEngines()
+    colocation = Colocation(config, ranks, engines)
+    measured = []
+    for step in range(1, 31):
+        before = engines.reads
+        colocation.release()
+        with colocation.syncing():
+            pass
+        if colocation.metrics:
+            names = {"memory/engines_freed_mb", "memory/engines_taken_mb"}
+            assert colocation.metrics.keys() == names
+            measured.append(step)
+        assert engines.reads - before == (4 if measured[-1:] == [step] else 0)
+    assert measured == [1, 2, 3, 10, 20, 30]

@@ -112,7 +112,7 @@ class Head:
         positions.
 
         Under sequence parallelism `hidden` is this rank's part of s. With `second_moment` also
-        returns the sums [n] of the entropy sensitivity.
+        returns [n] sums over the vocabulary that the entropy sensitivity needs.
         """
         linear = self._linear
         if second_moment:

@@ -117,7 +117,7 @@ NOTHING = Found(False)
 class Condition(ABC):
     """A kind of condition. `str()` describes it for docs/guards.md.
 
-    metrics: the metric to judge; of several, the first that a step has.
+    metrics: names in order of preference. A step is judged by the first metric that it has.
     """
 
     metrics: tuple[str, ...]

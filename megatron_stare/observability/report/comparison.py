@@ -173,8 +173,8 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def _defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns default settings of the same method; None if unknown, e.g. for a method in a missing
-    file.
+    """Returns the default settings of the configuration's method; None if its class cannot be
+    imported.
 
     Imports the method and thus torch, which the rest of the report does not need.
     """

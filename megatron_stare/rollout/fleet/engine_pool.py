@@ -119,6 +119,7 @@ class EnginePool:
         self.served = all(info.served for info in self._fleet.infos)
         self._dispatch: Dispatch | None = None  # not None while a Serving is open
         self._held = False  # True: no replica may be called for tokens
+        self.measures_memory = True  # False: `memory_mb` returns None
 
     @contextlib.asynccontextmanager
     async def serving(self, params: SamplingParams, trajectories: int) -> AsyncIterator[Serving]:
@@ -231,7 +232,13 @@ class EnginePool:
         self._fleet.hold_restarts()
 
     def memory_mb(self) -> float | None:
-        """Returns the current memory of the engines' own processes, 10^6 bytes; None if unknown."""
+        """Returns the current memory of the engines' own processes, 10^6 bytes.
+
+        None if the memory is unknown or `measures_memory` is False. Reading the memory walks all
+        mappings of every server.
+        """
+        if not self.measures_memory:
+            return None
         held = self._results("memory_mb")
         return None if None in held else sum(held)
 

@@ -261,7 +261,7 @@ class Rollouts:
         async def judged(
             response: UnderWay, turns: Turns, trajectory: Trajectory, judging: _Judging
         ) -> bool:
-            """Checks and verifies an environment's trajectory. Waits for the verifier. Returns
+            """Checks an environment's trajectory and waits for the verifier's reward. Returns
             False if the response's group was given up."""
             turns.check_repeated()
             trajectory.prompt, trajectory.sample_index = response.prompt, response.sample_index
