@@ -59,7 +59,7 @@ WORDS = {
     "trained": "steps of GRPO before",
 }
 # the figure that each map's picture shows; pass@1 where none is named
-SHOWN = {"changing_reward": "recovered", "bands": "held", "critical_weight": "drift"}
+SHOWN = {"bands": "held", "critical_weight": "drift"}
 FIGURES = {
     "pass@1": "pass@1",
     "pass@64": "pass@64",
