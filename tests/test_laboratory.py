@@ -4,6 +4,8 @@ same states; its policies are exact: enumeration against sampling and finite dif
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from megatron_stare.algorithms.advantage import group_advantages as own_advantages
 from megatron_stare.algorithms.dapo import Dapo
+from megatron_stare.algorithms.dg import Dg
 from megatron_stare.algorithms.entropy_bonus import COEF, OPEN, USED, EntropyBonus
 from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.algorithms.method import Method
@@ -22,8 +25,10 @@ from megatron_stare.records.batch import TokenBatch
 
 sys.path.insert(0, str(ROOT / "benchmarks/laboratory"))
 
+import maps
+import study
 from simulate import Settings, coupled, gradient, sample, train
-from twins import BonusTwin, ForksTwin, StareTwin, Tokens, Twin, dapo, group_advantages
+from twins import BonusTwin, DgTwin, ForksTwin, StareTwin, Tokens, Twin, dapo, group_advantages
 from worlds import WORLDS, World, evaluate, first_state, tree
 
 PROMPTS, GROUP, DEPTH = 4, 4, 3
@@ -32,6 +37,7 @@ STARE = {"amplify": 1.4, "attenuate": 0.6, "entropy_target": 1.0}
 METHODS: dict[str, tuple[Twin, Method]] = {
     "grpo": (Twin(), Grpo(aggregation="token_mean")),
     "dapo": (dapo(), Dapo()),
+    "dg": (DgTwin(eta=0.7), Dg(eta=0.7)),
     "twenty_entropy": (ForksTwin(), TwentyEntropy()),
     "twenty_entropy_half": (ForksTwin(share=0.5), TwentyEntropy(share=0.5)),
     "stare_o1": (StareTwin(**STARE), Stare(**STARE)),  # type: ignore[arg-type]
@@ -216,3 +222,40 @@ def test_coupling_shares_gradients_between_prompts() -> None:
     alike = coupled(gradients, 1.0)
     torch.testing.assert_close(alike, gradients.mean(1, keepdim=True).expand_as(alike))
     torch.testing.assert_close(coupled(gradients, 0.3).sum(1), gradients.sum(1))
+
+
+def test_the_study_is_that_of_the_committed_maps() -> None:
+    maps = study.read()
+    assert maps and study.PAGE.read_text() == study.page(maps)
+    drawn = {file.stem: file.read_text() for file in study.PICTURES.glob("*.svg")}
+    assert drawn == {name: study.picture(name, told) for name, told in maps.items()}
+    for name, text in drawn.items():
+        ElementTree.fromstring(text)
+        assert study.methods(maps[name])[0] in study.NAMES
+
+
+def test_a_difference_is_shown_only_beyond_three_errors() -> None:
+    assert study.verdict({"mean": 0.31, "error": 0.1}) == 1
+    assert study.verdict({"mean": -0.31, "error": 0.1}) == -1
+    assert study.verdict({"mean": 0.3, "error": 0.1}) == 0
+    assert study.verdict({"mean": 0.0, "error": 0.0}) == 0
+
+
+def test_every_map_has_cells_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first cell of each, short and of two seeds: every method has figures, and the first one
+    differs from itself by nothing."""
+    monkeypatch.setattr(maps, "REPEATS", 2)
+    short = maps.Settings
+    for name, each in maps.MAPS.items():
+        fast = replace(each, settings=lambda cell: short(steps=6, every=2, group=4))
+        if name == "changing_reward":
+            fast = replace(fast, world=lambda cell, seeds: WORLDS["changing"](seeds, changes_at=3))
+        monkeypatch.setitem(maps.MAPS, name, fast)
+        cell = each.cells()[0] if name != "critical_weight" else {"trained": 4, "amplify": 2.0}
+        found = maps.run_cell(name, cell, 2)
+        first, *others = found.values()
+        assert others and all(
+            x["mean"] == 0 for x in first["over_first"].values() if x["mean"] == x["mean"]
+        )
+        for told in found.values():
+            assert told["figures"].keys() == told["over_first"].keys()

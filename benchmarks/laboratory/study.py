@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results/laboratory"
-PAGE, PICTURES = ROOT / "docs/study.md", ROOT / "docs/pictures"
+PAGE, PICTURES = ROOT / "docs/study.md", ROOT / "docs/pictures/laboratory"
 ERRORS = 3.0  # standard errors that a difference must exceed
 NAMES = {
     "grpo": "GRPO",
@@ -280,7 +280,7 @@ def page(maps: Mapping[str, Mapping[str, Any]]) -> str:
             "",
             told["question"],
             "",
-            f"![{told['question']}](pictures/laboratory_{name}.svg)",
+            f"![{told['question']}](pictures/laboratory/{name}.svg)",
             "",
         ]
         if figure == "drift":
@@ -307,14 +307,13 @@ def main() -> None:
     args = parser.parse_args()
     maps = read()
     made = {PAGE: page(maps)}
-    made |= {
-        PICTURES / f"laboratory_{name}.svg": picture(name, told) for name, told in maps.items()
-    }
+    made |= {PICTURES / f"{name}.svg": picture(name, told) for name, told in maps.items()}
     stale = [file for file, text in made.items() if not file.exists() or file.read_text() != text]
     if args.check:
         for file in stale:
             print(f"{file.relative_to(ROOT)} is stale: python benchmarks/laboratory/study.py")
         sys.exit(bool(stale))
+    PICTURES.mkdir(exist_ok=True)
     for file in stale:
         file.write_text(made[file])
 

@@ -213,6 +213,18 @@ class ForksTwin(Twin):
 
 
 @dataclass(frozen=True)
+class DgTwin(Twin):
+    """DG (algorithms/dg.py): a smooth weight from advantage and surprisal."""
+
+    clip_high: float = 0.28
+    eta: float = 1.0
+
+    def slope(self, tokens: Tokens, state: State) -> Tensor:
+        weights = torch.sigmoid(-tokens.advantage * tokens.old_log_prob / self.eta)
+        return weights * super().slope(tokens, state)
+
+
+@dataclass(frozen=True)
 class BonusTwin(Twin):
     """GRPO with the adaptive entropy bonus (algorithms/entropy_bonus.py)."""
 

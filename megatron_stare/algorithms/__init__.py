@@ -12,6 +12,7 @@ METHODS = {
     "clip_cov": "megatron_stare.algorithms.clip_cov.ClipCov",
     "cispo": "megatron_stare.algorithms.cispo.Cispo",
     "dapo": "megatron_stare.algorithms.dapo.Dapo",
+    "dg": "megatron_stare.algorithms.dg.Dg",
     "dr_grpo": "megatron_stare.algorithms.dr_grpo.DrGrpo",
     "grpo": "megatron_stare.algorithms.grpo.Grpo",
     "grpo_s": "megatron_stare.algorithms.grpo_s.GrpoS",

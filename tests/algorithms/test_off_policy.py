@@ -252,6 +252,9 @@ CASES: dict[str, dict[str, Any]] = {
         "correction": MASKED,
     },
     "kl_cov": {"name": "kl_cov", "share": 0.1, "coef": 0.5},
+    "dg": {"name": "dg", "eta": 0.6},
+    "dg after a mask": {"name": "dg", "correction": MASKED},
+    "dg behind stare's gate": {"name": "dg", "entropy_target": 1.0},
     "kl_cov after a mask": {"name": "kl_cov", "share": 0.2, "correction": MASKED},
 }
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import entropy_figure  # noqa: E402
 import pictures  # noqa: E402
 
-MADE = sorted((ROOT / "docs/pictures").iterdir())
+MADE = sorted(each for each in (ROOT / "docs/pictures").iterdir() if each.is_file())
 
 
 def setting(stare: list[float], grpo: list[float], paired: bool = True) -> Any:

@@ -38,6 +38,7 @@ PUBLISHED: dict[str, tuple[float, float, float | None, str]] = {
     "clip_cov": (1.0, 1.0, None, "token_mean"),
     "kl_cov": (0.0, 0.0, None, "token_mean"),
     "cispo": (1.0, 4.0, None, "token_mean"),
+    "dg": (0.2, 0.28, None, "token_mean"),
 }
 
 
@@ -189,6 +190,10 @@ def policy_loss(
             return torch.where(
                 drawn(settings, batch, scores, kept, advantage), 0.0, clipped(ratio, advantage)
             )
+        case "dg":
+            surprisal = (-scores.read).clamp(min=0)
+            delight = 1 / (1 + (-advantage * surprisal / settings.get("eta", 1.0)).exp())
+            return torch.where(opened, delight, 0.5) * clipped(ratio, advantage)
         case "stare" | "stapo_stare":
             factor = torch.ones_like(advantage)
             for operator in OPERATORS[settings.get("variant", "O1")]:

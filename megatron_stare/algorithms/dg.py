@@ -1,0 +1,101 @@
+"""DG, the Delightful Policy Gradient (arXiv 2603.14608): a smooth weight from advantage and
+surprisal.
+
+    w = sigmoid(A s / eta)        s = -ln p of the sampled token
+    J = (1 / N) sum_{i,t} w min(rho A, clip(rho, 1 - low, 1 + high) A)
+
+Rare tokens of right answers get a weight near 1, rare tokens of wrong answers a weight near 0, and
+common tokens 1/2. So DG acts like STARE's C2 without quantile, gate and collective. The paper has
+no clip. Its p is that of the policy that is updated: `statistics.surprisal: current`, which differs
+from the default only if a batch gets several updates. With `entropy_target`, which the paper does
+not have, the weights act only while the batch's mean entropy is below the target. Otherwise every
+token has the weight 1/2, so that the gate does not change the length of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_stare.algorithms.aggregate import Aggregation
+from megatron_stare.algorithms.grpo import Grpo
+from megatron_stare.algorithms.method import State, TokenTerms
+from megatron_stare.records.batch import TokenBatch
+from megatron_stare.records.batch_statistics import Mean, Request, Statistics, scalar
+from megatron_stare.records.metric import Metric
+
+METRICS = (
+    Metric(
+        "dg/weight",
+        "factor",
+        "mean of the weights",
+        "near 1/2: right and wrong answers' rare tokens balance",
+    ),
+    Metric("dg/gate", "0 or 1", "1: the weights act; with entropy_target only", "switches"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dg(Grpo):
+    """Settings of DG, with the paper's temperature.
+
+    eta: the temperature of the weights; small values make the weights 0 or 1.
+    entropy_target: nats; the weights act while the entropy is below it. null: always.
+    """
+
+    clip_high: float = 0.28
+    aggregation: Aggregation = "token_mean"
+    eta: float = 1.0
+    entropy_target: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.eta > 0:
+            raise ValueError("eta must be above 0")
+        if self.entropy_target is not None and not self.entropy_target > 0:
+            raise ValueError("entropy_target must be above 0 nats, or null")
+        if (
+            self.entropy_target is not None
+            and self.entropy_bonus is not None
+            and self.entropy_bonus.target is not None
+        ):
+            raise ValueError(
+                "entropy_target and entropy_bonus.target steer the same entropy; set one of them to"
+                " null"
+            )
+
+    def initial_state(self) -> dict[str, float]:
+        return {**super().initial_state(), "gate": 1.0}
+
+    def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
+        if self.entropy_target is None:
+            return {}
+        return {"entropy": Mean(batch.entropy, batch.loss_mask)}
+
+    def control(self, state: State, statistics: Statistics) -> State:
+        """Opens or closes the gate before the loss of the same step. Without a finite entropy the
+        gate stays as it was."""
+        state = super().control(state, statistics)
+        if self.entropy_target is None:
+            return state
+        entropy = scalar(statistics, "entropy")
+        gate = (entropy < self.entropy_target).to(torch.float64)
+        return state | {"gate": torch.where(entropy.isfinite(), gate, state["gate"])}
+
+    def weights(self, batch: TokenBatch, state: State) -> Tensor:
+        """[N] factor on every token's advantage, detached."""
+        advantage = batch.advantage.detach()
+        delight = torch.sigmoid(advantage * batch.surprisal.to(advantage.dtype) / self.eta)
+        return 0.5 + state["gate"].to(advantage.dtype) * (delight - 0.5)
+
+    def policy_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
+        base = super().policy_loss(batch, statistics, state)
+        weights = self.weights(batch, state)
+        return replace(base, loss=weights * base.loss, shares={**base.shares, "dg/weight": weights})
+
+    def metrics(self, statistics: Statistics, state: State) -> dict[str, Tensor | float]:
+        logged = super().metrics(statistics, state)
+        return logged if self.entropy_target is None else {**logged, "dg/gate": state["gate"]}
