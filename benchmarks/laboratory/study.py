@@ -58,6 +58,8 @@ WORDS = {
     "clip_high": "upper clip",
     "trained": "steps of GRPO before",
 }
+# axes that mean something else in a map
+ELSEWHERE = {("share_scope", "share"): "P, share of rare tokens"}
 # the figure that each map's picture shows; pass@1 where none is named
 SHOWN = {"bands": "held", "critical_weight": "drift"}
 FIGURES = {
@@ -123,6 +125,11 @@ def read() -> dict[str, dict[str, Any]]:
     return found
 
 
+def word(name: str, axis: str) -> str:
+    """Returns the words for an axis of a map."""
+    return ELSEWHERE.get((name, axis), WORDS[axis])
+
+
 def verdict(difference: Mapping[str, float]) -> int:
     """1: higher than the first method's, -1: lower, 0: neither is shown."""
     mean, error = difference["mean"], difference["error"]
@@ -174,8 +181,8 @@ def picture(name: str, told: Mapping[str, Any]) -> str:
             f'<text class="h ink" x="{x0 + 12}" y="{y0 + 22}">{escape(NAMES[method])}</text>'
         )
         parts.append(
-            f'<text class="soft" x="{x0 + 12}" y="{y0 + 42}">rows: {escape(WORDS[first])};'
-            f" columns: {escape(WORDS[second])}</text>"
+            f'<text class="soft" x="{x0 + 12}" y="{y0 + 42}">rows: {escape(word(name, first))};'
+            f" columns: {escape(word(name, second))}</text>"
         )
         for j, b in enumerate(down):
             x = x0 + LEFT + j * CELL_W + CELL_W / 2
@@ -223,11 +230,13 @@ def table(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def best(told: Mapping[str, Any], figure: str) -> list[str]:
+def best(name: str, told: Mapping[str, Any], figure: str) -> list[str]:
     """Returns a table of a map: in each cell the method with the best mean, and its value."""
     (first, across), (second, down) = told["axes"].items()
     less = figure in LESS_IS_BETTER
-    lines = [f"| {WORDS[first]} \\ {WORDS[second]} | " + " | ".join(map(str, down)) + " |"]
+    lines = [
+        f"| {word(name, first)} \\ {word(name, second)} | " + " | ".join(map(str, down)) + " |"
+    ]
     lines += ["|---" * (len(down) + 1) + "|"]
     for a in across:
         cells = []
@@ -295,7 +304,7 @@ def page(maps: Mapping[str, Mapping[str, Any]]) -> str:
                 f"Best mean of {FIGURES[figure]} in each cell, with that of"
                 f" {NAMES[methods(told)[0]]} in brackets:",
                 "",
-                *best(told, figure),
+                *best(name, told, figure),
                 "",
             ]
     return "\n".join([*lines, "<!-- to here: study -->", ""])
