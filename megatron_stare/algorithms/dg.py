@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.algorithms.aggregate import Aggregation
+from megatron_stare.algorithms.entropy_bonus import refuse_two_targets
 from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.algorithms.method import State, TokenTerms
 from megatron_stare.records.batch import TokenBatch
@@ -57,15 +58,7 @@ class Dg(Grpo):
             raise ValueError("eta must be above 0")
         if self.entropy_target is not None and not self.entropy_target > 0:
             raise ValueError("entropy_target must be above 0 nats, or null")
-        if (
-            self.entropy_target is not None
-            and self.entropy_bonus is not None
-            and self.entropy_bonus.target is not None
-        ):
-            raise ValueError(
-                "entropy_target and entropy_bonus.target steer the same entropy; set one of them to"
-                " null"
-            )
+        refuse_two_targets(self.entropy_target, self.entropy_bonus)
 
     def initial_state(self) -> dict[str, float]:
         return {**super().initial_state(), "gate": 1.0}

@@ -85,3 +85,12 @@ class EntropyBonus:
             COEF: torch.where(finite, moved, state[COEF]),
             OPEN: torch.where(finite, below.to(torch.float64), state[OPEN]),
         }
+
+
+def refuse_two_targets(entropy_target: float | None, bonus: EntropyBonus | None) -> None:
+    """Raises ValueError if a method's gate and its entropy bonus would both steer the entropy."""
+    if entropy_target is not None and bonus is not None and bonus.target is not None:
+        raise ValueError(
+            "entropy_target and entropy_bonus.target steer the same entropy; set one of them to"
+            " null"
+        )

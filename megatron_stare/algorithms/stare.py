@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.algorithms.aggregate import Aggregation
+from megatron_stare.algorithms.entropy_bonus import refuse_two_targets
 from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.algorithms.method import State, TokenTerms
 from megatron_stare.algorithms.token_sets import Common, Selection, TokenSet, Variant, token_sets
@@ -174,15 +175,7 @@ class Stare(Grpo):
             raise ValueError("adaptive moves the weights towards entropy_target, which is null")
         if self.gate != "batch" and self.entropy_target is None:
             raise ValueError(f"gate {self.gate} needs an entropy_target, which is null")
-        if (
-            self.entropy_target is not None
-            and self.entropy_bonus is not None
-            and self.entropy_bonus.target is not None
-        ):
-            raise ValueError(
-                "entropy_target and entropy_bonus.target steer the same entropy; set one of them to"
-                " null"
-            )
+        refuse_two_targets(self.entropy_target, self.entropy_bonus)
 
     def initial_state(self) -> dict[str, float]:
         return {
