@@ -52,7 +52,7 @@ WORDS = {
     "micro_batches": "micro-batches",
     "coupling": "coupling",
     "rarity": "rarity, nats",
-    "better": "share of right responses that are rare",
+    "better": "share of rare responses that are right",
     "hard": "share of hard prompts",
     "updates": "updates a batch",
     "clip_high": "upper clip",
