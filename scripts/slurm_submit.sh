@@ -56,7 +56,10 @@ take_size_of_recipe() {
     local settings
     settings_of_recipe "$@"
     on_gpus || return 0
+    # the recipe's paths begin in WORK, as they do in the job
+    pushd "$WORK" >/dev/null 2>&1 || fail "there is no folder $WORK" "set WORK to a folder that all nodes see"
     plan_of "$1"
+    popd >/dev/null
     [ -z "${NODES:-}" ] || [ "$NODES" = "$planned_nodes" ] ||
         fail "NODES is $NODES, and the layout that is given needs $planned_nodes" "leave NODES or the layout out"
     NODES="$planned_nodes" GRACE_S="${GRACE_S:-$planned_grace_s}"

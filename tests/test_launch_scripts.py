@@ -345,6 +345,7 @@ def test_a_recipe_gives_its_job_the_size(recorder: Path) -> None:
     short, trained = shown("plan.response_tokens=64", "parallel.data=2", "rollout.engines=4")
     assert "--nodes=2" in short and grace(short) < grace(own) / 4
 
+    (recorder.parent / "work").mkdir()
     for variables, words in (
         (
             {"NODES": "16", "DATA_PARALLEL": "4"},
@@ -355,6 +356,9 @@ def test_a_recipe_gives_its_job_the_size(recorder: Path) -> None:
         ({"GRACE_S": "70000"}, "Slurm takes at most 65535"),
         ({"NODES": "4", "GPUS_PER_NODE": "4", "PIPELINE": "3"}, "cannot be cut into replicas"),
         ({"DEVICE_GB": "16"}, "the run does not fit"),
+        ({"WORK": "nowhere"}, "there is no folder nowhere"),
+        # the paths of the job are looked for where the job has them
+        ({"WORK": "work", "MODEL": "models/own"}, f"{recorder.parent}/work/models/own"),
     ):
         refused = run(submit, recipe, recorder=recorder, DRY_RUN="1", **variables)
         assert refused.returncode == 2 and words in refused.stderr, refused.stderr

@@ -101,10 +101,11 @@ critical surprisal of their own state instead of a share of the batch. *Strong* 
 
 Each cell has {seeds} seeds, and each seed is a world of its own. All methods of a cell have the
 same worlds and the same random numbers. A difference counts as shown if it is more than
-{errors:.0f} standard errors from 0. The maps took {minutes:.0f} minutes with two processes.
+{errors:.0f} standard errors from 0. The maps took {minutes:.0f} minutes with one or two processes,
+beside other work and with pauses.
 
-**A toy cannot show** what a large model does. States here share no features, responses have three
-choices, and the learning rate does not adapt. The test on a trained model is open.
+**A toy cannot show** what a large model does. States here share no features, responses have at most
+three choices, and the learning rate does not adapt. The test on a trained model is open.
 
 20-Entropy divides its loss by the tokens that it keeps, so its steps on them are about five times
 as long as those of the others at the same learning rate.
