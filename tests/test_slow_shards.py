@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -69,3 +70,25 @@ def test_another_commit_is_run_anew_and_what_no_commit_has_is_refused(project: P
     subprocess.run(["git", *identity, "commit", "-qam", "more"], cwd=project, check=True)
     assert slow_shards.main(["tests/test_b.py"]) == 0
     assert (project / "runs").read_text() == "bb"
+
+
+def test_the_table_alone_lets_another_clone_resume(project: Path) -> None:
+    """Only the table is carried to the other machine, and a commit of the table changes nothing."""
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    assert slow_shards.main([]) == 1
+    table = project / "table.json"
+    shutil.rmtree(project / "build")
+    subprocess.run(["git", "add", "-f", "table.json"], cwd=project, check=True)
+    subprocess.run(["git", *identity, "commit", "-qm", "table"], cwd=project, check=True)
+    (project / "broken").write_text("")
+    told = json.loads(table.read_text())
+    assert slow_shards.main([]) == 0
+    assert (project / "runs").read_text() == "abb"  # a passed and is not run again, b failed
+    again = json.loads(table.read_text())
+    assert again["commit"] == told["commit"] and again["left"] == []
+    assert list(again["files"]) == ["tests/test_a.py", "tests/test_b.py"]
+    told["commit"] = "0000000"
+    table.write_text(json.dumps(told))
+    shutil.rmtree(project / "build")
+    assert slow_shards.main([]) == 0
+    assert (project / "runs").read_text() == "abbab"

@@ -3,11 +3,11 @@
     bash scripts/test.sh --slow                # all that this commit has left; run again to resume
     bash scripts/test.sh --slow tests/rollout  # some of them
 
-The results of each file are kept in build/slow/COMMIT/, so a file whose tests passed is not run
-again for that commit. After every file of a whole run the table is written,
-benchmarks/results/slow_suite.json: the commit, the machine, of each file its seconds, the tests
-that passed, and by name those that failed or were skipped, with the reason; and the files that are
-left to run.
+The reports of each file are kept in build/slow/COMMIT/. After every file of a whole run the table is
+written, benchmarks/results/slow_suite.json: the commit, the machine, of each file its seconds, the
+tests that passed, and by name those that failed or were skipped, with the reason; and the files
+that are left to run. A file whose tests passed at the commit is not run again, also in another
+clone or on another machine that has the table.
 """
 
 from __future__ import annotations
@@ -57,6 +57,13 @@ def outcome(report: Path) -> dict[str, Any]:
     return told
 
 
+def passed_before(commit: str) -> dict[str, dict[str, Any]]:
+    """Returns the table's files whose tests passed at this commit."""
+    table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    files = table.get("files", {}) if table.get("commit") == commit else {}
+    return {file: told for file, told in files.items() if "failed" not in told}
+
+
 def git(*arguments: str) -> str:
     return subprocess.run(
         ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
@@ -64,7 +71,8 @@ def git(*arguments: str) -> str:
 
 
 def main(paths: list[str]) -> int:
-    commit = git("rev-parse", "--short", "HEAD")
+    # a commit of the table alone changes no test
+    commit = git("log", "-1", "--format=%h", "--", ".", f":!{TABLE.relative_to(ROOT)}")
     if git("status", "--porcelain", "--untracked-files=no", "--", f":!{TABLE.relative_to(ROOT)}"):
         sys.exit(
             "error: there are changes that no commit has: commit them, as results are kept by"
@@ -72,14 +80,15 @@ def main(paths: list[str]) -> int:
         )
     folder = ROOT / "build/slow" / commit
     folder.mkdir(parents=True, exist_ok=True)
-    results: dict[str, dict[str, Any]] = {}
     every = files_of(paths)
+    results = {file: told for file, told in passed_before(commit).items() if file in every}
     if not paths:
         sys.path.insert(0, str(ROOT / "benchmarks"))
         from machine import machine
     for number, file in enumerate(every, 1):
         report = folder / f"{file.replace('/', '.')}.xml"
-        if not report.exists() or "failed" in outcome(report):
+        known = results.get(file) or (outcome(report) if report.exists() else {"failed": {}})
+        if "failed" in known:
             begun = time.monotonic()
             print(f"{number}/{len(every)} {file}", end=" ", flush=True)
             with report.with_suffix(".log").open("w") as log:
@@ -93,19 +102,20 @@ def main(paths: list[str]) -> int:
                 )
             if not report.exists():
                 sys.exit(f"error: pytest left no report; see {report.with_suffix('.log')}")
-            told = outcome(report)
+            known = outcome(report)
             counts = ", ".join(
-                f"{len(told[kind])} {kind}" for kind in ("failed", "skipped") if kind in told
+                f"{len(known[kind])} {kind}" for kind in ("failed", "skipped") if kind in known
             )
             print(
-                f"{told['passed']} passed{counts and ', ' + counts} in"
+                f"{known['passed']} passed{counts and ', ' + counts} in"
                 f" {time.monotonic() - begun:.0f} s",
                 flush=True,
             )
-        results[file] = outcome(report)
+        results[file] = known
         if not paths:
-            table = {"commit": commit, "machine": machine(), "files": results}
-            table["left"] = every[number:]
+            table = {"commit": commit, "machine": machine()}
+            table["files"] = {each: results[each] for each in every if each in results}
+            table["left"] = [each for each in every if each not in results]
             TABLE.write_text(json.dumps(table, indent=1) + "\n")
     failed = [
         f"{file}::{name}" for file, told in results.items() for name in told.get("failed", {})
