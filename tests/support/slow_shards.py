@@ -3,9 +3,9 @@
     bash scripts/test.sh --slow                # all that this commit has left; run again to resume
     bash scripts/test.sh --slow tests/rollout  # some of them
 
-The reports of each file are kept in build/slow/COMMIT/. After every file of a whole run the table is
-written, benchmarks/results/slow_suite.json: the commit, the machine, of each file its seconds, the
-tests that passed, and by name those that failed or were skipped, with the reason; and the files
+The reports of each file are kept in build/slow/COMMIT/. After every file of a whole run the table
+is written, benchmarks/results/slow_suite.json: the commit, the machine, of each file its seconds,
+the tests that passed, and by name those that failed or were skipped, with the reason; and the files
 that are left to run. A file whose tests passed at the commit is not run again, also in another
 clone or on another machine that has the table.
 """
@@ -22,6 +22,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from machine import machine  # noqa: E402
+
 TABLE = ROOT / "benchmarks/results/slow_suite.json"
 
 
@@ -82,9 +86,6 @@ def main(paths: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     every = files_of(paths)
     results = {file: told for file, told in passed_before(commit).items() if file in every}
-    if not paths:
-        sys.path.insert(0, str(ROOT / "benchmarks"))
-        from machine import machine
     for number, file in enumerate(every, 1):
         report = folder / f"{file.replace('/', '.')}.xml"
         known = results.get(file) or (outcome(report) if report.exists() else {"failed": {}})
