@@ -72,6 +72,6 @@ def test_a_job_is_requeued_at_its_time_limit_and_goes_on(tmp_path: Path) -> None
     assert said.read_text().splitlines() == [f"began in {folder}", "closed", "resumed"]
     log = (tmp_path / f"slurm-{job}.log").read_text()
     assert (
-        "requeued, to go on from the newest checkpoint" in log
+        "requeued; the job resumes from the newest checkpoint" in log
         and f"start 2 of job {job} on 1 nodes" in log
     )

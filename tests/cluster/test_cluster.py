@@ -429,7 +429,7 @@ def test_an_engine_of_eight_gpus_on_nodes_of_four() -> None:
         with pytest.raises(PlacementError, match="1 engine of 8 GPUs over 2 nodes") as refused:
             planned(asked, 0)
         assert f"{busy} has 3 of 4 free" in str(refused.value)
-        with pytest.raises(ConfigError, match=r"lay it over 2 nodes \(sglang.nodes\)"):
+        with pytest.raises(ConfigError, match=r"or spread it over 2 nodes \(sglang.nodes\)"):
             planned(
                 load_config(
                     str(ROOT / "configs/quickstart.yaml"), [*layout, f"runtime.gpu_resource={FAKE}"]
