@@ -92,3 +92,16 @@ def test_the_table_alone_lets_another_clone_resume(project: Path) -> None:
     shutil.rmtree(project / "build")
     assert slow_shards.main([]) == 0
     assert (project / "runs").read_text() == "abbab"
+
+
+def test_a_test_that_ends_pytest_itself_is_a_failure_and_the_others_run(project: Path) -> None:
+    (project / "tests/test_a.py").write_text(
+        HEAD + "import os\ndef test_gone():\n    os._exit(7)\n"
+    )
+    (project / "broken").write_text("")
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    subprocess.run(["git", *identity, "commit", "-qam", "gone"], cwd=project, check=True)
+    assert slow_shards.main([]) == 1
+    files = json.loads((project / "table.json").read_text())["files"]
+    (why,) = files["tests/test_a.py"]["failed"].values()
+    assert "ended with 7" in why and files["tests/test_b.py"]["passed"] == 1
