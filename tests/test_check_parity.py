@@ -79,6 +79,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     assert f"known: {', '.join(sorted(KNOWN))}" in done.stderr
 
 
+@pytest.mark.wide
 def test_a_checkpoint_of_megatron_is_refused_with_the_command_that_converts_it(
     tmp_path: Path,
 ) -> None:
@@ -92,6 +93,7 @@ def test_a_checkpoint_of_megatron_is_refused_with_the_command_that_converts_it(
     ]
 
 
+@pytest.mark.wide
 def test_a_folder_without_its_weights_is_refused(tmp_path: Path) -> None:
     save_model(tmp_path, "qwen2")
     (tmp_path / "model.safetensors").unlink()

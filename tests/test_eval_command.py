@@ -123,6 +123,7 @@ def test_training_is_the_same_with_and_without_evaluation(
     assert steps == [0, 1, 2]
 
 
+@pytest.mark.wide
 def test_engines_of_the_evaluations_own_give_the_same_numbers(
     trained: tuple[Path, Path, Path, str],
 ) -> None:
@@ -212,6 +213,7 @@ def verify(response, answer):
 """
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 def test_an_evaluation_that_is_killed_goes_on_where_it_stopped(
     whole: tuple[Path, dict[str, Any]], tmp_path

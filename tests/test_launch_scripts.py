@@ -257,6 +257,7 @@ def command(folder: Path, name: str, body: str) -> None:
     (folder / name).chmod(0o755)
 
 
+@pytest.mark.wide
 def test_a_submission_prints_the_job_too(recorder: Path) -> None:
     submit, recipe = OTHERS[0], "short_cot_qwen2.5_32b"
     command(recorder.parent, "sbatch", 'printf "%s\\n" "$@" >"$(dirname "$0")/submitted"')

@@ -37,6 +37,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.wide
 def test_what_passed_is_not_run_again_and_what_failed_is(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -59,6 +60,7 @@ def test_what_passed_is_not_run_again_and_what_failed_is(
     )
 
 
+@pytest.mark.wide
 def test_another_commit_is_run_anew_and_what_no_commit_has_is_refused(project: Path) -> None:
     (project / "broken").write_text("")
     assert slow_shards.main(["tests/test_b.py"]) == 0
@@ -72,6 +74,7 @@ def test_another_commit_is_run_anew_and_what_no_commit_has_is_refused(project: P
     assert (project / "runs").read_text() == "bb"
 
 
+@pytest.mark.wide
 def test_the_table_alone_lets_another_clone_resume(project: Path) -> None:
     """Only the table is carried to the other machine, and a commit of the table changes nothing."""
     identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
@@ -94,6 +97,7 @@ def test_the_table_alone_lets_another_clone_resume(project: Path) -> None:
     assert (project / "runs").read_text() == "abbab"
 
 
+@pytest.mark.wide
 def test_a_test_that_ends_pytest_itself_is_a_failure_and_the_others_run(project: Path) -> None:
     (project / "tests/test_a.py").write_text(
         HEAD + "import os\ndef test_gone():\n    os._exit(7)\n"

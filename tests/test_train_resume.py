@@ -135,6 +135,7 @@ def test_a_run_is_continued_to_its_end_and_no_further(
     assert evaluations(cut) == evaluated
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 def test_a_run_without_a_step_is_not_left(tmp_path: Path) -> None:
     """All is running, and the base is evaluated, when the first batch cannot be scored."""

@@ -151,6 +151,7 @@ def test_a_run_says_which_weights_are_proven(tmp_path: Path) -> None:
     assert [row["sync/proven"] for row in metrics(tmp_path / "run")] == [0.0, 1.0, 0.0]
 
 
+@pytest.mark.wide
 def test_a_frozen_weight_sync_stops_the_run(tmp_path: Path) -> None:
     alone = {"runtime.runner": "inline", "parallel.tensor": 1, "eval.prompts": 0}
     done = train(

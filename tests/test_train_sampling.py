@@ -87,6 +87,7 @@ def test_what_staleness_does_not_go_with(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.wide
 def test_rounds_that_cannot_fill_a_step_are_refused(tmp_path: Path) -> None:
     done = train(
         model(), "batch.generate_prompts=1", "batch.max_rounds=3", "--dry-run", cwd=tmp_path

@@ -177,6 +177,7 @@ def test_an_evaluation_is_not_waited_for_and_made_once(
     assert [row["step"] for row in metrics(run)] == [1, 2]
 
 
+@pytest.mark.wide
 def test_responses_under_way_are_those_of_the_saved_step(
     undisturbed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +244,7 @@ def test_an_update_that_does_not_end_is_not_waited_for(tmp_path: Path) -> None:
     assert "step_000002" in checkpoints(tmp_path / "run")
 
 
+@pytest.mark.wide
 def test_a_run_out_of_time_saves_and_is_continued(
     undisturbed: Callable[..., Path],
     tmp_path: Path,

@@ -108,6 +108,7 @@ def test_the_quickstart_s_configuration_and_model_are_found(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.wide
 def test_a_tool_runs(installed: Path, tmp_path: Path) -> None:
     vectors = ROOT / "tests/algorithms/algorithm_vectors.json"
     done = run(installed / "megatron-stare", "tool", "check_vectors", vectors, cwd=tmp_path)
@@ -131,6 +132,7 @@ def test_a_report_is_made(installed: Path, tmp_path: Path) -> None:
     assert "color-scheme" in page and "pointermove" in page  # its style and its script
 
 
+@pytest.mark.wide
 def test_sglang_s_environment_is_asked_for_and_not_guessed(installed: Path, tmp_path: Path) -> None:
     override = "rollout.engine=sglang"
     done = run(

@@ -64,6 +64,7 @@ def test_a_dry_run_answers_and_lists_what_it_left_out(capsys: pytest.CaptureFixt
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.wide
 def test_the_script_answers_too() -> None:
     environment = {
         "PATH": os.environ["PATH"],

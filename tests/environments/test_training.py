@@ -67,6 +67,7 @@ def test_observations_carry_no_loss(trained: Path, name: str) -> None:
         assert 0 < row["reward/mean"] < 1
 
 
+@pytest.mark.wide
 def test_two_ranks_learn_the_same(trained: Path) -> None:
     alone, tensor = metrics(trained / "alone"), metrics(trained / "tensor")
     for key in (

@@ -87,6 +87,7 @@ def test_every_rank_of_a_cut_layout_holds_its_part(found: dict, name: str) -> No
     assert found[name]["faults"] == []
 
 
+@pytest.mark.wide
 def test_norms_are_fused_and_experts_grouped(found: dict) -> None:
     dense = {re.sub(r"\.\d+\.", ".N.", name) for name in found["qwen2"]["names"]}
     assert dense == {

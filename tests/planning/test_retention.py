@@ -115,6 +115,7 @@ def test_an_evaluation_that_is_not_made_is_no_measure(
         check_best(config)
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 def test_a_run_leaves_the_newest_the_regular_and_the_best(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -332,6 +332,7 @@ def test_training_does_not_know_what_is_evaluated(runs) -> None:
     assert metrics(own) == metrics(tasks)
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 def test_the_runs_own_task_by_name_is_what_it_is_without(runs) -> None:
     own, tasks, _ = runs
