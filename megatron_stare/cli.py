@@ -77,7 +77,18 @@ def parser() -> argparse.ArgumentParser:
         epilog="example: megatron-stare train configs/quickstart.yaml run.seed=2 algorithm=grpo",
     )
     train_command.add_arguments(train)
-    train.set_defaults(run=train_command.run_command)
+
+    sft = commands.add_parser(
+        "sft",
+        help="fine-tune a policy on conversations",
+        description=(
+            "Trains the policy that CONFIG describes on the conversations of data.path, with the"
+            " layouts, checkpoints and reports of `train`. Loss: negative log-likelihood of the"
+            " tokens that the assistant wrote. See docs/sft.md."
+        ),
+        epilog="example: megatron-stare sft my_sft.yaml data.path=rows.jsonl run.steps=200",
+    )
+    train_command.add_arguments(sft, train_command.SFT)
 
     init = commands.add_parser(
         "init",

@@ -8,6 +8,7 @@ from megatron_stare.process.vector_maths import settle
 
 settle()  # before anything in here runs
 
+# methods that learn from rewards
 METHODS = {
     "clip_cov": "megatron_stare.algorithms.clip_cov.ClipCov",
     "cispo": "megatron_stare.algorithms.cispo.Cispo",
@@ -25,3 +26,5 @@ METHODS = {
     "stare": "megatron_stare.algorithms.stare.Stare",
     "twenty_entropy": "megatron_stare.algorithms.twenty_entropy.TwentyEntropy",
 }
+# methods that learn from responses that others wrote; see Method.supervised
+SUPERVISED = {"sft": "megatron_stare.algorithms.sft.Sft"}

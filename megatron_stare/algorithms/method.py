@@ -46,6 +46,8 @@ class Method(ABC):
 
     # token: a token's loss depends on its own log-prob alone; sequence: on its whole response
     coupling: ClassVar[Literal["token", "sequence"]] = "token"
+    # True: learns from responses that others wrote, so a run has no engine and no verifier
+    supervised: ClassVar[bool] = False
 
     @property
     def needs_entropy_gradient(self) -> bool:

@@ -171,6 +171,14 @@ class TrainerGroup:
         """
         return _reported(self._deal("compare_with", batch, self._plan(batch), engines, temperature))
 
+    def mean_loss(self, batch: RolloutBatch) -> float:
+        """Returns the mean negative log-likelihood of any batch's loss tokens under the policy,
+        nats. Does not change the last batch."""
+        # A log-prob is at most 0, so its mean distance from 0 is the mean loss.
+        zeros = torch.zeros(1, len(batch.loss_mask))
+        (found,) = self.compare_with(batch, zeros, 1.0)
+        return found.everywhere.mean
+
     def _plan(self, batch: RolloutBatch) -> MicroBatchPlan:
         return plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), self._rules)
 

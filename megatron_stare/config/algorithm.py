@@ -89,14 +89,14 @@ def _unpickled(settings: dict[str, Any]) -> AlgorithmConfig:
 
 def _method_named(name: Any) -> type[Method]:
     """Returns the method's class. Raises ConfigError for an unknown name."""
-    from megatron_stare.algorithms import METHODS
+    from megatron_stare.algorithms import METHODS, SUPERVISED
     from megatron_stare.algorithms.method import Method
 
     if not isinstance(name, str):
         raise ConfigError(
             "the method's name is missing", where=WHERE, fix=f"one of {', '.join(METHODS)}"
         )
-    method = resolve(name, METHODS, WHERE)
+    method = resolve(name, METHODS | SUPERVISED, WHERE)
     if not (isinstance(method, type) and issubclass(method, Method)):
         raise ConfigError(f"{name!r} is not a subclass of Method", where=WHERE)
     return method

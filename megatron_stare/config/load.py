@@ -49,6 +49,7 @@ def load_config(
     overrides: Iterable[str | Override] = (),
     *,
     before_method: Callable[[], object] = lambda: None,
+    beneath: Sequence[Layer] = (),
 ) -> Config:
     """Reads `source` and the layers beneath it, applies `key.sub=value` overrides and validates.
 
@@ -57,13 +58,14 @@ def load_config(
             used; or the sections themselves.
         overrides: settings above all layers. Paths in overrides are relative to the current folder.
         before_method: called when all but the method is checked; reading the method imports torch.
+        beneath: layers beneath those of `source`, lowest first.
 
     Raises:
         ConfigError: missing file, bad YAML, unknown key (with a suggestion), value out of range.
     """
     layers = layers_of(source) if isinstance(source, Mapping) else read_layers(source)
     laid = (each if isinstance(each, Override) else Override(each) for each in overrides)
-    return _validated([*layers, *laid], before_method)
+    return _validated([*beneath, *layers, *laid], before_method)
 
 
 def load_section(path: str | Path, name: str) -> Any:

@@ -31,16 +31,25 @@ class DataConfig(Section):
 
     source: Extension = Field(
         Extension("jsonl"),
-        description="'files' (old name: 'jsonl'), 'arithmetic', 'signs' or a class path",
+        description=(
+            "'files' (old name: 'jsonl'), 'arithmetic', 'signs' or a class path; 'messages' for"
+            " supervised fine-tuning, see docs/sft.md"
+        ),
     )
     path: str | None = Field(
         None,
         description=(
-            "training prompts of source 'files': .parquet, JSON lines or hf:owner/name; see"
-            " docs/data.md"
+            "training prompts of source 'files', or conversations of source 'messages': .parquet,"
+            " JSON lines or hf:owner/name; see docs/data.md"
         ),
     )
-    eval_path: str | None = Field(None, description="prompts of the evaluation, source 'files'")
+    eval_path: str | None = Field(
+        None,
+        description=(
+            "prompts of the evaluation, source 'files'; conversations for the held-out loss, source"
+            " 'messages'"
+        ),
+    )
     mixture: list[MixtureFile] = Field(
         [], description="training prompts of source 'files' from several files, in place of `path`"
     )

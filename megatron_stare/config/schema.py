@@ -338,6 +338,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _a_group_needs_two(self) -> Config:
+        read = isinstance(self.algorithm, AlgorithmConfig)  # false before the method is imported
+        if read and not self.supervised and self.batch.samples_per_prompt < 2:
+            raise ValueError(
+                "batch.samples_per_prompt: a group of one response has no spread, so its advantage"
+                " is always zero; use at least 2"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _limits_leave_each_other_time(self) -> Config:
         self.faults.requests.check(self.runtime.timeout_s)
         return self
@@ -353,7 +363,13 @@ class Config(Section):
         )
 
     @property
+    def supervised(self) -> bool:
+        """True if the run learns from responses that others wrote, without engines, verifiers and
+        evaluations."""
+        return self.algorithm.method.supervised
+
+    @property
     def skips_log_prob_pass(self) -> bool:
         """True if steps train without a log-prob pass. If another setting of the run needs the
         log-prob pass, the preflight checks raise ConfigError."""
-        return self.statistics.gate == "lagged"
+        return self.supervised or self.statistics.gate == "lagged"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from megatron_stare.config.section import Section
 
@@ -135,7 +135,13 @@ class BatchConfig(Section):
             " ones"
         ),
     )
-    samples_per_prompt: int = Field(8, description="responses per prompt (the group size of GRPO)")
+    samples_per_prompt: int = Field(
+        8,
+        ge=1,
+        description=(
+            "responses per prompt (the group size of GRPO), at least 2; 1 in supervised fine-tuning"
+        ),
+    )
     micro_batch_tokens: int = Field(8192, ge=1, description="tokens per micro-batch, with padding")
     packed: bool = Field(
         True, description="concatenate the sequences of a micro-batch instead of padding them"
@@ -145,16 +151,6 @@ class BatchConfig(Section):
     def updates(self) -> int:
         """Optimizer steps per rollout batch."""
         return self.epochs * (self.prompts // (self.mini_batch_prompts or self.prompts))
-
-    @field_validator("samples_per_prompt")
-    @classmethod
-    def _a_group_needs_two(cls, value: int) -> int:
-        if value < 2:
-            raise ValueError(
-                "a group of one response has no spread, so its advantage is always zero; use at"
-                " least 2"
-            )
-        return value
 
 
 class StatisticsConfig(Section):

@@ -24,6 +24,7 @@ SOURCES = {
     "jsonl": "megatron_stare.data.file_prompts.FilePrompts",
     "arithmetic": "megatron_stare.data.arithmetic.ArithmeticPrompts",
     "signs": "megatron_stare.data.signs.SignsPrompts",
+    "messages": "megatron_stare.data.messages.Conversations",
 }
 
 

@@ -12,7 +12,7 @@ from megatron_stare.config.load import load_recorded
 from megatron_stare.config.performance import hints
 from megatron_stare.config.resolved import ResolvedRun, resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.data.prompt_source import PromptSource, find_source, make_source
+from megatron_stare.data.prompt_source import PromptSource, find_source, held_out, make_source
 from megatron_stare.data.records import read_records
 from megatron_stare.driver.resuming import (
     check_resume,
@@ -30,6 +30,7 @@ from megatron_stare.planning.limits import limits_not_checked
 from megatron_stare.planning.memory import activation_memory
 from megatron_stare.planning.preflight import check_run, not_checked, prompt_files
 from megatron_stare.process.interruption import poll
+from megatron_stare.records.batch import Prompt
 from megatron_stare.registry import Extension
 from megatron_stare.rewards.known_answers import open_pool
 from megatron_stare.rollout.engines.model_folder import (
@@ -56,9 +57,12 @@ class Inputs:
     evaluations: list[Evaluation]
     sinks: dict[str, Sink]
     metrics: dict[str, OwnMetric]  # defined by the user
+    held_out: list[Prompt]  # demonstrations for the held-out loss
 
     def verifiers(self) -> dict[Extension, Task]:
-        """Returns every verifier with the first task that names it."""
+        """Returns every verifier with the first task that names it; none if nothing is sampled."""
+        if self.config.supervised:
+            return {}
         return verifiers_of([self.task, *(evaluation.task for evaluation in self.evaluations)])
 
     def data_remarks(self) -> list[str]:
@@ -128,7 +132,15 @@ def read_inputs(config: Config) -> Inputs:
         ],
         make_sinks(config.observability.sinks),
         load_metrics(config.observability.metrics),
+        _held_out(config, tokenizer),
     )
+
+
+def _held_out(config: Config, tokenizer: Any) -> list[Prompt]:
+    """Returns all demonstrations of `data.eval_path`, if the run learns from demonstrations."""
+    if not config.supervised or config.data.eval_path is None:
+        return []
+    return held_out(config, tokenizer, None)
 
 
 class Rehearsal(NamedTuple):
@@ -184,13 +196,14 @@ def _rehearse_without_model(config: Config, dump_step: int | None) -> Config:
             find_source(task.config)
             find_environment(task.config.rollout.environment)
     for path in prompt_files(config):
-        if Path(path).exists():
+        if Path(path).exists() and not config.supervised:  # rows are rendered by the tokenizer
             read_records(path, config.data.prompt_key, config.data.answer_key, config.data.columns)
     make_sinks(config.observability.sinks)
     load_metrics(config.observability.metrics)
     check_place(config)
     check_dump_step(config, dump_step, 0)
-    _try_verifiers(verifiers_of(tasks), config)
+    if not config.supervised:
+        _try_verifiers(verifiers_of(tasks), config)
     return config
 
 

@@ -19,6 +19,7 @@ from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.data.prompt_source import PromptQueue, dropped
 from megatron_stare.driver.agreement_watch import AgreementWatch
 from megatron_stare.driver.checkpoints import Checkpoints, export_policy
+from megatron_stare.driver.demonstrations import Demonstrations, HeldOutLoss
 from megatron_stare.driver.evaluator import Evaluator
 from megatron_stare.driver.guards import FOLDER, Guards
 from megatron_stare.driver.held_run import HeldRun
@@ -59,7 +60,8 @@ from megatron_stare.rollout.engines.replicas import replica_count, replica_nodes
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.sources.calls import CALLS, CallJournal
 from megatron_stare.rollout.sources.kept import without
-from megatron_stare.rollout.sources.make_source import make_groups, make_source
+from megatron_stare.rollout.sources.make_source import Groups, make_groups, make_source
+from megatron_stare.rollout.sources.rollout_source import RolloutSource
 from megatron_stare.run_dir.run_state import CONFIG, RunState
 from megatron_stare.tasks.task import Task
 
@@ -89,6 +91,11 @@ class Session:
         self.config, self.dir, self.limit = inputs.config, held.dir, limit or TimeLimit(None)
         self._inputs, self._held = inputs, held
         self._parts: list[Part] = []  # called after every step, in this order
+        self._before_steps: Callable[[], None] = lambda: None  # called before the first step
+        # None: nothing is sampled
+        self.groups: Groups | None = None
+        self._kept: Callable[[], bytes] = bytes  # returns the responses in flight
+        self.rollouts: RolloutSource
         with ClosingStack() as stack:
             stack.enter_context(frozen_heap())
             stack.callback(self.dir.forget_unfinished)
@@ -98,10 +105,14 @@ class Session:
             runner = self._open_workers(stack)
             poll()
             self._open_saves(stack)
-            own = self._open_evaluators(stack, runner)
-            self._open_rollouts(stack)
-            self._open_trainer(dump_step)
-            self._add_held_out(own)
+            if self.config.supervised:
+                self._open_demonstrations()
+                self._open_trainer(dump_step)
+            else:
+                own = self._open_evaluators(stack, runner)
+                self._open_rollouts(stack)
+                self._open_trainer(dump_step)
+                self._add_held_out(own)
             self._tell(runner)
             self._continue(restored)
             freeze()
@@ -147,8 +158,9 @@ class Session:
 
     def _open_workers(self, stack: ClosingStack) -> Runner:
         """Starts verifiers, ranks and engines."""
-        workers = counted(self.config.reward.workers, "reward worker")
-        self.monitor.note(f"starting {workers} ...")
+        if not self.config.supervised:
+            workers = counted(self.config.reward.workers, "reward worker")
+            self.monitor.note(f"starting {workers} ...")
         stack.enter_context(kept_output(self.dir.path / "logs"))
         self.verifiers = self._pools(stack, self._inputs.verifiers())
         with self.monitor.phase("start"):
@@ -200,7 +212,6 @@ class Session:
             saves,
             Measured(lambda: self.colocation.metrics),
             Measured(lambda: self.engines.metrics),
-            Measured(lambda: self.samples.metrics),
         )
 
     def _open_evaluators(
@@ -224,14 +235,14 @@ class Session:
 
     def _open_rollouts(self, stack: ClosingStack) -> None:
         config, task = self.config, self._inputs.task
-        self.groups = make_groups(config, self.source)
-        self.groups.restore(without(self.state.kept, self.state.left_out))
-        self._kept = self.groups.kept()
+        self.groups = groups = make_groups(config, self.source)
+        groups.restore(without(self.state.kept, self.state.left_out))
+        self._kept = groups.kept()
         journal = CallJournal(self.dir.path / CALLS)
         self.samples = make_source(
             config,
             self.evaluator.rollouts(task.verifier, self._inputs.environment, journal),
-            self.groups,
+            groups,
             lambda step: replace(
                 task.sampling(step, config.run.seed, self._inputs.stop_ids),
                 return_experts=config.moe.routing_replay,
@@ -240,11 +251,29 @@ class Session:
             self._progress,
             self.colocation.release,
         )
+        self._add(Measured(lambda: self.samples.metrics))
         stack.callback(self.samples.close)
         judge = self._inputs.run.method.judge
         self.rollouts = TrainingSource(
             self.samples, judge, self.colocation, self.agreement, self.phase, self._published
         )
+
+    def _open_demonstrations(self) -> None:
+        """Makes the source of a run that learns from responses that others wrote, and the part that
+        logs the held-out loss."""
+        self.rollouts = Demonstrations(
+            self.source,
+            self.config.batch.prompts,
+            self._inputs.run.method.judge,
+            self.monitor.phase,
+            self._published,
+        )
+        if self._inputs.held_out:
+            part = HeldOutLoss(
+                self.config, self._inputs.held_out, self.ranks, self.state, self.monitor.phase
+            )
+            self._add(part)
+            self._before_steps = lambda: part.before_steps(self.monitor.note)
 
     def _open_trainer(self, dump_step: int | None) -> None:
         dump = None if dump_step is None else (dump_step, self.dir.path / f"dump_step_{dump_step}")
@@ -271,7 +300,7 @@ class Session:
         return self.ranks.profiled(asked.profile_ranks, folder, step, self.monitor.note)
 
     def _add_held_out(self, own: tuple[EnginePool, Evaluator] | None) -> None:
-        self.held_out = HeldOut(
+        held_out = HeldOut(
             self.config,
             self._inputs.evaluations,
             self.state,
@@ -285,7 +314,8 @@ class Session:
             synced=self.colocation.synced,
             progress=self._progress,
         )
-        self._add(self.held_out)
+        self._add(held_out)
+        self._before_steps = held_out.after_step
 
     def _add(self, *parts: Part) -> None:
         self._parts += parts
@@ -349,7 +379,7 @@ class Session:
         self._held.stepping = True
         self.limit.begin_steps()
         # step 0, or a resumed run that ended between a checkpoint and its evaluation
-        self.held_out.after_step()
+        self._before_steps()
         for step in range(self.state.step + 1, self.config.run.steps + 1):
             raise_if_received()
             self.limit.begin_step()
@@ -392,7 +422,8 @@ class Session:
         """Advances the run's state to step `version`, after the weights of that step were published
         for the next rollouts."""
         self.state.step, self.state.data = version, self.rollouts.state()
-        self._kept = self.groups.kept()
+        if self.groups is not None:
+            self._kept = self.groups.kept()
         self._tell_news()
 
 

@@ -34,7 +34,6 @@ VARIABLE = "MEGATRON_STARE_SUPERVISOR"  # process id, descriptor of the pipe, nu
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # options of prctl(2)
 ENDING = (signal.SIGINT, signal.SIGTERM)
 FORWARDED = (*ENDING, signal.SIGUSR1)
-TRAIN = (sys.executable, "-m", "megatron_stare.cli", "train")
 CAME_UP = "came up"  # message of a driver; its other message is the run directory's absolute path
 LEFT_S = 10.0  # seconds until processes that a dead driver started are killed
 
@@ -42,14 +41,17 @@ _pipe: int | None = None  # to this process's supervisor, if any
 _restarts = 0  # number of restarts by the supervisor
 
 
-def supervise(
-    arguments: Sequence[str], limit_s: float | None = None, program: Sequence[str] = TRAIN
-) -> int:
-    """Runs `train` with `arguments` in a child process, the driver. Restarts the driver if it was
-    lost.
+def driver_of(command: str) -> tuple[str, ...]:
+    """Returns the command line of a driver that runs a command of `megatron-stare`."""
+    return (sys.executable, "-m", "megatron_stare.cli", command)
+
+
+def supervise(arguments: Sequence[str], limit_s: float | None, program: Sequence[str]) -> int:
+    """Runs a driver with `arguments` in a child process. Restarts the driver if it was lost.
 
     Args:
         arguments: every option is one word.
+        program: command line of a driver, up to its arguments.
         limit_s: time limit of `--stop-after`, from now on, seconds.
 
     Returns:

@@ -20,7 +20,7 @@ from megatron_stare.planning.forecast import capacity_of, gpu_of, step_of
 from megatron_stare.planning.gpus import CPU, Gpu, read_coefficients
 from megatron_stare.planning.memory import PlannedFit
 from megatron_stare.planning.phase_times import Lengths, request_time
-from megatron_stare.rollout.engines.replicas import replica_gpus
+from megatron_stare.rollout.engines.replicas import replica_count, replica_gpus
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,12 @@ def check_limits(run: ResolvedRun) -> None:
 
 def limits_not_checked(config: Config) -> list[str]:
     """Returns one line if limits are not compared because the kind of GPU is unknown, else []."""
-    if config.plan.enabled and replica_gpus(config) and _gpu(config) is None:
+    if (
+        config.plan.enabled
+        and replica_count(config)
+        and replica_gpus(config)
+        and _gpu(config) is None
+    ):
         return [
             "not checked: limits against the plan, as the kind of GPU is not known here (plan.gpu)"
         ]
@@ -82,14 +87,16 @@ def held(run: ResolvedRun) -> Iterator[Held]:
     step = step_of(run, gpu, of, lengths, fit)
     requests = config.faults.requests
     call_s = config.runtime.timeout_s
-    request = request_time(config, run.shape, gpu, of, lengths, fit.served(run))
-    yield Held(
-        "faults.requests.request_s",
-        requests.request_limit(call_s),
-        f"a response of {config.rollout.max_new_tokens:,} tokens beside {request.beside:,.0f}"
-        " others at its server",
-        request.longest_s,
-    )
+    request = None
+    if replica_count(config):
+        request = request_time(config, run.shape, gpu, of, lengths, fit.served(run))
+        yield Held(
+            "faults.requests.request_s",
+            requests.request_limit(call_s),
+            f"a response of {config.rollout.max_new_tokens:,} tokens beside {request.beside:,.0f}"
+            " others at its server",
+            request.longest_s,
+        )
     if requests.rollout_s is not None:
         yield Held(
             "faults.requests.rollout_s", requests.rollout_s, "a rollout", step.phases["rollout"]
@@ -102,7 +109,9 @@ def held(run: ResolvedRun) -> Iterator[Held]:
     }
     for what, seconds in calls.items():
         yield Held("runtime.timeout_s", call_s, what, seconds)
-    if config.faults.hangs.enabled:  # these must show progress within first_s
+    if (
+        request is not None and config.faults.hangs.enabled
+    ):  # these must show progress within first_s
         first_s = config.faults.hangs.first_s
         yield Held(
             "faults.hangs.first_s", first_s, "the first response of a rollout", request.first_s

@@ -289,6 +289,8 @@ def rollout_seconds(
     decoding bound by memory or compute."""
     batch, rollout, flow = config.batch, config.rollout, flow_of(config, lengths)
     engines, gpus = replica_count(config), max(replica_gpus(config), 1)
+    if not engines:
+        return 0.0
     size = BYTES[config.sglang.dtype or config.model.dtype]
     groups = ((not flow and batch.generate_prompts) or batch.prompts) / engines
     responses = groups * batch.samples_per_prompt
@@ -407,6 +409,8 @@ def flow_of(config: Config, lengths: Lengths) -> PartialFlow | None:
 def sync_work(config: Config, shape: ModelShape, nbytes: Mapping[str, int]) -> Work:
     """Returns the work of a weight sync. If trainer and servers are colocated, the work includes
     the offload to host memory and the reload."""
+    if not replica_count(config):
+        return Work(0.0)
     moved = 0.0
     if config.sglang.colocated and config.memory.offload != "none":
         stays = config.memory.offload == "optimizer"

@@ -24,6 +24,7 @@ from megatron_stare.config.rules import (
     check_recompute,
 )
 from megatron_stare.config.schema import Config
+from megatron_stare.data.prompt_source import find_source
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import published_shape, read_shape
 from megatron_stare.models.shape import ModelShape
@@ -91,6 +92,7 @@ CONFIGURATION: dict[str, Callable[[Asked], None]] = {
     "reference": lambda asked: check_reference(
         asked.config, asked.run.method, asked.shape, published=asked.published
     ),
+    "supervised": lambda asked: check_supervised(asked.config),
     "mini-batches": lambda asked: check_updates(asked.config),
     "dynamic sampling": lambda asked: check_rounds(asked.config),
     "staleness": lambda asked: check_staleness(asked.config, asked.run.method),
@@ -110,14 +112,16 @@ CONFIGURATION: dict[str, Callable[[Asked], None]] = {
     "ports": lambda asked: check_ports(
         asked.config, replica_count(asked.config), replica_nodes(asked.config)
     ),
-    "engines": lambda asked: check_engine(asked.served, asked.shape),
+    "engines": lambda asked: (
+        None if asked.config.supervised else check_engine(asked.served, asked.shape)
+    ),
     "evaluations": lambda asked: check_tasks(asked.served, asked.shape),
     "evaluation's engines": lambda asked: check_evaluation_engines(asked.served, asked.shape),
 }
 # Further checks for a run, which saves checkpoints and is placed on devices.
 RUN: dict[str, Callable[[Asked], None]] = {
     **CONFIGURATION,
-    "weight sync": lambda asked: check_sync(asked.config),
+    "weight sync": lambda asked: None if asked.config.supervised else check_sync(asked.config),
     "checkpoints": lambda asked: check_checkpoints(asked.config),
     "best checkpoints": lambda asked: check_best(asked.config),
     "runner": lambda asked: check_runner(asked.config),
@@ -248,6 +252,50 @@ def check_reference(
         check_weights(path, shape)
 
 
+def check_supervised(config: Config) -> None:
+    """Raises ConfigError if supervised fine-tuning is combined with a setting of sampled responses,
+    or if a source of conversations is used without supervised fine-tuning."""
+    factory, _ = find_source(config)
+    written = getattr(factory, "demonstrates", False)
+    if not config.supervised:
+        if written:
+            raise ConfigError(
+                f"the source {config.data.source.name!r} holds responses that are written already,"
+                f" and {config.algorithm.name} learns from sampled ones",
+                where="data.source",
+                fix="start the run with `megatron-stare sft`, or name a source of prompts",
+            )
+        return
+    if not written:
+        raise ConfigError(
+            f"the source {config.data.source.name!r} has no conversations to learn from",
+            where="data.source",
+            fix="data.source=messages",
+        )
+    batch, rollout = config.batch, config.rollout
+    for where, value, wanted, why in (
+        ("batch.samples_per_prompt", batch.samples_per_prompt, 1, "a row is one conversation"),
+        ("batch.updates", batch.updates, 1, "a step makes one optimizer step over batch.prompts"),
+        ("batch.generate_prompts", batch.generate_prompts, None, "nothing is sampled"),
+        ("partial.tokens", config.partial.tokens, None, "nothing is sampled"),
+        ("rollout.staleness", rollout.staleness, None, "nothing is sampled"),
+        ("rollout.temperature", rollout.temperature, 1.0, "the loss is that of the policy itself"),
+        ("sglang.colocated", config.sglang.colocated, False, "there are no engines"),
+        ("moe.routing_replay", config.moe.routing_replay, False, "there are no engines"),
+        ("model.reference_path", config.model.reference_path, None, "there is no reference"),
+        ("eval.tasks", len(config.eval.tasks), 0, "evaluate the exported policy afterwards"),
+        ("eval.prompts", config.eval.prompts, 0, "evaluate the exported policy afterwards"),
+    ):
+        if value == wanted:
+            continue
+        fix = f"{where}={'null' if wanted is None else str(wanted).lower()}"
+        if where == "batch.updates":
+            where, fix = "batch.epochs", "batch.epochs=1 batch.mini_batch_prompts=null"
+        if where == "eval.tasks":
+            fix = "leave it out, and use megatron-stare eval"
+        raise ConfigError(f"supervised fine-tuning: {why}", where=where, fix=fix)
+
+
 def check_updates(config: Config) -> None:
     """Raises ConfigError if the rollout batch cannot be split into mini-batches of equal size."""
     prompts, mini_batch = config.batch.prompts, config.batch.mini_batch_prompts
@@ -280,7 +328,7 @@ def check_rounds(config: Config) -> None:
 
 def check_statistics(config: Config, method: Method) -> None:
     """Raises ConfigError if the lagged gate skips a log-prob pass that another setting needs."""
-    if not config.skips_log_prob_pass:
+    if not config.skips_log_prob_pass or config.supervised:
         return
     exact = "set statistics.gate=exact"
     if config.statistics.surprisal != "rollout":

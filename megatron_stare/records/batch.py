@@ -36,6 +36,18 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Demonstration(Prompt):
+    """One conversation to learn from. `token_ids` ends before the first token that carries loss.
+
+    response: ids of the remaining tokens, at least one.
+    loss_mask: tells for each of them whether the assistant wrote it.
+    """
+
+    response: tuple[int, ...] = ()
+    loss_mask: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """Sampling settings of an engine. Every field is sent explicitly; `seed` keys the noise
     (rollout/engines/sampling.py)."""

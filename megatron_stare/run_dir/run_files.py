@@ -50,6 +50,13 @@ class RunRecord:
         name = algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm
         return None if name is None else str(name)
 
+    @property
+    def supervised(self) -> bool:
+        """True if the run's steps have losses and no rewards."""
+        return any("loss/policy" in row for row in self.metrics) and not any(
+            "reward/mean" in row for row in self.metrics
+        )
+
     def setting(self, dotted: str) -> Any:
         """Returns a value of the configuration by dotted key; None if it is absent."""
         node: Any = self.config

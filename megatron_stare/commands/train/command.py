@@ -1,5 +1,8 @@
-"""The command `megatron-stare train` and its arguments. Torch is imported only when the command
-runs."""
+"""The commands `megatron-stare train` and `megatron-stare sft`, and their arguments. Torch is
+imported only when a command runs.
+
+`sft` is `train` with other defaults: its method learns from conversations, and nothing is sampled.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,45 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_stare.config.layers import Override
+from megatron_stare.config.layers import Layer, Override
 from megatron_stare.config.load import dump_yaml, former_names, load_config
 from megatron_stare.config.schema import Config
-from megatron_stare.driver.supervision import attach, supervise
-from megatron_stare.errors import UnusableCheckpointError, UserError
+from megatron_stare.driver.supervision import attach, driver_of, supervise
+from megatron_stare.errors import ConfigError, UnusableCheckpointError, UserError
 from megatron_stare.process.interruption import Interruption, on_driver_thread, poll, what_now
 from megatron_stare.process.signs_of_life import say_loading
 from megatron_stare.process.time_limit import TimeLimit, seconds_of
 
 PROGRAM = "megatron-stare"
+TRAIN, SFT = "train", "sft"
+# layers beneath the user's file, by command
+BENEATH = {
+    TRAIN: (),
+    SFT: (
+        Layer(
+            f"defaults of {PROGRAM} {SFT}",
+            {
+                "algorithm": {"name": "sft"},
+                "data": {"source": "messages"},
+                "batch": {"samples_per_prompt": 1},
+            },
+        ),
+    ),
+}
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
+def add_arguments(command: argparse.ArgumentParser, name: str = TRAIN) -> None:
+    """Adds the arguments of the command and the function that runs it.
+
+    Args:
+        name: TRAIN or SFT.
+    """
+    command.set_defaults(run=run_command, command=name)
     command.add_argument("config", help="YAML file")
     command.add_argument(
         "overrides",
@@ -112,7 +135,7 @@ def _supervise(args: argparse.Namespace) -> int:
     options = [f"{option}={value}" for option, value in given.items() if value is not None]
     options += ["--resume"] if args.resume else []
     limit_s = None if args.stop_after is None else seconds_of(args.stop_after)
-    return supervise([args.config, *args.overrides, *options], limit_s)
+    return supervise([args.config, *args.overrides, *options], limit_s, driver_of(args.command))
 
 
 def _typed(
@@ -141,12 +164,18 @@ def _typed(
     else:
         # what_now adds the run directory
         overrides = [each for each in overrides if not each.startswith("run.dir=")]
-    return [program, "train", args.config, *overrides], options
+    return [program, args.command, args.config, *overrides], options
 
 
 def _train_or_check(args: argparse.Namespace, begun: float) -> None:
     limit = TimeLimit(None if args.stop_after is None else seconds_of(args.stop_after), begun)
-    config = read_config(args.config, args.overrides)
+    config = read_config(args.config, args.overrides, BENEATH[args.command])
+    if args.command == SFT and not config.supervised:
+        raise ConfigError(
+            f"{config.algorithm.name} does not learn from conversations",
+            where="algorithm.name",
+            fix=f"use {PROGRAM} {TRAIN}, or algorithm=sft",
+        )
     if args.dry_run:
         from megatron_stare.driver.opening import rehearse, remarks
 
@@ -164,7 +193,9 @@ def _train_or_check(args: argparse.Namespace, begun: float) -> None:
 
 
 def read_config(
-    source: str | Path | Mapping[str, Any], overrides: Iterable[str | Override]
+    source: str | Path | Mapping[str, Any],
+    overrides: Iterable[str | Override],
+    beneath: Sequence[Layer] = (),
 ) -> Config:
     """Returns the configuration of a run that begins. Prints a message before the method is read,
     because reading the method imports torch, which takes long.
@@ -173,7 +204,9 @@ def read_config(
         UserError: as load_config.
         KeyboardInterrupt: a signal came.
     """
-    config = load_config(source, overrides, before_method=partial(say_loading, always=True))
+    config = load_config(
+        source, overrides, before_method=partial(say_loading, always=True), beneath=beneath
+    )
     poll()
     if not isinstance(source, Mapping) and Path(source).is_file():
         for line in former_names(source):

@@ -47,6 +47,8 @@ def verdict(run: RunRecord) -> list[Figure]:
     """Returns the figures of a run, most important first, without figures that do not apply to the
     run's method."""
     s = summary(run.metrics)
+    if run.supervised:
+        return [*_losses(s), *_course(run, s)]
     figures = [
         *(replace(f, first=True) for task in run.tasks for f in _pass_at_1_of(run, task)),
         replace(_entropy(s), first=True),
@@ -60,6 +62,22 @@ def verdict(run: RunRecord) -> list[Figure]:
         )
         figures.append(Figure("Gate on", f"{s['gate_on_share']:.0%}", note or "of the steps"))
     figures.append(replace(_reward(s), first=True))
+    return [*figures, *_course(run, s), *_agreement(s)]
+
+
+def _losses(s: dict[str, float | None]) -> list[Figure]:
+    """Returns the figures of supervised fine-tuning."""
+    before = f"nats a token; first {RECENT} steps {short(s['loss_first'])}"
+    found = [Figure(f"Loss, last {RECENT} steps", short(s["loss_last"]), before, first=True)]
+    if s["heldout_loss"] is not None:
+        held_out = Figure("Held-out loss", short(s["heldout_loss"]), "nats a token", first=True)
+        found.append(held_out)
+    return [*found, Figure(f"Entropy, last {RECENT} steps", short(s["entropy_last"]), "nats, mean")]
+
+
+def _course(run: RunRecord, s: dict[str, float | None]) -> list[Figure]:
+    """Returns the figures of steps, time and memory."""
+    figures = []
     planned = run.setting("run.steps")
     done = "–" if s["last_step"] is None else f"{s['last_step']:,.0f}"
     figures.append(
@@ -70,24 +88,30 @@ def verdict(run: RunRecord) -> list[Figure]:
     figures.append(
         Figure("Peak memory", short(s["peak_memory_gb"]), "GB, all processes of the run (Pss)")
     )
-    figures.append(
+    return figures
+
+
+def _agreement(s: dict[str, float | None]) -> list[Figure]:
+    """Returns how far policy and sampler differed."""
+    return [
         Figure(
             "Largest |log ratio|", short(s["max_abs_log_ratio"], 2), "nats; 0 is exactly on-policy"
-        )
-    )
-    figures.append(
+        ),
         Figure(
             "Engine against trainer",
             short(s["logprob_diff_max"], 2),
             "nats, largest log-prob difference",
-        )
-    )
-    return figures
+        ),
+    ]
 
 
 def outline(run: RunRecord) -> str:
     """Returns method, model and batch in one line."""
     prompts, samples = run.setting("batch.prompts"), run.setting("batch.samples_per_prompt")
+    if run.supervised:
+        return " · ".join(
+            map(str, filter(None, (run.method, run.setting("model.path"), f"{prompts} rows")))
+        )
     batch = f"{prompts} prompts × {samples} responses" if prompts and samples else None
     return " · ".join(str(part) for part in (run.method, run.setting("model.path"), batch) if part)
 

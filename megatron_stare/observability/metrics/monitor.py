@@ -98,7 +98,10 @@ class Monitor:
             UserError: the record of the run cannot be written.
         """
         gauged = {name: value for gauge in self.gauges for name, value in gauge().items()}
-        found = step_metrics(batch, batch.trajectories, {**result, **gauged}, self._stopwatch)
+        sampled = not self._run.config.supervised
+        found = step_metrics(
+            batch, batch.trajectories, {**result, **gauged}, self._stopwatch, sampled=sampled
+        )
         found |= reflections(batch.trajectories, self._run.config.observability.reflection_words)
         found |= selected_reflections(batch.trajectories)
         metrics = {name: float(value) for name, value in found.items()}

@@ -97,6 +97,8 @@ def summary(
     in_band_share                share of the same steps whose entropy is within BAND of the target
     entropy_last, reward_last    means of the last RECENT steps
     reward_first                 mean of the first RECENT steps
+    loss_first, loss_last        mean losses of the first and the last RECENT steps
+    heldout_loss                 the last loss on held-out conversations, nats
     entropy_first                mean of the first RECENT steps, nats
     gate_on_share                share of the steps with the gate on, of those that logged the gate
     gate_on_last_share           the same for the last `last_share` of the steps
@@ -127,6 +129,9 @@ def summary(
         "entropy_last": _mean(recent, "entropy/mean"),
         "reward_first": _mean(first, "reward/mean"),
         "reward_last": _mean(recent, "reward/mean"),
+        "loss_first": _mean(first, "loss/policy"),
+        "loss_last": _mean(recent, "loss/policy"),
+        "heldout_loss": next(reversed(_values(metrics, "heldout/loss")), None),
         "gate_on_share": _mean(metrics, "stare/gate"),
         "gate_on_last_share": _mean(tail, "stare/gate"),
         "peak_memory_gb": _max(metrics, "memory/tree_pss_gb"),

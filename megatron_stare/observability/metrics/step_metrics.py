@@ -147,22 +147,20 @@ def step_metrics(
     samples: Sequence[Trajectory],
     trainer: Mapping[str, float],
     watch: Stopwatch,
+    *,
+    sampled: bool = True,
 ) -> dict[str, float]:
-    """Returns every metric of the step, by name."""
-    verified = batch.verified
+    """Returns every metric of the step, by name.
+
+    Args:
+        sampled: False if others wrote the responses, so that there are no rewards.
+    """
     lengths = batch.response_lengths.to(torch.float64)
-    rewards = batch.rewards[verified]
     seconds = watch.total()
     metrics = {
-        "reward/mean": float(rewards.mean()) if len(rewards) else float("nan"),
-        "reward/timeouts": float(sum(s.reward_status == "timeout" for s in samples)),
-        "reward/crashes": float(sum(s.reward_status == "crash" for s in samples)),
-        "environment/given_up": float(sum(s.reward_status == "given_up" for s in samples)),
-        "group/degenerate": degenerate_share(batch),
+        **(reward_metrics(batch, samples) if sampled else {}),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
-        "response/truncated": float(batch.truncated.to(torch.float64).mean()),
-        **hacking_signals(samples),
         **trainer,
         **{f"time/{phase}_s": spent for phase, spent in watch.seconds.items()},
         "time/step_s": seconds,
@@ -171,6 +169,20 @@ def step_metrics(
     if (memory := _memory.gigabytes()) is not None:
         metrics["memory/tree_pss_gb"] = memory
     return metrics
+
+
+def reward_metrics(batch: RolloutBatch, samples: Sequence[Trajectory]) -> dict[str, float]:
+    """Returns the metrics of rewards and of what else only sampled responses have."""
+    rewards = batch.rewards[batch.verified]
+    return {
+        "reward/mean": float(rewards.mean()) if len(rewards) else float("nan"),
+        "reward/timeouts": float(sum(s.reward_status == "timeout" for s in samples)),
+        "reward/crashes": float(sum(s.reward_status == "crash" for s in samples)),
+        "environment/given_up": float(sum(s.reward_status == "given_up" for s in samples)),
+        "group/degenerate": degenerate_share(batch),
+        "response/truncated": float(batch.truncated.to(torch.float64).mean()),
+        **hacking_signals(samples),
+    }
 
 
 def degenerate_share(batch: RolloutBatch) -> float:

@@ -50,6 +50,8 @@ def headline(run: RunRecord) -> Headline:
     if not run.metrics:
         return Headline("No step is recorded yet.")
     figures = summary(run.metrics)
+    if run.supervised:
+        return Headline(f"{_progress(run)} {_loss(figures)}.")
     on = run.on_task(run.tasks[0])
     sampled = _change(on, "pass1", "correct")
     parts = [_result(run, on, sampled, figures), _entropy(figures), _reward_fell(run)]
@@ -235,6 +237,14 @@ def _entropy(figures: Figures) -> str:
         f"entropy ended near its target, at {short(last)}{aim}, and was not held there:"
         f" {figures['in_band_share'] or 0:.0%} of the last third's steps lie within ±{BAND:.0%}"
     )
+
+
+def _loss(figures: Figures) -> str:
+    """Describes the losses of supervised fine-tuning."""
+    first, last = short(figures["loss_first"]), short(figures["loss_last"])
+    said = f"the loss went from {first} to {last} nats a token"
+    held_out = figures["heldout_loss"]
+    return said if held_out is None else f"{said}; on held-out rows it is {short(held_out)}"
 
 
 def _reward(figures: Figures) -> str:

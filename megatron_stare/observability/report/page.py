@@ -58,7 +58,7 @@ _MORE = (  # only if a run recorded them
     ("optimizer/lr", "Learning rate", "of the schedule"),
 )
 # phases in the order of a step
-_ORDER = ("rollout", "reward", "log_probs", "update", "sync")
+_ORDER = ("data", "rollout", "reward", "log_probs", "update", "sync")
 _BESIDE = ("step", "eval", "checkpoint")  # the whole step, and phases between steps
 REST = "the rest"
 TEMPLATES = Environment(
@@ -162,6 +162,12 @@ def _charts(runs: Sequence[RunRecord]) -> tuple[list[Chart], list[Chart]]:
     entropy, *near = _entropy(runs)
     first = [entropy, Chart("Reward", "mean over the batch", _lines(runs, "reward/mean")), *near]
     charts = [Chart(title, unit, _lines(runs, key)) for key, title, unit in _CHARTS]
+    if all(run.supervised for run in runs):
+        first = [Chart("Loss", "nats a token", _lines(runs, "loss/policy")), entropy]
+        held_out = _lines(runs, "heldout/loss")
+        if any(line.values for line in held_out):
+            first.insert(1, Chart("Held-out loss", "nats a token", held_out, raw=True))
+        charts = [chart for chart in charts if any(line.values for line in chart.lines)]
     charts += selection(runs)
     more = [
         Chart(title, unit, _lines(runs, key), exact=key == "optimizer/lr")

@@ -140,6 +140,11 @@ class StepPrinter(RunDisplay):
         self._widths = {
             "step": len(str(total_steps)),
             "reward": 5,
+            "loss": 6,
+            "held-out": 6,
+            "tokens": 5,
+            "lr": 8,
+            "grad": 5,
             "entropy": 5,
             "length": 6,
             "rate": 6,
@@ -169,6 +174,7 @@ class StepPrinter(RunDisplay):
         columns = [
             self._bold(f"step {self._pad('step', str(step))}/{self._total}"),
             self._column("reward", metrics, "reward/mean", ".3f"),
+            *self._supervised(metrics),
             self._entropy(metrics),
             self._gate(metrics),
             self._column("length", metrics, "response/length_mean", ".1f"),
@@ -177,6 +183,18 @@ class StepPrinter(RunDisplay):
             self._left(step),
         ]
         self._write("  ".join(column for column in columns if column))
+
+    def _supervised(self, metrics: Mapping[str, float]) -> list[str]:
+        """Returns the columns of a run without rewards."""
+        if "reward" in self._shown:
+            return []
+        return [
+            self._column("loss", metrics, "loss/policy", ".4f"),
+            self._column("held-out", metrics, "heldout/loss", ".4f"),
+            self._column("tokens", metrics, "loss/tokens", ",.0f"),
+            self._column("lr", metrics, "optimizer/lr", ".2e"),
+            self._column("grad", metrics, "optimizer/grad_norm", ".3f"),
+        ]
 
     def _column(
         self,

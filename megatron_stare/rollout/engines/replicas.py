@@ -292,8 +292,8 @@ def without_install(config: Config) -> Config | None:
 
 
 def replica_count(config: Config) -> int:
-    """Returns the number of replicas of a run."""
-    return _kind(config).count(config)
+    """Returns the number of replicas of a run; 0 if nothing is sampled."""
+    return 0 if config.supervised else _kind(config).count(config)
 
 
 def replica_gpus(config: Config) -> int:
@@ -309,11 +309,15 @@ def replica_nodes(config: Config) -> int:
 
 def replica_route(config: Config) -> Route | None:
     """See Replica.route."""
+    if not replica_count(config):
+        return None
     return _kind(config).route(config)
 
 
 def served_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMemory | None:
     """See Replica.memory."""
+    if not replica_count(config):
+        return None
     return _kind(config).memory(config, shape, capacity)
 
 

@@ -116,7 +116,8 @@ class EnginePool:
         self._targets: tuple[int, dict[int, SyncTarget]] = (0, {})
         self._target: SyncTarget | None = None  # the replicas' targets, joined
         # True if engines are servers; only servers can release memory
-        self.served = all(info.served for info in self._fleet.infos)
+        infos = self._fleet.infos
+        self.served = bool(infos) and all(info.served for info in infos)
         self._dispatch: Dispatch | None = None  # not None while a Serving is open
         self._held = False  # True: no replica may be called for tokens
         self.measures_memory = True  # False: `memory_mb` returns None

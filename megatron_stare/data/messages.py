@@ -1,0 +1,302 @@
+"""Conversations to learn from: rows of messages, rendered by the tokenizer's chat template.
+
+A row is {"messages": [{"role": ..., "content": ..., "tool_calls": [...]}, ...], "tools": [...]}.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from jinja2 import TemplateError
+
+from megatron_stare.config.schema import Config
+from megatron_stare.data.records import read_rows
+from megatron_stare.data.streams import Split, counter_hash, stream_seed
+from megatron_stare.errors import ConfigError, DataError
+from megatron_stare.records.batch import Demonstration, Prompt
+
+MESSAGES, TOOLS = "messages", "tools"
+ROLES = ("system", "developer", "user", "assistant", "tool")
+ASSISTANT = "assistant"
+TOO_LONG = "longer than rollout.max_prompt_tokens + rollout.max_new_tokens"
+
+
+class RowError(Exception):
+    """Raised for a row that cannot be learnt from.
+
+    kind: the fault, equal for all rows with the same fault.
+    """
+
+    def __init__(self, kind: str, fix: str) -> None:
+        super().__init__(kind)
+        self.kind, self.fix = kind, fix
+
+
+class Rendered(NamedTuple):
+    """Tokens of a conversation.
+
+    ids: [n] token ids.
+    mask: [n] True for tokens that the assistant wrote, each turn's end included.
+    """
+
+    ids: list[int]
+    mask: list[bool]
+
+
+def rendered(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, tokenizer: Any
+) -> Rendered:
+    """Renders a conversation by the tokenizer's chat template, and marks what the assistant wrote.
+
+    An assistant's turn begins where the generation prompt before it ends. It ends with its last
+    special token: text of the template after that token carries no loss. The text is encoded in
+    parts, so that a token never spans the border of a turn, as it never does when a policy samples
+    the turn.
+
+    Raises:
+        RowError: the template refuses the messages, or changes an earlier message when a later one
+            follows.
+    """
+
+    def text(number: int, *, asks: bool) -> str:
+        try:
+            return tokenizer.apply_chat_template(
+                list(messages[:number]),
+                tools=list(tools) if tools else None,
+                tokenize=False,
+                add_generation_prompt=asks,
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise RowError(
+                f"is refused by the chat template ({error})", "correct the order of its messages"
+            ) from error
+
+    whole = text(len(messages), asks=False)
+    special = set(tokenizer.all_special_ids)
+    special |= {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ids: list[int] = []
+    mask: list[bool] = []
+    at = 0
+
+    def add(end: int, *, learnt: bool) -> None:
+        nonlocal at
+        part = tokenizer(whole[at:end], add_special_tokens=False).input_ids
+        ends = max((n for n, each in enumerate(part, 1) if each in special), default=len(part))
+        ids.extend(part)
+        mask.extend(learnt and n < ends for n in range(len(part)))
+        at = end
+
+    for number, message in enumerate(messages):
+        if message["role"] != ASSISTANT:
+            continue
+        begin = text(number, asks=True)
+        through = text(number + 1, asks=False)
+        if not (whole.startswith(through) and through.startswith(begin) and len(begin) >= at):
+            raise RowError(
+                "has a turn that the chat template renders differently once later messages follow",
+                "give each such turn a row of its own that ends with the turn, or use a template"
+                " that keeps the history",
+            )
+        add(len(begin), learnt=False)
+        add(len(through), learnt=True)
+    add(len(whole), learnt=False)
+    return Rendered(ids, mask)
+
+
+def conversation(row: Any) -> tuple[list[dict[str, Any]], list[Any] | None]:
+    """Returns the messages of a row and its tools, as chat templates take them.
+
+    Keys whose value is null are left out, because Parquet adds them. A call's arguments may be JSON
+    text, and so may `tools`.
+
+    Raises:
+        RowError: a column is missing or has another form.
+    """
+    turns = row.get(MESSAGES) if isinstance(row, dict) else None
+    if turns is None:
+        keys = ", ".join(map(repr, row)) if isinstance(row, dict) else "none"
+        raise RowError(f"has no column {MESSAGES!r} (its columns: {keys})", "rename the column")
+    if not isinstance(turns, list) or not all(isinstance(each, dict) for each in turns):
+        raise RowError(f"has {MESSAGES!r} that is not a list of objects", "see docs/sft.md")
+    messages = [_message(each) for each in turns]
+    if not any(message["role"] == ASSISTANT for message in messages):
+        raise RowError("has no turn of the assistant", "leave it out: nothing in it is learnt")
+    if messages[0]["role"] == ASSISTANT:
+        raise RowError("begins with the assistant", "begin it with a user or system message")
+    tools = row.get(TOOLS)
+    if isinstance(tools, str):
+        tools = _json(tools, f"has {TOOLS!r} that is not JSON")
+    if tools is not None and not isinstance(tools, list):
+        raise RowError(f"has {TOOLS!r} that is not a list", "give a list of function schemas")
+    return messages, tools or None
+
+
+def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
+    message = {key: value for key, value in turn.items() if value is not None}
+    role, content = message.get("role"), message.setdefault("content", "")
+    if role not in ROLES:
+        raise RowError(f"has the unknown role {role!r}", f"use {', '.join(ROLES)}")
+    if not isinstance(content, str):
+        raise RowError("has a message whose content is not text", "give the content as text")
+    calls = message.pop("tool_calls", None)
+    if calls:
+        message["tool_calls"] = [_call(each) for each in calls]
+    if role == ASSISTANT and not content.strip() and not calls:
+        raise RowError("has an empty turn of the assistant", "remove the turn or the row")
+    return message
+
+
+def _call(call: Any) -> dict[str, Any]:
+    call = {key: value for key, value in call.items() if value} if isinstance(call, dict) else {}
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RowError("has a tool call without a name", "see docs/sft.md")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = _json(arguments, "has a tool call whose arguments are not JSON")
+    return {
+        **{key: value for key, value in call.items() if key == "id"},
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def _json(text: str, fault: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise RowError(fault, "write JSON") from error
+
+
+class Conversations:
+    """A PromptSource of demonstrations over one file, reshuffled every pass.
+
+    `dropped` counts the rows left out, by reason; `remarks` says how much there is to learn from.
+
+    Args:
+        config: the run's configuration.
+        tokenizer: a transformers tokenizer with a chat template.
+        split: 'train' reads `data.path`, 'eval' reads `data.eval_path`.
+        too_long: 'error' stops the run at rows of more than rollout.max_prompt_tokens plus
+            rollout.max_new_tokens tokens; 'drop' leaves them out.
+
+    Raises:
+        ConfigError: the split has no file, or the tokenizer no chat template.
+        DataError: rows cannot be learnt from; names the fault, the number of rows with it and the
+            first of them.
+    """
+
+    demonstrates: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Any,
+        split: Split,
+        *,
+        too_long: Literal["error", "drop"] = "error",
+    ) -> None:
+        self._tokenizer, self._seed = tokenizer, stream_seed(config.run.seed, split)
+        self._limit = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+        path = config.data.path if split == "train" else config.data.eval_path
+        key = f"data.{'path' if split == 'train' else 'eval_path'}"
+        if path is None:
+            raise ConfigError(
+                "there is no file of conversations", where=key, fix=f"{key}=conversations.jsonl"
+            )
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigError(
+                "the tokenizer has no chat template, which renders the messages",
+                where=config.model.path,
+                fix="add chat_template.jinja to this folder",
+            )
+        self._path, self._cursor, self._pass, self._order = path, 0, -1, list[int]()
+        self.dropped: dict[str, int] = {}
+        rows, self._checksum = read_rows(path)
+        # Rendered again when taken: ids of a large file would take ten times the memory of text.
+        self._rows: list[tuple[str, Any]] = []
+        faults: dict[str, tuple[RowError, list[str]]] = {}
+        number, tokens, learnt = 0, 0, 0
+        for _, where, row in rows:
+            number += 1
+            try:
+                found = self._rendered(row)
+            except RowError as error:
+                if too_long == "drop" and error.kind == TOO_LONG:
+                    self.dropped[TOO_LONG] = self.dropped.get(TOO_LONG, 0) + 1
+                else:
+                    faults.setdefault(error.kind, (error, []))[1].append(where)
+                continue
+            tokens, learnt = tokens + len(found.ids), learnt + sum(found.mask)
+            self._rows.append((where, row))
+        for kind, (fault, places) in faults.items():
+            raise DataError(
+                f"{len(places)} of {number} rows: this row {kind}", where=places[0], fix=fault.fix
+            )
+        if not self._rows:
+            raise DataError("the file has no conversation to learn from", where=path)
+        self.problems = len(self._rows)
+        self.remarks = [
+            f"{self.problems:,} conversations of {tokens:,} tokens, of which {learnt:,} carry loss;"
+            f" the run takes {config.run.steps * config.batch.prompts:,} rows,"
+            f" {config.run.steps * config.batch.prompts / self.problems:.2f} passes"
+        ]
+
+    def _rendered(self, row: Any) -> Rendered:
+        found = rendered(*conversation(row), self._tokenizer)
+        if len(found.ids) > self._limit:
+            raise RowError(
+                TOO_LONG,
+                f"raise one of them (the limit is {self._limit}, this row has {len(found.ids)}"
+                " tokens), or data.source={name: messages, too_long: drop}",
+            )
+        if not any(found.mask):
+            raise RowError("has no token that carries loss", "leave it out")
+        return found
+
+    def take(self, n: int) -> list[Prompt]:
+        """Returns the next `n` demonstrations, across as many passes as needed."""
+        return [self._next() for _ in range(n)]
+
+    def state(self) -> dict[str, int]:
+        """Returns the number of demonstrations taken since the run began, and the checksum of the
+        file."""
+        return {"cursor": self._cursor, "checksum": self._checksum}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Continues after demonstration `state["cursor"]`. Raises DataError if the file has changed
+        since `state` was saved."""
+        if state.get("checksum") != self._checksum:
+            raise DataError(
+                "the file has changed since the run was started, so the run cannot be resumed"
+                " exactly",
+                where=self._path,
+                fix="put the original file back, or start a new run",
+            )
+        self._cursor = state["cursor"]
+
+    def _next(self) -> Demonstration:
+        pass_, index = divmod(self._cursor, len(self._rows))
+        if pass_ != self._pass:
+            self._pass = pass_
+            self._order = sorted(
+                range(len(self._rows)), key=lambda row: counter_hash(self._seed, pass_, row)
+            )
+        where, row = self._rows[self._order[index]]
+        ids, mask = self._rendered(row)
+        first = mask.index(True)
+        messages, _ = conversation(row)
+        asked = [each["content"] for each in messages if each["role"] == "user"]
+        demonstration = Demonstration(
+            cursor=self._cursor,
+            id=str(row.get("id", where)),
+            text=asked[0] if asked else "",
+            answer="",
+            token_ids=tuple(ids[:first]),
+            response=tuple(ids[first:]),
+            loss_mask=tuple(mask[first:]),
+        )
+        self._cursor += 1
+        return demonstration
