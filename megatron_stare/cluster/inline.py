@@ -145,7 +145,8 @@ class InlineRunner:
         return self._engines(config)
 
     def _engines(self, config: Config) -> EnginePool:
-        self._tell(f"starting {_engines(config)} ...")
+        if replica_count(config):
+            self._tell(f"starting {_engines(config)} ...")
         workers = inline_engines(
             config, [self._site(config, number) for number in range(replica_count(config))]
         )

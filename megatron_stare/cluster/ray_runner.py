@@ -188,7 +188,8 @@ class RayRunner:
             self._reserved = reserve(config, awaited)
             ranks = counted(config.parallel.world_size, "trainer rank")
             engines = counted(replica_count(config), "rollout engine")
-            tell(f"starting {ranks} and {engines}: each imports PyTorch ...")
+            started = f"{ranks} and {engines}" if replica_count(config) else ranks
+            tell(f"starting {started}: each imports PyTorch ...")
             self._ranks, self._replicas, self._others = self._placed(config)
             self._require_routes(config)
             self.trainers, self.engines = in_order(
@@ -321,7 +322,8 @@ class RayRunner:
         """Makes a worker for each replica. A replica's worker calls the workers on the replica's
         other nodes."""
         replicas, others, beside = self._replicas, self._others, replica_nodes(config) - 1
-        self._tell(f"starting the engine {config.rollout.engine.name} ...")
+        if len(replicas):
+            self._tell(f"starting the engine {config.rollout.engine.name} ...")
         if not beside:
             replicas.build(hosted_engine, [(config, number) for number in range(len(replicas))])
             return replicas

@@ -207,7 +207,7 @@ def _evaluations(run: RunRecord) -> list[Evaluation]:
 
 def _alerts(run: RunRecord) -> list[Alert]:
     """Returns the active alerts. Repeats the checks, since a run does not store its alerts."""
-    watch = Watch(str(run.setting("model.dtype") or "float32"))
+    watch = Watch(str(run.setting("model.dtype") or "float32"), sampled=not run.supervised)
     for row in run.metrics:
         metrics: dict[str, Any] = {key: value for key, value in row.items() if key != "step"}
         watch.add(int(row["step"]), metrics)

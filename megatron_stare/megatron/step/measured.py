@@ -63,13 +63,21 @@ class Measured:
     next_state: State = field(default_factory=dict)
     forecast: dict[str, Tensor] = field(default_factory=dict)
 
-    def requests(self) -> dict[str, Request]:
-        """Returns requests for the metrics of the rollout batch, by name."""
+    def requests(self, *, sampled: bool = True) -> dict[str, Request]:
+        """Returns requests for the metrics of the rollout batch, by name.
+
+        Args:
+            sampled: False if no engine sampled the tokens, so that they have no other log-probs.
+        """
         tokens = self.tokens
-        drift = (tokens.old_log_prob - tokens.rollout_log_prob).abs()
-        return {
+        asked: dict[str, Request] = {
             "entropy/mean": Mean(tokens.entropy, tokens.loss_mask),
             "surprisal/mean": Mean(tokens.surprisal, tokens.loss_mask),
+        }
+        if not sampled:
+            return asked
+        drift = (tokens.old_log_prob - tokens.rollout_log_prob).abs()
+        return asked | {
             "rollout/logprob_diff_mean": Mean(drift, tokens.loss_mask),
             "rollout/logprob_diff_max": Max(drift, tokens.loss_mask),
         }

@@ -305,7 +305,8 @@ class Step:
         if self.measured is None or self._objective is None:
             return {}
         objective = self._objective
-        of_batch = self.measured.requests() if with_batch else {}
+        sampled = not self._method.supervised
+        of_batch = self.measured.requests(sampled=sampled) if with_batch else {}
         answers = answer({**of_batch, **objective.requests(logged)}, self.group)
         asked = {name: scalar(answers, name) for name in answers}
         forecast = self.measured.forecast if with_batch else {}

@@ -47,7 +47,7 @@ class Monitor:
         self._run = run
         self._open: dict[str, Sink] = {}
         self._failed: set[str] = set()
-        self._watch = Watch(run.config.model.dtype)
+        self._watch = Watch(run.config.model.dtype, sampled=not run.config.supervised)
         self._stopwatch = Stopwatch(self._shown)
         # metrics that do not come from the trainer, read when a step is logged
         self.gauges: list[Gauge] = []

@@ -78,6 +78,7 @@ class Rule:
         the condition.
     dtype: dtype of the trained model for which the rule applies; "": the rule applies to models of
         all dtypes.
+    sampled: True if the rule applies only to runs that sample their responses.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Rule:
     guard: str = ""
     flag: str = ""
     dtype: str = ""
+    sampled: bool = False
 
     @property
     def told_by(self) -> tuple[str, ...]:
@@ -228,6 +230,7 @@ _TABLE = (
         "entropy collapse",
         Collapse(("entropy/mean",)),
         "entropy {late:.3g} ({start:.3g} at first) halves every {halving:.0f} steps, no target",
+        sampled=True,  # what is learnt from others' responses lowers the entropy
     ),
     Rule(
         "entropy off target",
@@ -261,11 +264,16 @@ class Watch:
     Args:
         dtype: dtype of the trained model, which determines the expected agreement of engine and
             trainer.
+        sampled: whether the run samples its responses.
     """
 
-    def __init__(self, dtype: str = "float32") -> None:
+    def __init__(self, dtype: str = "float32", *, sampled: bool = True) -> None:
         self.active: dict[str, Alert] = {}
-        self._rules = [rule for rule in RULES.values() if rule.alert and rule.dtype in ("", dtype)]
+        self._rules = [
+            rule
+            for rule in RULES.values()
+            if rule.alert and rule.dtype in ("", dtype) and (sampled or not rule.sampled)
+        ]
         self._judge = Judge({rule.name: _as_logged(rule) for rule in self._rules})
 
     def add(self, step: int, metrics: Row) -> list[Alert]:
