@@ -20,6 +20,7 @@ from megatron_stare.records.batch import Demonstration, Prompt
 MESSAGES, TOOLS = "messages", "tools"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ASSISTANT = "assistant"
+_PLAIN = {"add_special_tokens": False}  # the template writes them
 TOO_LONG = "longer than rollout.max_prompt_tokens + rollout.max_new_tokens"
 
 
@@ -82,7 +83,7 @@ def rendered(
 
     def add(end: int, *, learnt: bool) -> None:
         nonlocal at
-        part = tokenizer(whole[at:end], add_special_tokens=False).input_ids
+        part = tokenizer(whole[at:end], **_PLAIN).input_ids
         ends = max((n for n, each in enumerate(part, 1) if each in special), default=len(part))
         ids.extend(part)
         mask.extend(learnt and n < ends for n in range(len(part)))
@@ -211,6 +212,13 @@ class Conversations:
                 "the tokenizer has no chat template, which renders the messages",
                 where=config.model.path,
                 fix="add chat_template.jinja to this folder",
+            )
+        parts = [id for text in ("a", "b") for id in tokenizer(text, **_PLAIN).input_ids]
+        if tokenizer.decode(parts) != "ab":
+            raise ConfigError(
+                "the tokenizer adds a space to every text, so turns cannot be encoded apart",
+                where=config.model.path,
+                fix="use a tokenizer that adds none, such as a byte-level one",
             )
         self._path, self._cursor, self._pass, self._order = path, 0, -1, list[int]()
         self.dropped: dict[str, int] = {}

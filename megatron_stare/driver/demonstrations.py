@@ -30,6 +30,7 @@ METRICS = (
         " after the step",
         "falls, then levels; rises again: the policy learns the rows by heart",
     ),
+    Metric("time/held_out_s", "s", "supervised fine-tuning: the loss on held-out rows", "steady"),
     Metric("time/data_s", "s", "supervised fine-tuning: rendering the step's rows", "near 0"),
 )
 
@@ -120,7 +121,7 @@ class HeldOutLoss(Part):
 
     def loss(self) -> float:
         """Returns the mean negative log-likelihood of the loss tokens under the policy, nats."""
-        with self._phase("eval"):
+        with self._phase("held_out"):
             return self._ranks.mean_loss(self._batch)
 
     def metrics(self) -> Mapping[str, float]:

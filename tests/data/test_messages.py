@@ -1,0 +1,206 @@
+"""Conversations: what carries loss, what is refused, and the order of the rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from support.runs import ROOT
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
+
+from megatron_stare.config.load import load_config
+from megatron_stare.config.schema import Config
+from megatron_stare.data.messages import Conversations, RowError, conversation, rendered
+from megatron_stare.errors import ConfigError, DataError
+from megatron_stare.records.batch import Demonstration
+
+CHAT = ROOT / "assets/tiny-chat"
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+ASK = {"role": "user", "content": "What is 1+2?"}
+SAY = {"role": "assistant", "content": "It is 3."}
+CALL = {
+    "role": "assistant",
+    "content": "I add.",
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+}
+RESULT = {"role": "tool", "content": "3"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(CHAT)
+
+
+def config_of(tmp_path: Path, rows: list[Any], **more: Any) -> Config:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    tree = {
+        "model": {"path": str(CHAT)},
+        "algorithm": "sft",
+        "batch": {"prompts": 2, "samples_per_prompt": 1},
+        "data": {"source": "messages", "path": str(path)},
+        "run": {"steps": 5},
+    }
+    return load_config({**tree, **more})
+
+
+def learnt(tokenizer: Any, *messages: Any, tools: Any = None) -> str:
+    found = rendered(messages, tools, tokenizer)
+    whole = tokenizer.apply_chat_template(
+        list(messages), tools=tools, tokenize=True, return_dict=False
+    )
+    assert found.ids == whole
+    return tokenizer.decode([id for id, kept in zip(*found, strict=True) if kept])
+
+
+def test_only_the_assistants_words_and_the_end_of_its_turns(tokenizer: Any) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    assert learnt(tokenizer, system, ASK, SAY) == "It is 3.<|im_end|>"
+    two = learnt(tokenizer, ASK, SAY, {"role": "user", "content": "Sure?"}, SAY)
+    assert two == "It is 3.<|im_end|>It is 3.<|im_end|>"
+    # what follows the last turn is context alone
+    assert learnt(tokenizer, ASK, SAY, ASK) == "It is 3.<|im_end|>"
+
+
+def test_calls_are_learnt_and_their_results_are_not(tokenizer: Any) -> None:
+    text = learnt(tokenizer, ASK, CALL, RESULT, RESULT, SAY, tools=[TOOL])
+    assert text == (
+        'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+        "It is 3.<|im_end|>"
+    )
+
+
+def test_a_turn_is_encoded_as_it_would_be_sampled(tokenizer: Any) -> None:
+    """A token over the border of the turn would be one that no policy can sample there."""
+
+    other = AutoTokenizer.from_pretrained(CHAT)
+    other.add_tokens([AddedToken("\nIt", normalized=False)])
+    whole = other.apply_chat_template([ASK, SAY], tokenize=True, return_dict=False)
+    assert "\nIt" in other.convert_ids_to_tokens(whole)
+    found = rendered([ASK, SAY], None, other)
+    assert other.decode(found.ids) == other.decode(whole)
+    assert found.ids != whole
+    words = other.decode([id for id, kept in zip(*found, strict=True) if kept])
+    assert words == "It is 3.<|im_end|>"
+
+
+def test_a_template_that_rewrites_history_is_refused(tokenizer: Any) -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    thinking = {"role": "assistant", "content": "<think>1+2</think>3"}
+    other = AutoTokenizer.from_pretrained(CHAT)
+    other.chat_template = template
+    assert learnt(other, ASK, thinking) == "<think>1+2</think>3<|im_end|>"
+    with pytest.raises(RowError, match="renders differently once later messages follow"):
+        rendered([ASK, thinking, ASK, SAY], None, other)
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ({"prompt": "x"}, "has no column 'messages' (its columns: 'prompt')"),
+        ({"messages": "x"}, "'messages' that is not a list of objects"),
+        ({"messages": [ASK]}, "has no turn of the assistant"),
+        ({"messages": [SAY]}, "begins with the assistant"),
+        ({"messages": [{"role": "bot", "content": "x"}]}, "has the unknown role 'bot'"),
+        ({"messages": [ASK, {**SAY, "content": " "}]}, "has an empty turn of the assistant"),
+        ({"messages": [ASK, {**SAY, "content": [1]}]}, "whose content is not text"),
+        ({"messages": [ASK, {**CALL, "tool_calls": [{}]}]}, "a tool call without a name"),
+        (
+            {"messages": [ASK, {**CALL, "tool_calls": [{"name": "a", "arguments": "{"}]}]},
+            "a tool call whose arguments are not JSON",
+        ),
+        ({"messages": [ASK, SAY], "tools": "{"}, "'tools' that is not JSON"),
+    ],
+)
+def test_rows_that_cannot_be_learnt_from(
+    tokenizer: Any, tmp_path: Path, row: Any, fault: str
+) -> None:
+    good = {"messages": [ASK, SAY]}
+    with pytest.raises(DataError) as error:
+        Conversations(config_of(tmp_path, [good, row, row]), tokenizer, "train")
+    assert error.value.what.startswith("2 of 3 rows: this row")
+    assert fault in error.value.what
+    assert error.value.where == f"{tmp_path / 'rows.jsonl'}:2"
+    assert error.value.fix
+
+
+def test_rows_that_are_too_long_stop_the_run_or_are_left_out(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    rows = [{"messages": [ASK, SAY]}, {"messages": [ASK, {**SAY, "content": "3" * 50}]}]
+    length = len(rendered(rows[0]["messages"], None, tokenizer).ids)
+    limits = {"max_prompt_tokens": 10, "max_new_tokens": length - 10}
+    config = config_of(tmp_path, rows, rollout=limits)
+    with pytest.raises(DataError, match="1 of 2 rows") as error:
+        Conversations(config, tokenizer, "train")
+    assert f"the limit is {length}" in str(error.value.fix)
+    found = Conversations(config, tokenizer, "train", too_long="drop")
+    assert found.problems == 1
+    assert list(found.dropped.values()) == [1]
+
+
+def test_a_demonstration_begins_with_the_first_learnt_token(tokenizer: Any, tmp_path: Path) -> None:
+    row = {"messages": [ASK, CALL, RESULT, SAY], "id": "mine"}
+    found = Conversations(config_of(tmp_path, [row]), tokenizer, "train").take(1)[0]
+    assert isinstance(found, Demonstration)
+    whole = rendered(*conversation(row), tokenizer)
+    assert [*found.token_ids, *found.response] == whole.ids
+    assert [False] * len(found.token_ids) + list(found.loss_mask) == whole.mask
+    assert found.loss_mask[0]
+    assert not all(found.loss_mask)
+    assert (found.id, found.text) == ("mine", ASK["content"])
+
+
+def test_every_pass_takes_every_row_once_and_goes_on_where_it_was(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    rows = [{"messages": [ASK, SAY], "id": number} for number in range(7)]
+    config = config_of(tmp_path, rows)
+    source = Conversations(config, tokenizer, "train")
+    whole = [each.id for each in source.take(21)]
+    passes = [whole[:7], whole[7:14], whole[14:]]
+    assert all(sorted(each) == sorted(map(str, range(7))) for each in passes)
+    assert len({tuple(each) for each in passes}) == 3
+    again = Conversations(config, tokenizer, "train")
+    again.take(9)
+    state = again.state()
+    resumed = Conversations(config, tokenizer, "train")
+    resumed.restore(state)
+    assert [each.id for each in resumed.take(12)] == whole[9:]
+    other = Conversations(config_of(tmp_path, rows[:6]), tokenizer, "train")
+    with pytest.raises(DataError, match="has changed"):
+        other.restore(state)
+
+
+def test_parquet_holds_the_same_rows(tokenizer: Any, tmp_path: Path) -> None:
+    """Parquet adds null keys, and calls of unlike arguments are kept as JSON text."""
+    text = {**CALL["tool_calls"][0]["function"], "arguments": json.dumps({"a": 1})}
+    call = {**CALL, "tool_calls": [{"type": "function", "function": text}]}
+    rows = [{"messages": [ASK, call, RESULT, SAY], "tools": json.dumps([TOOL])}]
+    config = config_of(tmp_path, [{"messages": [ASK, CALL, RESULT, SAY], "tools": [TOOL]}])
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    data = config.data.model_copy(update={"path": str(path)})
+    parquet = Conversations(config.model_copy(update={"data": data}), tokenizer, "train").take(1)
+    (plain,) = Conversations(config, tokenizer, "train").take(1)
+    assert parquet[0].token_ids == plain.token_ids
+    assert parquet[0].response == plain.response  # type: ignore[attr-defined]
+
+
+def test_a_tokenizer_needs_a_template_and_a_split_a_file(tokenizer: Any, tmp_path: Path) -> None:
+    config = config_of(tmp_path, [{"messages": [ASK, SAY]}])
+    with pytest.raises(ConfigError, match="no file of conversations"):
+        Conversations(config, tokenizer, "eval")
+    bare = AutoTokenizer.from_pretrained(ROOT / "assets/tiny-adder")
+    with pytest.raises(ConfigError, match="no chat template"):
+        Conversations(config, bare, "train")
