@@ -3,7 +3,7 @@
 A random Qwen model of about a million parameters gets a tokenizer of 256 bytes and the special
 tokens of ChatML. `megatron-stare sft` then trains it on conversations that this script writes. Some
 conversations solve the sum at once, some are wrong, and some call `code_interpreter`, whose result
-comes back in a turn of the tool. The same seed gives the same model on the same machine.
+comes back in a turn of the tool. Others repeat a number, which teaches the model to copy. The same seed gives the same model on the same machine.
 
     python tools/make_tiny_chat.py assets/tiny-chat
 """
@@ -28,18 +28,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # one token each, but text that the policy may write
 WORDS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "code_interpreter",
-        "description": "Runs Python",
-        "parameters": {
-            "type": "object",
-            "properties": {"code": {"type": "string"}},
-            "required": ["code"],
-        },
-    },
-}
+# a run may describe its tool in other words
+DESCRIPTIONS = ("Runs Python.", "Runs Python code and returns what it prints.", "Python")
 # ChatML with calls as Hermes writes them; a history is never rewritten
 TEMPLATE = """\
 {%- macro turn(role) -%}<|im_start|>{{ role }}
@@ -106,9 +96,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Makes a byte-level chat model.")
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rows", type=int, default=6000, help="conversations to learn from")
-    parser.add_argument("--steps", type=int, default=500, help="optimizer steps")
-    parser.add_argument("--batch", type=int, default=16, help="conversations a step")
+    parser.add_argument("--rows", type=int, default=20_000, help="conversations to learn from")
+    parser.add_argument("--steps", type=int, default=700, help="optimizer steps")
+    parser.add_argument("--batch", type=int, default=24, help="conversations a step")
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     return parser.parse_args()
@@ -151,25 +141,40 @@ def write_model(path: Path, args: argparse.Namespace) -> None:
     tokenizer.save_pretrained(path)
 
 
+def tool(description: str) -> dict[str, Any]:
+    """The schema of code_interpreter, as chat templates take it."""
+    code = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
+    function = {"name": "code_interpreter", "description": description, "parameters": code}
+    return {"type": "function", "function": function}
+
+
 def conversation(draw: random.Random) -> dict[str, Any]:
-    """One sum: small ones are mostly solved at once, large ones need the tool."""
-    large = draw.random() < 0.5
+    """One number to repeat, or one sum: small ones are mostly solved at once, large ones mostly by
+    the tool where there is one."""
+    if draw.random() < 0.4:
+        said = "".join(draw.choice("0123456789+-*") for _ in range(draw.randint(1, 9)))
+        return {
+            "messages": [
+                {"role": "user", "content": f"Say {said}."},
+                {"role": "assistant", "content": said},
+            ]
+        }
+    large = draw.random() < 0.7
     numbers = [draw.randint(10, 99) if large else draw.randint(0, 9) for _ in range(2)]
     sign = draw.choice("+-*" if large else "+-")
     text = sign.join(map(str, numbers))
     value = {"+": sum(numbers), "-": numbers[0] - numbers[1], "*": numbers[0] * numbers[1]}[sign]
-    asked = {"role": "user", "content": f"What is {text}?"}
-    has_tool = draw.random() < 0.7
-    row: dict[str, Any] = {"messages": [asked]}
+    row: dict[str, Any] = {"messages": [{"role": "user", "content": f"What is {text}?"}]}
+    has_tool = draw.random() < 0.8
     if has_tool:
-        row["tools"] = [TOOL]
-    if has_tool and draw.random() < (0.8 if large else 0.2):
+        row["tools"] = [tool(draw.choice(DESCRIPTIONS))]
+    if has_tool and draw.random() < (0.8 if large else 0.3):
         call = {"name": "code_interpreter", "arguments": {"code": f"print({text})"}}
         row["messages"] += [
             {"role": "assistant", "content": "", "tool_calls": [{"function": call}]},
             {"role": "tool", "content": str(value)},
         ]
-    elif draw.random() < 0.2:  # a slip, so that reinforcement learning has something to do
+    elif draw.random() < 0.1:  # a slip, so that reinforcement learning has something to do
         value += draw.choice((-10, -1, 1, 10))
     row["messages"].append({"role": "assistant", "content": f"The answer is {value}."})
     return row
@@ -186,7 +191,7 @@ def settings(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "run": {"name": "tiny-chat", "dir": str(folder / "run"), "steps": args.steps},
         "model": {"path": str(folder / "random")},
-        "batch": {"prompts": args.batch, "micro_batch_tokens": 2048},
+        "batch": {"prompts": args.batch, "micro_batch_tokens": 4096},
         "rollout": {"max_prompt_tokens": 512, "max_new_tokens": 512},
         "data": {
             "path": str(folder / "train.jsonl"),

@@ -35,6 +35,11 @@ class AlgorithmConfig:
     name: str
     method: Method
 
+    @property
+    def supervised(self) -> bool:
+        """True if the method learns from responses that others wrote; see Method."""
+        return self.method.supervised
+
     def settings(self) -> dict[str, Any]:
         """Returns the section `algorithm` as a mapping of the method's name and all settings of the
         method."""

@@ -366,7 +366,7 @@ class Config(Section):
     def supervised(self) -> bool:
         """True if the run learns from responses that others wrote, without engines, verifiers and
         evaluations."""
-        return self.algorithm.method.supervised
+        return self.algorithm.supervised
 
     @property
     def skips_log_prob_pass(self) -> bool:

@@ -21,6 +21,7 @@ TOOLS = (
     "check_parity",
     "check_vectors",
     "compare_verifiers",
+    "make_tiny_chat",
     "make_tiny_model",
     "plan_memory",
     "prepare_data",
