@@ -2,8 +2,9 @@
 
 A random Qwen model of about a million parameters gets a tokenizer of 256 bytes and the special
 tokens of ChatML. `megatron-stare sft` then trains it on conversations that this script writes. Some
-conversations solve the sum at once, some are wrong, and some call `code_interpreter`, whose result
-comes back in a turn of the tool. Others repeat a number, which teaches the model to copy. The same seed gives the same model on the same machine.
+solve a sum at once, some are wrong, and some call `code_interpreter`, whose result comes back in a
+turn of the tool. Others repeat a number, which teaches the model to copy. The same seed gives the
+same model on the same machine.
 
     python tools/make_tiny_chat.py assets/tiny-chat
 """

@@ -305,6 +305,7 @@ class Conversations:
             token_ids=tuple(ids[:first]),
             response=tuple(ids[first:]),
             loss_mask=tuple(mask[first:]),
+            written=self._tokenizer.decode(ids[first:]),
         )
         self._cursor += 1
         return demonstration

@@ -56,6 +56,7 @@ def _trajectory(prompt: Prompt) -> Trajectory:
         loss_mask=torch.tensor(prompt.loss_mask, dtype=torch.bool),
         versions=((NOT_SAMPLED, n),),
         finish_reason="stop",
+        text=prompt.written,
     )
 
 

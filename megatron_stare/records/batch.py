@@ -41,10 +41,12 @@ class Demonstration(Prompt):
 
     response: ids of the remaining tokens, at least one.
     loss_mask: tells for each of them whether the assistant wrote it.
+    written: text of the response; for people.
     """
 
     response: tuple[int, ...] = ()
     loss_mask: tuple[bool, ...] = ()
+    written: str = ""
 
 
 @dataclass(frozen=True)

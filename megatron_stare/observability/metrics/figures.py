@@ -264,6 +264,11 @@ def closing(run_dir: Path) -> str:
         lines.append(f"  {each.label:<{width}}  {each.value}  {notes[0]}".rstrip())
         lines += [f"  {'':<{width}}  {more}" for more in notes[1:]]
     files = [
-        f"  {name:<{width}}  {what}" for name, what in CONTENTS.items() if (run_dir / name).exists()
+        f"  {name:<{width}}  {what}" for name, what in CONTENTS.items() if _holds(run_dir / name)
     ]
     return "\n".join(["", *lines, "", f"{run_dir}/", *files])
+
+
+def _holds(path: Path) -> bool:
+    """Tells whether there is such a folder, or such a file that is not empty."""
+    return path.is_dir() or (path.is_file() and path.stat().st_size > 0)
