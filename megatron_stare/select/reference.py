@@ -52,7 +52,8 @@ def reference(
         entropy = np.where(mask, batch["entropies"], 0.0).astype(np.float64)
         if target is not None and mask.any():
             mean = math.fsum(entropy[mask]) / int(mask.sum())
-            gate = float(mean < target)
+            if chosen["gate"] == "batch":
+                gate = float(mean < target)
             if chosen["adaptive"]:
                 move = chosen["adapt_rate"] * float(np.sign(target - mean))
                 up, down = factors["amplify"] + move, factors["attenuate"] - move
