@@ -123,12 +123,8 @@ class Selector:
         else:
             assert sequence is not None and index is not None
             number = self._largest([fault, _most(sequence) + 1], mask.device)[1]
-        batch = _token_batch(
-            *(each.detach().reshape(-1) for each in (log_probs, entropies, advantages, mask)),
-            sequence.reshape(-1),
-            index.reshape(-1),
-            number,
-        )
+        columns = (log_probs, entropies, advantages, mask, sequence, index)
+        batch = _token_batch([each.detach().reshape(-1) for each in columns], number)
         if self._rule_needs_lengths():
             lengths = torch.zeros(number, dtype=torch.int64, device=mask.device)
             batch.sequence_lengths = self._sum(
@@ -262,15 +258,8 @@ def _most(numbers: Tensor) -> int:
     return int(numbers.max()) if numbers.numel() else 0
 
 
-def _token_batch(
-    log_prob: Tensor,
-    entropy: Tensor,
-    advantage: Tensor,
-    mask: Tensor,
-    sequence: Tensor,
-    index: Tensor,
-    number: int,
-) -> TokenBatch:
+def _token_batch(columns: list[Tensor], number: int) -> TokenBatch:
+    log_prob, entropy, advantage, mask, sequence, index = columns
     # padding may hold anything, NaN included
     log_prob, entropy, advantage = (
         torch.where(mask, each.to(torch.float32), 0.0) for each in (log_prob, entropy, advantage)

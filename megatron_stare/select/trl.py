@@ -76,6 +76,8 @@ class StareGRPOTrainer(GRPOTrainer):
         UpstreamChangedError: TRL's methods or their results changed.
     """
 
+    _metrics: Any  # GRPOTrainer's lists by mode and name
+
     def __init__(
         self,
         *args: Any,

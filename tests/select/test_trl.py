@@ -59,6 +59,7 @@ def test_one_and_two_processes_select_alike_ties_included(tmp_path: Path) -> Non
     program("train", tmp_path / "two", ranks=2)
     one, two = updates(tmp_path / "one", 1), updates(tmp_path / "two", 2)
     assert len(one) == len(two) == 4
+    parted = 0
     for first, second in zip(one, two, strict=True):
         for name in ("log_probs", "mask", "advantages", "codes", "weights"):
             np.testing.assert_array_equal(first[name], second[name], err_msg=name)
@@ -67,7 +68,8 @@ def test_one_and_two_processes_select_alike_ties_included(tmp_path: Path) -> Non
         chosen = first["log_probs"][first["codes"] == 1].max()
         side = first["mask"].astype(bool) & (first["advantages"] > 0)[:, None]
         tied = side & (first["log_probs"] == chosen)
-        assert tied.sum() > 1
+        parted += 0 < (first["codes"][tied] == 1).sum() < tied.sum()
+    assert parted  # some ties lie on both sides of the threshold
     agrees_with_the_reference(one)
     assert states(tmp_path / "two", 0) == states(tmp_path / "two", 1) == states(tmp_path / "one", 0)
 
