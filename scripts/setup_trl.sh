@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv-trl: TRL as scripts/trl.lock pins it, for tests/select/test_trl.py and benchmarks/trl_select.py.
+# Makes .venv-trl: TRL as scripts/trl.lock pins it, for tests/select/test_select_trl.py and benchmarks/trl_select.py.
 # Its own environment because TRL's pins are not the trainer's; its Python may be another, which TRL_PYTHON names.
 # Seconds when nothing has changed.
 set -euo pipefail

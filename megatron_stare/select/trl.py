@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_stare.algorithms.stare import Stare
 from megatron_stare.errors import ConfigError, UserError
-from megatron_stare.select.selector import Selector
+from megatron_stare.select.selector import METHODS, Selector
 
 try:
     from trl import GRPOTrainer
@@ -245,8 +246,8 @@ def refuse(trainer: Any, settings: Mapping[str, Any]) -> None:
     for name, (wrong, why) in faults.items():
         if wrong:
             raise ConfigError(f"{getattr(args, name)!r}: {why}", where=name)
-    takes_out = settings.get("method", "stare") != "stare"
-    if takes_out and settings.get("denominator") != "all":
+    method = METHODS.get(settings.get("method", "stare"), Stare)  # Selector refuses other names
+    if method is not Stare and settings.get("denominator") != "all":
         raise ConfigError(
             "TRL divides by all tokens, also by those that the method takes out",
             where="stare",
