@@ -1,7 +1,7 @@
 """Trains the tiny adder in real TRL on fixed completions, and writes what every rank selected.
 
-test_select_trl.py runs it in TRL's environment: `trl_program.py {train,resume,refuse} FOLDER`, by itself
-or under torchrun.
+test_select_trl.py runs it in TRL's environment: `trl_program.py {train,resume,refuse} FOLDER`, by
+itself or under torchrun.
 """
 
 from __future__ import annotations
