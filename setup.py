@@ -15,7 +15,11 @@ from setuptools.command.build_py import build_py
 
 SHARE = "megatron_stare/share"
 FOLDERS = ("configs", "assets", "tools")
-LEFT_OUT = ("__pycache__", "make_config_docs.py")  # the page it writes is the repository's
+LEFT_OUT = (
+    "__pycache__",
+    "make_config_docs.py",  # the page it writes is the repository's
+    "stare_select",  # builds a wheel of its own, from the repository
+)
 
 
 class BuildWithShare(build_py):

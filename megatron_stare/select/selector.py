@@ -1,0 +1,343 @@
+"""Selects and weighs the tokens of a batch that another trainer made.
+
+Shape legend: B rows of this rank, T columns of the padded batch, N tokens of a flat batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, all_gather, all_reduce, get_rank
+
+from megatron_stare.algorithms.grpo import Grpo
+from megatron_stare.algorithms.stapo import SpuriousTokens, Stapo
+from megatron_stare.algorithms.stapo_stare import StapoStare
+from megatron_stare.algorithms.stare import Stare
+from megatron_stare.algorithms.twenty_entropy import TwentyEntropy
+from megatron_stare.errors import ConfigError, DataError
+from megatron_stare.ops.statistics_executor import gather_statistics
+from megatron_stare.records.batch import TokenBatch
+
+METHODS: dict[str, type[Grpo]] = {
+    "stare": Stare,
+    "stapo": Stapo,
+    "stapo_stare": StapoStare,
+    "twenty_entropy": TwentyEntropy,
+}
+_LARGEST_INDEX = 2**32  # ordering keys hold an index in 32 bits
+_FAULTS = {
+    1: "log_probs or entropies of masked tokens are NaN or infinite",
+    2: "advantages of masked tokens are NaN or infinite",
+}
+
+
+@dataclass(frozen=True)
+class Selected:
+    """Answer to one update, on this rank's tokens, in the shape of the given mask.
+
+    weights: float32 factor on every token's advantage; 0 for tokens that the method takes out of
+        the loss, and 1 outside the mask.
+    advantages: the given advantages times `weights`, float32; 0 outside the mask.
+    codes: int8 number of each token's set: 1 is L+, -1 is L-, 2 is U+, -2 is U-, 0 is no set. The
+        sets are named even while the gate is closed.
+    counted: bool, tokens that belong in the denominator of a mean over tokens.
+    metrics: numbers to log, the same on every rank.
+    """
+
+    weights: Tensor
+    advantages: Tensor
+    codes: Tensor
+    counted: Tensor
+    metrics: dict[str, float]
+
+
+class Selector:
+    """Weighs advantages by a method of this project, and keeps the method's gate and controllers.
+
+    Args:
+        method: a name in METHODS.
+        group: ranks that hold different tokens of the batch. With None, this process holds the
+            whole batch, even if torch.distributed runs.
+        settings: the method's own settings, such as `share=0.1` or `entropy_target=0.3`. Settings
+            of the loss (clip_high and others) belong to the trainer.
+
+    Raises:
+        ConfigError: the method or a setting is unknown or invalid.
+    """
+
+    def __init__(
+        self, method: str = "stare", *, group: ProcessGroup | None = None, **settings: Any
+    ) -> None:
+        self.method, self.group, self.updates = method, group, 0
+        self._rule = _rule(method, settings)
+        self._state = {
+            name: torch.tensor(value, dtype=torch.float64)
+            for name, value in self._rule.initial_state().items()
+        }
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Returns all settings of the method, as plain values."""
+        return {name: _plain(getattr(self._rule, name)) for name in _own_settings(type(self._rule))}
+
+    def update(
+        self,
+        log_probs: Tensor,
+        entropies: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        rows: Tensor | None = None,
+        sequence: Tensor | None = None,
+        index: Tensor | None = None,
+    ) -> Selected:
+        """Selects tokens and moves the controllers by one step. Every rank of the group calls it
+        once per rollout batch, also a rank without tokens.
+
+        Args:
+            log_probs: [B, T] or [N] log-probs of the sampled tokens before the update, nats.
+            entropies: same shape, entropies of the same policy, nats.
+            advantages: same shape, or [B] with one advantage for each row.
+            mask: same shape, true where the policy made the token and the token has a loss.
+            rows: [B] int64 number of each row in the whole batch. With None, ranks hold consecutive
+                rows in the order of the group. Of equal surprisals, the lower row comes first.
+            sequence: [N] int64 number of each token's response in the whole batch, for flat input.
+            index: [N] int64 number of each token in the whole batch, unique and below 2^32, for
+                flat input.
+
+        Raises:
+            DataError: shapes do not fit, masked numbers are not finite, or two rows have one
+                number. Faults in numbers are raised on every rank of the group.
+        """
+        _check_shapes(log_probs, entropies, advantages, mask, rows, sequence, index)
+        if mask.dim() == 2 and advantages.dim() == 1:
+            advantages = advantages[:, None].expand(mask.shape)
+        shape, mask = mask.shape, mask.bool()
+        fault = self._fault(log_probs, entropies, advantages, mask)
+        if mask.dim() == 2:
+            sequence, index, number = self._numbered(mask, rows, fault)
+        else:
+            assert sequence is not None and index is not None
+            number = self._largest([fault, _most(sequence) + 1], mask.device)[1]
+        columns = (log_probs, entropies, advantages, mask, sequence, index)
+        batch = _token_batch([each.detach().reshape(-1) for each in columns], number)
+        if self._rule_needs_lengths():
+            lengths = torch.zeros(number, dtype=torch.int64, device=mask.device)
+            batch.sequence_lengths = self._sum(
+                lengths.index_add_(0, batch.sequence, batch.loss_mask.long())
+            )
+        return self._select(batch, shape)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the method, its settings and its state as plain values, the same on every
+        rank."""
+        return {
+            "version": 1,
+            "method": self.method,
+            "settings": self.settings,
+            "state": {name: float(value) for name, value in self._state.items()},
+            "updates": self.updates,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continues from a saved state.
+
+        Raises:
+            ConfigError: the state belongs to another method, to other settings or to a newer
+                version.
+        """
+        if saved.get("version") != 1:
+            raise ConfigError(
+                f"the saved state has format {saved.get('version')!r}, and this version reads 1",
+                fix="load it with the version of stare-select that wrote it",
+            )
+        now = {"method": self.method, **self.settings}
+        then = {"method": saved["method"], **saved["settings"]}
+        changed = sorted(
+            name for name in now.keys() | then.keys() if now.get(name) != then.get(name)
+        )
+        if changed:
+            raise ConfigError(
+                "the saved state has other settings: "
+                + ", ".join(f"{n} was {then.get(n)!r}, now {now.get(n)!r}" for n in changed),
+                fix="use the saved settings, or start with a new Selector",
+            )
+        self._state = {
+            name: torch.tensor(saved["state"][name], dtype=torch.float64) for name in self._state
+        }
+        self.updates = int(saved["updates"])
+
+    def _select(self, batch: TokenBatch, shape: torch.Size) -> Selected:
+        rule, device = self._rule, batch.loss_mask.device
+        known = gather_statistics(lambda known: rule.requests(batch, known), self.group)
+        state = {name: value.to(device) for name, value in self._state.items()}
+        state = rule.control(state, known)
+        self._state, self.updates = state, self.updates + 1
+        narrowed = rule.narrowed(batch, known)
+        weights = torch.ones_like(batch.advantage)
+        if isinstance(rule, Stare):
+            weights = rule.weights(narrowed.kept, known, state)
+        weights = torch.where(batch.loss_mask & ~narrowed.kept.loss_mask, 0.0, weights)
+        metrics = rule.metrics(known, state)
+        if "entropy" in known:
+            metrics["entropy/mean"] = known["entropy"]  # type: ignore[assignment]
+        return Selected(
+            weights=weights.view(shape),
+            advantages=(weights * batch.advantage).view(shape),
+            codes=rule.selected(batch, known).to(torch.int8).view(shape),
+            counted=narrowed.counted.view(shape),
+            metrics={name: float(value) for name, value in metrics.items()},
+        )
+
+    def _rule_needs_lengths(self) -> bool:
+        return getattr(self._rule, "gate", "batch") == "sample"
+
+    def _fault(self, log_probs: Tensor, entropies: Tensor, advantages: Tensor, mask: Tensor) -> int:
+        """Returns the number of a fault in _FAULTS, or 0."""
+        if not (log_probs.isfinite() & entropies.isfinite())[mask].all():
+            return 1
+        return 0 if advantages.isfinite()[mask].all() else 2
+
+    def _numbered(
+        self, mask: Tensor, rows: Tensor | None, fault: int
+    ) -> tuple[Tensor, Tensor, int]:
+        """Returns numbers of sequences and tokens, [B, T] each, and the number of sequences."""
+        here, device = mask.shape[0], mask.device
+        if rows is None:
+            rows = torch.arange(here, device=device) + self._rows_before(here, device)
+        rows = rows.to(device)
+        _, number, width = self._largest([fault, _most(rows) + 1, mask.shape[1]], device)
+        if number * width > _LARGEST_INDEX or number > 2**26:
+            raise DataError(
+                f"{number} rows of {width} columns are too many to number",
+                where="rows",
+                fix="number the rows of the whole batch from 0",
+            )
+        used = torch.zeros(number, dtype=torch.int64, device=device)
+        taken = self._sum(used.index_add_(0, rows, mask.any(1).long()))
+        if (taken > 1).any():
+            twice = int(taken.argmax())
+            raise DataError(
+                f"{int(taken.max())} rows have the number {twice}",
+                where="rows",
+                fix="give each row of the whole batch its own number, on all ranks together",
+            )
+        columns = torch.arange(mask.shape[1], device=device)
+        return rows[:, None].expand(mask.shape), rows[:, None] * width + columns, number
+
+    def _rows_before(self, here: int, device: torch.device) -> int:
+        if self.group is None:
+            return 0
+        mine = torch.tensor([here], device=device)
+        all_ = [torch.zeros_like(mine) for _ in range(self.group.size())]
+        all_gather(all_, mine, group=self.group)
+        return sum(int(each) for each in all_[: get_rank(self.group)])
+
+    def _largest(self, numbers: list[int], device: torch.device) -> list[int]:
+        """Returns each number's maximum over the group. Raises DataError if the first number, a
+        fault of any rank, is above 0."""
+        table = torch.tensor(numbers, dtype=torch.int64, device=device)
+        if self.group is not None:
+            all_reduce(table, ReduceOp.MAX, group=self.group)
+        found = [int(each) for each in table]
+        if found[0]:
+            raise DataError(_FAULTS[found[0]], fix="look for them on every rank of the group")
+        return found
+
+    def _sum(self, table: Tensor) -> Tensor:
+        if self.group is not None:
+            all_reduce(table, group=self.group)
+        return table
+
+
+def _most(numbers: Tensor) -> int:
+    return int(numbers.max()) if numbers.numel() else 0
+
+
+def _token_batch(columns: list[Tensor], number: int) -> TokenBatch:
+    log_prob, entropy, advantage, mask, sequence, index = columns
+    # padding may hold anything, NaN included
+    log_prob, entropy, advantage = (
+        torch.where(mask, each.to(torch.float32), 0.0) for each in (log_prob, entropy, advantage)
+    )
+    return TokenBatch(
+        log_prob=log_prob,
+        old_log_prob=log_prob,
+        rollout_log_prob=log_prob,
+        entropy=entropy,
+        advantage=advantage,
+        loss_mask=mask,
+        sequence=sequence,
+        position=torch.zeros_like(index),  # no rule of METHODS reads positions
+        index=index,
+        num_sequences=number,
+    )
+
+
+def _check_shapes(
+    log_probs: Tensor,
+    entropies: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    rows: Tensor | None,
+    sequence: Tensor | None,
+    index: Tensor | None,
+) -> None:
+    shape = tuple(mask.shape)
+    if mask.dim() not in (1, 2):
+        raise DataError(f"mask has shape {shape}, not [B, T] or [N]", where="mask")
+    expected = {"log_probs": (log_probs, [shape]), "entropies": (entropies, [shape])}
+    expected["advantages"] = (advantages, [shape, shape[:1]])
+    if mask.dim() == 2:
+        if sequence is not None or index is not None:
+            raise DataError("sequence and index are for flat input", fix="pass rows, or nothing")
+        if rows is not None:
+            expected["rows"] = (rows, [shape[:1]])
+    elif sequence is None or index is None or rows is not None:
+        raise DataError("flat input needs sequence and index, and no rows", where="mask")
+    else:
+        expected |= {"sequence": (sequence, [shape]), "index": (index, [shape])}
+    for name, (value, shapes) in expected.items():
+        if tuple(value.shape) not in shapes:
+            raise DataError(f"has shape {tuple(value.shape)}, and mask {shape}", where=name)
+
+
+def _own_settings(of: type[Grpo]) -> list[str]:
+    """Returns the settings that select, without those of the loss."""
+    loss = {each.name for each in fields(Grpo)}
+    return [each.name for each in fields(of) if each.name not in loss]
+
+
+def _rule(method: str, settings: Mapping[str, Any]) -> Grpo:
+    if method not in METHODS:
+        raise ConfigError(
+            f"{method!r} does not weigh the tokens of a batch",
+            where="method",
+            fix=f"one of {', '.join(METHODS)}; other methods change the loss itself",
+        )
+    of, given = METHODS[method], dict(settings)
+    own, hints = _own_settings(of), get_type_hints(of)
+    for name, value in given.items():
+        if name not in own:
+            of_loss = name in {each.name for each in fields(of)}
+            what = "belongs to the trainer's loss" if of_loss else f"is no setting of {method}"
+            raise ConfigError(what, where=name, fix=f"settings are {', '.join(own)}")
+        if get_origin(hints[name]) is Literal and value not in get_args(hints[name]):
+            choices = ", ".join(map(str, get_args(hints[name])))
+            raise ConfigError(f"{value!r} is none of {choices}", where=name)
+    try:
+        if isinstance(given.get("spurious"), Mapping):
+            given["spurious"] = SpuriousTokens(**given["spurious"])
+        return of(**given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error), where=method) from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, SpuriousTokens):
+        return {each.name: getattr(value, each.name) for each in fields(value)}
+    return value

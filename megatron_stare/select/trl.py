@@ -1,0 +1,255 @@
+"""STARE inside TRL: a GRPOTrainer whose advantages are weighted, token by token.
+
+Imports trl, which this project does not install; only users of TRL import this module.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_stare.algorithms.stare import Stare
+from megatron_stare.errors import ConfigError, UserError
+from megatron_stare.select.selector import METHODS, Selector
+
+try:
+    from trl import GRPOTrainer
+except ImportError as error:
+    raise ConfigError(
+        f"cannot import trl: {error}", fix="pip install trl==1.16.0, in an environment of its own"
+    ) from error
+
+STATE_FILE = "stare_select.json"
+# losses that are linear in a token's advantage, so that weighing the advantage weighs the loss
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
+# parameters that the adapter passes, by method of GRPOTrainer
+CALLED = {
+    "_generate_and_score_completions": ("inputs",),
+    "_get_per_token_logps_and_entropies": (
+        "model",
+        "input_ids",
+        "attention_mask",
+        "logits_to_keep",
+        "batch_size",
+        "compute_entropy",
+    ),
+    "_compute_loss": ("model", "inputs"),
+    "_save_checkpoint": ("model", "trial"),
+    "_load_optimizer_and_scheduler": ("checkpoint",),
+}
+
+
+class UpstreamChangedError(UserError):
+    """Raised if the installed TRL is not the one that the adapter was written for."""
+
+
+def probe(trainer: type = GRPOTrainer) -> str | None:
+    """Returns what the class lacks of the parts that the adapter builds on, or None."""
+    for name, wanted in CALLED.items():
+        method = getattr(trainer, name, None)
+        if method is None:
+            return f"{trainer.__name__} has no {name}"
+        missing = [each for each in wanted if each not in inspect.signature(method).parameters]
+        if missing:
+            return f"{trainer.__name__}.{name} has no parameter {', '.join(missing)}"
+    return None
+
+
+class StareGRPOTrainer(GRPOTrainer):
+    """GRPOTrainer that multiplies advantages by the weights of a Selector.
+
+    Args:
+        stare: settings of the selector, such as `{"entropy_target": 0.3}`; `method` chooses another
+            method than STARE.
+        trust_upstream: whether to train even if TRL's parts changed. The trainer then warns.
+
+    Raises:
+        ConfigError: a setting of GRPOConfig makes the selection inexact.
+        UpstreamChangedError: TRL's methods or their results changed.
+    """
+
+    _metrics: Any  # GRPOTrainer's lists by mode and name
+
+    def __init__(
+        self,
+        *args: Any,
+        stare: Mapping[str, Any] | None = None,
+        trust_upstream: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self._trusts, self._proven = trust_upstream, False
+        self._expect(probe(type(self)))
+        super().__init__(*args, **kwargs)
+        settings = dict(stare or {})
+        refuse(self, settings)
+        group = torch.distributed.group.WORLD if self.accelerator.num_processes > 1 else None
+        self.selector = Selector(settings.pop("method", "stare"), group=group, **settings)
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        batch = super()._generate_and_score_completions(inputs)
+        if not self.model.training:
+            return batch
+        if "num_images" in batch or "pixel_values" in batch:
+            raise ConfigError("the adapter passes no images", fix="train on text")
+        started = time.perf_counter()
+        log_probs, entropies = self._stare_pass(batch)
+        seconds = time.perf_counter() - started
+        if not self._proven:
+            self._expect(self._changed(batch, log_probs, entropies))
+            self._proven = True
+        mask = batch["completion_mask"]
+        mask = mask if batch.get("tool_mask") is None else mask * batch["tool_mask"]
+        found = self.selector.update(log_probs, entropies, batch["advantages"], mask)
+        batch["advantages"] = found.advantages.to(batch["advantages"].dtype)
+        self.stare_selected = found
+        for name, value in {**found.metrics, "stare/pass_seconds": seconds}.items():
+            self._metrics["train"][name].append(value)
+        return batch
+
+    def _stare_pass(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """[B, T] log-probs and entropies of the policy that samples, before any update."""
+        with torch.no_grad():
+            log_probs, entropies, _ = self._get_per_token_logps_and_entropies(
+                self.model,
+                torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+                torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+                batch["completion_ids"].shape[1],
+                batch_size=self.args.per_device_train_batch_size,
+                compute_entropy=True,
+            )
+        return log_probs, entropies
+
+    def _changed(
+        self, batch: Mapping[str, Any], log_probs: Tensor, entropies: Tensor
+    ) -> str | None:
+        """Returns what TRL does otherwise with a small batch than the adapter needs, or None."""
+        shape = batch["completion_ids"].shape
+        if batch["advantages"].shape != shape[:1]:
+            return f"advantages have shape {tuple(batch['advantages'].shape)}, not [B]"
+        if log_probs.shape != shape or entropies.shape != shape:
+            return "log-probs or entropies have another shape than the completions"
+        kept = batch["completion_mask"].bool()
+        if (log_probs[kept] > 1e-4).any() or (entropies[kept] < -1e-4).any():
+            return "log-probs lie above 0, or entropies below"
+        rows = slice(0, min(2, shape[0]))
+        few = {
+            name: value[rows] if isinstance(value, Tensor) and value.dim() else value
+            for name, value in batch.items()
+        }
+        few["old_per_token_logps"] = log_probs[rows]
+        ones = torch.ones_like(few["completion_mask"], dtype=log_probs.dtype)
+        per_row, per_token, doubled = (
+            self._loss_of(few, advantages) for advantages in (ones[:, 0], ones, 2 * ones)
+        )
+        none = self._loss_of(few, 0 * ones)
+        if not torch.allclose(per_row, per_token, rtol=1e-4, atol=1e-6):
+            return "_compute_loss takes [B, T] advantages otherwise than [B]"
+        if not torch.allclose(doubled - none, 2 * (per_token - none), rtol=1e-4, atol=1e-6):
+            return "_compute_loss is not linear in the advantages"
+        if torch.equal(per_token, none):
+            return "_compute_loss ignores the advantages"
+        return None
+
+    def _loss_of(self, batch: Mapping[str, Any], advantages: Tensor) -> Tensor:
+        """Returns the loss without a trace in the metrics or in the model's mode."""
+        kept, self._metrics = self._metrics, copy.deepcopy(self._metrics)
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                return self._compute_loss(self.model, {**batch, "advantages": advantages})
+        finally:
+            self.model.train()
+            self._metrics = kept
+
+    def _expect(self, changed: str | None) -> None:
+        if changed is None:
+            return
+        if not self._trusts:
+            raise UpstreamChangedError(
+                changed,
+                where="trl",
+                fix="install trl 1.16.0, or pass trust_upstream=True to train all the same",
+            )
+        warnings.warn(f"trl changed ({changed}); trust_upstream trains all the same", stacklevel=3)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+            (folder / STATE_FILE).write_text(json.dumps(self.selector.state_dict()))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        file = Path(checkpoint, STATE_FILE)
+        if not file.is_file():
+            raise ConfigError(
+                "the checkpoint has no state of the selector",
+                where=str(file),
+                fix="resume from a checkpoint that StareGRPOTrainer wrote",
+            )
+        self.selector.load_state_dict(json.loads(file.read_text()))
+
+
+def refuse(trainer: Any, settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError if the trainer's settings make the selection inexact."""
+    args = trainer.args
+    steps, accumulated = args.steps_per_generation, args.gradient_accumulation_steps
+    if steps != accumulated:
+        raise ConfigError(
+            f"is {steps}, and gradient_accumulation_steps {accumulated}: one generation batch would"
+            " not be one update, and the selection is over one generation batch",
+            where="steps_per_generation",
+            fix=f"set it to {accumulated}, or leave it out",
+        )
+    faults = {
+        "num_iterations": (
+            args.num_iterations != 1,
+            "later iterations would use weights of an older policy; set it to 1",
+        ),
+        "loss_type": (
+            args.loss_type not in LOSSES,
+            f"is not known to be linear in a token's advantage; one of {', '.join(LOSSES)}",
+        ),
+        "importance_sampling_level": (
+            args.importance_sampling_level != "token",
+            "a ratio of the whole sequence has no weight for a token; set it to 'token'",
+        ),
+        "top_entropy_quantile": (
+            args.top_entropy_quantile < 1,
+            "it drops tokens after the selection, by a quantile per micro-batch; set it to 1.0, or"
+            " use method twenty_entropy",
+        ),
+        "off_policy_mask_threshold": (
+            args.off_policy_mask_threshold is not None,
+            "it drops sequences after the selection; leave it out",
+        ),
+        "use_adaptive_entropy": (
+            args.use_adaptive_entropy,
+            "two controllers would steer one entropy; set it to False",
+        ),
+        "use_liger_kernel": (
+            args.use_liger_kernel,
+            "its loss is not tested with advantages of single tokens; set it to False",
+        ),
+    }
+    for name, (wrong, why) in faults.items():
+        if wrong:
+            raise ConfigError(f"{getattr(args, name)!r}: {why}", where=name)
+    method = METHODS.get(settings.get("method", "stare"), Stare)  # Selector refuses other names
+    if method is not Stare and settings.get("denominator") != "all":
+        raise ConfigError(
+            "TRL divides by all tokens, also by those that the method takes out",
+            where="stare",
+            fix="set denominator: all; method stapo_stare: use stare",
+        )

@@ -1,0 +1,185 @@
+"""Trains the tiny adder in real TRL on fixed completions, and writes what every rank selected.
+
+test_select_trl.py runs it in TRL's environment: `trl_program.py {train,resume,refuse} FOLDER`, by
+itself or under torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+from megatron_stare.errors import UserError
+from megatron_stare.select.trl import StareGRPOTrainer, probe
+
+MODEL = Path(__file__).resolve().parents[2] / "assets" / "tiny-adder"
+RANKS, RANK = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+STARE = {"variant": "C2", "entropy_target": 2.0, "adaptive": True, "share": 0.2}
+WIDTH = 12
+
+
+def fixed(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
+    """Returns completions that depend on the prompt alone. Pairs are equal, so log-probs tie; the
+    middle of each stands for a tool's answer."""
+    tokenizer = trainer.processing_class
+    output: dict[str, list] = {name: [] for name in ("prompt_ids", "completion_ids", "env_mask")}
+    seen: dict[str, int] = {}
+    for prompt in prompts:
+        number = seen[prompt] = seen.get(prompt, -1) + 1
+        source = np.random.default_rng(zlib.crc32(f"{prompt}{number // 2}".encode()))
+        length = WIDTH if number < 2 else int(source.integers(4, WIDTH + 1))
+        output["prompt_ids"].append(tokenizer(prompt)["input_ids"])
+        output["completion_ids"].append(source.integers(2, 15, length).tolist())
+        output["env_mask"].append([int(not 3 <= at < 6) for at in range(length)])
+    zeros = [[0.0] * len(each) for each in output["completion_ids"]]
+    return {**output, "logprobs": zeros}
+
+
+def reward(completion_ids: list[list[int]], **_: object) -> list[float]:
+    return [float(sum(each) % 4) for each in completion_ids]
+
+
+class Recording(StareGRPOTrainer):
+    """Keeps every update's inputs and answers."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        self.updates = getattr(self, "updates", [])
+        update, plain = self.selector.update, {}
+
+        def recorded(log_probs: Any, entropies: Any, advantages: Any, mask: Any) -> Any:
+            plain.update(log_probs=log_probs, entropies=entropies, advantages=advantages, mask=mask)
+            return update(log_probs, entropies, advantages, mask)
+
+        self.selector.update = recorded  # type: ignore[method-assign]
+        try:
+            batch = super()._generate_and_score_completions(inputs)
+        finally:
+            del self.selector.update
+        found = self.stare_selected
+        assert torch.equal(batch["advantages"], found.advantages)
+        answers = {"codes": found.codes, "weights": found.weights}
+        self.updates.append({n: v.clone().numpy() for n, v in {**plain, **answers}.items()})
+        self.states = [*getattr(self, "states", []), self.selector.state_dict()]
+        return batch
+
+
+def config(folder: Path, **more: Any) -> GRPOConfig:
+    settings: dict[str, Any] = {
+        "output_dir": str(folder / "output"),
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 2 // RANKS,
+        "num_generations": 4,
+        "max_completion_length": WIDTH,
+        "max_steps": 4,
+        "learning_rate": 0.0,
+        "loss_type": "dapo",
+        "save_steps": 2,
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+        "seed": 3,
+    }
+    return GRPOConfig(**settings | more)
+
+
+def trainer(of: type[GRPOTrainer], args: GRPOConfig, **more: Any) -> Any:
+    prompts = [{"prompt": f"{10 + each}+{90 - each}+55="} for each in range(64)]
+    return of(
+        model=AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(MODEL),
+        reward_funcs=reward,
+        args=args,
+        train_dataset=Dataset.from_list(prompts),
+        rollout_func=fixed,
+        **more,
+    )
+
+
+def train(folder: Path, **more: Any) -> None:
+    running = trainer(Recording, config(folder, **more), stare=STARE)
+    running.train()
+    _write(folder, "", running)
+
+
+def resume(folder: Path) -> None:
+    """Trains with a learning rate, then again from the checkpoint of step 2."""
+    whole = trainer(Recording, config(folder, learning_rate=1e-3), stare=STARE)
+    whole.train()
+    _write(folder, "whole-", whole)
+    resumed = trainer(Recording, config(folder, learning_rate=1e-3), stare=STARE)
+    resumed.train(resume_from_checkpoint=str(folder / "output" / "checkpoint-2"))
+    _write(folder, "resumed-", resumed)
+
+
+def _write(folder: Path, name: str, running: Recording) -> None:
+    for number, update in enumerate(running.updates):
+        np.savez(folder / f"{name}{number}-{RANK}.npz", **update)
+    seconds = [each.get("stare/pass_seconds") for each in running.state.log_history]
+    report = {"states": running.states, "pass_seconds": [s for s in seconds if s is not None]}
+    (folder / f"{name}report-{RANK}.json").write_text(json.dumps(report))
+
+
+class WholeSum(GRPOTrainer):
+    """An upstream whose loss ignores which token an advantage belongs to."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        return super()._compute_loss(model, inputs) ** 2
+
+
+class Renamed(StareGRPOTrainer):
+    """An upstream with another parameter."""
+
+    def _save_checkpoint(self, model: Any, attempt: Any) -> None:
+        raise NotImplementedError
+
+
+def refuse(folder: Path) -> None:
+    """Writes the message of every refusal."""
+    cases: dict[str, dict[str, Any]] = {
+        "steps_per_generation": {"steps_per_generation": 4},
+        "num_iterations": {"num_iterations": 2},
+        "loss_type": {"loss_type": "sapo"},
+        "importance_sampling_level": {"importance_sampling_level": "sequence"},
+        "top_entropy_quantile": {"top_entropy_quantile": 0.2},
+        "use_adaptive_entropy": {"use_adaptive_entropy": True},
+        "off_policy_mask_threshold": {"off_policy_mask_threshold": 0.5},
+    }
+    found: dict[str, str | None] = {"probe": probe()}
+    for name, more in cases.items():
+        found[name] = _message(lambda more=more: trainer(StareGRPOTrainer, config(folder, **more)))
+    stapo = {"stare": {"method": "stapo"}}
+    found["stapo"] = _message(lambda: trainer(StareGRPOTrainer, config(folder), **stapo))
+    found["renamed"] = _message(lambda: trainer(Renamed, config(folder)))
+
+    class Changed(StareGRPOTrainer, WholeSum):
+        pass
+
+    found["changed"] = _message(lambda: trainer(Changed, config(folder)).train())
+    brave = config(folder, max_steps=1)
+    found["trusted"] = _message(lambda: trainer(Changed, brave, trust_upstream=True).train())
+    (folder / "refusals.json").write_text(json.dumps(found))
+
+
+def _message(call: Any) -> str | None:
+    try:
+        call()
+    except UserError as error:
+        return str(error)
+    return None
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    {"train": train, "resume": resume, "refuse": refuse}[sys.argv[1]](Path(sys.argv[2]))
