@@ -71,6 +71,14 @@ show_and_run() {
     [ "${DRY_RUN:-0}" = 1 ] || "$@"
 }
 
+# The IPv4 address of a node by its name, as this machine's resolver finds it: gRPC, by which Ray speaks, asks DNS
+# servers, and may not look into /etc/hosts. The name itself where only loopback addresses are known.
+address_of() {
+    local found
+    found="$(getent ahostsv4 "$1" 2>/dev/null | awk '$1 !~ /^127[.]/ { print $1; exit }')" || true
+    echo "${found:-$1}"
+}
+
 # Leaves $PYTHON, which must be there.
 find_project_python() {
     PYTHON="${PYTHON:-$ROOT/.venv/bin/python}"

@@ -35,7 +35,7 @@ print(sum(node['Alive'] for node in ray.nodes()))"
     deadline=$((SECONDS + ${WAIT_S:-300}))
     [ "$DRY_RUN" = 0 ] || { echo "+ # waits until $WAIT_NODES nodes have joined ${HEAD:-this node}:$RAY_PORT"; exit 0; }
     joined=0
-    until joined="$("$PYTHON" -c "$count" "${HEAD:-127.0.0.1}:$RAY_PORT" 2>/dev/null)" && [ "$joined" -ge "$WAIT_NODES" ]; do
+    until joined="$("$PYTHON" -c "$count" "$(address_of "${HEAD:-127.0.0.1}"):$RAY_PORT" 2>/dev/null)" && [ "$joined" -ge "$WAIT_NODES" ]; do
         [ "$SECONDS" -lt "$deadline" ] ||
             fail "${joined:-0} of $WAIT_NODES nodes have joined ${HEAD:-this node}:$RAY_PORT in ${WAIT_S:-300} s" \
                 "look at the nodes' logs in ${RAY_TMP:-/tmp/ray}/session_latest/logs, and check that the port is open between them"
@@ -64,7 +64,7 @@ fi
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0
 start=("${ray[@]}" start --disable-usage-stats)
 if [ -n "${HEAD:-}" ]; then
-    start+=("--address=$HEAD:$RAY_PORT")
+    start+=("--address=$(address_of "$HEAD"):$RAY_PORT")
 else
     start+=(--head "--port=$RAY_PORT" --include-dashboard=false)
     [ -z "${RAY_TMP:-}" ] || start+=("--temp-dir=$RAY_TMP")
@@ -75,4 +75,8 @@ fi
 [ -z "${RESOURCES:-}" ] || start+=("--resources=$RESOURCES")
 [ -z "${OBJECT_STORE_GB:-}" ] || start+=("--object-store-memory=$((OBJECT_STORE_GB * 1000000000))")
 [ "$BLOCK" = 0 ] || start+=(--block)
-show_and_run "${start[@]}"
+if [ "$BLOCK" = 1 ]; then
+    show_and_run exec "${start[@]}" # what ends this script is to end Ray
+else
+    show_and_run "${start[@]}"
+fi

@@ -107,7 +107,9 @@ submit() {
 job() {
     local script="$1" head=HEAD nodes="${NODES:-2}" port="${RAY_PORT:-6379}" status=0
     if [ "$DRY_RUN" = 0 ]; then
-        head="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+        # whole, as a pipe that closes after the first line may end scontrol, and with it the job
+        head="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
+        head="${head%%$'\n'*}"
         nodes="$SLURM_JOB_NUM_NODES"
     fi
     export NODES="$nodes"

@@ -52,7 +52,7 @@ class Run:
             f"sglang.agreement_limit={LIMIT}",
         )
         words = command(model(), f"run.dir={self.dir}", *given, *overrides, **SMALL)
-        nodes[0]._environment = self.traces.environment(dict(nodes[0]._environment))
+        nodes[0].environment = self.traces.environment(dict(nodes[0].environment))
         self.process = nodes[0].popen(words, cwd=shared, stdout=subprocess.PIPE, stderr=self.log)
 
     def lines(self) -> Iterator[str]:

@@ -51,6 +51,7 @@ from megatron_stare.process.network import (
     EVERYWHERE,
     LOOPBACK,
     Listener,
+    by_number,
     free_port,
     interface_address,
     interface_of,
@@ -410,7 +411,7 @@ def start_ray(config: Config) -> None:
         # without this check Ray would retry, with messages, for ten minutes
         head.require("no Ray cluster can be reached at", "runtime.ray_address", fix)
         what = f"the Ray cluster at {address} cannot be joined"
-        _init(what, "runtime.ray_address", fix, address=address, **common)
+        _init(what, "runtime.ray_address", fix, address=by_number(address), **common)
         _joined = head
         return
     # silence Ray's harmless notice that the cluster requires a token

@@ -416,11 +416,13 @@ def pause(seconds: float) -> None:
         poll()
 
 
-def wait_for(future: Future[T]) -> T:
-    """Returns the future's result or raises its error; polls meanwhile."""
+def wait_for(future: Future[T], meanwhile: Callable[[], object] = lambda: None) -> T:
+    """Returns the future's result or raises its error; polls, and calls `meanwhile`, until then."""
     poll()
+    meanwhile()
     while not wait([future], timeout=TICK_S).done:
         poll()
+        meanwhile()
     return future.result()
 
 

@@ -88,6 +88,25 @@ def free_port(host: str, ports: Sequence[int]) -> int:
     )
 
 
+def by_number(address: str) -> str:
+    """Returns host:port with the host's IPv4 address in the place of its name.
+
+    gRPC, by which Ray speaks, asks DNS servers for a name, and may not look into /etc/hosts, where
+    many clusters name their nodes. The address is what this machine's own resolver answers. A name
+    is kept if the resolver knows none but loopback addresses for it, and so is anything but
+    host:port.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host or host.startswith("["):
+        return address
+    try:
+        found = socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_STREAM)
+    except (OSError, UnicodeError, OverflowError):
+        return address
+    numbers = [str(each[4][0]) for each in found]
+    return next((f"{each}:{port}" for each in numbers if not each.startswith("127.")), address)
+
+
 class Listener:
     """A listener at a host:port on the network.
 

@@ -29,6 +29,7 @@ from megatron_stare.rollout.engines.sglang.target import ServersTarget, make_syn
 from megatron_stare.rollout.fleet.health import Health, NoEngineError
 from megatron_stare.rollout.sources.rollout_source import Rollouts
 from megatron_stare.rollout.sources.turns import check_versions
+from megatron_stare.run_dir.heartbeat import watch_progress
 
 MODEL = Path(__file__).parents[2] / "assets" / "tiny-adder"
 TENSORS = load_file(MODEL / "model.safetensors")
@@ -339,7 +340,10 @@ def test_one_beside_the_trainer_restarts_only_while_the_trainer_is_away(
 def test_whoever_needs_the_device_waits_for_a_server_that_does_not_come_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The server is lost then, and does not restart while the device is needed."""
+    """The server is lost then, and does not restart while the device is needed. Meanwhile the run's
+    phase makes progress: the start has a limit of its own."""
+    told: list[None] = []
+    watch_progress(lambda: told.append(None))
     fakes = Fakes(
         monkeypatch,
         [Mortal("localhost:1", "/generate")],
@@ -349,8 +353,10 @@ def test_whoever_needs_the_device_waits_for_a_server_that_does_not_come_up(
     )
     fakes.run.pool.allow_restarts()
     fakes.roll_out()
+    told.clear()
     fakes.run.pool.hold_restarts()
-    assert fakes.run.health == [DEAD, HEALTHY]
+    watch_progress(None)
+    assert fakes.run.health == [DEAD, HEALTHY] and told
     fakes.run.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import psutil
@@ -11,7 +12,7 @@ from support import sglang_servers as servers
 from megatron_stare.config.schema import Config, RuntimeConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import read_shape
-from megatron_stare.process.network import interface_of, require_own_address
+from megatron_stare.process.network import by_number, interface_of, require_own_address
 from megatron_stare.rollout.engines.replicas import Site, make_part, make_replica
 from megatron_stare.rollout.engines.sglang.place import this_host
 from megatron_stare.rollout.engines.sglang.replica import check_servers, server_options
@@ -116,3 +117,28 @@ def test_the_interface_of_an_address_is_found() -> None:
 def test_a_container_with_a_network_or_memory_of_its_own_is_another_machine() -> None:
     """Alike in name and boot, as containers of one machine may be."""
     assert "net:[" in this_host() and "shm:" in this_host()
+
+
+@pytest.mark.parametrize(
+    ("address", "answers", "expected"),
+    [
+        ("node0:6379", ["10.0.0.5"], "10.0.0.5:6379"),
+        # Debian names a machine's own host in /etc/hosts
+        ("node0:6379", ["127.0.1.1", "10.0.0.5"], "10.0.0.5:6379"),
+        ("node0:6379", ["127.0.1.1"], "node0:6379"),
+        ("node0:6379", [], "node0:6379"),
+        ("ray://node0:10001", ["10.0.0.5"], "ray://node0:10001"),
+        ("[::1]:6379", ["10.0.0.5"], "[::1]:6379"),
+        ("auto", ["10.0.0.5"], "auto"),
+    ],
+)
+def test_a_node_s_name_becomes_its_address_for_grpc(
+    address: str, answers: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolver(host: str, port: int, *_: object) -> list[tuple[object, ...]]:
+        if not answers:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(0, 0, 0, "", (each, port)) for each in answers]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolver)
+    assert by_number(address) == expected

@@ -23,6 +23,7 @@ from megatron_stare.process.workers import Handle, WorkerLostError, Workers
 from megatron_stare.rollout.engines.engine import EngineLostError, ModelInfo
 from megatron_stare.rollout.engines.state import publishes
 from megatron_stare.rollout.fleet.health import SERVING, SYNCED, FleetHealth, Health, RestartRule
+from megatron_stare.run_dir.heartbeat import tell_progress
 
 LOST = (EngineLostError, WorkerLostError)
 PATIENCE_S = 1.0  # shortest pause between two attempts to reach a server that the run did not start
@@ -169,7 +170,9 @@ class Fleet:
     def hold_restarts(self) -> None:
         """Waits for the replicas that are restarting, and begins no other restart until
         `allow_restarts`. A replica that came up may be called from then on. Does nothing if
-        restarts need no permission by `allow_restarts` (RestartRule.held is False)."""
+        restarts need no permission by `allow_restarts` (RestartRule.held is False).
+
+        A start has a limit of its own, so this wait counts as progress of the run's phase."""
         if not self._holds:
             return
         with self._lock:
@@ -177,7 +180,7 @@ class Fleet:
             coming = list(self._coming.values())
         for each in coming:
             with contextlib.suppress(Exception):  # `look` reports it
-                wait_for(each)
+                wait_for(each, meanwhile=tell_progress)
         self.look()
 
     def _begin_due(self) -> None:
