@@ -100,6 +100,4 @@ def test_values_at_trained_positions_change_the_loss(case: str) -> None:
     method = with_everything(name, **settings)
     batch = masked_batch(method)
     other = overwritten(batch, batch.loss_mask, seed=0)
-    assert not torch.equal(
-        loss_and_gradient(method, other)[0], loss_and_gradient(method, batch)[0]
-    )
+    assert not torch.equal(loss_and_gradient(method, other)[0], loss_and_gradient(method, batch)[0])
