@@ -1,4 +1,4 @@
-"""Whatever is stored at masked positions changes no number of a method.
+"""Checks that values stored at masked positions change no number of a method.
 
 An environment's own tokens and other rows' tokens stand at masked positions, so a value that leaks
 from there would make the loss depend on how a rollout is laid out.
