@@ -1,4 +1,4 @@
-"""What a rehearsal trains: the recipe's architecture, heads and layout at a thousandth of its size,
+"""Makes what a rehearsal trains: the recipe's architecture, heads and layout at a thousandth of its size,
 a tokenizer of bytes with a chat template, problems, and a reward that random responses earn now and
 then."""
 
