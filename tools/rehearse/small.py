@@ -1,6 +1,7 @@
-"""Makes what a rehearsal trains: the recipe's architecture, heads and layout at a thousandth of its size,
-a tokenizer of bytes with a chat template, problems, and a reward that random responses earn now and
-then."""
+"""Makes what a rehearsal trains: a model with the recipe's architecture and heads at a thousandth
+of its size, a tokenizer of bytes with a chat template, problems, and a reward that random responses
+earn now and then.
+"""
 
 from __future__ import annotations
 
