@@ -94,7 +94,7 @@ CASES = [
         name,
         layout,
         id=f"{name}, {layout}",
-        marks=[] if (name, layout) == ("stare", "packed") else pytest.mark.wide,
+        marks=pytest.mark.wide if name == "stare" else pytest.mark.slow,
     )
     for name in METHODS
     for layout in LAYOUTS
