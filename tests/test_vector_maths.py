@@ -19,7 +19,7 @@ from support.runs import ROOT, environment, model, train
 
 from megatron_stare.process.vector_maths import FUNCTIONS
 
-PACKAGES = ("algorithms", "megatron", "ops", "rollout")
+PACKAGES = ("algorithms", "megatron", "ops", "rollout", "select")
 PROBE = str(ROOT / "tests/support/probe")
 
 

@@ -26,6 +26,8 @@ import yaml
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from megatron_stare.process.vector_maths import settle
+
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # one token each, but text that the policy may write
 WORDS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -76,6 +78,7 @@ TEMPLATE = """\
 
 
 def main() -> None:
+    settle()  # before torch starts a thread
     args = parse()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
