@@ -33,7 +33,7 @@ def test_on_paper_every_server_has_its_command_line_at_its_own_node() -> None:
     )
     for words in map(str.split, lines):
         assert words[words.index("--host") + 1] == words[0] and words[3] == "4"  # senders
-    assert "10.0.0.16 ranks 120 to 127, 2 servers" in done.stdout.splitlines()
+    assert "ranks 120 to 127, 2 servers" in done.stdout
 
 
 @pytest.mark.wide
@@ -41,7 +41,7 @@ def test_on_paper_every_server_has_its_command_line_at_its_own_node() -> None:
     ("words", "said"),
     [
         (("no_such_recipe",), "invalid choice"),
-        (("short_cot_qwen2.5_32b", "--paper", "--nodes", "0"), "GPUs"),
+        (("short_cot_qwen2.5_32b", "--paper", "--nodes", "0"), "at least 1"),
     ],
 )
 def test_what_cannot_be_rehearsed_is_refused(words: tuple[str, ...], said: str) -> None:

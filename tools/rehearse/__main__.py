@@ -317,6 +317,8 @@ def main() -> int:
     parser.add_argument("--paper", action="store_true", help="start nothing")
     parser.add_argument("--out", type=Path, help="file for what was found, as JSON")
     args = parser.parse_args()
+    if args.nodes < 1 or args.steps < 1:
+        parser.error("--nodes and --steps are at least 1")
     told: dict[str, Any] = {"recipe": args.recipe, "nodes": args.nodes, "paper": [], "real": []}
     try:
         if not args.paper and (lacking := missing()):
