@@ -153,7 +153,7 @@ def test_what_one_node_alone_has_is_refused_before_a_server_is_started() -> None
         "sglang.host=10.77.0.1 sglang.sync=distributed": (
             "node1 has no address 10.77.0.1 to listen on"
         ),
-        "sglang.sync=disk sglang.sync_folder=/tmp/own": "as server 1 on node1",
+        "sglang.sync=disk sglang.sync_folder=/tmp/own": "the first of them is server 1 on node1",
         "sglang.sync=disk runtime.interface=eth99": "has no network interface 'eth99'",
     }
     with two_nodes(APART, cluster_environment()) as (nodes, shared):

@@ -132,8 +132,13 @@ def step_of(
 
 
 def truth(path: Path, batch: RolloutBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The same by transformers."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    """The same by transformers, in float64: in float32 its own roundings are half of what we are
+    allowed."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=torch.float64,
+        experts_implementation="eager",  # grouped products know no float64
+    )
     log_probs, entropies, start = [], [], 0
     for prompt, response in zip(
         batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True
@@ -147,8 +152,8 @@ def truth(path: Path, batch: RolloutBatch) -> tuple[Tensor, Tensor, dict[str, Te
         entropies.append(-(log_p.exp() * log_p).sum(1))
     log_prob = torch.cat(log_probs)
     (log_prob.mean() + MIX * torch.cat(entropies).mean()).backward()
-    gradients = as_saved({name: p.grad for name, p in model.named_parameters()})
-    return log_prob.detach(), torch.cat(entropies).detach(), gradients
+    gradients = as_saved({name: p.grad.float() for name, p in model.named_parameters()})
+    return log_prob.detach().float(), torch.cat(entropies).detach().float(), gradients
 
 
 def force_experts(model: nn.Module, experts: Tensor) -> None:
