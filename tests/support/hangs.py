@@ -35,7 +35,7 @@ MODEL = ROOT / "assets/tiny-adder"
 PATIENCE_S = 280.0  # of a test with a run that says nothing
 # of a run beside which others are started, and as many again, where that slows little
 QUIET_STEPS, MORE_AFTER = 6, 3
-BUSY = ["nice", "-n", "10", sys.executable, "-c", "while True: pass"]
+BUSY = ["nice", "-n", "13", sys.executable, "-c", "while True: pass"]
 QUICKLY = {
     "eval.prompts": 0,
     "run.steps": 200,
@@ -187,7 +187,7 @@ def loaded(run: HungRun, slower: float, steps: int = 5) -> Loaded:
     try:
         while slow < steps:
             if (number - QUIET_STEPS) % MORE_AFTER == 0 and slow * 2 <= number - QUIET_STEPS:
-                at_once = 3 * (os.cpu_count() or 1)
+                at_once = os.cpu_count() or 1
                 busy += [subprocess.Popen(BUSY) for _ in range(at_once)]
             number += 1
             run.step(number)
