@@ -33,7 +33,7 @@ ONLY_IN = {
         f"{SERVED}/{name}.py"
         for name in ("cpu_platform", "cpu_platform_class", "serve", "flag_check")
     },
-    "transformers": {"rollout/", "models/rope.py"},
+    "transformers": {"rollout/", "models/rope.py", "environments/tools.py"},
 }
 
 # comparisons with a string that is also the name of something registered, and why each may be

@@ -4,7 +4,7 @@ trainer, evaluation."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -93,6 +93,13 @@ class DataConfig(Section):
     )
     chat_template: bool = Field(
         False, description="wrap every prompt as a user turn with the tokenizer's template"
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {},
+        description=(
+            "further values for the chat template, such as {enable_thinking: false}; in rows of"
+            " `messages`, too"
+        ),
     )
 
     _template = field_validator("template")(check_template)
@@ -395,6 +402,9 @@ class EvalTask(Section):
         None, description="as data.template; the template '{prompt}' adds nothing"
     )
     chat_template: bool | None = Field(None, description="as data.chat_template")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="as data.chat_template_kwargs"
+    )
     max_prompt_tokens: int | None = Field(None, ge=1, description="as rollout.max_prompt_tokens")
     truncate_prompt: Literal["error", "drop", "left"] | None = Field(
         None, description="as rollout.truncate_prompt"

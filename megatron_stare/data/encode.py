@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_stare.config.schema import Config
 from megatron_stare.data.records import Messages
+from megatron_stare.environments.environment import find_environment
 from megatron_stare.errors import ConfigError, DataError
 
 
@@ -16,8 +17,9 @@ class PromptTooLongError(DataError):
 
 
 class PromptEncoder:
-    """Tokenizes prompts according to `data.template`, `data.chat_template` and
-    `rollout.max_prompt_tokens`.
+    """Tokenizes prompts according to `data.template`, `data.chat_template`,
+    `data.chat_template_kwargs` and `rollout.max_prompt_tokens`. The chat template also gets the
+    schemas of the environment's tools.
 
     Args:
         config: the run's configuration.
@@ -33,6 +35,10 @@ class PromptEncoder:
         self._chat_template = config.data.chat_template
         self._limit = config.rollout.max_prompt_tokens
         self._cuts = config.rollout.truncate_prompt == "left"
+        self._template_kwargs = dict(config.data.chat_template_kwargs)
+        environment, settings = find_environment(config.rollout.environment)
+        if (tools := environment.tool_schemas(settings)) is not None:
+            self._template_kwargs["tools"] = tools
         if self._chat_template and not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
                 "the tokenizer has no chat template",
@@ -71,6 +77,7 @@ class PromptEncoder:
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=False,  # transformers 5 would otherwise return a BatchEncoding
+                **self._template_kwargs,
             )
         else:
             # Raw text is encoded as it is; a BOS token, if the model needs one, belongs in the

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from jinja2 import TemplateError
@@ -47,7 +48,10 @@ class Rendered(NamedTuple):
 
 
 def rendered(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, tokenizer: Any
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None,
+    tokenizer: Any,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Rendered:
     """Renders a conversation by the tokenizer's chat template, and marks what the assistant wrote.
 
@@ -55,6 +59,9 @@ def rendered(
     special token: text of the template after that token carries no loss. The text is encoded in
     parts, so that a token never spans the border of a turn, as it never does when a policy samples
     the turn.
+
+    Args:
+        settings: further values for the template (`data.chat_template_kwargs`).
 
     Raises:
         RowError: the template refuses the messages, or changes an earlier message when a later one
@@ -68,6 +75,7 @@ def rendered(
                 tools=list(tools) if tools else None,
                 tokenize=False,
                 add_generation_prompt=asks,
+                **settings,
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise RowError(
@@ -201,6 +209,7 @@ class Conversations:
     ) -> None:
         self._tokenizer, self._seed = tokenizer, stream_seed(config.run.seed, split)
         self._limit = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+        self._template_kwargs = config.data.chat_template_kwargs
         path = config.data.path if split == "train" else config.data.eval_path
         key = f"data.{'path' if split == 'train' else 'eval_path'}"
         if path is None:
@@ -253,7 +262,7 @@ class Conversations:
         ]
 
     def _rendered(self, row: Any) -> Rendered:
-        found = rendered(*conversation(row), self._tokenizer)
+        found = rendered(*conversation(row), self._tokenizer, self._template_kwargs)
         if len(found.ids) > self._limit:
             raise RowError(
                 TOO_LONG,

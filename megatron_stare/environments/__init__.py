@@ -5,4 +5,5 @@ A user's own environment is one file, named in YAML by its dotted path (`rollout
 
 ENVIRONMENTS = {
     "single_turn": "megatron_stare.environments.single_turn.SingleTurn",
+    "tools": "megatron_stare.environments.tools.Tools",
 }

@@ -7,7 +7,7 @@ Shape legend: n tokens of a turn or of the response so far.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -124,6 +124,16 @@ class Environment(ABC):
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.config, self.tokenizer = config, tokenizer
+
+    @classmethod
+    def tool_schemas(cls, settings: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+        """Returns the schemas of the tools that the chat template tells the policy of; None: there
+        are no tools.
+
+        Args:
+            settings: the environment's settings, checked.
+        """
+        return None
 
     @abstractmethod
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:

@@ -6,9 +6,9 @@ layers; K experts a token in a mixture of experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -53,6 +53,12 @@ class Trajectory:
     answer_at: int | None = None
     answer: str | None = None  # in the verifier's normal form; "": no answer; None: not known
     numbers: TokenNumbers | None = None  # per-token values, on the few trajectories that show them
+    turns: int = 1  # of the policy
+    # Calls of tools, in order, of values that JSON can hold: {"turn": from 1, "name": text, or None
+    # for a malformed call, "asked": arguments, or a malformed call's text, "answer": text,
+    # "failed": bool, "seconds": s, "tokens": masked tokens of all answers to a turn, with its first
+    # call}.
+    calls: Sequence[Mapping[str, Any]] = ()
     # for stored samples only: the text of every token; see rollout.model_folder.token_texts
     pieces: Sequence[str] = ()
 

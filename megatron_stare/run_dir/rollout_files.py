@@ -121,6 +121,8 @@ def _row(step: int, trajectory: Trajectory) -> dict[str, Any]:
         "finish_reason": trajectory.finish_reason,
         "tokens": len(trajectory),
     }
+    if trajectory.calls:
+        row |= {"turns": trajectory.turns, "calls": list(trajectory.calls)}
     numbers, trained = trajectory.numbers, trajectory.loss_mask.tolist()
     if numbers is None:
         return row

@@ -27,6 +27,7 @@ OWN = {
     "path": "data.eval_path",
     "template": "data.template",
     "chat_template": "data.chat_template",
+    "chat_template_kwargs": "data.chat_template_kwargs",
     "max_prompt_tokens": "rollout.max_prompt_tokens",
     "truncate_prompt": "rollout.truncate_prompt",
     "verifier": "reward.verifier",

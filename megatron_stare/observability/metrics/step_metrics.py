@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -40,6 +42,43 @@ METRICS = (
         "responses whose environment had begun a call with unknown outcome that cannot be repeated;"
         " they carry no loss",
         "0, or a few in the step after a run was killed",
+    ),
+    Metric(
+        "tools/calls",
+        "calls",
+        "mean calls of tools in a response, malformed ones included",
+        "rises if tools help and falls if they do not",
+    ),
+    Metric(
+        "tools/used",
+        "share",
+        "responses that call a tool",
+        "rises if tools help and falls if they do not",
+    ),
+    Metric(
+        "tools/failed",
+        "share",
+        "calls that were answered by an error; a program's own error counts",
+        "falls; near 1: see `calls` in the sampled responses",
+    ),
+    Metric(
+        "tools/malformed", "share", "calls that could not be read", "falls to near 0 in few steps"
+    ),
+    Metric(
+        "tools/seconds",
+        "s",
+        "mean time of a call",
+        "far below the environment's call_seconds",
+    ),
+    Metric(
+        "tools/tokens",
+        "tokens",
+        "mean tokens of tools' answers in a response; they carry no loss",
+        "far below rollout.max_new_tokens",
+    ),
+    Metric("tools/turns", "turns", "mean turns of a response", "below the environment's max_turns"),
+    Metric(
+        "tools/calls_of_<tool>", "calls", "mean calls of this tool in a response", "as tools/calls"
     ),
     Metric(
         "group/degenerate",
@@ -182,6 +221,29 @@ def reward_metrics(batch: RolloutBatch, samples: Sequence[Trajectory]) -> dict[s
         "group/degenerate": degenerate_share(batch),
         "response/truncated": float(batch.truncated.to(torch.float64).mean()),
         **hacking_signals(samples),
+        **tool_metrics(samples),
+    }
+
+
+def tool_metrics(samples: Sequence[Trajectory]) -> dict[str, float]:
+    """Returns the metrics of tools, if a response has called one or had several turns."""
+    calls = [call for sample in samples for call in sample.calls]
+    if not calls and all(sample.turns == 1 for sample in samples):
+        return {}
+    by_tool = Counter(call["name"] for call in calls if call["name"] is not None)
+
+    def share(key: Callable[[Mapping[str, Any]], float]) -> float:
+        return sum(map(key, calls)) / len(calls) if calls else float("nan")
+
+    return {
+        "tools/calls": len(calls) / len(samples),
+        "tools/used": sum(bool(sample.calls) for sample in samples) / len(samples),
+        "tools/failed": share(lambda call: call["failed"]),
+        "tools/malformed": share(lambda call: call["name"] is None),
+        "tools/seconds": share(lambda call: call["seconds"]),
+        "tools/tokens": sum(call["tokens"] for call in calls) / len(samples),
+        "tools/turns": sum(sample.turns for sample in samples) / len(samples),
+        **{f"tools/calls_of_{name}": n / len(samples) for name, n in sorted(by_tool.items())},
     }
 
 

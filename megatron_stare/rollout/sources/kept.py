@@ -164,6 +164,8 @@ def _read_response(prompt: Prompt, tree: dict[str, Any], columns: _Reader) -> Un
         tokens, log_probs, loss_mask, experts = columns.next(done, *COLUMNS)
         # older checkpoints lack this field, because the verifier then read the whole text
         done.setdefault("sampled_text", None)
+        done.setdefault("turns", 1)  # nor did they count turns and calls
+        done.setdefault("calls", [])
         plain = {name: done[name] for name in PLAIN} | {
             "versions": tuple((v, n) for v, n in done["versions"])
         }

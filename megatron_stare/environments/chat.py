@@ -1,0 +1,179 @@
+"""Conversations with tools over tokens: which calls a turn of the policy makes, and which tokens
+stand between this turn and the next.
+
+The tokenizer's chat template gives the tokens between turns, and sampled tokens are never encoded
+again. Calls are in the form of Hermes, Qwen2.5 and Qwen3.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
+
+from megatron_stare.errors import ConfigError
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_CALL = re.compile(rf"{OPEN}\n(.*?)\n{CLOSE}", re.DOTALL)
+_TAGS = (OPEN, CLOSE, "<tool_response>", "</tool_response>")
+_MARK = "qzxqzx"  # found again in what the template renders
+WHERE = "data.chat_template"
+
+
+class Call(NamedTuple):
+    """A call of a tool, as the policy wrote it."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+class Malformed(NamedTuple):
+    """What stands where a call should, and why it is none."""
+
+    text: str
+    why: str
+
+
+def read_calls(text: str) -> list[Call | Malformed]:
+    """Returns the calls in the text of a turn, in order.
+
+    Form and meaning are those of SGLang's detector `qwen25`, which leaves malformed calls out.
+    """
+    found: list[Call | Malformed] = []
+    for body in _CALL.findall(text):
+        try:
+            read = json.loads(body.strip())
+        except (ValueError, RecursionError) as error:
+            found.append(Malformed(body, f"not JSON: {error}"))
+            continue
+        found += [_call(each, body) for each in (read if isinstance(read, list) else [read])]
+    if not found and OPEN in text:
+        why = "it is not closed: write its tags and its JSON each on a line of its own"
+        found.append(Malformed(text[text.index(OPEN) :], why))
+    return found
+
+
+def _call(read: Any, body: str) -> Call | Malformed:
+    if not isinstance(read, dict) or not isinstance(read.get("name"), str):
+        return Malformed(body, 'not {"name": ..., "arguments": {...}}')
+    arguments = read.get("parameters") or read.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return Malformed(body, "its arguments are not an object")
+    return Call(read["name"], arguments)
+
+
+class ChatFormat:
+    """A tokenizer's chat template, as far as it stands between the turns of one response.
+
+    end: id of the token that ends a turn.
+
+    Args:
+        tokenizer: a transformers tokenizer with a chat template.
+        tools: schemas, as the template takes them.
+        settings: further values for the template (`data.chat_template_kwargs`).
+
+    Raises:
+        ConfigError: the tokenizer has no chat template, or the template does not know tools or
+            calls of this form.
+    """
+
+    def __init__(
+        self, tokenizer: Any, tools: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
+    ) -> None:
+        self._tokenizer, self._tools, self._settings = tokenizer, list(tools), dict(settings)
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigError(
+                "the tokenizer has no chat template, which tells the policy of its tools",
+                where=WHERE,
+                fix="add chat_template.jinja to the folder of model.path",
+            )
+        added = tokenizer.added_tokens_decoder.items()
+        self._special = {token.content: id for id, token in added if token.special}
+        self._special |= dict(
+            zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
+        )
+        # longest first, so that no part of a broken one is left
+        marks = {*_TAGS, *self._special, *(token.content for _, token in added)}
+        self._marks = sorted((mark for mark in marks if mark.strip()), key=len, reverse=True)
+        whole = self._rendered(["answer"])
+        at = whole.rfind(_MARK)
+        opened = whole.rfind(OPEN, 0, at)
+        if at < 0 or read_calls(whole[max(opened, 0) :])[:1] != [Call("call", {"text": _MARK})]:
+            raise ConfigError(
+                "the tokenizer's chat template does not write calls of tools as <tool_call>, JSON"
+                " and </tool_call>",
+                where=WHERE,
+                fix="use a model whose template does, such as Qwen2.5 or Qwen3, or a template with"
+                " its form of calls",
+            )
+        name = str(self._tools[0]["function"]["name"]) if self._tools else ""
+        if name not in whole[: whole.find("question")]:
+            raise ConfigError(
+                "the tokenizer's chat template does not tell the policy which tools there are",
+                where=WHERE,
+                fix="use a template that renders `tools`",
+            )
+        ends = self._turn_end(whole, at)
+        self.end = self._special[whole[slice(*ends)]]
+
+    def between(self, answers: Sequence[str]) -> tuple[list[int], str]:
+        """Returns the token ids [n], and their text, that follow a turn of calls up to the policy's
+        next turn: the tools' answers and the next turn's opening.
+
+        Text in an answer that would be a token of the template is broken by a space.
+
+        Args:
+            answers: texts, at least one.
+        """
+        whole = self._rendered([self._harmless(answer) for answer in answers])
+        text = whole[self._turn_end(whole, whole.rfind(_MARK))[1] :]
+        return self._tokenizer(text, add_special_tokens=False).input_ids, text
+
+    def _rendered(self, answers: Sequence[str]) -> str:
+        """A conversation with as many calls as answers, up to the opening of the next turn."""
+        call = {"name": "call", "arguments": {"text": _MARK}}
+        calls = [{"type": "function", "function": call} for _ in answers]
+        try:
+            return self._tokenizer.apply_chat_template(
+                [
+                    {"role": "user", "content": "question"},
+                    {"role": "assistant", "content": "", "tool_calls": calls},
+                    *({"role": "tool", "name": "call", "content": answer} for answer in answers),
+                ],
+                tools=self._tools or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **self._settings,
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the chat template cannot render calls and answers of tools: {error}",
+                where=WHERE,
+                fix="use a template that knows tools",
+            ) from error
+
+    def _turn_end(self, whole: str, after: int) -> tuple[int, int]:
+        """Where the first special token after a position begins and ends: that of the turn's
+        end."""
+        found = [
+            (at, at + len(token))
+            for token in self._special
+            if (at := whole.find(token, after)) >= 0
+        ]
+        if not found:
+            raise ConfigError(
+                "the chat template ends the assistant's turn with no special token",
+                where=WHERE,
+                fix="use a template whose turns end with one, such as ChatML's",
+            )
+        return min(found)
+
+    def _harmless(self, answer: str) -> str:
+        # An answer must not contain the mark of the call either, which is searched from the right.
+        answer = answer.replace(_MARK, f"{_MARK[0]} {_MARK[1:]}")
+        for mark in self._marks:
+            answer = answer.replace(mark, f"{mark[0]} {mark[1:]}")
+        return answer

@@ -1,0 +1,268 @@
+"""The process inside a sandbox: `python -I sandbox_worker.py MEMORY_MB CHARACTERS`, started by
+`environments/sandboxes.py` under bubblewrap. It uses the standard library alone.
+
+Reads {"code": text, "seconds": s} a line from stdin, and writes {"output": text, "failed": bool} a
+line to stdout. Each code runs in a process forked from this one, which has imported what code
+usually imports. The process has its own user, process, mount, IPC and host namespaces, an empty
+scratch folder, limits, and a filter of system calls: it cannot start a process or thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import linecache
+import os
+import platform
+import resource
+import select
+import signal
+import struct
+import sys
+import traceback
+
+PRELOADED = ("math", "fractions", "itertools", "collections", "re", "random", "numpy", "sympy")
+SCRATCH = "/tmp"
+SCRATCH_MB, FILE_MB, FILES = 64, 32, 64
+FAILED, TIMED_OUT, NOT_SET_UP = 1, 124, 125  # exit codes of a code's process
+LEFT_OUT = "\n... the rest of the output is left out\n"
+NO_EXIT = "the code has ended its process"
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+# clone flags (linux/sched.h) and mount flags (linux/mount.h)
+_NEW = 0x10000000 | 0x20000000 | 0x00020000 | 0x08000000 | 0x04000000  # user, pid, mount, ipc, uts
+_READ_ONLY, _NO_SUID, _NO_DEVICES, _NO_EXECUTION, _RECURSIVE, _PRIVATE = (
+    1, 2, 4, 8, 0x4000, 0x40000,
+)  # fmt: skip
+
+# System calls that the filter refuses with EPERM, by machine: new processes and threads, programs,
+# other processes' memory, namespaces and mounts, kernel keys, and calls with a history of faults.
+_REFUSED = {
+    "x86_64": (
+        0xC000003E,
+        (
+            *(56, 57, 58, 435),  # clone, fork, vfork, clone3
+            *(59, 322),  # execve, execveat
+            *(101, 310, 311, 312, 438),  # ptrace, process_vm_*, kcmp, pidfd_getfd
+            *(155, 161, 165, 166, 272, 308),  # pivot_root, chroot, mount, umount2, unshare, setns
+            *(428, 429, 430, 431, 432, 433, 442),  # open_tree, move_mount, fs*, mount_setattr
+            *(248, 249, 250),  # add_key, request_key, keyctl
+            *(298, 321, 323, 425, 426, 427),  # perf_event_open, bpf, userfaultfd, io_uring_*
+            *(41, 53),  # socket, socketpair
+        ),
+    ),
+    "aarch64": (
+        0xC00000B7,
+        (
+            *(220, 435, 221, 281),
+            *(117, 270, 271, 272, 438),
+            *(41, 51, 40, 39, 97, 268),
+            *(428, 429, 430, 431, 432, 433, 442),
+            *(217, 218, 219),
+            *(241, 280, 282, 425, 426, 427),
+            *(198, 199),
+        ),
+    ),
+}
+
+
+class SetUpError(Exception):
+    """Raised where the kernel refuses a part of the isolation."""
+
+
+def main(memory_mb: int, characters: int) -> None:
+    """Serves until stdin ends."""
+    for name in PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    for line in requests:
+        request = json.loads(line)
+        output, failed = run(request["code"], request["seconds"], memory_mb, characters)
+        answers.write(json.dumps({"output": output, "failed": failed}) + "\n")
+        answers.flush()
+
+
+def run(code: str, seconds: float, memory_mb: int, characters: int) -> tuple[str, bool]:
+    """Runs code, and returns what it printed, of at most `characters`, and whether it failed."""
+    out, into = os.pipe()
+    warden = os.fork()
+    if not warden:
+        os.close(out)
+        os._exit(_guard(code, seconds, memory_mb, into))
+    os.close(into)
+    kept, dropped = bytearray(), 0
+    limit = 4 * characters  # a character has at most four bytes
+    while part := os.read(out, 1 << 16):
+        taken = part[: max(0, limit - len(kept))]
+        kept += taken
+        dropped += len(part) - len(taken)
+    os.close(out)
+    ended = os.waitstatus_to_exitcode(os.waitpid(warden, 0)[1])
+    text = kept.decode(errors="replace")
+    if dropped or len(text) > characters:
+        text = text[:characters] + LEFT_OUT
+    if ended == NOT_SET_UP:
+        return f"the sandbox could not be set up: {text}", True
+    if ended == TIMED_OUT:
+        text += f"TimeoutError: the code ran for more than {seconds:g} seconds and was stopped\n"
+    elif ended not in (0, FAILED):
+        text += f"{NO_EXIT} with {ended}\n"
+    return text, ended != 0
+
+
+def _guard(code: str, seconds: float, memory_mb: int, out: int) -> int:
+    """Starts the code's process in namespaces of its own, and stops it after `seconds`. The exit
+    code of both."""
+    try:
+        _die_with_parent()
+        _separate()
+        child = os.fork()
+    except (OSError, SetUpError) as error:
+        os.write(out, str(error).encode())
+        return NOT_SET_UP
+    if not child:
+        try:
+            _die_with_parent()
+            _confine(out, memory_mb, seconds)
+        except (OSError, SetUpError, ValueError) as error:
+            os.write(out, str(error).encode())
+            os._exit(NOT_SET_UP)
+        _execute(code)
+    os.close(out)
+    watched = os.pidfd_open(child)
+    on_time = bool(select.select([watched], [], [], seconds)[0])
+    if not on_time:
+        os.kill(child, signal.SIGKILL)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if not on_time:
+        return TIMED_OUT
+    return ended if ended >= 0 else 128 - ended
+
+
+def _separate() -> None:
+    """Enters new namespaces; the next child of this process is the first of its process
+    namespace."""
+    user, group = os.geteuid(), os.getegid()
+    _called("unshare", _NEW)
+    for file, line in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{user} {user} 1"),
+        ("gid_map", f"{group} {group} 1"),
+    ):
+        with open(f"/proc/self/{file}", "w") as written:
+            written.write(line)
+
+
+def _confine(out: int, memory_mb: int, seconds: float) -> None:
+    """Gives this process an empty scratch folder, no other open file than `out` as its output, its
+    limits, and no privilege; the filter of system calls comes last."""
+    _called("mount", None, b"/", None, _RECURSIVE | _PRIVATE, None)
+    flags = _NO_SUID | _NO_DEVICES | _NO_EXECUTION
+    size = f"size={SCRATCH_MB}m,nr_inodes=1k,mode=700".encode()
+    _called("mount", b"tmpfs", SCRATCH.encode(), b"tmpfs", flags, size)
+    _called("mount", b"tmpfs", b"/proc", b"tmpfs", flags | _READ_ONLY, b"size=4k")
+    os.chdir(SCRATCH)
+    nothing = os.open("/dev/null", os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    mb = 1 << 20
+    for limit, value in (
+        (resource.RLIMIT_AS, memory_mb * mb),
+        (resource.RLIMIT_CPU, int(seconds) + 2),
+        (resource.RLIMIT_FSIZE, FILE_MB * mb),
+        (resource.RLIMIT_NOFILE, FILES),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+    ):
+        resource.setrlimit(limit, (value, value))
+    os.umask(0o077)
+    none = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable, twice 32 of each
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
+    _called("capset", header, none)
+    _called("prctl", 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+    _called("prctl", 4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+    _filter_calls()
+
+
+def _filter_calls() -> None:
+    """Installs the filter of system calls, for good (seccomp in Linux's documentation)."""
+    machine = platform.machine()
+    if machine not in _REFUSED:
+        raise SetUpError(f"no filter of system calls for {machine}")
+    architecture, refused = _REFUSED[machine]
+    load, equal, above, done = 0x20, 0x15, 0x35, 0x06
+    allow, deny, kill = 0x7FFF0000, 0x00050001, 0x80000000
+    program = [
+        (load, 0, 0, 4),
+        (equal, 1, 0, architecture),
+        (done, 0, 0, kill),
+        (load, 0, 0, 0),
+        # calls of the x32 interface have other numbers
+        (above, 0, 1, 0x40000000),
+        (done, 0, 0, kill),
+    ]
+    for number in refused:
+        program += [(equal, 0, 1, number), (done, 0, 0, deny)]
+    program.append((done, 0, 0, allow))
+    raw = b"".join(struct.pack("HBBI", *each) for each in program)
+    held = ctypes.create_string_buffer(raw, len(raw))
+
+    class Program(ctypes.Structure):
+        _fields_ = (("length", ctypes.c_ushort), ("first", ctypes.c_void_p))
+
+    filtered = Program(len(program), ctypes.addressof(held))
+    _called("prctl", 22, 2, ctypes.byref(filtered), 0, 0)  # PR_SET_SECCOMP, a filter
+
+
+def _execute(code: str) -> None:
+    """Runs the code as a program of its own, and ends the process."""
+    ended = 0
+    if drawing := sys.modules.get("numpy.random"):  # Python's own is seeded after a fork
+        drawing.seed()
+    # the lines that a trace shows
+    linecache.cache["<code>"] = (len(code), None, code.splitlines(keepends=True), "<code>")
+    try:
+        exec(
+            compile(code, "<code>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__}
+        )
+    except SystemExit as asked:
+        ended = FAILED if asked.code not in (None, 0) else 0
+        if isinstance(asked.code, str):
+            print(asked.code)
+    except BaseException as error:
+        ended = FAILED
+        _tell(error)
+    with contextlib.suppress(BaseException):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(ended)
+
+
+def _tell(error: BaseException) -> None:
+    """Prints an exception, of its trace only the code's own lines."""
+    with contextlib.suppress(BaseException):
+        told = traceback.TracebackException.from_exception(error, limit=-20, compact=True)
+        own = [frame for frame in told.stack if frame.filename == "<code>"]
+        told.stack = traceback.StackSummary.from_list(own)
+        sys.stdout.flush()
+        print("".join(told.format(chain=False)), end="", file=sys.stderr)
+
+
+def _die_with_parent() -> None:
+    _called("prctl", 1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+
+
+def _called(name: str, *arguments: object) -> None:
+    """Calls a function of the C library. Raises SetUpError where it fails."""
+    if getattr(_LIBC, name)(*arguments) != 0:
+        raise SetUpError(f"{name} is refused: {os.strerror(ctypes.get_errno())}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,323 @@
+"""Sandboxes: where Python code that a policy wrote runs.
+
+`bubblewrap` runs it on this machine, without network, files of the machine, other processes, or
+more than its memory and time. `remote` sends it to a server that speaks SandboxFusion's protocol.
+Each code starts from nothing: names and files of an earlier one are gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import queue
+import select
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+import urllib.error
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from megatron_stare.environments import sandbox_worker
+from megatron_stare.errors import ConfigError, UserError
+
+SandboxName = Literal["bubblewrap", "remote"]
+WHERE = "rollout.environment.sandbox"
+GRACE_S = 10.0  # seconds over its limit after which a worker that does not answer is replaced
+START_S = 60.0  # seconds that a worker may take to import what code usually imports
+ATTEMPTS, FIRST_PAUSE_S = 5, 0.5  # of requests to a server; the pause doubles
+_LONGEST_REPLY = 1 << 22  # bytes
+
+
+class Ran(NamedTuple):
+    """What a code printed, its traceback included, and whether it failed."""
+
+    output: str
+    failed: bool
+
+
+class Sandbox(ABC):
+    """Runs Python code. Used by many coroutines at once."""
+
+    @abstractmethod
+    async def run(self, code: str, seconds: float) -> Ran:
+        """Runs a program of at most `seconds`. Faults of the code are in what is returned.
+
+        Raises:
+            UserError: the sandbox itself does not work.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends what the sandbox has started."""
+
+
+class Bubblewrap(Sandbox):
+    """Runs code in processes on this machine, isolated by bubblewrap and the kernel.
+
+    Args:
+        workers: codes that run at once.
+        memory_mb: limit of address space of a code's process, 2**20 bytes.
+        characters: of the output that is kept.
+    """
+
+    def __init__(self, workers: int, memory_mb: int, characters: int) -> None:
+        self._limits = memory_mb, characters
+        self._free: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
+        for _ in range(workers):
+            self._free.put(None)  # started when first needed
+        # The kernel ends a worker when the thread that started it ends, so threads are kept.
+        self._threads = ThreadPoolExecutor(workers, "sandbox")
+        self._started: set[_Worker] = set()
+        self._lock = threading.Lock()
+
+    async def run(self, code: str, seconds: float) -> Ran:
+        # surrogates cannot be written as UTF-8
+        code = code.encode(errors="replace").decode()
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._run, code, seconds
+        )
+
+    def close(self) -> None:
+        with self._lock:
+            for worker in self._started:
+                worker.end()
+            self._started.clear()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, code: str, seconds: float) -> Ran:
+        worker = self._free.get()
+        try:
+            if worker is None:
+                worker = _Worker(*self._limits)
+                with self._lock:
+                    self._started.add(worker)
+            found = worker.ask(code, seconds)
+            if found is None:
+                with self._lock:
+                    self._started.discard(worker)
+                worker.end()
+                worker = None
+                return Ran("the sandbox's process was lost and is replaced\n", True)
+            return found
+        finally:
+            self._free.put(worker)
+
+
+class _Worker:
+    """A process in which codes run one after another. Raises UserError if it does not start."""
+
+    def __init__(self, memory_mb: int, characters: int) -> None:
+        self._process = subprocess.Popen(
+            [*command(), str(memory_mb), str(characters)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+        )
+        if (found := self.ask("print(1)", START_S)) != Ran("1\n", False):
+            self._process.kill()
+            said = self._process.communicate()[1].decode(errors="replace").strip()
+            why = said.splitlines()[-1] if said else (found.output.strip() if found else "silence")
+            raise UserError(
+                f"bubblewrap cannot isolate code on this machine: {why}",
+                where=WHERE,
+                fix="allow user namespaces (sysctl kernel.unprivileged_userns_clone=1,"
+                " user.max_user_namespaces, AppArmor's profile of bwrap, the container's seccomp"
+                " profile), or set sandbox: remote and sandbox_url",
+            )
+
+    def ask(self, code: str, seconds: float) -> Ran | None:
+        """Runs a code; None: the process does not answer."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            asked = json.dumps({"code": code, "seconds": seconds}).encode() + b"\n"
+            while asked:
+                asked = asked[self._process.stdin.write(asked) :]
+            answer, until = bytearray(), time.monotonic() + seconds + GRACE_S
+            while not answer.endswith(b"\n"):
+                left = max(0.0, until - time.monotonic())
+                if not select.select([self._process.stdout], [], [], left)[0]:
+                    return None
+                if not (part := os.read(self._process.stdout.fileno(), 1 << 16)):
+                    return None
+                answer += part
+            return Ran(**json.loads(answer))
+        except (OSError, ValueError):  # it is gone, or is closed by another thread
+            return None
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            with contextlib.suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+
+
+class Remote(Sandbox):
+    """Sends code to a server that speaks SandboxFusion's protocol: POST URL/run_code.
+
+    Args:
+        url: http://... or https://..., without /run_code.
+        workers: requests at once.
+        memory_mb: limit that the server is asked to set, 2**20 bytes.
+        characters: of the output that is kept.
+    """
+
+    def __init__(self, url: str, workers: int, memory_mb: int, characters: int) -> None:
+        self._url, self._memory_mb, self._characters = url, memory_mb, characters
+        self._threads = ThreadPoolExecutor(workers, "sandbox")
+
+    async def run(self, code: str, seconds: float) -> Ran:
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._run, code, seconds
+        )
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, code: str, seconds: float) -> Ran:
+        asked = {
+            "code": code,
+            "language": "python",
+            "run_timeout": seconds,
+            "compile_timeout": seconds,
+            "memory_limit_MB": self._memory_mb,
+        }
+        failure: Exception | None = None
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                time.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
+            try:
+                return self._read(self._reply(asked, seconds), seconds)
+            except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
+                failure = error
+        raise UserError(
+            f"the sandbox server did not answer in {ATTEMPTS} attempts: {failure}",
+            where=self._url,
+            fix="start it, or correct rollout.environment.sandbox_url; then --resume",
+        ) from failure
+
+    def _reply(self, asked: dict[str, object], seconds: float) -> dict[str, object]:
+        request = urllib.request.Request(
+            f"{self._url.rstrip('/')}/run_code",
+            json.dumps(asked).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=2 * seconds + GRACE_S) as reply:
+            said = json.loads(reply.read(_LONGEST_REPLY))
+        if said["status"] == "SandboxError":
+            raise ValueError(said.get("message") or "SandboxError")
+        return said
+
+    def _read(self, said: dict[str, object], seconds: float) -> Ran:
+        result = said.get("run_result") or said.get("compile_result") or {}
+        assert isinstance(result, dict)
+        text = f"{result.get('stdout') or ''}{result.get('stderr') or ''}"
+        if result.get("status") == "TimeLimitExceeded":
+            text += (
+                f"TimeoutError: the code ran for more than {seconds:g} seconds and was stopped\n"
+            )
+        if len(text) > self._characters:
+            text = text[: self._characters] + sandbox_worker.LEFT_OUT
+        return Ran(text, said["status"] != "Success")
+
+
+def make_sandbox(
+    name: SandboxName, url: str | None, workers: int, memory_mb: int, characters: int
+) -> Sandbox:
+    """Makes a sandbox.
+
+    Args:
+        url: of the server of `remote`.
+        workers: codes that run at once.
+        memory_mb: limit of a code, 2**20 bytes.
+        characters: of the output that is kept.
+
+    Raises:
+        ConfigError: this machine cannot isolate code, or `url` does not fit `name`.
+    """
+    if (name == "remote") != (url is not None):
+        raise ConfigError(
+            "sandbox: remote needs a sandbox_url"
+            if url is None
+            else f"a sandbox_url is set, but the sandbox is {name}",
+            where="rollout.environment.sandbox_url",
+            fix="set sandbox: remote and sandbox_url: http://HOST:PORT",
+        )
+    if url is not None:
+        return Remote(url, workers, memory_mb, characters)
+    if why := why_not_isolated():
+        raise ConfigError(
+            why,
+            where=WHERE,
+            fix="install bubblewrap (apt-get install bubblewrap) and allow user namespaces, or set"
+            " sandbox: remote and sandbox_url",
+        )
+    return Bubblewrap(workers, memory_mb, characters)
+
+
+@cache
+def why_not_isolated() -> str | None:
+    """Returns why bubblewrap cannot isolate code on this machine; None: it can, as a code has just
+    shown."""
+    if shutil.which("bwrap") is None:
+        return "bubblewrap is not installed (there is no bwrap on PATH)"
+    try:
+        _Worker(512, 100).end()
+    except UserError as error:
+        return error.what
+    return None
+
+
+def command() -> list[str]:
+    """Returns the command that starts a worker, which sees the system's libraries and this Python,
+    both read-only, and nothing else of the machine."""
+    script = "/sandbox_worker.py"
+    return [
+        "bwrap",
+        *("--unshare-all", "--die-with-parent", "--new-session", "--clearenv"),
+        *("--hostname", "sandbox"),
+        *(word for name, value in _VARIABLES.items() for word in ("--setenv", name, value)),
+        *_system(),
+        *("--proc", "/proc", "--dev", "/dev", "--tmpfs", sandbox_worker.SCRATCH),
+        *("--ro-bind", str(Path(sandbox_worker.__file__).resolve()), script),
+        *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"),
+        *(sys.executable, "-I", script),
+    ]
+
+
+_VARIABLES = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": sandbox_worker.SCRATCH,
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+
+
+def _system() -> Iterator[str]:
+    for folder in map(Path, ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")):
+        if folder.is_symlink():
+            yield from ("--symlink", os.readlink(folder), str(folder))
+        elif folder.is_dir():
+            yield from ("--ro-bind", str(folder), str(folder))
+    yield from ("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache")
+    pythons = {sys.prefix, sys.base_prefix, *map(sysconfig.get_path, ("purelib", "platlib"))}
+    pythons.add(str(Path(os.path.realpath(sys.executable)).parents[1]))
+    for prefix in sorted(pythons):
+        if not Path(prefix).is_relative_to("/usr"):
+            yield from ("--ro-bind", prefix, prefix)

@@ -1,0 +1,433 @@
+"""The environment in which the policy calls tools over several turns.
+
+A turn with calls is answered: the answers stand, masked, between this turn and the next. A fault of
+the policy or of a tool is an answer, too: the text of an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import inspect
+import itertools
+import json
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field, ValidationError, validate_call
+from transformers.utils import get_json_schema
+
+from megatron_stare.config.schema import Config
+from megatron_stare.environments.chat import Call, ChatFormat, Malformed, read_calls
+from megatron_stare.environments.environment import WHERE, Environment, Generate, Response
+from megatron_stare.environments.sandboxes import Sandbox, SandboxName, make_sandbox
+from megatron_stare.errors import ConfigError, UserError, in_words
+from megatron_stare.records.batch import Prompt
+from megatron_stare.records.trajectory import Trajectory
+from megatron_stare.registry import Extension, resolve, settings_of
+from megatron_stare.rollout.engines.model_folder import stop_token_ids
+
+TOOLS = {
+    "code_interpreter": "megatron_stare.environments.tools.code_interpreter",
+    "search": "megatron_stare.environments.tools.FolderSearch",
+}
+CALL_ID = "call_id"  # a tool's parameter that is given the call's id, not an argument
+THREADS = 256  # of users' functions at once
+_ONCE = "once"  # a setting of every tool
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+def code_interpreter(code: str) -> str:
+    """
+    Runs Python code and returns what it prints.
+
+    Args:
+        code: a program of its own
+    """
+    raise AssertionError("run by the sandbox")
+
+
+class FolderSearch:
+    """The tool `search`: finds passages in the text files of a folder, ranked by BM25.
+
+    Args:
+        folder: read with all its folders: *.txt and *.md, whose passages are parted by empty lines.
+        results: passages that an answer holds.
+
+    Raises:
+        ConfigError: there is no text there.
+    """
+
+    __name__ = "search"
+    _K, _B = 1.2, 0.75  # BM25 as Robertson and Zaragoza (2009) have it, with their usual values
+
+    def __init__(self, *, folder: str, results: PositiveInt = 3) -> None:
+        self._results = results
+        files = sorted(path for path in Path(folder).rglob("*") if path.suffix in (".txt", ".md"))
+        self._passages = [
+            (path.relative_to(folder).as_posix(), passage.strip())
+            for path in files
+            for passage in re.split(r"\n\s*\n", path.read_text(errors="replace"))
+            if passage.strip()
+        ]
+        if not self._passages:
+            raise ConfigError(
+                f"there is no text in {folder!r}",
+                where=f"{WHERE}.tools",
+                fix="name a folder of .txt or .md files",
+            )
+        self._counts = [Counter(_words(passage)) for _, passage in self._passages]
+        self._lengths = [sum(counts.values()) for counts in self._counts]
+        self._mean = sum(self._lengths) / len(self._lengths)
+        self._having = Counter(word for counts in self._counts for word in counts)
+
+    def __call__(self, query: str) -> str:
+        """
+        Searches a collection of texts and returns the passages that fit best.
+
+        Args:
+            query: The words to search for.
+        """
+        scores = [self._score(number, set(_words(query))) for number in range(len(self._counts))]
+        best = sorted(range(len(scores)), key=lambda number: (-scores[number], number))
+        found = [self._passages[each] for each in best[: self._results] if scores[each] > 0]
+        return "\n\n".join(f"[{name}] {passage}" for name, passage in found) or "Nothing was found."
+
+    def _score(self, number: int, words: set[str]) -> float:
+        counts, total = self._counts[number], 0.0
+        weight = self._K * (1 - self._B + self._B * self._lengths[number] / self._mean)
+        for word in sorted(words & counts.keys()):
+            having = self._having[word]
+            rarity = math.log(1 + (len(self._counts) - having + 0.5) / (having + 0.5))
+            total += rarity * counts[word] * (self._K + 1) / (counts[word] + weight)
+        return total
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+class Answer(NamedTuple):
+    """A tool's answer. `seconds` is the clock's time that the call took."""
+
+    text: str
+    failed: bool
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolKind:
+    """A tool before it is made: what the policy is told of it.
+
+    once: a call with unknown outcome is never repeated; its response is given up.
+    """
+
+    name: str
+    schema: Mapping[str, Any]
+    function: Callable[..., Any]
+    once: bool
+
+
+class Tools(Environment):
+    """The policy calls tools until it answers without a call.
+
+    Settings:
+        tools: names of tools: code_interpreter, search, or the path of a typed function with a
+            docstring, `path/to/tools.py:function` or `my_package.tools.function`. With settings,
+            {name: search, folder: texts}; `once: true` for a tool whose call must not be repeated.
+        max_turns: turns of the policy, the last of which is its answer.
+        max_calls: calls in a response; further ones are answered by an error.
+        turn_tokens: tokens of a turn; null: what the response has left.
+        call_seconds: a call's limit. A function of the user's that exceeds it is left to itself.
+        seconds: of all calls of a response together; further ones are answered by an error.
+        answer_characters: a longer answer is cut.
+        sandbox: where `code_interpreter` runs: bubblewrap or remote.
+        sandbox_url: of a server that speaks SandboxFusion's protocol, for `remote`.
+        sandbox_workers: programs that run at once.
+        memory_mb: limit of a program, 2**20 bytes.
+
+    Raises:
+        ConfigError: a tool cannot be read, two have one name, the chat template does not know
+            tools or ends turns where sampling goes on, or the sandbox does not work here.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Any,
+        *,
+        tools: Annotated[list[Extension], Field(min_length=1)],
+        max_turns: PositiveInt = 8,
+        max_calls: PositiveInt = 16,
+        turn_tokens: PositiveInt | None = None,
+        call_seconds: Seconds = 10.0,
+        seconds: Seconds = 120.0,
+        answer_characters: PositiveInt = 2000,
+        sandbox: SandboxName = "bubblewrap",
+        sandbox_url: str | None = None,
+        sandbox_workers: PositiveInt = 8,
+        memory_mb: Annotated[int, Field(ge=64)] = 1024,
+    ) -> None:
+        super().__init__(config, tokenizer)
+        kinds = read_tools(tools)
+        if not config.data.chat_template:
+            raise ConfigError(
+                "tools need prompts in the form of a chat, which tells the policy of them",
+                where=WHERE,
+                fix="data.chat_template=true",
+            )
+        self._format = ChatFormat(
+            tokenizer, [kind.schema for kind in kinds], config.data.chat_template_kwargs
+        )
+        if self._format.end not in stop_token_ids(config.model.path, tokenizer):
+            end = tokenizer.convert_ids_to_tokens(self._format.end)
+            raise ConfigError(
+                f"the chat template ends turns with {end}, where sampling does not stop, so no call"
+                " would be answered",
+                where=config.model.path,
+                fix=f"add {self._format.end} to eos_token_id in generation_config.json",
+            )
+        self._max_turns, self._max_calls, self._turn_tokens = max_turns, max_calls, turn_tokens
+        self._call_seconds, self._seconds = call_seconds, seconds
+        self._characters = answer_characters
+        self._threads = ThreadPoolExecutor(THREADS, "tool")
+        self._tools: dict[str, Tool] = {}
+        for kind in kinds:
+            if kind.function is code_interpreter:
+                box = make_sandbox(
+                    sandbox, sandbox_url, sandbox_workers, memory_mb, answer_characters
+                )
+                self._tools[kind.name] = Tool(kind, self._in_sandbox(box))
+            else:
+                self._tools[kind.name] = Tool(kind, self._in_threads(kind))
+
+    @classmethod
+    def tool_schemas(cls, settings: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+        return [kind.schema for kind in read_tools(settings["tools"])]
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        response, made = Response(prompt), list[dict[str, Any]]()
+        limit = self.config.rollout.max_new_tokens
+        cut = False
+        for number in itertools.count(1):
+            turn = response.sampled(
+                await generate(response.context, max_new_tokens=self._turn_tokens)
+            )
+            if turn.finish_reason != "stop" or int(turn.tokens[-1]) != self._format.end:
+                break
+            calls = read_calls(turn.text)
+            if not calls or number == self._max_turns:
+                break
+            answers = await self._answers(calls, made, generate)
+            tokens, text = self._format.between([answer.text for answer in answers])
+            made += (
+                {
+                    "turn": number,
+                    "name": call.name if isinstance(call, Call) else None,
+                    "asked": dict(call.arguments) if isinstance(call, Call) else call.text,
+                    "answer": answer.text,
+                    "failed": answer.failed,
+                    "seconds": answer.seconds,
+                    "tokens": len(tokens) if first else 0,  # of all answers of the turn
+                }
+                for first, call, answer in zip(
+                    itertools.chain([True], itertools.repeat(False)), calls, answers, strict=False
+                )
+            )
+            # no room for the answers and a token of the policy's
+            if len(response.context) - len(prompt.token_ids) + len(tokens) >= limit:
+                cut = True
+                break
+            response.observed(tokens, text)
+        found = response.trajectory()
+        found.turns, found.calls = number, tuple(made)
+        return dataclasses.replace(found, finish_reason="length") if cut else found
+
+    async def _answers(
+        self,
+        calls: Sequence[Call | Malformed],
+        made: Sequence[Mapping[str, Any]],
+        generate: Generate,
+    ) -> list[Answer]:
+        """The answers to the calls of a turn, which are made at once."""
+        spent = sum(each["seconds"] for each in made)
+        left = self._max_calls - len(made)
+        answers = await asyncio.gather(
+            *(
+                self._answer(call, number < left, spent, generate)
+                for number, call in enumerate(calls)
+            ),
+            return_exceptions=True,  # none is left behind
+        )
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return [
+            answer._replace(text=self._shortened(answer.text))
+            for answer in answers
+            if not isinstance(answer, BaseException)
+        ]
+
+    async def _answer(
+        self, call: Call | Malformed, allowed: bool, spent: float, generate: Generate
+    ) -> Answer:
+        if isinstance(call, Malformed):
+            return _error(f"the call cannot be read, {call.why}")
+        if not allowed:
+            return _error(f"the limit of {self._max_calls} calls is reached")
+        if spent >= self._seconds:
+            return _error(f"the time of {self._seconds:g} seconds for calls is used up")
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return _error(f"there is no tool {call.name!r}; there are {', '.join(self._tools)}")
+        try:  # checked before the call, so that a wrong call costs none
+            tool.check(call.arguments)
+            request = json.loads(json.dumps(call.arguments, allow_nan=False))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            return _error(f"argument {where}: {in_words(first)}")
+        except ValueError as error:
+            return _error(f"the arguments cannot be read: {error}")
+        return Answer(**await generate.call(tool, request, idempotent=not tool.once))
+
+    def _shortened(self, text: str) -> str:
+        if len(text) <= self._characters:
+            return text
+        return f"{text[: self._characters]}\n... {len(text) - self._characters} characters left out"
+
+    def _in_sandbox(self, box: Sandbox) -> Callable[..., Awaitable[Answer]]:
+        async def run(arguments: Mapping[str, Any], call: str) -> Answer:
+            begun = time.monotonic()
+            ran = await box.run(arguments["code"], self._call_seconds)
+            text = ran.output.rstrip("\n") or "The program printed nothing."
+            return Answer(text, ran.failed, time.monotonic() - begun)
+
+        return run
+
+    def _in_threads(self, kind: ToolKind) -> Callable[..., Awaitable[Answer]]:
+        called: Any = kind.function
+        if not inspect.isroutine(called) and not isinstance(called, functools.partial):
+            called = called.__call__
+        wants_id = CALL_ID in inspect.signature(called).parameters
+
+        async def run(arguments: Mapping[str, Any], call: str) -> Answer:
+            begun = time.monotonic()
+            asked = functools.partial(
+                validate_call(called), **arguments, **({CALL_ID: call} if wants_id else {})
+            )
+            try:
+                if inspect.iscoroutinefunction(called):
+                    working = asked()
+                else:
+                    working = asyncio.get_running_loop().run_in_executor(self._threads, asked)
+                said = await asyncio.wait_for(working, self._call_seconds)
+                text, failed = (
+                    said if isinstance(said, str) else json.dumps(said, default=str),
+                    False,
+                )
+            except TimeoutError:
+                text, failed = f"Error: no answer in {self._call_seconds:g} seconds", True
+            except UserError:  # for those who run the training
+                raise
+            except Exception as error:  # for the policy
+                text, failed = f"Error: {type(error).__name__}: {error}", True
+            return Answer(text, failed, time.monotonic() - begun)
+
+        return run
+
+
+class Tool:
+    """A tool as `generate.call` takes it."""
+
+    def __init__(self, kind: ToolKind, run: Callable[..., Awaitable[Answer]]) -> None:
+        self.__name__, self.once = kind.name, kind.once
+        self._run, self._check = run, _checker(kind.function)
+
+    def check(self, arguments: Mapping[str, Any]) -> None:
+        """Raises ValidationError unless the tool takes these arguments."""
+        self._check(**arguments)
+
+    async def __call__(self, request: Mapping[str, Any], call: str) -> dict[str, Any]:
+        return (await self._run(request, call))._asdict()
+
+
+def _error(text: str) -> Answer:
+    return Answer(f"Error: {text}", True, 0.0)
+
+
+def _checker(function: Callable[..., Any]) -> Callable[..., None]:
+    """A function that takes the same arguments and does nothing, beside the check."""
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    _disguise(nothing, function)
+    return validate_call(nothing)
+
+
+def _disguise(stub: Any, function: Callable[..., Any]) -> None:
+    """Gives a function the name, docstring and parameters of a tool, without the call's id."""
+    inner = function if inspect.isroutine(function) else type(function).__call__
+    bound = inspect.signature(function)
+    kept = [each for each in bound.parameters.values() if each.name != CALL_ID]
+    hints = inspect.get_annotations(inner, eval_str=True)
+    stub.__name__ = stub.__qualname__ = str(getattr(function, "__name__", type(function).__name__))
+    stub.__doc__ = inner.__doc__
+    stub.__annotations__ = {name: hints[name] for name in hints if name in bound.parameters}
+    stub.__annotations__.pop(CALL_ID, None)
+    stub.__signature__ = inspect.Signature(
+        [each.replace(annotation=hints.get(each.name, each.empty)) for each in kept]
+    )
+
+
+def read_tools(tools: Sequence[Extension]) -> list[ToolKind]:
+    """Finds the tools that a configuration names.
+
+    Raises:
+        ConfigError: a tool cannot be found, lacks types or a docstring, or has another's name.
+    """
+    kinds: list[ToolKind] = []
+    for extension in tools:
+        where = f"{WHERE}.tools"
+        settings = dict(extension.settings)
+        once = settings.pop(_ONCE, False)
+        if not isinstance(once, bool):
+            raise ConfigError(f"once is {once!r}", where=where, fix="once: true or once: false")
+        found = resolve(extension.name, TOOLS, where)
+        given = settings_of(Extension(extension.name, settings), found, where)
+        if isinstance(found, type):
+            found = found(**given)
+        elif given:
+            found = functools.wraps(found)(functools.partial(found, **given))
+        kind = ToolKind(*_described(found, extension.name, where), found, once)
+        if kind.name in [each.name for each in kinds]:
+            raise ConfigError(f"two tools are called {kind.name!r}", where=where, fix="rename one")
+        kinds.append(kind)
+    return kinds
+
+
+def _described(function: Any, name: str, where: str) -> tuple[str, Mapping[str, Any]]:
+    """The name and the schema that the policy is told."""
+
+    def stub() -> None: ...
+
+    try:
+        _disguise(stub, function)
+        schema = get_json_schema(stub)
+        return str(schema["function"]["name"]), schema
+    except Exception as error:  # transformers raises its own kinds, and a type may not exist
+        raise ConfigError(
+            f"the tool {name!r} cannot be described to the policy: {error}",
+            where=where,
+            fix="give it types, and a docstring with `Args:` and a line for each",
+        ) from error

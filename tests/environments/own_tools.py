@@ -1,0 +1,95 @@
+"""Tools of a user's, as docs/environments.md has them."""
+
+import asyncio
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+ALL = threading.Barrier(100)
+
+
+def add(first: int, second: int = 0) -> str:
+    """
+    Adds two numbers.
+
+    Args:
+        first: a number
+        second: another
+    """
+    return str(first + second)
+
+
+def fails(text: str) -> str:
+    """
+    Fails.
+
+    Args:
+        text: anything
+    """
+    raise ValueError(f"no {text}")
+
+
+def waits(text: str) -> str:
+    """
+    Waits until a hundred calls wait.
+
+    Args:
+        text: anything
+    """
+    ALL.wait(30)
+    return text
+
+
+async def never(text: str) -> str:
+    """
+    Answers never.
+
+    Args:
+        text: anything
+    """
+    await asyncio.Event().wait()
+    return text
+
+
+def repeats(text: str, call_id: str) -> dict:
+    """
+    Repeats a text.
+
+    Args:
+        text: any text
+    """
+    return {"text": text, "id": call_id}
+
+
+def code_interpreter(code: str, call_id: str) -> str:
+    """
+    Runs Python code and returns what it prints.
+
+    Args:
+        code: a program of its own
+    """
+    with Path(os.environ["TOOL_LOG"]).open("a") as log:
+        log.write(json.dumps([call_id, code]) + "\n")
+    order = Path(os.environ["KILL_AT"])
+    if order.exists() and len(Path(os.environ["TOOL_LOG"]).read_text().splitlines()) >= int(
+        order.read_text()
+    ):
+        order.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return str(len(code))
+
+
+def no_words(text: str) -> str:
+    return text
+
+
+def no_type(text) -> str:
+    """
+    Has no type.
+
+    Args:
+        text: anything
+    """
+    return text

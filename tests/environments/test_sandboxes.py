@@ -1,0 +1,230 @@
+"""Where a policy's code runs: what it can do there, and 60 attempts to get out or to exhaust the
+machine. They fail, not skip, where bubblewrap is missing: `apt-get install bubblewrap`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil
+import pytest
+import yaml
+
+from megatron_stare.environments import sandboxes
+from megatron_stare.environments.sandbox_worker import LEFT_OUT
+from megatron_stare.environments.sandboxes import Ran, Sandbox, make_sandbox
+from megatron_stare.errors import ConfigError, UserError
+
+pytestmark = pytest.mark.slow
+MEMORY_MB = 256
+
+
+@pytest.fixture(scope="module")
+def box() -> Iterator[Sandbox]:
+    made = make_sandbox("bubblewrap", None, 2, MEMORY_MB, 2000)
+    yield made
+    made.close()
+
+
+def run(box: Sandbox, code: str, seconds: float = 20.0) -> Ran:
+    return asyncio.run(box.run(code, seconds))
+
+
+@pytest.fixture(scope="module")
+def canary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A file that can be read by all and written by its owner, and sockets that listen, of the
+    network and of the file system; both see whoever comes."""
+    folder = tmp_path_factory.mktemp("canary")
+    folder.chmod(0o777)
+    file = folder / "file"
+    file.write_text("the secret")
+    file.chmod(0o666)
+    came: list[str] = []
+    tcp = socket.create_server(("0.0.0.0", 0))
+    local = socket.socket(socket.AF_UNIX)
+    local.bind(str(folder / "socket"))
+    (folder / "socket").chmod(0o777)
+    local.listen()
+    abstract = socket.socket(socket.AF_UNIX)
+    abstract.bind(f"\0{folder.name}-{os.getpid()}")
+    abstract.listen()
+
+    def watch(listening: socket.socket, name: str) -> None:
+        try:
+            while True:
+                listening.accept()
+                came.append(name)
+        except OSError:
+            return
+
+    for listening, name in ((tcp, "tcp"), (local, "local"), (abstract, "abstract")):
+        threading.Thread(target=watch, args=(listening, name), daemon=True).start()
+    yield {
+        "file": file,
+        "port": tcp.getsockname()[1],
+        "abstract": f"\0{folder.name}-{os.getpid()}",
+        "came": came,
+    }
+    for listening in (tcp, local, abstract):
+        listening.close()
+
+
+# Programs by name; see there.
+ATTEMPTS: dict[str, str] = yaml.safe_load((Path(__file__).parent / "escapes.yaml").read_text())
+ESCAPED = "ESC" + "APED"  # not in the source, which a trace shows
+
+
+def test_there_are_sixty_attempts() -> None:
+    assert len(ATTEMPTS) >= 60
+
+
+@pytest.mark.parametrize("attempt", ATTEMPTS)
+def test_an_attempt_fails_and_the_next_code_runs(
+    attempt: str, box: Sandbox, canary: dict[str, Any]
+) -> None:
+    file = canary["file"]
+    tells = "def escaped(): print('ESC' + 'APED')\n"
+    code = tells + ATTEMPTS[attempt].format(
+        file=file,
+        folder=file.parent,
+        port=canary["port"],
+        abstract=canary["abstract"],
+        pid=os.getpid(),
+        node=os.uname().nodename,
+    )
+    before = file.read_text()
+    found = run(box, code, seconds=2.0)
+    assert ESCAPED not in found.output
+    # an attempt that is no program would prove nothing
+    assert "NameError" not in found.output
+    assert "SyntaxError" not in found.output
+    assert "secret" not in found.output
+    assert len(found.output) < 2000 + 300
+    assert file.read_text() == before == "the secret"
+    assert canary["came"] == []
+    for _ in range(2):  # both workers serve on
+        assert run(box, "import numpy; print(6 * 7)") == Ran("42\n", False)
+
+
+def test_the_canary_is_seen_from_outside(canary: dict[str, Any]) -> None:
+    """What the attempts look for is there."""
+    came = canary["came"]
+    with socket.create_connection(("127.0.0.1", canary["port"])):
+        pass
+    for name in (str(canary["file"].parent / "socket"), canary["abstract"]):
+        with socket.socket(socket.AF_UNIX) as local:
+            local.connect(name)
+    while len(came) < 3:
+        pass
+    assert sorted(came) == ["abstract", "local", "tcp"]
+    came.clear()
+
+
+def test_programs_run_as_in_python(box: Sandbox) -> None:
+    code = "import sympy\nx = sympy.Symbol('x')\nprint(sympy.integrate(x**2, (x, 0, 3)))"
+    assert run(box, code) == Ran("9\n", False)
+    assert run(box, "import sys\nsys.exit('enough')") == Ran("enough\n", True)
+    assert run(box, "if __name__ == '__main__': print('é\\ud800')").failed
+    found = run(box, "def f():\n    return 1 / 0\n\nprint('first')\nf()")
+    assert found.failed
+    assert found.output.startswith("first\nTraceback (most recent call last):\n")
+    assert 'File "<code>", line 2, in f\n    return 1 / 0' in found.output
+    assert "sandbox_worker" not in found.output
+    assert run(box, "print('x' * 3000)") == Ran("x" * 2000 + LEFT_OUT, False)
+    found = run(box, "print(1, flush=True)\nwhile True: pass", seconds=0.5)
+    assert found == Ran(
+        "1\nTimeoutError: the code ran for more than 0.5 seconds and was stopped\n", True
+    )
+
+
+def test_nothing_of_a_code_is_left_for_the_next(box: Sandbox) -> None:
+    writes = (
+        "import sympy, os; sympy.kept = kept = 1\n"
+        "open('/tmp/f', 'w').write('x'); os.environ['K'] = '1'"
+    )
+    looks = (
+        "import sympy, os; print(hasattr(sympy, 'kept'), os.listdir('/tmp'),"
+        " os.environ.get('K'), 'kept' in globals())"
+    )
+    for _ in range(2):
+        assert run(box, writes) == Ran("", False)
+        assert run(box, looks) == Ran("False [] None False\n", False)
+    drawn = {run(box, "import numpy; print(numpy.random.rand())").output for _ in range(4)}
+    assert len(drawn) == 4
+
+
+def test_a_lost_worker_is_replaced_and_none_is_left(tmp_path: Path) -> None:
+    me = psutil.Process()
+    before = set(me.children(recursive=True))
+    made = make_sandbox("bubblewrap", None, 1, MEMORY_MB, 100)
+    assert run(made, "print(1)").output == "1\n"
+    started = set(me.children(recursive=True)) - before
+    for process in started:
+        process.kill()
+    assert run(made, "print(2)") == Ran("the sandbox's process was lost and is replaced\n", True)
+    assert run(made, "print(3)") == Ran("3\n", False)
+    started |= set(me.children(recursive=True)) - before
+    made.close()
+    assert not [each for each in psutil.wait_procs(started, timeout=10)[1] if each.is_running()]
+
+
+def test_without_bubblewrap_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    sandboxes.why_not_isolated.cache_clear()
+    with pytest.raises(ConfigError, match="bubblewrap is not installed"):
+        make_sandbox("bubblewrap", None, 1, MEMORY_MB, 100)
+    sandboxes.why_not_isolated.cache_clear()
+
+
+class Fusion(BaseHTTPRequestHandler):
+    """Answers as SandboxFusion does; as often as it is told to, with its error first."""
+
+    asked: ClassVar[list[dict[str, Any]]] = []
+    answers: ClassVar[list[dict[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        read = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append({"path": self.path, **read})
+        body = json.dumps(self.answers.pop(0)).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+def test_a_sandbox_by_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandboxes, "FIRST_PAUSE_S", 0.0)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Fusion)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    made = make_sandbox("remote", url, 2, MEMORY_MB, 5)
+
+    def result(of: str, **values: Any) -> dict[str, Any]:
+        return {"status": of, "message": "", "compile_result": None, "run_result": values}
+
+    Fusion.answers[:] = [
+        {"status": "SandboxError", "message": "busy"},
+        result("Success", status="Finished", return_code=0, stdout="42\n", stderr=""),
+        result("Failed", status="Finished", return_code=1, stdout="a", stderr="bad"),
+        result("Failed", status="TimeLimitExceeded", stdout="", stderr=""),
+        *([{"status": "SandboxError", "message": "busy"}] * 5),
+    ]
+    assert run(made, "print(42)", 3.0) == Ran("42\n", False)
+    assert Fusion.asked[1]["path"] == "/run_code"
+    assert (Fusion.asked[1]["code"], Fusion.asked[1]["language"]) == ("print(42)", "python")
+    assert Fusion.asked[1]["run_timeout"] == 3.0
+    assert run(made, "x") == Ran("abad", True)
+    assert run(made, "x") == Ran("Timeo" + LEFT_OUT, True)
+    with pytest.raises(UserError, match="did not answer in 5 attempts: busy"):
+        run(made, "x")
+    made.close()
+    server.shutdown()
+    server.server_close()

@@ -1,0 +1,387 @@
+"""The environment `tools`: what the policy is told, asked and answered, and what is trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from megatron_stare.config.schema import Config
+from megatron_stare.data.encode import PromptEncoder
+from megatron_stare.environments.environment import Turn, make_environment
+from megatron_stare.environments.tools import FolderSearch, Tools
+from megatron_stare.errors import ConfigError
+from megatron_stare.observability.metrics.step_metrics import tool_metrics
+from megatron_stare.records.batch import Prompt
+from megatron_stare.records.trajectory import Trajectory
+from megatron_stare.rollout.sources.kept import from_bytes, to_bytes
+from megatron_stare.rollout.sources.under_way import UnderWay
+from megatron_stare.run_dir.rollout_files import rollout_rows
+
+ROOT = Path(__file__).parents[2]
+CHAT = ROOT / "assets/tiny-chat"
+OWN = str(Path(__file__).parent / "own_tools.py")
+TOKENIZER = AutoTokenizer.from_pretrained(CHAT)
+END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+
+
+def config(limit: int = 2000, chat: bool = True, **settings: Any) -> Config:
+    settings.setdefault("tools", [f"{OWN}:add", f"{OWN}:fails"])
+    return Config.model_validate(
+        {
+            "model": {"path": str(CHAT)},
+            "data": {"chat_template": chat},
+            "rollout": {
+                "environment": {"name": "tools", **settings},
+                "max_new_tokens": limit,
+                "max_prompt_tokens": 2000,
+            },
+        }
+    )
+
+
+def tools(limit: int = 2000, **settings: Any) -> Tools:
+    made = config(limit, **settings)
+    found = make_environment(made.rollout.environment, made, TOKENIZER)
+    assert isinstance(found, Tools)
+    return found
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+class Script:
+    """A policy that says what it is told to, and a journal that remembers."""
+
+    def __init__(self, *turns: str, end: int = END, limit: int = 2000) -> None:
+        self.turns, self.contexts, self.limits = list(turns), [], []  # type: ignore[var-annotated]
+        self.calls: list[tuple[str, Any, bool]] = []
+        self.recorded: list[Any] = []
+        self.end, self.limit = end, limit
+
+    async def __call__(
+        self, context: Sequence[int], max_new_tokens: int | None = None, stop: Any = ()
+    ) -> Turn:
+        text = self.turns[len(self.contexts)]
+        self.contexts.append(list(context))
+        self.limits.append(max_new_tokens)
+        ids = [*TOKENIZER(text, add_special_tokens=False).input_ids, self.end]
+        kept = ids[: max_new_tokens or len(ids)]
+        reason: Any = "stop" if kept == ids else "length"
+        log_probs = torch.full((len(kept),), -0.5)
+        return Turn(
+            torch.tensor(kept, dtype=torch.int32), log_probs, ((7, len(kept)),), reason, text
+        )
+
+    async def call(self, tool: Any, request: Any, *, idempotent: bool = False) -> Any:
+        number = len(self.calls)
+        self.calls.append((tool.__name__, request, idempotent))
+        if number < len(self.recorded):
+            return self.recorded[number]
+        return json.loads(json.dumps(await tool(request, f"id{number}")))
+
+
+def prompt(environment: Tools, text: str = "What is 2+3?") -> Prompt:
+    ids = PromptEncoder(environment.config, TOKENIZER)(text, "here")
+    return Prompt(0, "0", text, "5", ids)
+
+
+def run(environment: Tools, script: Script) -> Trajectory:
+    return asyncio.run(environment.run(prompt(environment), script))
+
+
+def answers(found: Trajectory) -> list[str]:
+    return [each["answer"] for each in found.calls]
+
+
+def test_tokens_are_those_of_the_template_and_only_sampled_ones_carry_loss() -> None:
+    """The whole conversation, rendered at once."""
+    environment = tools()
+    asked = call("add", first=2, second=3)
+    script = Script(asked, "The answer is 5.")
+    found = run(environment, script)
+    whole = TOKENIZER.apply_chat_template(
+        [
+            {"role": "user", "content": "What is 2+3?"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [
+                    {"function": {"name": "add", "arguments": {"first": 2, "second": 3}}}
+                ],
+            },
+            {"role": "tool", "content": "5"},
+            {"role": "assistant", "content": "The answer is 5."},
+        ],
+        tools=environment._format._tools,
+        tokenize=True,
+        return_dict=False,
+    )
+    ids = [*prompt(environment).token_ids, *found.tokens.tolist()]
+    assert ids == whole[: len(ids)]
+    assert TOKENIZER.decode(whole[len(ids) :]) == "\n"  # behind the end of the last turn
+    trained = [
+        *TOKENIZER(asked, add_special_tokens=False).input_ids,
+        END,
+        *TOKENIZER("The answer is 5.", add_special_tokens=False).input_ids,
+        END,
+    ]
+    assert found.tokens[found.loss_mask].tolist() == trained
+    assert not found.log_probs[~found.loss_mask].any()
+    assert script.contexts[1] == ids[: len(script.contexts[1])]
+    assert found.finish_reason == "stop"
+    assert found.turns == 2
+    (made,) = found.calls
+    assert (made["name"], made["asked"], made["answer"]) == ("add", {"first": 2, "second": 3}, "5")
+    assert made["tokens"] == int((~found.loss_mask).sum())
+
+
+def test_the_policy_is_told_of_its_tools_and_of_the_templates_other_values() -> None:
+    environment = tools(tools=[{"name": f"{OWN}:repeats", "once": True}])
+    text = TOKENIZER.decode(prompt(environment).token_ids)
+    (line,) = [line for line in text.splitlines() if line.startswith('{"')]
+    assert json.loads(line) == {
+        "type": "function",
+        "function": {
+            "name": "repeats",
+            "description": "Repeats a text.",
+            "parameters": {
+                "type": "object",
+                "properties": {"text": {"type": "string", "description": "any text"}},
+                "required": ["text"],
+            },
+        },
+    }
+    tokenizer = AutoTokenizer.from_pretrained(CHAT)
+    tokenizer.chat_template = "{{ thinks }}" + TOKENIZER.chat_template
+    made = config()
+    made.data.chat_template_kwargs["thinks"] = "aloud"
+    assert tokenizer.decode(PromptEncoder(made, tokenizer)("x", "here")).startswith("aloud")
+
+
+def test_a_fault_of_a_call_is_an_answer() -> None:
+    bad = "<tool_call>\n{'name': 1}\n</tool_call>"
+    script = Script(
+        "\n".join((call("add", first="x"), call("fails", text="way"), call("gone"), bad)),
+        call("add"),
+        "<tool_call>\n{",
+        call("add", first=1, third=3),
+        "done",
+    )
+    found = run(tools(), script)
+    first, fails, gone, unread, missing, opened, third = answers(found)
+    assert first.startswith("Error: argument first:")
+    assert fails == "Error: ValueError: no way"
+    assert gone == "Error: there is no tool 'gone'; there are add, fails"
+    assert unread.startswith("Error: the call cannot be read, not JSON")
+    assert missing.startswith("Error: argument first:")
+    assert opened.startswith("Error: the call cannot be read, it is not closed")
+    assert third.startswith("Error: argument third:")
+    assert all(each["failed"] for each in found.calls)
+    assert [name for name, *_ in script.calls] == ["fails"]  # the others were never made
+    assert [each["turn"] for each in found.calls] == [1, 1, 1, 1, 2, 3, 4]
+
+
+def test_calls_of_one_turn_are_answered_in_their_order() -> None:
+    found = run(tools(), Script("\n".join(call("add", first=n) for n in range(5)), "done"))
+    assert answers(found) == list("01234")
+    assert [bool(each["tokens"]) for each in found.calls] == [True, False, False, False, False]
+    assert TOKENIZER.decode(found.tokens).count("<tool_response>") == 5
+
+
+def test_a_hundred_slow_calls_run_at_once() -> None:
+    """Each of them ends only when all have begun."""
+    environment = tools(tools=[f"{OWN}:waits"])
+
+    async def go() -> list[Trajectory]:
+        scripts = [Script(call("waits", text=str(n)), "done") for n in range(100)]
+        runs = (environment.run(prompt(environment), each) for each in scripts)
+        return await asyncio.gather(*runs)
+
+    found = asyncio.run(go())
+    assert [answers(each) for each in found] == [[str(n)] for n in range(100)]
+
+
+def test_budgets() -> None:
+    one = call("add", first=1)
+    found = run(tools(max_calls=3), Script(f"{one}\n{one}", f"{one}\n{one}", "done"))
+    assert answers(found) == ["1", "1", "1", "Error: the limit of 3 calls is reached"]
+
+    found = run(tools(max_turns=2), Script(one, one))
+    assert found.turns == 2
+    assert len(found.calls) == 1
+
+    script = Script(one, "done")
+    found = run(tools(turn_tokens=9), script)
+    assert script.limits == [9]
+    assert (len(found), found.finish_reason, found.calls) == (9, "length", ())
+
+    found = run(
+        tools(tools=[f"{OWN}:never"], call_seconds=0.01), Script(call("never", text=""), "d")
+    )
+    assert answers(found) == ["Error: no answer in 0.01 seconds"]
+
+    found = run(tools(answer_characters=4), Script(call("add", first=10**8), "done"))
+    assert answers(found) == ["1000\n... 5 characters left out"]
+
+
+def test_seconds_are_counted_as_recorded_so_that_a_repeated_response_is_the_same() -> None:
+    one = call("add", first=1)
+    script = Script(one, one, one, "done")
+    script.recorded = [{"text": "slow", "failed": False, "seconds": 3.0}] * 2
+    found = run(tools(seconds=5.0), script)
+    assert answers(found) == ["slow", "slow", "Error: the time of 5 seconds for calls is used up"]
+
+
+def test_no_room_for_an_answer_ends_the_response() -> None:
+    asked = call("add", first=1)
+    whole = run(tools(), Script(asked, "done"))
+    to_answer = len(whole) - len(TOKENIZER("done").input_ids) - 1
+    for limit, cut in ((to_answer, True), (to_answer + 1, False)):
+        script = Script(asked, "done")
+        found = run(tools(limit), script)
+        assert (len(script.contexts) == 1) == cut
+        if cut:
+            assert found.finish_reason == "length"
+            assert found.loss_mask.all()
+            assert len(found.calls) == 1  # it was made
+
+
+def test_a_turn_that_ends_by_another_token_is_the_last() -> None:
+    other = TOKENIZER.convert_tokens_to_ids("<|endoftext|>")
+    found = run(tools(), Script(call("add", first=1), end=other))
+    assert found.calls == ()
+    assert found.tokens[-1] == other
+
+
+def test_a_tool_is_given_its_calls_id_and_once_means_never_again() -> None:
+    made = [{"name": f"{OWN}:repeats", "once": True}, f"{OWN}:add"]
+    script = Script(f"{call('repeats', text='x')}\n{call('add', first=1)}", "done")
+    found = run(tools(tools=made), script)
+    assert json.loads(answers(found)[0]) == {"text": "x", "id": "id0"}
+    assert [(name, again) for name, _, again in script.calls] == [("repeats", False), ("add", True)]
+    script = Script(
+        call("repeats", text="x", call_id="mine"), "done"
+    )  # no argument of the policy's
+    assert answers(run(tools(tools=made), script))[0].startswith("Error: argument call_id")
+
+
+def test_no_text_of_a_tool_is_a_token_of_the_template() -> None:
+    marks = ("<|im_end|>", "<|im_start|>", "<|endoftext|>", "</tool_response>", "<tool_call>")
+    environment = tools(tools=[f"{OWN}:repeats"])
+    found = run(environment, Script(call("repeats", text=" ".join(marks)), "done"))
+    plain = run(environment, Script(call("repeats", text="plain"), "done"))
+
+    def counts(each: Trajectory) -> list[int]:
+        told = each.tokens[~each.loss_mask].tolist()
+        return [told.count(TOKENIZER.convert_tokens_to_ids(mark)) for mark in marks]
+
+    assert counts(found) == counts(plain)
+    assert "im_end" in answers(found)[0]
+
+
+def test_metrics_and_stored_responses_have_the_calls() -> None:
+    one = call("add", first=1)
+    used = run(tools(), Script(f"{one}\n{call('fails', text='')}", "<tool_call>\n", "done"))
+    unused = run(tools(), Script("done"))
+    found = tool_metrics([used, unused])
+    assert found["tools/calls"] == 1.5
+    assert found["tools/used"] == 0.5
+    assert found["tools/failed"] == pytest.approx(2 / 3)
+    assert found["tools/malformed"] == pytest.approx(1 / 3)
+    assert found["tools/turns"] == 2.0
+    assert found["tools/tokens"] == int((~used.loss_mask).sum()) / 2
+    assert (found["tools/calls_of_add"], found["tools/calls_of_fails"]) == (0.5, 0.5)
+    assert tool_metrics([unused]) == {}
+    rows = rollout_rows(1, [used, unused], 2)
+    assert json.loads(json.dumps(rows[0]))["calls"] == list(used.calls)
+    assert "calls" not in rows[1]
+    kept = UnderWay(used.prompt, 0, 1)
+    kept.finish(used)
+    ((again,),) = from_bytes(to_bytes([[kept]]))
+    assert again.trajectory is not None
+    assert list(again.trajectory.calls) == list(used.calls)
+    assert again.trajectory.turns == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tools": [f"{OWN}:no_words"]}, "cannot be described to the policy"),
+        ({"tools": [f"{OWN}:no_type"]}, "cannot be described to the policy"),
+        ({"tools": [f"{OWN}:add", f"{OWN}:add"]}, "two tools are called 'add'"),
+        ({"tools": [f"{OWN}:ad"]}, "ad"),
+        ({"tools": ["serach"]}, "search"),
+        ({"tools": []}, "at least 1"),
+        ({"tools": [{"name": f"{OWN}:add", "once": "yes"}]}, "once is 'yes'"),
+        ({"tools": [{"name": "search", "folder": "nowhere"}]}, "there is no text in 'nowhere'"),
+        ({"max_turns": 0}, "must be at least 1"),
+        ({"chat": False}, "tools need prompts in the form of a chat"),
+        ({"tools": ["code_interpreter"], "sandbox_url": "http://x"}, "a sandbox_url is set"),
+        ({"tools": ["code_interpreter"], "sandbox": "remote"}, "needs a sandbox_url"),
+    ],
+)
+def test_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tools(**settings)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "no chat template"),
+        ("{{ messages[0].content }}", "does not write calls"),
+        (TOKENIZER.chat_template.replace("tools", "gone"), "does not tell the policy"),
+        (TOKENIZER.chat_template.replace("<|im_end|>", "."), "sampling does not stop"),
+        (
+            TOKENIZER.chat_template.split('<|im_end|>\n{% elif message.role == "tool"')[0]
+            + "{%- endif -%}{%- endfor -%}",
+            "special token",
+        ),
+        ("{{ raise_exception('no tools here') }}", "no tools here"),
+    ],
+)
+def test_a_template_that_does_not_serve_is_refused(template: str | None, message: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(CHAT)
+    tokenizer.chat_template = template
+    made = config()
+    with pytest.raises(ConfigError, match=message):
+        make_environment(made.rollout.environment, made, tokenizer)
+
+
+def test_a_template_that_rewrites_the_last_turn_keeps_what_was_sampled() -> None:
+    """As Qwen3's, which adds empty thoughts to a last turn of the assistant alone."""
+    tokenizer = AutoTokenizer.from_pretrained(CHAT)
+    adds = (
+        '{{ turn("assistant") }}{% if loop.last %}<think></think>{% endif %}{{ message.content }}'
+    )
+    before = '{{ turn("assistant") }}{{ message.content }}'
+    assert before in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(before, adds)
+    made = config()
+    other = make_environment(made.rollout.environment, made, tokenizer)
+    assert isinstance(other, Tools)
+    assert other._format.between(["5"]) == tools()._format.between(["5"])
+
+
+def test_search_finds_the_passage_that_fits_best(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.txt").write_text("The capital of Elbonia is Mudville.\n\nElbonia has no sea.")
+    (tmp_path / "deep/b.md").write_text("Mudville has ten gates, and Elbonia no capital elsewhere.")
+    (tmp_path / "c.csv").write_text("capital Mudville Elbonia")
+    search = FolderSearch(folder=str(tmp_path), results=2)
+    assert search("capital of Elbonia?") == (
+        "[a.txt] The capital of Elbonia is Mudville.\n\n"
+        "[deep/b.md] Mudville has ten gates, and Elbonia no capital elsewhere."
+    )
+    assert search("zebra") == "Nothing was found."
+    made = [{"name": "search", "folder": str(tmp_path), "results": 1}]
+    found = run(tools(tools=made), Script(call("search", query="sea"), "done"))
+    assert answers(found) == ["[a.txt] Elbonia has no sea."]
