@@ -26,9 +26,7 @@ import yaml
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from megatron_stare.environments.tools import read_tools
 from megatron_stare.process.vector_maths import settle
-from megatron_stare.registry import Extension
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # one token each, but text that the policy may write
@@ -148,9 +146,10 @@ def write_model(path: Path, args: argparse.Namespace) -> None:
 
 
 def tool(description: str) -> dict[str, Any]:
-    """The schema of the environment's code_interpreter, described in other words."""
-    (kind,) = read_tools([Extension("code_interpreter")])
-    return {**kind.schema, "function": {**kind.schema["function"], "description": description}}
+    """The schema of code_interpreter, as chat templates take it."""
+    code = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
+    function = {"name": "code_interpreter", "description": description, "parameters": code}
+    return {"type": "function", "function": function}
 
 
 def conversation(draw: random.Random) -> dict[str, Any]:

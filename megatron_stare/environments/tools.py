@@ -47,13 +47,22 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 def code_interpreter(code: str) -> str:
-    """
-    Runs Python code and returns what it prints.
-
-    Args:
-        code: a program of its own
-    """
+    """Stands for the tool that the sandbox runs."""
     raise AssertionError("run by the sandbox")
+
+
+code_interpreter.schema = {  # type: ignore[attr-defined]
+    "type": "function",
+    "function": {
+        "name": "code_interpreter",
+        "description": "Runs Python code and returns what it prints.",
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string"}},
+            "required": ["code"],
+        },
+    },
+}
 
 
 class FolderSearch:
@@ -417,7 +426,10 @@ def read_tools(tools: Sequence[Extension]) -> list[ToolKind]:
 
 
 def _described(function: Any, name: str, where: str) -> tuple[str, Mapping[str, Any]]:
-    """The name and the schema that the policy is told."""
+    """The name and the schema that the policy is told: the function's own attribute `schema`, or
+    what its types and docstring say."""
+    if (own := getattr(function, "schema", None)) is not None:
+        return str(own["function"]["name"]), own
 
     def stub() -> None: ...
 

@@ -64,12 +64,6 @@ def repeats(text: str, call_id: str) -> dict:
 
 
 def code_interpreter(code: str, call_id: str) -> str:
-    """
-    Runs Python code and returns what it prints.
-
-    Args:
-        code: a program of its own
-    """
     with Path(os.environ["TOOL_LOG"]).open("a") as log:
         log.write(json.dumps([call_id, code]) + "\n")
     order = Path(os.environ["KILL_AT"])
@@ -79,6 +73,20 @@ def code_interpreter(code: str, call_id: str) -> str:
         order.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
     return str(len(code))
+
+
+code_interpreter.schema = {
+    "type": "function",
+    "function": {
+        "name": "code_interpreter",
+        "description": "Python",
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string"}},
+            "required": ["code"],
+        },
+    },
+}
 
 
 def no_words(text: str) -> str:
