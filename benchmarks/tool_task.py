@@ -1,0 +1,155 @@
+"""Does training teach when to call a tool? A small task in three arms, over seeds, paired.
+
+The policy is assets/tiny-chat, the questions are sums, drawn by the seed; a sum is seldom right by
+hand. In the arm `tool` the policy may call a Python interpreter, in `none` it has no tool, and in
+`noise` the same tool answers with an unrelated number. Each run is of configs/tools.yaml.
+
+    python benchmarks/tool_task.py --seeds 8    # goes on where it stopped
+
+Set before the runs: 20 steps; start: mean of steps 1 and 2; end: mean of steps 16 to 20. Asked: the
+reward in `tool` at the end above its start, and above the end of `none`; the share of responses with
+a call at the end above its start in `tool`, and below it in `noise`; each with a 95 % interval of
+Student's t over the seeds' differences that excludes 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from scipy.stats import t as student
+
+from megatron_stare.environments import tools
+from megatron_stare.process.vector_maths import settle
+
+ROOT = Path(__file__).parents[1]
+RESULT = ROOT / "benchmarks/results/tool_task.json"
+STEPS, START, END = 20, 2, 5  # of a run; at its start and end, over which a figure is the mean
+ARMS = {
+    "tool": (),
+    "none": ("rollout.environment=single_turn",),
+    "noise": (
+        "rollout.environment={name: tools, max_turns: 3, tools:"
+        f" ['{Path(__file__).resolve()}:code_interpreter']}}",
+    ),
+}
+
+
+def code_interpreter(code: str) -> str:
+    """Answers with a number that has nothing to do with the code, always the same for it."""
+    return str(int(hashlib.sha256(code.encode()).hexdigest(), 16) % 200)
+
+
+code_interpreter.schema = tools.code_interpreter.schema  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    settle()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--seeds", type=int, default=8, help="how many, from 1")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    arguments = parser.parse_args()
+    found: dict[str, Any] = {"steps": STEPS, "runs": {}}
+    if arguments.out.exists():
+        found = json.loads(arguments.out.read_text())
+    seeds = range(1, arguments.seeds + 1)
+    for seed in seeds:
+        for arm in ARMS:
+            if f"{arm} {seed}" not in found["runs"]:
+                found["runs"][f"{arm} {seed}"] = run(arm, seed)
+                print(arm, seed, found["runs"][f"{arm} {seed}"], flush=True)
+                arguments.out.write_text(f"{json.dumps(found, indent=1)}\n")
+    found["asked"] = judge(found["runs"], seeds)
+    arguments.out.write_text(f"{json.dumps(found, indent=1)}\n")
+    print(json.dumps(found["asked"], indent=1))
+
+
+def run(arm: str, seed: int) -> dict[str, list[float]]:
+    """Trains once. Returns reward and share of responses with a call, step by step."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows, directory = Path(folder) / "sums.jsonl", Path(folder) / "run"
+        write_sums(rows, seed)
+        command = [
+            *(
+                sys.executable,
+                "-m",
+                "megatron_stare.cli",
+                "train",
+                str(ROOT / "configs/tools.yaml"),
+            ),
+            *(f"model.path={ROOT / 'assets/tiny-chat'}", f"data.path={rows}", f"run.seed={seed}"),
+            *(f"run.dir={directory}", f"run.steps={STEPS}", *ARMS[arm]),
+        ]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+        metrics = [json.loads(line) for line in (directory / "metrics.jsonl").open()]
+    return {
+        "reward": [round(row["reward/mean"], 4) for row in metrics],
+        "used": [round(row.get("tools/used", 0.0), 4) for row in metrics],
+    }
+
+
+def write_sums(path: Path, seed: int, number: int = 2000) -> None:
+    """Writes questions: alternately of two digits and of one."""
+    draw = random.Random(seed)
+    with path.open("w") as out:
+        for each in range(number):
+            low, high, signs = (0, 9, "+-") if each % 2 else (10, 99, "+-*")
+            first, second, sign = (
+                draw.randint(low, high),
+                draw.randint(low, high),
+                draw.choice(signs),
+            )
+            value = {"+": first + second, "-": first - second, "*": first * second}[sign]
+            row = {"prompt": f"What is {first}{sign}{second}?", "answer": str(value)}
+            out.write(f"{json.dumps(row)}\n")
+
+
+def judge(runs: dict[str, dict[str, list[float]]], seeds: Sequence[int]) -> dict[str, Any]:
+    """Returns the mean of each difference over the seeds, and its 95 % interval."""
+
+    def start(arm: str, what: str, seed: int) -> float:
+        return statistics.mean(runs[f"{arm} {seed}"][what][:START])
+
+    def end(arm: str, what: str, seed: int) -> float:
+        return statistics.mean(runs[f"{arm} {seed}"][what][-END:])
+
+    asked: dict[str, Callable[[int], float]] = {
+        "reward, tool, end - start": lambda s: (
+            end("tool", "reward", s) - start("tool", "reward", s)
+        ),
+        "reward at the end, tool - none": lambda s: (
+            end("tool", "reward", s) - end("none", "reward", s)
+        ),
+        "responses with a call, tool, end - start": lambda s: (
+            end("tool", "used", s) - start("tool", "used", s)
+        ),
+        "responses with a call, noise, end - start": lambda s: (
+            end("noise", "used", s) - start("noise", "used", s)
+        ),
+    }
+    return {name: interval([of(seed) for seed in seeds]) for name, of in asked.items()}
+
+
+def interval(differences: Sequence[float]) -> dict[str, Any]:
+    mean, n = statistics.mean(differences), len(differences)
+    half = student.ppf(0.975, n - 1) * statistics.stdev(differences) / n**0.5
+    return {
+        "mean": round(mean, 4),
+        "interval": [round(mean - half, 4), round(mean + half, 4)],
+        "differences": [round(each, 4) for each in differences],
+    }
+
+
+if __name__ == "__main__":
+    main()
