@@ -2,14 +2,14 @@
 
 The policy is assets/tiny-chat, the questions are sums, drawn by the seed; a sum is seldom right by
 hand. In the arm `tool` the policy may call a Python interpreter, in `none` it has no tool, and in
-`noise` the same tool answers with an unrelated number. Each run is of configs/tools.yaml.
+`noise` the same tool answers with an unrelated number.
 
     python benchmarks/tool_task.py --seeds 8    # goes on where it stopped
 
-Set before the runs: 20 steps; start: mean of steps 1 and 2; end: mean of steps 16 to 20. Asked: the
-reward in `tool` at the end above its start, and above the end of `none`; the share of responses with
-a call at the end above its start in `tool`, and below it in `noise`; each with a 95 % interval of
-Student's t over the seeds' differences that excludes 0.
+Set before the runs: 20 steps; start: mean of steps 1 and 2; end: mean of steps 16 to 20. Asked:
+the reward in `tool` at the end above its start, and above the end of `none`; the share of responses
+with a call at the end above its start in `tool`, and below it in `noise`; each with a 95 % interval
+of Student's t over the seeds' differences that excludes 0.
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scipy.stats import t as student
+import yaml
 
 from megatron_stare.environments import tools
+from megatron_stare.evaluation.estimates import student_quantile
 from megatron_stare.process.vector_maths import settle
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks/results/tool_task.json"
 STEPS, START, END = 20, 2, 5  # of a run; at its start and end, over which a figure is the mean
+TOOLS = {"name": "tools", "max_turns": 3, "call_seconds": 5, "sandbox_workers": 2}
 ARMS = {
-    "tool": (),
-    "none": ("rollout.environment=single_turn",),
-    "noise": (
-        "rollout.environment={name: tools, max_turns: 3, tools:"
-        f" ['{Path(__file__).resolve()}:code_interpreter']}}",
-    ),
+    "tool": {**TOOLS, "tools": ["code_interpreter"]},
+    "none": "single_turn",
+    "noise": {**TOOLS, "tools": [f"{Path(__file__).resolve()}:code_interpreter"]},
 }
 
 
@@ -79,23 +78,33 @@ def run(arm: str, seed: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         rows, directory = Path(folder) / "sums.jsonl", Path(folder) / "run"
         write_sums(rows, seed)
-        command = [
-            *(
-                sys.executable,
-                "-m",
-                "megatron_stare.cli",
-                "train",
-                str(ROOT / "configs/tools.yaml"),
-            ),
-            *(f"model.path={ROOT / 'assets/tiny-chat'}", f"data.path={rows}", f"run.seed={seed}"),
-            *(f"run.dir={directory}", f"run.steps={STEPS}", *ARMS[arm]),
-        ]
+        config = Path(folder) / "tools.yaml"
+        config.write_text(yaml.safe_dump(settings(arm, seed, rows, directory)))
+        command = [sys.executable, "-m", "megatron_stare.cli", "train", str(config)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
         metrics = [json.loads(line) for line in (directory / "metrics.jsonl").open()]
     return {
         "reward": [round(row["reward/mean"], 4) for row in metrics],
         "used": [round(row.get("tools/used", 0.0), 4) for row in metrics],
+    }
+
+
+def settings(arm: str, seed: int, rows: Path, directory: Path) -> dict[str, Any]:
+    """Returns the configuration of a run."""
+    return {
+        "run": {"name": arm, "seed": seed, "steps": STEPS, "dir": str(directory)},
+        "model": {"path": str(ROOT / "assets/tiny-chat")},
+        "data": {"path": str(rows), "chat_template": True},
+        "batch": {"prompts": 12, "samples_per_prompt": 8},
+        "rollout": {
+            "max_prompt_tokens": 320,
+            "max_new_tokens": 160,
+            "environment": ARMS[arm],
+        },
+        "reward": {"verifier": "math_verify"},
+        "eval": {"prompts": 0},
+        "optimizer": {"lr": 5e-4},
     }
 
 
@@ -143,7 +152,7 @@ def judge(runs: dict[str, dict[str, list[float]]], seeds: Sequence[int]) -> dict
 
 def interval(differences: Sequence[float]) -> dict[str, Any]:
     mean, n = statistics.mean(differences), len(differences)
-    half = student.ppf(0.975, n - 1) * statistics.stdev(differences) / n**0.5
+    half = student_quantile(0.95, n - 1) * statistics.stdev(differences) / n**0.5
     return {
         "mean": round(mean, 4),
         "interval": [round(mean - half, 4), round(mean + half, 4)],
