@@ -31,7 +31,7 @@ class Call(NamedTuple):
 
 
 class Malformed(NamedTuple):
-    """What stands where a call should, and why it is none."""
+    """Text that stands where a call should, and why it is none."""
 
     text: str
     why: str
@@ -156,7 +156,7 @@ class ChatFormat:
             ) from error
 
     def _turn_end(self, whole: str, after: int) -> tuple[int, int]:
-        """Where the first special token after a position begins and ends: that of the turn's
+        """Finds where the first special token after a position begins and ends: that of the turn's
         end."""
         found = [
             (at, at + len(token))

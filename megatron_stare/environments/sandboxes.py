@@ -41,7 +41,7 @@ _LONGEST_REPLY = 1 << 22  # bytes
 
 
 class Ran(NamedTuple):
-    """What a code printed, its traceback included, and whether it failed."""
+    """Output of a program, its traceback included, and whether it failed."""
 
     output: str
     failed: bool

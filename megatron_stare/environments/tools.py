@@ -26,7 +26,13 @@ from transformers.utils import get_json_schema
 
 from megatron_stare.config.schema import Config
 from megatron_stare.environments.chat import Call, ChatFormat, Malformed, read_calls
-from megatron_stare.environments.environment import WHERE, Environment, Generate, Response
+from megatron_stare.environments.environment import (
+    WHERE,
+    Environment,
+    Generate,
+    Response,
+    find_environment,
+)
 from megatron_stare.environments.sandboxes import Sandbox, SandboxName, make_sandbox
 from megatron_stare.errors import ConfigError, UserError, in_words
 from megatron_stare.records.batch import Prompt
@@ -397,6 +403,16 @@ def _disguise(stub: Any, function: Callable[..., Any]) -> None:
     stub.__signature__ = inspect.Signature(
         [each.replace(annotation=hints.get(each.name, each.empty)) for each in kept]
     )
+
+
+def sandboxed(config: Config) -> Mapping[str, Any] | None:
+    """Returns the environment's settings if the policy may write programs, else None. Raises
+    ConfigError if the environment or a tool cannot be found."""
+    kind, settings = find_environment(config.rollout.environment)
+    if not issubclass(kind, Tools):
+        return None
+    found = [resolve(each.name, TOOLS, f"{WHERE}.tools") for each in settings["tools"]]
+    return settings if code_interpreter in found else None
 
 
 def read_tools(tools: Sequence[Extension]) -> list[ToolKind]:

@@ -27,6 +27,7 @@ from megatron_stare.commands.doctor.checks_machine import (
     check_clock,
     check_folder,
     check_ports,
+    check_sandbox,
     check_seen_by_all,
     check_topology,
     parse_topology,
@@ -45,6 +46,7 @@ from megatron_stare.commands.doctor.finding import Finding
 from megatron_stare.commands.doctor.node_probe import NodeProbe
 from megatron_stare.config.load import load_config
 from megatron_stare.config.schema import Config
+from megatron_stare.environments import sandboxes
 from megatron_stare.rollout.engines.replicas import server_release
 
 # `nvidia-smi topo -m` of a machine whose second pair of GPUs is on the other socket; its header is
@@ -546,3 +548,21 @@ def test_without_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     subjects = [each.subject for each in examine(None, bandwidth=False)]
     assert "python" in subjects and "NCCL timeout" not in subjects
+
+
+def test_whether_programs_of_the_policy_can_be_isolated(monkeypatch: Any) -> None:
+    def found(**settings: Any) -> list[tuple[str, str]]:
+        named = {"name": "tools", "tools": ["code_interpreter"], **settings}
+        config = Config.model_validate({"model": {"path": "x"}, "rollout": {"environment": named}})
+        return [(each.level, each.seen) for each in check_sandbox(config)]
+
+    monkeypatch.setenv("PATH", "/nowhere")
+    sandboxes.why_not_isolated.cache_clear()
+    assert found() == [("fault", "bubblewrap is not installed (there is no bwrap on PATH)")]
+    assert found(sandbox="remote", sandbox_url="http://box") == [
+        ("ok", "programs run at http://box")
+    ]
+    assert found(tools=["my_tools.py:add"]) == []
+    assert found(tools=[{"name": "code_interpreter", "once": True}]) == found()
+    sandboxes.why_not_isolated.cache_clear()
+    assert check_sandbox(Config.model_validate({"model": {"path": "x"}})) == []

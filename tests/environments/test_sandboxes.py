@@ -1,4 +1,4 @@
-"""Where a policy's code runs: what it can do there, and 60 attempts to get out or to exhaust the
+"""Sandboxes of a policy's code: what it can do there, and 60 attempts to get out or to exhaust the
 machine. They fail, not skip, where bubblewrap is missing: `apt-get install bubblewrap`."""
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def test_an_attempt_fails_and_the_next_code_runs(
 
 
 def test_the_canary_is_seen_from_outside(canary: dict[str, Any]) -> None:
-    """What the attempts look for is there."""
+    """Makes sure that the attempts look for something that is there."""
     came = canary["came"]
     with socket.create_connection(("127.0.0.1", canary["port"])):
         pass

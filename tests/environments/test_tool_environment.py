@@ -357,7 +357,7 @@ def test_a_template_that_does_not_serve_is_refused(template: str | None, message
 
 
 def test_a_template_that_rewrites_the_last_turn_keeps_what_was_sampled() -> None:
-    """As Qwen3's, which adds empty thoughts to a last turn of the assistant alone."""
+    """Like Qwen3's, which adds empty thoughts to a last turn of the assistant alone."""
     tokenizer = AutoTokenizer.from_pretrained(CHAT)
     adds = (
         '{{ turn("assistant") }}{% if loop.last %}<think></think>{% endif %}{{ message.content }}'

@@ -14,7 +14,7 @@ OF_TESTS = ("my_method/", "own/")  # logged by methods and metrics of the tests'
 
 @cache
 def names() -> frozenset[str]:
-    """The names of the page; `<n>` at the end stands for a number."""
+    """The names of the page; `<n>` at the end stands for a number, `<tool>` for a tool's name."""
     return frozenset(re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(), re.MULTILINE))
 
 
@@ -23,7 +23,8 @@ def explained(logged: Iterable[str]) -> None:
     unknown = {
         name
         for name in logged
-        if not {name, re.sub(r"\d+$", "<n>", name)} & names()
+        if not {name, re.sub(r"\d+$", "<n>", name), re.sub(r"(?<=_of_).+$", "<tool>", name)}
+        & names()
         and not name.startswith(OF_TESTS)
         and name != "step"
     }

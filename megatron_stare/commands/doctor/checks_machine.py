@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 from collections.abc import Mapping, Sequence
 
 from megatron_stare.commands.doctor.facts import Facts, FolderSeen
 from megatron_stare.commands.doctor.finding import Finding, fault, ok, warning
+from megatron_stare.config.schema import Config
+from megatron_stare.environments.sandboxes import why_not_isolated
+from megatron_stare.errors import UserError
 
 # least limits of a node with GPUs; Ray recommends 65536 files for clusters
 OPEN_FILES, PROCESSES = 65536, 4096
@@ -19,6 +23,22 @@ SKEW_S = 1.0  # greater skew breaks leases of shared file systems and the order 
 SLOW_MB_S = 100.0  # at this speed a checkpoint of 460 GB over 32 ranks takes minutes
 # names in `nvidia-smi topo -m` of connections between GPUs that cross a PCIe host bridge
 FAR = ("SYS", "NODE", "PHB")
+
+
+def check_sandbox(config: Config) -> list[Finding]:
+    """Checks that programs of the policy can be isolated here, if the run lets it write any."""
+    from megatron_stare.environments.tools import sandboxed  # needs torch and transformers
+
+    settings = None
+    with contextlib.suppress(UserError):  # a run refuses it before anything starts
+        settings = sandboxed(config)
+    if settings is None:
+        return []
+    if url := settings.get("sandbox_url"):
+        return [ok("sandbox", f"programs run at {url}")]
+    if why := why_not_isolated():
+        return [fault("sandbox", why, "apt-get install bubblewrap, and allow user namespaces")]
+    return [ok("sandbox", "bubblewrap isolates programs")]
 
 
 def check_limits(facts: Facts) -> list[Finding]:

@@ -22,6 +22,7 @@ from megatron_stare.commands.doctor.checks_machine import (
     check_folder,
     check_limits,
     check_ports,
+    check_sandbox,
     check_seen_by_all,
     check_shared_memory,
     check_topology,
@@ -52,7 +53,7 @@ def examine(config: Config | None, *, bandwidth: bool) -> list[Finding]:
     folder = Path(config.run.dir or "runs") if config else Path("runs")
     found = check_folder(look_at_folder(folder))
     if config is not None:
-        found.append(check_timeouts(config))
+        found += [check_timeouts(config), *check_sandbox(config)]
         if release := server_release(config):
             found.append(check_server_version(*release))
     if config is not None and config.runtime.ray_address:

@@ -18,10 +18,12 @@ FILE = Path(__file__).with_name("glossary.json")
 
 @cache
 def glossary() -> dict[str, Metric]:
-    """Returns every declared metric by its name; a trailing `<n>` stands for a number."""
+    """Returns every declared metric by its name; a trailing `<n>` stands for a number,
+    `<tool>` for the name of a tool."""
     return {each["name"]: Metric(**each) for each in json.loads(FILE.read_text())}
 
 
 def explained(name: str) -> Metric | None:
     """Returns the entry of a logged metric; None for a user's own metric."""
-    return glossary().get(name) or glossary().get(re.sub(r"\d+$", "<n>", name))
+    tried = (name, re.sub(r"\d+$", "<n>", name), re.sub(r"(?<=_of_).+$", "<tool>", name))
+    return next((found for each in tried if (found := glossary().get(each))), None)
