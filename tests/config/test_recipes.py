@@ -445,7 +445,6 @@ def test_the_command_holds_a_recipe_against_what_was_published(
     [
         ("short_cot_qwen25_math_7b", "did you mean short_cot_qwen2.5_math_7b"),
         ("xyz", "megatron-stare recipes lists them"),
-        ("tool_use_qwen2.5_7b", "publishes neither the agent's settings nor the data"),
         ("stapo_v1_qwen3_8b", "it is called stapo_qwen3_8b_v1 now"),
     ],
 )
