@@ -1,4 +1,4 @@
-"""Measures how many programs a second run in the sandbox, each in a fresh process with namespaces of its own.
+"""Measures how many programs a second run in the sandbox, each in a fresh process and namespaces.
 
 python benchmarks/sandboxes.py
 """
