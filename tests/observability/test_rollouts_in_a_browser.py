@@ -249,3 +249,39 @@ def test_a_method_that_selects_nothing_lists_all_at_once(tmp_path: Path) -> None
             return [await here.value(TEXT.format(".count")), await here.value(hidden.format(box))]
 
     assert asyncio.run(look()) == ["8 of 8 responses", [True, True]]
+
+
+def test_calls_of_tools_are_listed_with_their_responses(tmp_path: Path) -> None:
+    run = stored_run(tmp_path / "run", "held")
+    file = rollout_file(run / "rollouts", STEPS)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    asked = {"code": "print('<b>1</b>')"}
+    call = {"turn": 1, "name": "run", "asked": asked, "answer": "<b>1</b>", "failed": False}
+    bad = {"turn": 2, "name": None, "asked": "{", "answer": "Error", "failed": True}
+    rows[0]["calls"] = [
+        {**call, "seconds": 0.25, "tokens": 1234},
+        {**bad, "seconds": 0.0, "tokens": 0},
+    ]
+    rows[0]["prompt"], rows[1]["prompt"] = "with calls", "without calls"
+    write_atomically(file, rows)
+    page = write_rollouts([run], tmp_path / "page.html")
+
+    async def look() -> tuple[Any, ...]:
+        async with tab() as here:
+            await here.open(page, 900)
+            await here.settled(READY)
+            found = []
+            for prompt in ("with calls", "without calls"):
+                await set_field(here, "search", f"'{prompt}'")
+                await here.settled(ASKED.format(prompt=prompt))
+                parts = "[...document.querySelectorAll('.calls {}')].map(e => e.textContent)"
+                found += [await here.value(parts.format(kind)) for kind in ("summary", "pre")]
+            return *found, here.errors
+
+    heads, texts, no_heads, no_texts, errors = asyncio.run(look())
+    assert heads == [
+        "turn 1 · run · 0.25 s · 1,234 masked tokens",
+        "turn 2 · not a call · failed · 0 s",
+    ]
+    assert texts == [json.dumps(asked, indent=1), "<b>1</b>", "{", "Error"]
+    assert no_heads == no_texts == errors == []

@@ -103,6 +103,14 @@ unpack("index").then(({ runs, pairs }) => {
         : ["The numbers of its tokens had no room on this page; they are in its rollout file."];
       sections[run].querySelector(".why").replaceChildren();
       for (const line of lines) put(sections[run].querySelector(".why"), "li", line);
+      sections[run].querySelector(".calls").replaceChildren();
+      for (const call of response.calls) {
+        const one = put(sections[run].querySelector(".calls"), "details", undefined, call.failed ? "failed" : "");
+        put(one, "summary", [`turn ${call.turn}`, call.name === null ? "not a call" : call.name, call.failed ? "failed" : "",
+          `${number(call.seconds)} s`, call.tokens ? `${number(call.tokens)} masked tokens` : ""].filter(Boolean).join(" · "));
+        put(one, "pre", typeof call.asked === "string" ? call.asked : JSON.stringify(call.asked, null, 1));
+        put(one, "pre", call.answer);
+      }
       views[run]({ ...response, why: why.sets });
     });
   };

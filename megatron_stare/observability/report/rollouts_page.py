@@ -243,6 +243,7 @@ def _block(responses: Sequence[SampledResponse], task: str) -> _Block:
             "response": response.response,
             "status": response.record.get("reward_status"),
             "finish": response.record.get("finish_reason"),
+            "calls": response.record.get("calls", []),
         }
         for response in responses
     ]
