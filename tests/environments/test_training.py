@@ -83,9 +83,10 @@ def test_two_ranks_learn_the_same(trained: Path) -> None:
 
 def test_the_page_shows_the_file_that_trains() -> None:
     page = (ROOT / "docs/environments.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    block, tool = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert block == (Path(__file__).parent / "check_again.py").read_text()
     assert len(block.splitlines()) <= 20
+    assert tool in (Path(__file__).parent / "own_tools.py").read_text()
 
 
 @pytest.mark.parametrize(

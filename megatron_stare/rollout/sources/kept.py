@@ -167,7 +167,8 @@ def _read_response(prompt: Prompt, tree: dict[str, Any], columns: _Reader) -> Un
         done.setdefault("turns", 1)  # nor did they count turns and calls
         done.setdefault("calls", [])
         plain = {name: done[name] for name in PLAIN} | {
-            "versions": tuple((v, n) for v, n in done["versions"])
+            "versions": tuple((v, n) for v, n in done["versions"]),
+            "calls": tuple(done["calls"]),
         }
         response.trajectory = Trajectory(
             prompt=prompt,
