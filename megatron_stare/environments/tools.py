@@ -350,7 +350,7 @@ class Tools(Environment):
                     said if isinstance(said, str) else json.dumps(said, default=str),
                     False,
                 )
-            except TimeoutError:
+            except asyncio.TimeoutError:  # not yet the built-in one in Python 3.10
                 text, failed = f"Error: no answer in {self._call_seconds:g} seconds", True
             except UserError:  # for those who run the training
                 raise
