@@ -241,6 +241,7 @@ def test_float32_explains_what_a_large_step_differs_by(steep: Any) -> None:
         assert max(errors.values()) > 0.5e-6
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 def test_large_steps_are_held_to_the_same_rule(steep: Any) -> None:
     for case, (whole, cut) in zip(STEEP, steep[1], strict=True):

@@ -102,6 +102,7 @@ def test_a_folder_without_its_weights_is_refused(tmp_path: Path) -> None:
     assert done.stderr.startswith(f"error: {tmp_path}: no model.safetensors")
 
 
+@pytest.mark.wide
 def test_help_says_nothing_else() -> None:
     for tool in ("check_parity", "check_invariance", "check_vectors", "make_tiny_model"):
         command = [sys.executable, str(ROOT / f"tools/{tool}.py"), "--help"]

@@ -74,6 +74,7 @@ def test_conversations_are_right_but_for_slips(made: Any, tokenizer: Any) -> Non
     assert 0.3 * sums < called < 0.8 * sums
 
 
+@pytest.mark.wide
 def test_the_model_says_what_its_tool_returned(tokenizer: Any, made: Any) -> None:
     """Results that no sum in the question has, so that they can only be copied."""
     model = AutoModelForCausalLM.from_pretrained(CHAT).eval()

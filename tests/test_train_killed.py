@@ -92,6 +92,7 @@ def test_a_driver_that_lost_its_only_engine_opens_the_run_again(
     assert policy(tmp_path / "run") == whole["sha256"]
 
 
+@pytest.mark.wide
 def test_the_supervisor_is_small_and_its_run_ends_with_it(tmp_path: Path) -> None:
     """The supervisor holds neither torch nor Ray, which would end it with the driver. A supervisor
     that is killed leaves nothing running, and a run that can be continued."""

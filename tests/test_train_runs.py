@@ -132,6 +132,7 @@ def test_no_rank_is_in_a_call_while_responses_are_sampled(tmp_path: Path) -> Non
     assert seen["rollout"] == {f"trainer rank {rank}": [IDLE] for rank in range(2)}
 
 
+@pytest.mark.wide
 def test_a_run_says_which_weights_are_proven(tmp_path: Path) -> None:
     """The start's are, and then those of each second step; a run that proves all of them says
     nothing. Its machine is of a kind that no plan knows, which ends nothing and is said once."""

@@ -160,6 +160,7 @@ def test_what_a_save_took_is_logged_with_the_step_after_it(tmp_path: Path) -> No
     assert [row["perf/save_s"] > 0.0 for row in rows] == [False, False, True]
 
 
+@pytest.mark.wide
 def test_an_evaluation_is_not_waited_for_and_made_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,6 +219,7 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
+@pytest.mark.wide
 def test_an_update_that_does_not_end_is_not_waited_for(tmp_path: Path) -> None:
     settings = {
         "checkpoint.grace_s": 0.2,

@@ -58,6 +58,7 @@ on_ray.leave_ray()
 """
 
 
+@pytest.mark.wide
 def test_its_object_store_is_as_large_as_it_is_told_to_be() -> None:
     """In a process of its own: other tests of this one may hold a Ray."""
     done = subprocess.run(

@@ -176,6 +176,8 @@ def test_the_rows_that_the_papers_list() -> None:
             for suffix in ("", "_eq6", "_grpo_s", "_grpo", "_dapo", "_dapo_forks")
         ),
         *(
+            "tool_use_qwen2.5_7b",
+            "tool_use_qwen2.5_7b_grpo",
             "justrl_r1_distill_1.5b",
             "dapo_qwen2.5_32b",
             "twenty_entropy_qwen3_14b",

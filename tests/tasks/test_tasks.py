@@ -350,6 +350,7 @@ def test_the_runs_own_task_by_name_is_what_it_is_without(runs) -> None:
         assert record == alone
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize("task", ["held_out", "sums", "nucleus", "cold", "short", "kind", "again"])
 def test_every_evaluation_of_the_same_weights_is_the_same(runs, task: str) -> None:
@@ -359,6 +360,7 @@ def test_every_evaluation_of_the_same_weights_is_the_same(runs, task: str) -> No
         assert record | {"step": 0, "weights": "base"} == first
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 def test_every_task_is_decoded_and_judged_in_its_own_way(runs) -> None:
     sums, nucleus, cold, short, kind, again = (
@@ -384,6 +386,7 @@ def test_every_task_is_decoded_and_judged_in_its_own_way(runs) -> None:
     )
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 def test_every_task_is_shown_by_its_name(runs) -> None:
     _, run_dir, said = runs

@@ -234,6 +234,7 @@ def stream_on(rank: int, init: str, path: str, bound: int) -> dict:
     }
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize("family", ["qwen2_tied", "qwen3"])
 def test_no_rank_holds_more_than_a_few_buckets(ranks, tmp_path: Path, family: str) -> None:
