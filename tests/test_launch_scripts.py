@@ -346,7 +346,7 @@ def test_a_recipe_gives_its_job_the_size(recorder: Path) -> None:
     short, trained = shown("plan.response_tokens=64", "parallel.data=2", "rollout.engines=4")
     assert "--nodes=2" in short and grace(short) < grace(own) / 4
 
-    (recorder.parent / "work").mkdir()
+    (recorder.parent / "shared").mkdir()
     for variables, words in (
         (
             {"NODES": "16", "DATA_PARALLEL": "4"},
@@ -359,7 +359,7 @@ def test_a_recipe_gives_its_job_the_size(recorder: Path) -> None:
         ({"DEVICE_GB": "16"}, "the run does not fit"),
         ({"WORK": "nowhere"}, "there is no folder nowhere"),
         # the paths of the job are looked for where the job has them
-        ({"WORK": "work", "MODEL": "models/own"}, f"{recorder.parent}/work/models/own"),
+        ({"WORK": "shared", "MODEL": "models/own"}, f"{recorder.parent}/shared/models/own"),
     ):
         refused = run(submit, recipe, recorder=recorder, DRY_RUN="1", **variables)
         assert refused.returncode == 2 and words in refused.stderr, refused.stderr

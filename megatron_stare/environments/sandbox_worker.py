@@ -2,9 +2,10 @@
 `environments/sandboxes.py` under bubblewrap. It uses the standard library alone.
 
 Reads {"code": text, "seconds": s} a line from stdin, and writes {"output": text, "failed": bool} a
-line to stdout. Each code runs in a process forked from this one, which has imported what code
-usually imports. The process has its own user, process, mount, IPC and host namespaces, an empty
-scratch folder, limits, and a filter of system calls: it cannot start a process or thread.
+line to stdout, or {"broken": why} where a code could not be isolated and was not run. Each code
+runs in a process forked from this one, which has imported what code usually imports. The process
+has its own user, process, mount, IPC and host namespaces, an empty scratch folder, limits, and a
+filter of system calls: it cannot start a process or thread.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ import traceback
 PRELOADED = ("math", "fractions", "itertools", "collections", "re", "random", "numpy", "sympy")
 SCRATCH = "/tmp"
 SCRATCH_MB, FILE_MB, FILES = 64, 32, 64
-FAILED, TIMED_OUT, NOT_SET_UP = 1, 124, 125  # exit codes of a code's process
+FAILED, TIMED_OUT, NOT_SET_UP = 1, 124, 125  # exit codes of the process that guards a code
+_READY = 3  # file descriptor on which a code's process says that it is confined
 LEFT_OUT = "\n... the rest of the output is left out\n"
 NO_EXIT = "the code has ended its process"
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -80,18 +82,22 @@ def main(memory_mb: int, characters: int) -> None:
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     for line in requests:
         request = json.loads(line)
-        output, failed = run(request["code"], request["seconds"], memory_mb, characters)
-        answers.write(json.dumps({"output": output, "failed": failed}) + "\n")
+        told = run(request["code"], request["seconds"], memory_mb, characters)
+        answers.write(json.dumps(told) + "\n")
         answers.flush()
 
 
-def run(code: str, seconds: float, memory_mb: int, characters: int) -> tuple[str, bool]:
-    """Runs code, and returns what it printed, of at most `characters`, and whether it failed."""
+def run(code: str, seconds: float, memory_mb: int, characters: int) -> dict[str, object]:
+    """Runs code, and returns what is written of it; of its output at most `characters`."""
     out, into = os.pipe()
     warden = os.fork()
     if not warden:
-        os.close(out)
-        os._exit(_guard(code, seconds, memory_mb, into))
+        ended = NOT_SET_UP
+        try:
+            os.close(out)
+            ended = _guard(code, seconds, memory_mb, into)
+        finally:  # whatever happens, this process must not go on as a second server
+            os._exit(ended)
     os.close(into)
     kept, dropped = bytearray(), 0
     limit = 4 * characters  # a character has at most four bytes
@@ -105,17 +111,18 @@ def run(code: str, seconds: float, memory_mb: int, characters: int) -> tuple[str
     if dropped or len(text) > characters:
         text = text[:characters] + LEFT_OUT
     if ended == NOT_SET_UP:
-        return f"the sandbox could not be set up: {text}", True
+        return {"broken": text or "its process ended"}
     if ended == TIMED_OUT:
         text += f"TimeoutError: the code ran for more than {seconds:g} seconds and was stopped\n"
     elif ended not in (0, FAILED):
         text += f"{NO_EXIT} with {ended}\n"
-    return text, ended != 0
+    return {"output": text, "failed": ended != 0}
 
 
 def _guard(code: str, seconds: float, memory_mb: int, out: int) -> int:
-    """Starts the code's process in namespaces of its own, and stops it after `seconds`. The exit
-    code of both."""
+    """Starts the code's process in namespaces of its own, and stops it after `seconds`. Returns an
+    exit code: that of the code, or one that the code cannot give."""
+    is_ready, ready = os.pipe()
     try:
         _die_with_parent()
         _separate()
@@ -126,12 +133,16 @@ def _guard(code: str, seconds: float, memory_mb: int, out: int) -> int:
     if not child:
         try:
             _die_with_parent()
-            _confine(out, memory_mb, seconds)
-        except (OSError, SetUpError, ValueError) as error:
-            os.write(out, str(error).encode())
+            _confine(out, ready, memory_mb, seconds)
+        except BaseException as error:
+            os.write(out, f"{type(error).__name__}: {error}".encode())
             os._exit(NOT_SET_UP)
         _execute(code)
     os.close(out)
+    os.close(ready)
+    if not os.read(is_ready, 1):
+        os.waitpid(child, 0)
+        return NOT_SET_UP
     watched = os.pidfd_open(child)
     on_time = bool(select.select([watched], [], [], seconds)[0])
     if not on_time:
@@ -139,7 +150,9 @@ def _guard(code: str, seconds: float, memory_mb: int, out: int) -> int:
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if not on_time:
         return TIMED_OUT
-    return ended if ended >= 0 else 128 - ended
+    if ended < 0:  # by a signal
+        return 128 - ended
+    return FAILED if ended in (TIMED_OUT, NOT_SET_UP) else ended
 
 
 def _separate() -> None:
@@ -156,9 +169,9 @@ def _separate() -> None:
             written.write(line)
 
 
-def _confine(out: int, memory_mb: int, seconds: float) -> None:
+def _confine(out: int, ready: int, memory_mb: int, seconds: float) -> None:
     """Gives this process an empty scratch folder, no other open file than `out` as its output, its
-    limits, and no privilege; the filter of system calls comes last."""
+    limits, and no privilege, then the filter of system calls. Says on `ready` that this is done."""
     _called("mount", None, b"/", None, _RECURSIVE | _PRIVATE, None)
     flags = _NO_SUID | _NO_DEVICES | _NO_EXECUTION
     size = f"size={SCRATCH_MB}m,nr_inodes=1k,mode=700".encode()
@@ -166,10 +179,11 @@ def _confine(out: int, memory_mb: int, seconds: float) -> None:
     _called("mount", b"tmpfs", b"/proc", b"tmpfs", flags | _READ_ONLY, b"size=4k")
     os.chdir(SCRATCH)
     nothing = os.open("/dev/null", os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    # copied out of the way first: one of them may have the number of another's place
+    out, ready = os.dup(out), os.dup(ready)
+    for kept, place in ((nothing, 0), (out, 1), (out, 2), (ready, _READY)):
+        os.dup2(kept, place)
+    os.closerange(_READY + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     mb = 1 << 20
     for limit, value in (
         (resource.RLIMIT_AS, memory_mb * mb),
@@ -188,6 +202,8 @@ def _confine(out: int, memory_mb: int, seconds: float) -> None:
     _called("prctl", 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
     _called("prctl", 4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
     _filter_calls()
+    os.write(_READY, b"1")
+    os.close(_READY)
 
 
 def _filter_calls() -> None:

@@ -38,6 +38,11 @@ GRACE_S = 10.0  # seconds over its limit after which a worker that does not answ
 START_S = 60.0  # seconds that a worker may take to import what code usually imports
 ATTEMPTS, FIRST_PAUSE_S = 5, 0.5  # of requests to a server; the pause doubles
 _LONGEST_REPLY = 1 << 22  # bytes
+_FIX = (
+    "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces,"
+    " AppArmor's profile of bwrap, the container's seccomp profile) and raise memory_mb, or set"
+    " sandbox: remote and sandbox_url"
+)
 
 
 class Ran(NamedTuple):
@@ -55,7 +60,7 @@ class Sandbox(ABC):
         """Runs a program of at most `seconds`. Faults of the code are in what is returned.
 
         Raises:
-            UserError: the sandbox itself does not work.
+            UserError: the sandbox itself does not work, and the program was not run.
         """
 
     @abstractmethod
@@ -126,16 +131,17 @@ class _Worker:
             stderr=subprocess.PIPE,
             bufsize=0,
         )
-        if (found := self.ask("print(1)", START_S)) != Ran("1\n", False):
+        try:
+            found = self.ask("print(1)", START_S)
+        except UserError:
+            self.end()
+            raise
+        if found != Ran("1\n", False):
             self._process.kill()
             said = self._process.communicate()[1].decode(errors="replace").strip()
             why = said.splitlines()[-1] if said else (found.output.strip() if found else "silence")
             raise UserError(
-                f"bubblewrap cannot isolate code on this machine: {why}",
-                where=WHERE,
-                fix="allow user namespaces (sysctl kernel.unprivileged_userns_clone=1,"
-                " user.max_user_namespaces, AppArmor's profile of bwrap, the container's seccomp"
-                " profile), or set sandbox: remote and sandbox_url",
+                f"bubblewrap cannot isolate code on this machine: {why}", where=WHERE, fix=_FIX
             )
 
     def ask(self, code: str, seconds: float) -> Ran | None:
@@ -153,9 +159,14 @@ class _Worker:
                 if not (part := os.read(self._process.stdout.fileno(), 1 << 16)):
                     return None
                 answer += part
-            return Ran(**json.loads(answer))
+            told = json.loads(answer)
         except (OSError, ValueError):  # it is gone, or is closed by another thread
             return None
+        if why := told.get("broken"):
+            raise UserError(
+                f"bubblewrap cannot isolate code on this machine: {why}", where=WHERE, fix=_FIX
+            )
+        return Ran(**told)
 
     def end(self) -> None:
         self._process.kill()

@@ -190,7 +190,7 @@ class Tools(Environment):
         sandbox: SandboxName = "bubblewrap",
         sandbox_url: str | None = None,
         sandbox_workers: PositiveInt = 8,
-        memory_mb: Annotated[int, Field(ge=64)] = 1024,
+        memory_mb: Annotated[int, Field(ge=256)] = 1024,
     ) -> None:
         super().__init__(config, tokenizer)
         kinds = read_tools(tools)
@@ -423,22 +423,29 @@ def read_tools(tools: Sequence[Extension]) -> list[ToolKind]:
     """
     kinds: list[ToolKind] = []
     for extension in tools:
-        where = f"{WHERE}.tools"
-        settings = dict(extension.settings)
-        once = settings.pop(_ONCE, False)
-        if not isinstance(once, bool):
-            raise ConfigError(f"once is {once!r}", where=where, fix="once: true or once: false")
-        found = resolve(extension.name, TOOLS, where)
-        given = settings_of(Extension(extension.name, settings), found, where)
-        if isinstance(found, type):
-            found = found(**given)
-        elif given:
-            found = functools.wraps(found)(functools.partial(found, **given))
-        kind = ToolKind(*_described(found, extension.name, where), found, once)
+        kind = _read_tool(extension)
         if kind.name in [each.name for each in kinds]:
-            raise ConfigError(f"two tools are called {kind.name!r}", where=where, fix="rename one")
+            raise ConfigError(
+                f"two tools are called {kind.name!r}", where=f"{WHERE}.tools", fix="rename one"
+            )
         kinds.append(kind)
     return kinds
+
+
+@functools.lru_cache(maxsize=32)  # prompts' encoders ask, too, and a search reads its whole folder
+def _read_tool(extension: Extension) -> ToolKind:
+    where = f"{WHERE}.tools"
+    settings = dict(extension.settings)
+    once = settings.pop(_ONCE, False)
+    if not isinstance(once, bool):
+        raise ConfigError(f"once is {once!r}", where=where, fix="once: true or once: false")
+    found = resolve(extension.name, TOOLS, where)
+    given = settings_of(Extension(extension.name, settings), found, where)
+    if isinstance(found, type):
+        found = found(**given)
+    elif given:
+        found = functools.wraps(found)(functools.partial(found, **given))
+    return ToolKind(*_described(found, extension.name, where), found, once)
 
 
 def _described(function: Any, name: str, where: str) -> tuple[str, Mapping[str, Any]]:

@@ -175,6 +175,23 @@ def test_a_lost_worker_is_replaced_and_none_is_left(tmp_path: Path) -> None:
     assert not [each for each in psutil.wait_procs(started, timeout=10)[1] if each.is_running()]
 
 
+def test_a_code_cannot_say_that_its_sandbox_is_broken_or_its_time_over(box: Sandbox) -> None:
+    for code in (1, 124, 125):
+        assert run(box, f"import os; print(7, flush=True); os._exit({code})") == Ran("7\n", True)
+    assert run(box, "import os; os.write(3, b'1')").failed
+    assert "with 9" in run(box, "import os; os._exit(9)").output
+
+
+def test_a_code_that_cannot_be_confined_is_not_run() -> None:
+    """No limit is as large as this one."""
+    made = make_sandbox("bubblewrap", None, 1, 1 << 50, 100)
+    for _ in range(2):
+        with pytest.raises(UserError, match="cannot isolate code") as told:
+            run(made, "print(1)")
+    assert "memory_mb" in str(told.value)
+    made.close()
+
+
 def test_without_bubblewrap_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     sandboxes.why_not_isolated.cache_clear()
