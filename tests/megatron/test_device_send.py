@@ -171,6 +171,40 @@ def test_every_engine_opens_all_tensors_in_memory_of_its_own_devices(
                 assert all(torch.equal(of_rank[name], tensor) for name, tensor in wanted.items())
 
 
+def sent_to_each(
+    rank: int, init: str, config: Config, targets: Sequence[OnDevices]
+) -> tuple[list[Any], list[dict[str, Tensor]]]:
+    """Sends an update to each of the targets. Returned is what was told, and the weights sent."""
+    trainer = Trainer(resolve_run(config), rank, init)
+    told, sent = [], []
+    for target in targets:
+        with torch.no_grad():
+            for _, parameter in named_parameters(trainer.policy.model):
+                parameter.add_(1)
+        trainer.prepare_weights(target, prove=True)  # type: ignore[arg-type]
+        told.append(trainer.send_weights())
+        sent.append({name: tensor.clone() for name, tensor in trainer.export().items()})
+    trainer.close()
+    return told, sent
+
+
+@pytest.mark.distributed
+def test_an_engine_that_was_lost_and_came_back_gets_everything(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """Its ranks meet again, and those of the other engine go on."""
+    save_model(tmp_path, "qwen3")
+    fleets = [OnDevices(each) for each in (PAIRS, PAIRS[1:], PAIRS, PAIRS[:1], PAIRS)]
+    found = ranks.run(sent_to_each, 4, config_of(tmp_path, {"tensor": 2, "data": 2}), fleets)
+    weights = found[0][1]
+    for rank, first in ((0, PAIRS[0]), (2, PAIRS[1])):
+        for step, (fleet, told) in enumerate(zip(fleets, found[rank][0], strict=True)):
+            assert len(told) == (first in fleet.engines)
+            for _, held in told:
+                for name, tensor in weights[step].items():
+                    assert torch.equal(held[0][name], tensor) and torch.equal(held[1][name], tensor)
+
+
 @pytest.mark.distributed
 def test_an_engine_that_fails_is_told_by_its_rank_alone_and_the_next_update_is_whole(
     ranks: RankPool, tmp_path: Path

@@ -133,14 +133,14 @@ class Job:
     def run(self, events: Mapping[int, str]) -> dict[str, Any]:
         """Runs the job to its end. Raises UserError if it does not end as it should."""
         due, seen, requeued = dict(events), [], self.shared / "bin/requeued"
-        listened: list[set[str]] = []
+        listened: list[set[str]] = [set() for _ in self.nodes]
         while True:
             process = self.start()
             cleaner = threading.Thread(target=self.clean, args=(process,))
             cleaner.start()
             for step in self.made(process):
-                if not listened:
-                    listened = [listening(node) for node in self.nodes]
+                for addresses, node in zip(listened, self.nodes, strict=True):
+                    addresses |= listening(node)
                 if (what := due.pop(step, None)) is None:
                     continue
                 print(f"  step {step}: {what}", flush=True)

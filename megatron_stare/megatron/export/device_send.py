@@ -35,6 +35,9 @@ class DeviceSend:
         self._model, self._layout = model, layout
         self._plan = plan_stream(shards(model, layout), shape, bucket_bytes, layout.model_group)
         self._rooms = DeviceRooms()
+        # By their ranks, and never made twice: torch would name the second group of the same ranks
+        # as the first, and connect to the first one's addresses.
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         self._target: SyncTarget | None = None  # the engines of `_carried` belong to it
         self._carried: list[_Carried] = []  # engines with a rank on this device
 
@@ -58,10 +61,21 @@ class DeviceSend:
         rank, places = self._layout.rank, [None] * self._layout.world
         dist.all_gather_object(places, target.here(next(self._model[0].parameters()).device))
         return [
-            _Carried(target.towards(engine, rank), rank, ranks)
+            _Carried(target.towards(engine, rank), rank, ranks, self._group(ranks))
             for engine, ranks in enumerate(target.carriers(places))
             if rank in ranks
         ]
+
+    def _group(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
+        """Returns the group of the ranks that carry an engine; None: there is one such rank."""
+        members = tuple(sorted(set(ranks)))
+        if len(members) > 1 and members not in self._groups:
+            # handles are small objects: gloo gathers them without GPU memory, which NCCL
+            # communicators would take
+            self._groups[members] = dist.new_group(
+                list(members), backend="gloo", use_local_synchronization=True
+            )
+        return self._groups.get(members)
 
     @torch.no_grad()
     def send(self) -> list[Any]:
@@ -92,7 +106,7 @@ class DeviceSend:
         return [each.result() for each in self._carried if each.leads]
 
     def close(self) -> None:
-        """Closes the connections to the engines."""
+        """Closes the connections to the engines. The groups end with the process's others."""
         carried, self._carried, self._target = self._carried, [], None
         for each in carried:
             each.close()
@@ -107,19 +121,16 @@ class _Carried:
     Args:
         ranks: trainer ranks whose memory the engine's ranks open, in the order of the engine's
             ranks.
+        group: of these ranks; None: there is one.
     """
 
-    def __init__(self, sender: Sender, rank: int, ranks: tuple[int, ...]) -> None:
+    def __init__(
+        self, sender: Sender, rank: int, ranks: tuple[int, ...], group: ProcessGroup | None
+    ) -> None:
         self._sender, self._rank, self._ranks = sender, rank, ranks
         self._members = sorted(set(ranks))
         self.leads = rank == ranks[0]
-        self._group: ProcessGroup | None = None
-        if len(self._members) > 1:
-            # handles are small objects: gloo gathers them without GPU memory, which NCCL
-            # communicators would take
-            self._group = dist.new_group(
-                self._members, backend="gloo", use_local_synchronization=True
-            )
+        self._group = group
         self._told: Any = None
         self._error: Exception | None = None
 
@@ -167,5 +178,3 @@ class _Carried:
 
     def close(self) -> None:
         self._sender.close()
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
