@@ -185,10 +185,11 @@ class Job:
 
 
 def listening(node: Node) -> set[str]:
-    """Returns the addresses that SGLang's processes of a node listen on, but for the store at which
-    a server's own ranks meet: that is torch's, and listens on all."""
+    """Returns the addresses that SGLang's processes of a node listen on, but for loopback, and for
+    the store at which a server's own ranks meet: that is torch's, and listens on all."""
     found = node.run("ss", "-Hltnp").splitlines()
-    return {line.split()[3].rpartition(":")[0] for line in found if "sglang" in line} - {"*"}
+    every = {line.split()[3].rpartition(":")[0] for line in found if "sglang" in line}
+    return every - {"*", "127.0.0.1"}
 
 
 def ours(node: Node) -> list[str]:
