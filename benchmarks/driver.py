@@ -179,7 +179,7 @@ def measure_from(
             batch = method.judge(batch)
             judged = time.monotonic()
             plan = planned(batch, args.data_ranks, args.tokens)
-            parts = batch.shares(plan.samples_of(rank) for rank in range(args.data_ranks))
+            parts = batch.shares(plan.branches_of(rank) for rank in range(args.data_ranks))
             shares = [workers.share(part) for part in parts]
             shared, driver_cpu, peak = time.monotonic(), cpu_s(), process_memory("VmHWM")
             *first, rank_cpu = workers.wait(
@@ -253,7 +253,7 @@ def largest_share(batch: RolloutBatch, tokens: int, data_ranks: int) -> int:
     """Bytes of what the rank that receives most is sent."""
     plan = planned(batch, data_ranks, tokens)
     return max(
-        len(pickle.dumps(batch.share(plan.samples_of(rank)), protocol=5))
+        len(pickle.dumps(batch.share(plan.branches_of(rank)), protocol=5))
         for rank in range(data_ranks)
     )
 

@@ -69,7 +69,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         head = Head(shape.vocab_size, 1.0, layout)
         rules = PlanRules(data_parallel=1, budget=args.budget, packed=True, cost=cost_of(shape))
         plan = plan_micro_batches(batch.lengths.tolist(), rules)
-        share = batch.share(plan.samples_of(0))
+        share = batch.share(plan.branches_of(0))
         rank_batch = RankBatch(share, plan, 0, device(), WholeSequences(packed=True))
 
         def whole_pass(second_moment: bool) -> None:

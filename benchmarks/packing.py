@@ -71,7 +71,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             )
             start = time.perf_counter()
             plan = plan_micro_batches(batch.lengths.tolist(), rules)
-            share = batch.share(plan.samples_of(0))
+            share = batch.share(plan.branches_of(0))
             rank_batch = RankBatch(share, plan, 0, device(), WholeSequences(packed=packed))
             compute_log_probs(model, rank_batch, head)
             accumulate_gradients(

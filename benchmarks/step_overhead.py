@@ -195,7 +195,7 @@ def turns(
         for name in names if turn % 2 else reversed(names):
             # all that a method and its statistics change of a trainer; model and optimizer stay
             trainer.config, trainer.method = configs[name], methods[name]
-            share = trainer.method.judge(batch).share(plan.samples_of(trainer.data_rank()))
+            share = trainer.method.judge(batch).share(plan.branches_of(trainer.data_rank()))
             clocks[name].seconds = 0.0
             marks = [now()]
             trainer.compute_log_probs(share, plan)

@@ -213,7 +213,7 @@ def supervise(
             return -log_prob.sum() / n, {"log_prob": log_prob.detach()}
 
         optimizer.zero_grad()
-        here = RankBatch(batch.share(plan.samples_of(0)), plan, 0, device(), WholeSequences())
+        here = RankBatch(batch.share(plan.branches_of(0)), plan, 0, device(), WholeSequences())
         logged = accumulate_gradients(model, here, head, mean_loss)
         with backend():
             scheduler.step(1)

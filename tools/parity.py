@@ -101,7 +101,7 @@ def one_rank(rank: int, init: str, task: Task) -> dict[str, Any]:
             parallel=task.parallel,
             batch=BatchConfig(packed=task.packed),
         )
-        share = batch.share(plan.samples_of(layout.dp_rank))
+        share = batch.share(plan.branches_of(layout.dp_rank))
         rank_batch = RankBatch(
             share, plan, layout.dp_rank, device(), sequence_layout(config, layout)
         )

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.algorithms.token_sets import TokenSet
+from megatron_stare.errors import DataError
 from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Count, Request, Statistics, scalar
 from megatron_stare.records.rollout_batch import RolloutBatch
@@ -98,7 +99,18 @@ class Method(ABC):
         and `penalties` filled in.
 
         Only `judge` computes the four columns; every rank reads the four columns from the batch.
+
+        Raises:
+            DataError: a response has several branches, and the loss couples a response's tokens.
         """
+        if batch.branched is not None and self.coupling == "sequence":
+            raise DataError(
+                "a response has several branches, which are trained apart, but this method's loss"
+                " couples all of its tokens",
+                where="algorithm",
+                fix="use another method, or let the environment's `branches` return True, so that"
+                " this is refused before the run",
+            )
         shaped, judged_against = self.shaped_rewards(batch), self.baseline_mask(batch)
         return replace(
             batch,

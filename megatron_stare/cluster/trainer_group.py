@@ -103,7 +103,8 @@ class TrainerGroup:
         See Trainer.update."""
         if dump_to is not None and self._last is not None:
             batch, plan = self._last
-            write_batch(Path(dump_to), batch.first(len(plan.samples(0))))
+            first = batch.branches.samples[plan.branches(0)].unique()
+            write_batch(Path(dump_to), batch.first(len(first)))
         (metrics, state) = _reported(
             self._workers.call("update", number, dump_to, watched, norm_limit)
         )
@@ -180,7 +181,7 @@ class TrainerGroup:
         return found.everywhere.mean
 
     def _plan(self, batch: RolloutBatch) -> MicroBatchPlan:
-        return plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), self._rules)
+        return plan_mini_batches(batch.lengths.tolist(), batch.branch_groups.tolist(), self._rules)
 
     def _deal(
         self, method: str, batch: RolloutBatch, plan: MicroBatchPlan, *args: Any
@@ -188,7 +189,7 @@ class TrainerGroup:
         """Calls every worker with its data rank's share of the batch. Each data rank's share is
         stored once for all workers of the data rank."""
         ranks = sorted(set(self._data_ranks))
-        parts = batch.shares(plan.samples_of(rank) for rank in ranks)
+        parts = batch.shares(plan.branches_of(rank) for rank in ranks)
         shares = {rank: self._workers.share(part) for rank, part in zip(ranks, parts, strict=True)}
         started = [
             self._workers.start_on(worker, method, shares[rank], plan, *args)

@@ -100,9 +100,9 @@ class SelfTest:
 def canary_of(batch: RolloutBatch) -> list[list[int]]:
     """Returns token sequences of up to LONGEST tokens, each the end of a prompt and the start of
     its first response, for the first SEQUENCES prompts."""
-    lengths, prompts = batch.lengths.tolist(), batch.prompt_lengths.tolist()
+    lengths, prompts = batch.lengths.tolist(), batch.branches.contexts.tolist()
     sequences = [part.tolist() for part in batch.tokens.split(lengths)]
-    groups = batch.groups.tolist()
+    groups = batch.branch_groups.tolist()
     firsts = [groups.index(group) for group in sorted(set(groups))[:SEQUENCES]]
     found = [sequences[i][max(prompts[i] - LONGEST // 2, 0) :][:LONGEST] for i in firsts]
     return [sequence for sequence in found if len(sequence) > 1]

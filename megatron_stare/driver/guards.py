@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -333,18 +334,16 @@ def read_guarded(place: Path) -> GuardedBatch:
     try:
         event: Mapping[str, Any] = json.loads((place / EVENT).read_text())
         columns = load_file(place / "batch.safetensors")
-        prompts, lengths = columns["prompt_lengths"].tolist(), columns["response_lengths"].tolist()
-        both = columns["tokens"].split(
-            [n for pair in zip(prompts, lengths, strict=True) for n in pair]
-        )
+        lengths = columns["response_lengths"].tolist()
+        prompts, tokens = _parted(columns, len(lengths))
         by_token = {
             name: columns[name].split(lengths) for name in ("log_probs", "rollout_log_probs")
         }
         responses = [
             GuardedResponse(
                 **{name: each[name] for name in ("cursor", "prompt_id", "sample", "text")},
-                prompt_tokens=both[2 * i].tolist(),
-                tokens=both[2 * i + 1],
+                prompt_tokens=prompts[i].tolist(),
+                tokens=tokens[i],
                 reward=float(columns["rewards"][i]),
                 advantage=float(columns["advantages"][i]),
                 **{name: parts[i] for name, parts in by_token.items()},
@@ -354,3 +353,20 @@ def read_guarded(place: Path) -> GuardedBatch:
         return GuardedBatch(event["step"], event["why"], event["first"], event["ranks"], responses)
     except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
         raise DataError(f"not a saved batch of a step: {error}", where=str(place)) from error
+
+
+def _parted(columns: Mapping[str, Tensor], samples: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the tokens of every sample's prompt, and of its response, whose branches are
+    joined."""
+    alone = (torch.arange(samples), columns["prompt_lengths"], columns["response_lengths"])
+    names = ("samples", "contexts", "responses")
+    of, contexts, parts = (
+        columns.get(f"branch_{name}", each).tolist()
+        for name, each in zip(names, alone, strict=True)
+    )
+    both = columns["tokens"].split([n for pair in zip(contexts, parts, strict=True) for n in pair])
+    prompts = {sample: both[2 * i] for i, sample in reversed(list(enumerate(of)))}
+    responses: dict[int, list[Tensor]] = {}
+    for i, sample in enumerate(of):
+        responses.setdefault(sample, []).append(both[2 * i + 1])
+    return [prompts[i] for i in range(samples)], [torch.cat(responses[i]) for i in range(samples)]

@@ -7,9 +7,10 @@ again. Calls are in the form of Hermes, Qwen2.5 and Qwen3.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -19,7 +20,8 @@ from megatron_stare.errors import ConfigError
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _CALL = re.compile(rf"{OPEN}\n(.*?)\n{CLOSE}", re.DOTALL)
 _TAGS = (OPEN, CLOSE, "<tool_response>", "</tool_response>")
-_MARK = "qzxqzx"  # found again in what the template renders
+_MARK, _THOUGHT = "qzxqzx", "qzyqzy"  # found again in what the template renders
+THINK, THOUGHT = "<think>", "</think>"
 WHERE = "data.chat_template"
 
 
@@ -132,17 +134,67 @@ class ChatFormat:
         text = whole[self._turn_end(whole, whole.rfind(_MARK))[1] :]
         return self._tokenizer(text, add_special_tokens=False).input_ids, text
 
-    def _rendered(self, answers: Sequence[str]) -> str:
+    def left_out(self) -> list[int] | None:
+        """Tells whether the template leaves the thinking out of a turn that is answered.
+
+        Returns:
+            None: the turn keeps it. Else the ids with which the opening of a turn begins to think,
+            which such a turn lacks.
+
+        Raises:
+            ConfigError: the template changes such a turn in another way.
+        """
+        rest = f"{THINK}\n{_THOUGHT}\n{THOUGHT}\n\nrest"
+        aloud, silent = (self._rendered(["answer"], content) for content in (rest, "rest"))
+        if _THOUGHT in aloud:
+            return None
+        opening = self._template([{"role": "user", "content": "question"}])
+        alike = itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(opening, silent, strict=False)
+        )
+        common = sum(1 for _ in alike)
+        ids = [
+            self._tokenizer(text, add_special_tokens=False).input_ids
+            for text in (opening, opening[common:])
+        ]
+        changed = aloud != silent or not silent[common:].startswith("rest")
+        if changed or ids[0][len(ids[0]) - len(ids[1]) :] != ids[1]:
+            raise ConfigError(
+                "the tokenizer's chat template changes more of an earlier turn than to leave out"
+                f" the text up to {THOUGHT}",
+                where=WHERE,
+                fix="earlier_thinking: keep, or another template",
+            )
+        return ids[1]
+
+    def history(self, context: Sequence[int], text: str, opened: Sequence[int]) -> list[int]:
+        """Returns the ids of a context and of the turn that followed it, without what `left_out`
+        says is left out of it.
+
+        Args:
+            text: of the turn.
+            opened: from `left_out`.
+        """
+        rest = _broken(text.rpartition(THOUGHT)[2].lstrip("\n"), self._special)
+        ids = self._tokenizer(rest, add_special_tokens=False).input_ids
+        return [*context[: len(context) - len(opened)], *ids, self.end]
+
+    def _rendered(self, answers: Sequence[str], content: str = "") -> str:
         """A conversation with as many calls as answers, up to the opening of the next turn."""
         call = {"name": "call", "arguments": {"text": _MARK}}
         calls = [{"type": "function", "function": call} for _ in answers]
+        return self._template(
+            [
+                {"role": "user", "content": "question"},
+                {"role": "assistant", "content": content, "tool_calls": calls},
+                *({"role": "tool", "name": "call", "content": answer} for answer in answers),
+            ]
+        )
+
+    def _template(self, messages: list[dict[str, Any]]) -> str:
         try:
             return self._tokenizer.apply_chat_template(
-                [
-                    {"role": "user", "content": "question"},
-                    {"role": "assistant", "content": "", "tool_calls": calls},
-                    *({"role": "tool", "name": "call", "content": answer} for answer in answers),
-                ],
+                messages,
                 tools=self._tools or None,
                 tokenize=False,
                 add_generation_prompt=True,
@@ -173,7 +225,11 @@ class ChatFormat:
 
     def _harmless(self, answer: str) -> str:
         # An answer must not contain the mark of the call either, which is searched from the right.
-        answer = answer.replace(_MARK, f"{_MARK[0]} {_MARK[1:]}")
-        for mark in self._marks:
-            answer = answer.replace(mark, f"{mark[0]} {mark[1:]}")
-        return answer
+        return _broken(answer, [_MARK, *self._marks])
+
+
+def _broken(text: str, marks: Iterable[str]) -> str:
+    """Returns the text with a space in each of the marks."""
+    for mark in marks:
+        text = text.replace(mark, f"{mark[0]} {mark[1:]}")
+    return text

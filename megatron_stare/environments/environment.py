@@ -18,7 +18,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.environments import ENVIRONMENTS
 from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.records.batch import FinishReason, Prompt
-from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory, VersionRuns
+from megatron_stare.records.trajectory import NOT_SAMPLED, Branch, Trajectory, VersionRuns
 from megatron_stare.registry import Extension, resolve, settings_of
 
 WHERE = "rollout.environment"
@@ -66,11 +66,14 @@ class Generate(Protocol):
         context: Sequence[int],
         max_new_tokens: int | None = None,
         stop: str | Sequence[str] = (),
+        branch: Branch | None = None,
     ) -> Turn:
         """Continues `context`, the prompt's tokens and the response so far, until a stop token, a
         stop string or the length limit.
 
         Args:
+            branch: the branch that is continued, `Response.branch`; None: the first. `context` is
+                then the branch's context and the tokens since.
             max_new_tokens: limit of this turn; None: what rollout.max_new_tokens leaves for the
                 whole response.
             stop: strings; the token that completes the first of them in the text ends the turn.
@@ -78,8 +81,8 @@ class Generate(Protocol):
                 has none.
 
         Raises:
-            DataError: `context` does not begin with the prompt's tokens, or a stop string is
-                invalid.
+            DataError: `context` does not begin with the prompt's tokens or the branch's context,
+                or a stop string is invalid.
         """
         ...
 
@@ -135,6 +138,16 @@ class Environment(ABC):
         """
         return None
 
+    @classmethod
+    def branches(cls, settings: Mapping[str, Any]) -> bool:
+        """Tells whether a response may have several branches (`Response.begin_branch`), which some
+        methods cannot train on.
+
+        Args:
+            settings: the environment's settings, checked.
+        """
+        return False
+
     @abstractmethod
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         """Returns the response to `prompt`, at most rollout.max_new_tokens tokens including those
@@ -153,16 +166,40 @@ class Response:
         self._versions: list[tuple[int, int]] = []
         self._finish_reason: FinishReason = "stop"
         self._texts: list[str] = []
+        self._branches: list[Branch] = []
         # routed experts of the newest turn, which cover everything before it too
         self._experts: Tensor | None = None
 
+    def __len__(self) -> int:
+        """Tokens so far, those of the environment included."""
+        return sum(part.numel() for part in self._tokens)
+
+    @property
+    def branch(self) -> Branch | None:
+        """The newest branch; None: the first, whose context is the prompt."""
+        return self._branches[-1] if self._branches else None
+
     @property
     def context(self) -> tuple[int, ...]:
-        """The prompt's tokens and the response so far, from which the next turn continues."""
-        return (
-            *self._prompt.token_ids,
-            *(token for part in self._tokens for token in part.tolist()),
-        )
+        """The tokens from which the next turn continues: of the newest branch, its context and what
+        followed; of the first branch, the prompt and the response so far."""
+        tokens = [token for part in self._tokens for token in part.tolist()]
+        if (branch := self.branch) is None:
+            return (*self._prompt.token_ids, *tokens)
+        return (*branch.context, *tokens[branch.start :])
+
+    def begin_branch(self, context: Iterable[int], text: str = "") -> Branch:
+        """Begins a new branch, which the next tokens belong to, and returns it.
+
+        Nothing of the context carries loss. The class's `branches` must say True.
+
+        Args:
+            context: ids of at least one token: a rewritten history, or an agent's task.
+            text: text of the context, for people.
+        """
+        self._branches.append(Branch(len(self), tuple(context)))
+        self._texts.append(text)
+        return self._branches[-1]
 
     def sampled(self, turn: Turn) -> Turn:
         """Appends a turn of the policy, and returns it."""
@@ -199,6 +236,7 @@ class Response:
             versions=tuple(self._versions),
             finish_reason=self._finish_reason,
             text="".join(self._texts),
+            branches=tuple(self._branches),
             experts=self._experts,
         )
 

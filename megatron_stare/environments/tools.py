@@ -19,13 +19,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, validate_call
 from transformers.utils import get_json_schema
 
 from megatron_stare.config.schema import Config
-from megatron_stare.environments.chat import Call, ChatFormat, Malformed, read_calls
+from megatron_stare.environments.chat import THOUGHT, Call, ChatFormat, Malformed, read_calls
 from megatron_stare.environments.environment import (
     WHERE,
     Environment,
@@ -48,6 +48,7 @@ CALL_ID = "call_id"  # a tool's parameter that is given the call's id, not an ar
 THREADS = 256  # of users' functions at once
 _ONCE = "once"  # a setting of every tool
 
+EarlierThinking = Literal["keep", "branch", "refuse"]
 PositiveInt = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -162,6 +163,9 @@ class Tools(Environment):
         max_turns: turns of the policy, the last of which is its answer.
         max_calls: calls in a response; further ones are answered by an error.
         turn_tokens: tokens of a turn; null: what the response has left.
+        earlier_thinking: if the chat template leaves the thinking out of an earlier turn: keep it
+            as it was sampled; branch, so that the next turn follows the template's history and is
+            trained after it; or refuse the template.
         call_seconds: a call's limit. A function of the user's that exceeds it is left to itself.
         seconds: of all calls of a response together; further ones are answered by an error.
         answer_characters: a longer answer is cut.
@@ -172,7 +176,8 @@ class Tools(Environment):
 
     Raises:
         ConfigError: a tool cannot be read, two have one name, the chat template does not know
-            tools or ends turns where sampling goes on, or the sandbox does not work here.
+            tools, ends turns where sampling goes on or leaves thinking out against
+            `earlier_thinking`, or the sandbox does not work here.
     """
 
     def __init__(
@@ -184,6 +189,7 @@ class Tools(Environment):
         max_turns: PositiveInt = 8,
         max_calls: PositiveInt = 16,
         turn_tokens: PositiveInt | None = None,
+        earlier_thinking: EarlierThinking = "keep",
         call_seconds: Seconds = 10.0,
         seconds: Seconds = 120.0,
         answer_characters: PositiveInt = 2000,
@@ -211,6 +217,17 @@ class Tools(Environment):
                 where=config.model.path,
                 fix=f"add {self._format.end} to eos_token_id in generation_config.json",
             )
+        # ids that an earlier turn's opening lacks, if its thinking is left out of the history
+        self._opened: list[int] | None = None
+        if earlier_thinking != "keep":
+            self._opened = self._format.left_out()
+        if earlier_thinking == "refuse" and self._opened is not None:
+            raise ConfigError(
+                "the chat template leaves out the thinking of earlier turns, which"
+                " earlier_thinking=refuse does not allow",
+                where=WHERE,
+                fix="earlier_thinking: branch, or keep, or another template",
+            )
         self._max_turns, self._max_calls, self._turn_tokens = max_turns, max_calls, turn_tokens
         self._call_seconds, self._seconds = call_seconds, seconds
         self._characters = answer_characters
@@ -229,13 +246,19 @@ class Tools(Environment):
     def tool_schemas(cls, settings: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
         return [kind.schema for kind in read_tools(settings["tools"])]
 
+    @classmethod
+    def branches(cls, settings: Mapping[str, Any]) -> bool:
+        return settings.get("earlier_thinking") == "branch"
+
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         response, made = Response(prompt), list[dict[str, Any]]()
         limit = self.config.rollout.max_new_tokens
+        longest = self.config.rollout.max_prompt_tokens + limit
         cut = False
         for number in itertools.count(1):
+            context = response.context
             turn = response.sampled(
-                await generate(response.context, max_new_tokens=self._turn_tokens)
+                await generate(context, max_new_tokens=self._turn_tokens, branch=response.branch)
             )
             if turn.finish_reason != "stop" or int(turn.tokens[-1]) != self._format.end:
                 break
@@ -259,10 +282,18 @@ class Tools(Environment):
                 )
             )
             # no room for the answers and a token of the policy's
-            if len(response.context) - len(prompt.token_ids) + len(tokens) >= limit:
+            history = None  # of a new branch
+            if self._opened is not None and THOUGHT in turn.text:
+                history = self._format.history(context, turn.text, self._opened)
+            said = len(response) + (len(tokens) if history is None else 0)
+            before = len(response.context if history is None else history)
+            if said >= limit or before + len(tokens) >= longest:
                 cut = True
                 break
-            response.observed(tokens, text)
+            if history is None:
+                response.observed(tokens, text)
+            else:
+                response.begin_branch([*history, *tokens], text)
         found = response.trajectory()
         found.turns, found.calls = number, tuple(made)
         return dataclasses.replace(found, finish_reason="length") if cut else found

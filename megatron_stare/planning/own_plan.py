@@ -107,9 +107,12 @@ class ModelFlops:
         Args:
             measured: the step's other metrics.
         """
+        branches = batch.branches
         flops = self._passes * sum(
-            forward_flops(self._shape, len(each.prompt.token_ids), len(each))
-            for each in batch.trajectories
+            forward_flops(self._shape, context, response)
+            for context, response in zip(
+                branches.contexts.tolist(), branches.responses.tolist(), strict=True
+            )
         )
         ranks = self._config.parallel.world_size
         seconds = measured.get("time/log_probs_s", 0.0) + measured.get("time/update_s", 0.0)

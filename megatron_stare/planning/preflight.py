@@ -25,6 +25,7 @@ from megatron_stare.config.rules import (
 )
 from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_source import find_source
+from megatron_stare.environments.environment import find_environment
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import published_shape, read_shape
 from megatron_stare.models.shape import ModelShape
@@ -99,6 +100,7 @@ CONFIGURATION: dict[str, Callable[[Asked], None]] = {
     "statistics": lambda asked: check_statistics(asked.config, asked.run.method),
     "head": lambda asked: check_head(asked.config, asked.run.method),
     "aggregation": lambda asked: check_aggregation(asked.config, asked.run.method),
+    "branches": lambda asked: check_branches(asked.config, asked.run.method),
     "optimizer": lambda asked: check_optimizer(asked.config),
     "performance": lambda asked: check_performance(asked.config, asked.shape),
     "environment variables": lambda asked: check_environment(asked.config),
@@ -368,6 +370,29 @@ def check_head(config: Config, method: Method) -> None:
             " token's log-prob needs the log-probs of all others first",
             where="model.head",
             fix="use recompute, which saves as much memory, or auto",
+        )
+
+
+def check_branches(config: Config, method: Method) -> None:
+    """Raises ConfigError if the environment makes several branches of a response, and the method or
+    the replay of routing cannot train on them."""
+    environment, settings = find_environment(config.rollout.environment)
+    if not environment.branches(settings):
+        return
+    where = "rollout.environment"
+    if method.coupling == "sequence":
+        raise ConfigError(
+            "responses of this environment may have several branches, which are trained apart, but"
+            f" the loss of {config.algorithm.name} couples all tokens of a response",
+            where=where,
+            fix="use another method, or another environment",
+        )
+    if config.moe.routing_replay:
+        raise ConfigError(
+            "responses of this environment may have several branches, whose routing cannot be"
+            " replayed",
+            where=where,
+            fix="moe.routing_replay=false",
         )
 
 

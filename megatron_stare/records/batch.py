@@ -165,8 +165,8 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """The samples of every micro-batch on every data-parallel rank: `ranks[dp_rank][micro_batch]` =
-    samples.
+    """The branches of every micro-batch on every data-parallel rank: `ranks[dp_rank][micro_batch]`
+    = branches. Nearly every sample is one branch (rollout_batch.Branches).
 
     The log-prob pass and training share one plan, so on-policy ratios are exactly 1. Every rank has
     the same number of micro-batches; an empty one is a dummy that runs with coefficient 0. The
@@ -187,13 +187,13 @@ class MicroBatchPlan:
         sizes = self.sizes or (self.micro_batches,)
         return [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
-    def samples(self, mini_batch: int) -> list[int]:
-        """Returns the samples of one mini-batch, in canonical order."""
+    def branches(self, mini_batch: int) -> list[int]:
+        """Returns the branches of one mini-batch, in canonical order."""
         where = self.mini_batches[mini_batch]
         return sorted(
-            sample for rank in self.ranks for micro_batch in rank[where] for sample in micro_batch
+            branch for rank in self.ranks for micro_batch in rank[where] for branch in micro_batch
         )
 
-    def samples_of(self, dp_rank: int) -> list[int]:
-        """Returns the samples of one data-parallel rank, in canonical order."""
-        return sorted(sample for micro_batch in self.ranks[dp_rank] for sample in micro_batch)
+    def branches_of(self, dp_rank: int) -> list[int]:
+        """Returns the branches of one data-parallel rank, in canonical order."""
+        return sorted(branch for micro_batch in self.ranks[dp_rank] for branch in micro_batch)

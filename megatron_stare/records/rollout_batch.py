@@ -1,34 +1,72 @@
 """The trajectories of one step as one flat batch, and each data-parallel rank's share of it.
 Imports torch only.
 
-Shape legend: B samples; N response positions of all samples, concatenated; T prompt and response
-positions of all samples, concatenated; R runs of consecutive tokens sampled by one weight version;
-L layers; K experts a token in a mixture of experts. Samples are in canonical order: by prompt
-cursor, then by sample number. For a RankShare, n, t and r count only the samples of the rank.
+A sample is a response. It has one branch, or several branches with a context each
+(trajectory.Branch). Branches pass through the model; methods count samples.
+
+Shape legend: B samples; S branches; N response positions of all samples, concatenated; T positions
+of all branches with their contexts, concatenated; R runs of consecutive tokens sampled by one
+weight version; L layers; K experts a token in a mixture of experts. Samples are in canonical order:
+by prompt cursor, then by sample number. Branches are in the order of samples, then of tokens. For a
+RankShare, n, t and r count only the branches of the rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_stare.errors import DataError
-from megatron_stare.records.trajectory import Trajectory, covering
+from megatron_stare.records.trajectory import Trajectory, VersionRuns, covering, runs_between
+
+
+@dataclass(frozen=True)
+class Branches:
+    """The branches of a batch's samples. Each sample has at least one."""
+
+    samples: Tensor  # [S] int64, ascending
+    contexts: Tensor  # [S] int64 tokens before the branch's part of the response
+    responses: Tensor  # [S] int64 tokens of the branch's part of the response
+
+    @property
+    def size(self) -> int:
+        """S."""
+        return self.samples.numel()
+
+    @property
+    def starts(self) -> Tensor:
+        """[S] int64 index of each branch's first token in its sample's response."""
+        before = self.responses.cumsum(0) - self.responses
+        return before - before[self.first][self.samples]
+
+    @property
+    def first(self) -> Tensor:
+        """[S] bool: the first branch of a sample."""
+        first = torch.ones_like(self.samples, dtype=torch.bool)
+        first[1:] = self.samples[1:] != self.samples[:-1]
+        return first
+
+    def of(self, samples: int) -> Branches:
+        """Returns the branches of the first samples."""
+        end = int((self.samples < samples).sum())
+        return Branches(self.samples[:end], self.contexts[:end], self.responses[:end])
 
 
 class _Columns:
     """Properties common to RolloutBatch and RankShare. For a RankShare, n and r count only the
-    samples of the rank."""
+    branches of the rank."""
 
     prompt_lengths: Tensor
     response_lengths: Tensor
+    groups: Tensor
     run_versions: Tensor
     run_lengths: Tensor
+    branched: Branches | None
 
     @property
     def size(self) -> int:
@@ -36,9 +74,22 @@ class _Columns:
         return self.prompt_lengths.numel()
 
     @property
+    def branches(self) -> Branches:
+        """The branches of all samples."""
+        if self.branched is not None:
+            return self.branched
+        return Branches(torch.arange(self.size), self.prompt_lengths, self.response_lengths)
+
+    @property
     def lengths(self) -> Tensor:
-        """[B] tokens of prompt plus response."""
-        return self.prompt_lengths + self.response_lengths
+        """[S] tokens of every branch, its context included."""
+        branches = self.branches
+        return branches.contexts + branches.responses
+
+    @property
+    def branch_groups(self) -> Tensor:
+        """[S] int64 prompt group of every branch."""
+        return self.groups if self.branched is None else self.groups[self.branched.samples]
 
     @property
     def weight_versions(self) -> Tensor:
@@ -54,16 +105,16 @@ class RolloutBatch(_Columns):
     Method.judge sets `advantages`, `carries_loss`, `baseline_mask` and `penalties`.
     """
 
-    tokens: Tensor  # [T] int32, each sample's prompt then response
+    tokens: Tensor  # [T] int32, each branch's context, then its part of the response
     loss_mask: Tensor  # [N] bool, positions that carry loss according to the environment
     rollout_log_probs: Tensor  # [N] float32, nats
     # [R] int64 weight version that sampled each run; see trajectory.NOT_SAMPLED
     run_versions: Tensor
-    # [R] int64 tokens of each run; the runs cover all N positions, and none spans two samples
+    # [R] int64 tokens of each run; the runs cover all N positions, and none spans two branches
     run_lengths: Tensor
-    runs: Tensor  # [B] int64 number of runs of each sample
+    runs: Tensor  # [S] int64 number of runs of each branch
     prompt_lengths: Tensor  # [B] int64
-    response_lengths: Tensor  # [B] int64
+    response_lengths: Tensor  # [B] int64, of all branches of a sample together
     groups: Tensor  # [B] int64, 0..G-1
     rewards: Tensor  # [B] float64
     verified: Tensor  # [B] bool, False where the verifier failed
@@ -74,37 +125,43 @@ class RolloutBatch(_Columns):
     penalties: Tensor | None = None  # [B] float64, what shaping added to the rewards
     # [T, L, K] experts that the engine routed each token to; see `routing_column`
     experts: Tensor | None = None
+    branched: Branches | None = None  # None: every sample is one branch
     step: int = 0  # keys seeded draws of methods
     # in canonical order; they stay on the driver, for logging
     trajectories: Sequence[Trajectory] = ()
 
     def first(self, samples: int) -> RolloutBatch:
         """Returns the batch of the first `samples` samples."""
-        columns: dict[str, Any] = dict(self._flat(range(samples)))
+        branches = self.branches.of(samples)
+        columns: dict[str, Any] = {
+            **self._flat(range(branches.size)),
+            "runs": self.runs[: branches.size],
+            "branched": None if self.branched is None else branches,
+        }
         for name, x in vars(self).items():
             if isinstance(x, Tensor) and name not in columns:
                 columns[name] = x[:samples]
         return replace(self, trajectories=self.trajectories[:samples], **columns)
 
-    def share(self, samples: Sequence[int]) -> RankShare:
-        """Returns the share of a rank that takes these samples, given in ascending order.
+    def share(self, branches: Sequence[int]) -> RankShare:
+        """Returns the share of a rank that takes these branches, given in ascending order.
 
         Copies tensors, because serialising a view would serialise the view's whole tensor. If the
-        rank takes all samples, nothing is copied: the RankShare uses the batch's columns.
+        rank takes all branches, nothing is copied: the RankShare uses the batch's columns.
         """
-        (share,) = self.shares([samples])
+        (share,) = self.shares([branches])
         return share
 
     def shares(self, ranks: Iterable[Sequence[int]]) -> Iterator[RankShare]:
         """Yields the shares of all ranks, in order. Values common to all shares are computed once.
         See `share`."""
         loss_lengths = self.loss_lengths
-        return (self._share(samples, loss_lengths) for samples in ranks)
+        return (self._share(branches, loss_lengths) for branches in ranks)
 
-    def _share(self, samples: Sequence[int], loss_lengths: Tensor) -> RankShare:
+    def _share(self, branches: Sequence[int], loss_lengths: Tensor) -> RankShare:
         return RankShare(
-            samples=torch.tensor(samples, dtype=torch.int64),
-            **self._flat(samples),
+            own=torch.tensor(branches, dtype=torch.int64),
+            **self._flat(branches),
             prompt_lengths=self.prompt_lengths,
             response_lengths=self.response_lengths,
             loss_lengths=loss_lengths,
@@ -114,6 +171,7 @@ class RolloutBatch(_Columns):
             carries_loss=self.carries_loss,
             baseline_mask=self.baseline_mask,
             penalties=self.penalties,
+            branched=self.branched,
             step=self.step,
         )
 
@@ -125,20 +183,20 @@ class RolloutBatch(_Columns):
         ends = self.response_lengths.cumsum(0)
         return up_to[ends] - up_to[ends - self.response_lengths]
 
-    def _flat(self, samples: Sequence[int]) -> dict[str, Tensor]:
-        """Returns the columns longer than B, restricted to some of the samples."""
+    def _flat(self, branches: Sequence[int]) -> dict[str, Tensor]:
+        """Returns the columns longer than S, restricted to some of the branches."""
         lengths, responses, runs = (
-            x.tolist() for x in (self.lengths, self.response_lengths, self.runs)
+            x.tolist() for x in (self.lengths, self.branches.responses, self.runs)
         )
         columns = {
-            "tokens": _taken(self.tokens, lengths, samples),
-            "loss_mask": _taken(self.loss_mask, responses, samples),
-            "rollout_log_probs": _taken(self.rollout_log_probs, responses, samples),
-            "run_versions": _taken(self.run_versions, runs, samples),
-            "run_lengths": _taken(self.run_lengths, runs, samples),
+            "tokens": _taken(self.tokens, lengths, branches),
+            "loss_mask": _taken(self.loss_mask, responses, branches),
+            "rollout_log_probs": _taken(self.rollout_log_probs, responses, branches),
+            "run_versions": _taken(self.run_versions, runs, branches),
+            "run_lengths": _taken(self.run_lengths, runs, branches),
         }
         if self.experts is not None:
-            columns["experts"] = _taken(self.experts, lengths, samples)
+            columns["experts"] = _taken(self.experts, lengths, branches)
         return columns
 
     @classmethod
@@ -148,8 +206,8 @@ class RolloutBatch(_Columns):
         column from the trajectories. The column of experts is by far the largest column.
 
         Raises:
-            DataError: the columns of a trajectory have different lengths, two prompts share a
-                cursor, or only some trajectories name their experts.
+            DataError: the columns of a trajectory have different lengths, its branches are not in
+                order, two prompts share a cursor, or only some trajectories name their experts.
         """
         ordered = sorted(trajectories, key=lambda t: (t.prompt.cursor, t.sample_index))
         prompt_ids: dict[int, tuple[int, ...]] = {}
@@ -166,17 +224,20 @@ class RolloutBatch(_Columns):
             cursor: torch.tensor(ids, dtype=torch.int32) for cursor, ids in prompt_ids.items()
         }
         group_of = {cursor: group for group, cursor in enumerate(prompts)}
-        runs = [run for t in ordered for run in t.versions]
+        laid = [
+            branch for sample, t in enumerate(ordered) for branch in _laid_out(sample, t, prompts)
+        ]
+        runs = [run for branch in laid for run in branch.versions]
+        several = len(laid) > len(ordered)
         return cls(
             tokens=_joined(
-                [part for t in ordered for part in (prompts[t.prompt.cursor], t.tokens)],
-                torch.int32,
+                [part for branch in laid for part in (branch.context, branch.tokens)], torch.int32
             ),
             loss_mask=_joined([t.loss_mask for t in ordered], torch.bool),
             rollout_log_probs=_joined([t.log_probs for t in ordered], torch.float32),
             run_versions=torch.tensor([version for version, _ in runs], dtype=torch.int64),
             run_lengths=torch.tensor([length for _, length in runs], dtype=torch.int64),
-            runs=torch.tensor([len(t.versions) for t in ordered], dtype=torch.int64),
+            runs=torch.tensor([len(branch.versions) for branch in laid], dtype=torch.int64),
             prompt_lengths=torch.tensor(
                 [len(prompts[t.prompt.cursor]) for t in ordered], dtype=torch.int64
             ),
@@ -188,6 +249,13 @@ class RolloutBatch(_Columns):
             verified=torch.tensor([t.judged for t in ordered], dtype=torch.bool),
             truncated=torch.tensor([t.truncated for t in ordered], dtype=torch.bool),
             experts=_experts(ordered),
+            branched=Branches(
+                torch.tensor([branch.sample for branch in laid], dtype=torch.int64),
+                torch.tensor([len(branch.context) for branch in laid], dtype=torch.int64),
+                torch.tensor([branch.tokens.numel() for branch in laid], dtype=torch.int64),
+            )
+            if several
+            else None,
             step=step,
             trajectories=ordered,
         )
@@ -197,12 +265,12 @@ class RolloutBatch(_Columns):
 class RankShare(_Columns):
     """Share of a rollout batch for one data-parallel rank.
 
-    Columns with one entry per token contain only the rank's own samples. Columns with one number
-    per sample contain all samples of the batch, because counts, groups and canonical numbers refer
+    Columns with one entry per token contain only the rank's own branches. Columns with one number
+    per sample or branch cover the whole batch, because counts, groups and canonical numbers refer
     to the whole batch.
     """
 
-    samples: Tensor  # [b] int64, ascending, numbers of the rank's own samples among the B
+    own: Tensor  # [s] int64, ascending, numbers of the rank's own branches among the S
     tokens: Tensor  # [t] int32
     loss_mask: Tensor  # [n] bool
     rollout_log_probs: Tensor  # [n] float32
@@ -219,21 +287,49 @@ class RankShare(_Columns):
     penalties: Tensor | None  # [B] float64
     step: int
     experts: Tensor | None = None  # [t, L, K]
+    branched: Branches | None = None  # None: every sample is one branch
 
     def starts(self, lengths: Tensor) -> Tensor:
-        """[B] int64: the index at which each of the rank's samples starts in a column of this
-        share; 0 for samples of other ranks. `lengths` [B] contains, for each sample, the number of
+        """[S] int64: the index at which each of the rank's branches starts in a column of this
+        share; 0 for branches of other ranks. `lengths` [S] contains, for each branch, the number of
         entries in the column."""
-        own = lengths[self.samples]
-        return torch.zeros_like(lengths).index_copy_(0, self.samples, own.cumsum(0) - own)
+        own = lengths[self.own]
+        return torch.zeros_like(lengths).index_copy_(0, self.own, own.cumsum(0) - own)
 
 
-def _taken(column: Tensor, lengths: list[int], samples: Sequence[int]) -> Tensor:
-    """Returns the concatenated entries of the given samples in a flat column."""
-    if len(samples) == len(lengths):
+class _Branch(NamedTuple):
+    """A branch as it is laid out."""
+
+    sample: int
+    context: Tensor
+    tokens: Tensor
+    versions: VersionRuns
+
+
+def _laid_out(
+    sample: int, trajectory: Trajectory, prompts: Mapping[int, Tensor]
+) -> Iterator[_Branch]:
+    """Yields the branches of a trajectory. A further branch without tokens is left out."""
+    prompt = prompts[trajectory.prompt.cursor]
+    if not trajectory.branches:
+        yield _Branch(sample, prompt, trajectory.tokens, trajectory.versions)
+        return
+    contexts = [
+        prompt,
+        *(torch.tensor(branch.context, dtype=torch.int32) for branch in trajectory.branches),
+    ]
+    for number, (start, end) in enumerate(trajectory.spans):
+        if start < end or not number:
+            versions = runs_between(trajectory.versions, start, end)
+            yield _Branch(sample, contexts[number], trajectory.tokens[start:end], versions)
+
+
+def _taken(column: Tensor, lengths: list[int], branches: Sequence[int]) -> Tensor:
+    """Returns the concatenated entries of the given branches in a flat column."""
+    if len(branches) == len(lengths):
         return column
     ends = [0, *accumulate(lengths)]
-    return _joined([column[ends[sample] : ends[sample + 1]] for sample in samples], column.dtype)
+    return _joined([column[ends[branch] : ends[branch + 1]] for branch in branches], column.dtype)
 
 
 def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -260,6 +356,12 @@ def _experts(ordered: Sequence[Trajectory]) -> Tensor | None:
             ),
         )
     known = [named[0][:0] if t.experts is None else t.experts for t in ordered]
+    if several := [t for t in ordered if t.branches]:
+        raise DataError(
+            "the engine's routing cannot be replayed in a response of several branches",
+            where=f"prompt {several[0].prompt.id}, sample {several[0].sample_index}",
+            fix="moe.routing_replay=false",
+        )
     parts = [
         covering(each, len(t.prompt.token_ids) + len(t))
         for each, t in zip(known, ordered, strict=True)
@@ -278,4 +380,11 @@ def _check(trajectory: Trajectory) -> None:
             " of {}".format(*sizes),
             where=f"prompt {trajectory.prompt.id}, sample {trajectory.sample_index}",
             fix="whatever appends tokens must append all four columns",
+        )
+    starts = [0, *(branch.start for branch in trajectory.branches), len(trajectory)]
+    if starts != sorted(starts) or not all(branch.context for branch in trajectory.branches):
+        raise DataError(
+            f"the branches of a trajectory of {len(trajectory)} tokens start at {starts[1:-1]}",
+            where=f"prompt {trajectory.prompt.id}, sample {trajectory.sample_index}",
+            fix="name them in the order of their tokens, each with a context of at least a token",
         )

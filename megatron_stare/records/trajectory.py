@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +25,19 @@ VersionRuns = tuple[tuple[int, int], ...]
 RewardStatus = Literal["pending", "ok", "timeout", "crash", "given_up"]
 
 NOT_SAMPLED = -1  # weight version of tokens that an environment wrote
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A further branch of a response: some of its tokens, after a context of their own.
+
+    A response branches if its environment rewrites the history, or lets the policy act as several
+    agents. Each token of a response is in one branch, that whose context it was sampled after.
+    Where the context of another branch repeats it, it carries no loss.
+    """
+
+    start: int  # index in the response of the branch's first token
+    context: tuple[int, ...]  # ids of the tokens before the first token; at least one
 
 
 @dataclass
@@ -54,6 +68,8 @@ class Trajectory:
     answer: str | None = None  # in the verifier's normal form; "": no answer; None: not known
     numbers: TokenNumbers | None = None  # per-token values, on the few trajectories that show them
     turns: int = 1  # of the policy
+    # by ascending start, after the first branch, whose context is the prompt
+    branches: Sequence[Branch] = ()
     # Calls of tools, in order, of values that JSON can hold: {"turn": from 1, "name": text, or None
     # for a malformed call, "asked": arguments, or a malformed call's text, "answer": text,
     # "failed": bool, "seconds": s, "tokens": masked tokens of all answers to a turn, with its first
@@ -74,6 +90,11 @@ class Trajectory:
         return self.text if self.sampled_text is None else self.sampled_text
 
     @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The first token of every branch, and the token after its last."""
+        return list(pairwise([0, *(branch.start for branch in self.branches), len(self)]))
+
+    @property
     def judged(self) -> bool:
         """Tells whether the trajectory has a reward to compare with others. A verifier that times
         out gives reward 0."""
@@ -82,6 +103,16 @@ class Trajectory:
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
+
+
+def runs_between(versions: VersionRuns, start: int, end: int) -> VersionRuns:
+    """Returns the runs of the tokens from `start` to before `end`."""
+    ends = list(accumulate(length for _, length in versions))
+    cut = (
+        (version, min(last, end) - max(last - length, start))
+        for (version, length), last in zip(versions, ends, strict=True)
+    )
+    return tuple((version, length) for version, length in cut if length > 0)
 
 
 def sampled_trajectory(

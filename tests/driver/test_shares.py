@@ -73,8 +73,8 @@ def test_each_worker_is_given_its_data_ranks_share(data_ranks: list[int]) -> Non
     for rank in ranks:
         ((share, given),) = rank.given
         assert given == plan
-        assert share.samples.tolist() == plan.samples_of(rank.data_rank())
-        assert share.tokens.numel() == int(batch.lengths[share.samples].sum())
+        assert share.own.tolist() == plan.branches_of(rank.data_rank())
+        assert share.tokens.numel() == int(batch.lengths[share.own].sum())
     assert trainers.compare() is FOUND
     assert all(rank.given[1] == ([0, 4], None) for rank in ranks)
     assert workers.shared == 2  # what lies on the ranks is compared, and nothing sent again

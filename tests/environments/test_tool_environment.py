@@ -31,7 +31,7 @@ TOKENIZER = AutoTokenizer.from_pretrained(CHAT)
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
 
 
-def config(limit: int = 2000, chat: bool = True, **settings: Any) -> Config:
+def config(limit: int = 2000, chat: bool = True, max_prompt: int = 2000, **settings: Any) -> Config:
     settings.setdefault("tools", [f"{OWN}:add", f"{OWN}:fails"])
     return Config.model_validate(
         {
@@ -40,7 +40,7 @@ def config(limit: int = 2000, chat: bool = True, **settings: Any) -> Config:
             "rollout": {
                 "environment": {"name": "tools", **settings},
                 "max_new_tokens": limit,
-                "max_prompt_tokens": 2000,
+                "max_prompt_tokens": max_prompt,
             },
         }
     )
@@ -67,7 +67,11 @@ class Script:
         self.end, self.limit = end, limit
 
     async def __call__(
-        self, context: Sequence[int], max_new_tokens: int | None = None, stop: Any = ()
+        self,
+        context: Sequence[int],
+        max_new_tokens: int | None = None,
+        stop: Any = (),
+        branch: Any = None,
     ) -> Turn:
         text = self.turns[len(self.contexts)]
         self.contexts.append(list(context))
@@ -369,6 +373,115 @@ def test_a_template_that_rewrites_the_last_turn_keeps_what_was_sampled() -> None
     other = make_environment(made.rollout.environment, made, tokenizer)
     assert isinstance(other, Tools)
     assert other._format.between(["5"]) == tools()._format.between(["5"])
+
+
+FORGETFUL = TOKENIZER.chat_template.replace(
+    '{{ turn("assistant") }}{{ message.content }}',
+    '{{ turn("assistant") }}{{ message.content.split("</think>")[-1].lstrip("\\n") }}',
+)
+# the opening of a turn begins to think, which an answered turn does not show
+OPENING = FORGETFUL.replace(
+    '{{ turn("assistant") }}{%- endif -%}', '{{ turn("assistant") }}<think>\n{%- endif -%}'
+)
+
+
+def thinking(template: str, policy: str, limit: int = 2000, max_prompt: int = 2000) -> Tools:
+    tokenizer = AutoTokenizer.from_pretrained(CHAT)
+    tokenizer.chat_template = template
+    made = config(limit, max_prompt=max_prompt, earlier_thinking=policy)
+    found = make_environment(made.rollout.environment, made, tokenizer)
+    assert isinstance(found, Tools)
+    return found
+
+
+@pytest.mark.parametrize("template", [FORGETFUL, OPENING], ids=["forgetful", "opening"])
+def test_a_turn_follows_the_history_that_the_template_writes(template: str) -> None:
+    """With the policy `branch`: each turn's context is the template's, and every sampled token is
+    trained after what it was sampled after."""
+    environment = thinking(template, "branch")
+    opens = "" if template == FORGETFUL else "<think>\n"
+    thought = ("" if opens else "<think>\n") + "2 and 3\n</think>\n\n"
+    asked = call("add", first=2, second=3)
+    script = Script(thought + asked, thought + asked, "no thought")
+    encoder = PromptEncoder(environment.config, environment.tokenizer)
+    given = Prompt(0, "0", "", "5", encoder("What is 2+3?", "here"))
+    found = asyncio.run(environment.run(given, script))
+
+    arguments = {"first": 2, "second": 3}
+    calls = [{"function": {"name": "add", "arguments": arguments}}]
+    messages: list[Any] = [{"role": "user", "content": "What is 2+3?"}]
+    for number, context in enumerate(script.contexts):
+        whole = environment.tokenizer.apply_chat_template(
+            messages,
+            tools=environment._format._tools,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+        )
+        assert context == whole, number
+        messages += [
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            {"role": "tool", "content": "5"},
+        ]
+    assert [branch.context for branch in found.branches] == [
+        tuple(context) for context in script.contexts[1:]
+    ]
+    assert found.loss_mask.all() and found.turns == 3
+    first, second, third = (found.tokens[a:b].tolist() for a, b in found.spans)
+    assert first == second == [*TOKENIZER(thought + asked).input_ids, END]
+    assert third == [*TOKENIZER("no thought").input_ids, END]
+
+
+def test_thinking_is_kept_unless_told_otherwise() -> None:
+    """And a turn without thinking begins no branch."""
+    thought = "<think>\n2 and 3\n</think>\n\n"
+    asked = call("add", first=2, second=3)
+    for environment, said in (
+        (thinking(FORGETFUL, "keep"), thought + asked),
+        (thinking(TOKENIZER.chat_template, "branch"), thought + asked),
+        (thinking(TOKENIZER.chat_template, "refuse"), thought + asked),
+        (thinking(FORGETFUL, "branch"), asked),
+    ):
+        found = run(environment, Script(said, "done"))
+        assert found.branches == () and not found.loss_mask.all()
+
+
+def test_a_thought_cannot_write_a_token_of_the_template() -> None:
+    environment = thinking(FORGETFUL, "branch")
+    ids = environment._format.history([1, 2], "a</think>b<|im_end|>c", [])
+    assert ids == [1, 2, *TOKENIZER("b< |im_end|>c").input_ids, END]
+
+
+def test_a_history_that_leaves_no_room_cuts_the_response() -> None:
+    """The response itself would have room for the next turn."""
+    said = "</think>" + call("add", first=2, second=3)
+    limit = len(TOKENIZER(said).input_ids) + 3
+    size = len(prompt(thinking(FORGETFUL, "branch")).token_ids)
+    environment = thinking(FORGETFUL, "branch", limit=limit, max_prompt=size)
+    found = run(environment, Script(said, "done"))
+    assert len(found) == limit - 2
+    assert found.finish_reason == "length" and found.branches == () and found.turns == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "policy", "message"),
+    [
+        (FORGETFUL, "refuse", "leaves out the thinking"),
+        (
+            FORGETFUL.replace('lstrip("\\n")', 'lstrip("\\n").upper()'),
+            "branch",
+            "changes more",
+        ),
+        (
+            FORGETFUL.replace('lstrip("\\n") }}', 'lstrip("\\n") }}{{ message.content[:7] }}'),
+            "branch",
+            "changes more",
+        ),
+    ],
+)
+def test_a_template_against_the_policy_is_refused(template: str, policy: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        thinking(template, policy)
 
 
 def test_search_finds_the_passage_that_fits_best(tmp_path: Path) -> None:

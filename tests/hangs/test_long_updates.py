@@ -63,7 +63,7 @@ def micro_batches(
     batch = random_batch(3, 10)
     plan = plan_micro_batches(batch.lengths.tolist(), PlanRules(1, 40, True, cost=cost_of(shape)))
     ranked = RankBatch(
-        batch.share(plan.samples_of(0)), plan, 0, device(), sequence_layout(config, layout)
+        batch.share(plan.branches_of(0)), plan, 0, device(), sequence_layout(config, layout)
     )
     model = build_policy(shape, config.model, parallel, layout, distributed_optimizer=False)
     head, met = Head(shape.vocab_size, 1.0, layout), []

@@ -140,7 +140,7 @@ def test_a_micro_batch_keeps_its_budget_with_its_padding(tmp_path: Path, packed:
         parallel={"context": 2},
     )
     plan = plan_of(config, batch)
-    share = batch.share(plan.samples_of(0))
+    share = batch.share(plan.branches_of(0))
     sizes = {"packed": packed, "multiple": 2 * context, "each": 2 * context}
     for rank in range(context):
         layout = SplitSequences(**sizes, place=Zigzag(rank, context))

@@ -35,7 +35,7 @@ def traffic(rank: int, init: str, path: str, family_packed: bool) -> dict[str, o
     plan = plan_micro_batches(
         batch.lengths.tolist(), PlanRules(1, 60, family_packed, cost=cost_of(shape))
     )
-    share = batch.share(plan.samples_of(0))
+    share = batch.share(plan.branches_of(0))
     ranked = RankBatch(share, plan, 0, ELSEWHERE, sequence_layout(config, layout))
     model = build_model(shape, config.model, parallel, layout)
     model[0].to(ELSEWHERE)
@@ -70,7 +70,7 @@ def order(rank: int, init: str, path: str) -> list[list[str]]:
     batch = random_batch(3, 10)
     plan = plan_micro_batches(batch.lengths.tolist(), PlanRules(1, 40, True, cost=cost_of(shape)))
     ranked = RankBatch(
-        batch.share(plan.samples_of(0)), plan, 0, device(), sequence_layout(config, layout)
+        batch.share(plan.branches_of(0)), plan, 0, device(), sequence_layout(config, layout)
     )
     model = build_policy(shape, config.model, parallel, layout, distributed_optimizer=False)
     head = Head(shape.vocab_size, 1.0, layout)

@@ -84,7 +84,7 @@ def _seen(rank: int, init: str, path: str, mode: Mode, dtype: Any) -> dict[str, 
         PlanRules(data_parallel=1, budget=40, packed=True, cost=cost_of(shape)),
     )
     rank_batch = RankBatch(
-        batch.share(plan.samples_of(0)), plan, 0, device(), WholeSequences(packed=True)
+        batch.share(plan.branches_of(0)), plan, 0, device(), WholeSequences(packed=True)
     )
     head = Head(shape.vocab_size, 1.0, layout, mode=mode, chunk=4)
     met: list[Tensor] = []

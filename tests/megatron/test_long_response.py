@@ -67,7 +67,7 @@ def step_of(config: Config, rank: int, init: str, vocabulary: int) -> dict[str, 
         batch.lengths.tolist(), batch.groups.tolist(), plan_rules(resolve_run(config))
     )
     with RowsOfLogits(vocabulary // config.parallel.tensor) as rows:
-        trainer.compute_log_probs(batch.share(plan.samples_of(trainer.data_rank())), plan)
+        trainer.compute_log_probs(batch.share(plan.branches_of(trainer.data_rank())), plan)
         trainer.measure(trainer.method.initial_state())
         assert trainer.step.measured is not None
         tokens = trainer.step.measured.tokens

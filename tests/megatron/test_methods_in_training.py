@@ -197,7 +197,7 @@ def by_hand(
                 now, old, batch.rollout_log_probs.double(), fixed, entropy, now_entropy, read
             )
             loss = training_loss(
-                settings, batch, scores, plan.samples(number), gate=gate, bonus=used
+                settings, batch, scores, plan.branches(number), gate=gate, bonus=used
             )
             policy.zero_grad()
             loss.backward()

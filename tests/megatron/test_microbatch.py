@@ -49,7 +49,7 @@ def test_what_a_gpu_copies_from_is_pinned(
         )
     rules = PlanRules(data_parallel=1, budget=24, packed=packed)
     plan = plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), rules)
-    share = batch.share(plan.samples_of(0))
+    share = batch.share(plan.branches_of(0))
     micro = RankBatch(
         share, plan, 0, torch.device("cpu"), WholeSequences(packed=packed)
     ).micro_batches[0]
@@ -89,7 +89,7 @@ def test_tool_observations_and_failed_answers_carry_no_loss() -> None:
     starts = (batch.response_lengths.cumsum(0) - batch.response_lengths).tolist()
     seen: list[int] = []
     for rank in range(DATA):
-        share = batch.share(plan.samples_of(rank))
+        share = batch.share(plan.branches_of(rank))
         part = RankBatch(share, plan, rank, torch.device("cpu"), WholeSequences(packed=True))
         scores = torch.zeros(len(part.index))
         tokens = part.token_batch(scores, scores)
@@ -112,7 +112,7 @@ def test_tool_observations_and_failed_answers_carry_no_loss() -> None:
         assert tokens.sequence_lengths is not None and tokens.sequence_lengths.tolist() == lengths
         assert tokens.penalties is not None and tokens.penalties.tolist() == [-0.25] * batch.size
         for number in range(2):
-            mine = set(plan.samples(number))
+            mine = set(plan.branches(number))
             assert {int(batch.groups[i]) // MINI_BATCH for i in mine} == {number}
             few = part.tokens_of(number, tokens)
             assert few.loss_mask.tolist() == [

@@ -168,7 +168,7 @@ def compared_twice(rank: int, init: str, config: Config) -> list[Any]:
     for away in (False, True):
         if away:
             trainer.offload()
-        found.append(trainer.compare_with(batch.share(plan.samples_of(0)), plan, engines, 1.0))
+        found.append(trainer.compare_with(batch.share(plan.branches_of(0)), plan, engines, 1.0))
     trainer.close()
     return found
 

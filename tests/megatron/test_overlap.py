@@ -62,7 +62,7 @@ def gradients_of(
                 cost=cost_of(shape),
             )
             plan = plan_micro_batches(batch.lengths.tolist(), rules)
-            share = batch.share(plan.samples_of(layout.dp_rank))
+            share = batch.share(plan.branches_of(layout.dp_rank))
             ranked = RankBatch(
                 share, plan, layout.dp_rank, device(), sequence_layout(config, layout)
             )

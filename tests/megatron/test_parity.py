@@ -100,7 +100,7 @@ def step_of(
         performance=PerformanceConfig(share_prompts=share_prompts),
         moe=MoeConfig(routing_replay=experts is not None),
     )
-    share = batch.share(plan.samples_of(layout.dp_rank))
+    share = batch.share(plan.branches_of(layout.dp_rank))
     rank_batch = RankBatch(share, plan, layout.dp_rank, device(), sequence_layout(config, layout))
     head = Head(
         shape.vocab_size, TEMPERATURE, layout, entropy_gradient=True, mode=mode, chunk=CHUNK

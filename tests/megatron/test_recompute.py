@@ -66,7 +66,7 @@ def gradients_of(
     )
     plan = plan_micro_batches(batch.lengths.tolist(), rules)
     sequences = sequence_layout(config, layout)
-    share = batch.share(plan.samples_of(layout.dp_rank))
+    share = batch.share(plan.branches_of(layout.dp_rank))
     ranked = RankBatch(share, plan, layout.dp_rank, device(), sequences)
     head = Head(shape.vocab_size, 1.0, layout, entropy_gradient=True, mode=head_mode, chunk=5)
     found = {}

@@ -72,7 +72,7 @@ def answers(trainer: Trainer, batch: RolloutBatch) -> dict[str, Any]:
     plan = TrainerGroup(
         Told({"stage": [0], "data_rank": [0]}), plan_rules(resolve_run(trainer.config))
     )._plan(batch)
-    proof: RankProof = trainer.prove(batch.share(plan.samples_of(trainer.data_rank())), plan)
+    proof: RankProof = trainer.prove(batch.share(plan.branches_of(trainer.data_rank())), plan)
     return {
         "stage": trainer.stage(),
         "data_rank": trainer.data_rank(),

@@ -109,7 +109,7 @@ def step_of(
     metrics, _ = take_step(trainer, batch)
     gradients = [p.main_grad.clone() for chunk in trainer.policy.model for p in chunk.parameters()]
     own = sum(
-        int(batch.lengths[i]) for i in trainer.step.batch.plan.samples_of(trainer.data_rank())
+        int(batch.lengths[i]) for i in trainer.step.batch.plan.branches_of(trainer.data_rank())
     )
     trainer.close()
     return metrics, gradients, (tokens, own)

@@ -145,12 +145,12 @@ def by_hand(
     plan = plan_of(config, batch)
     for _, number in itertools.product(range(EPOCHS), range(GROUPS // MINI_BATCH)):
         now = log_probs(policy, batch)
-        tokens = sum(len(now[i]) for i in plan.samples(number))
+        tokens = sum(len(now[i]) for i in plan.branches(number))
         (rank,) = plan.ranks
         micro_batches = rank[plan.mini_batches[number]]
         assert len(micro_batches) > 1
         loss = torch.zeros((), dtype=torch.float64)
-        for samples in micro_batches if scope == "micro_batch" else [plan.samples(number)]:
+        for samples in micro_batches if scope == "micro_batch" else [plan.branches(number)]:
             here, before = (
                 torch.cat([now[i] for i in samples]),
                 torch.cat([old[i] for i in samples]),
@@ -194,7 +194,7 @@ def test_updates_equal_those_by_hand(
     for number, row in enumerate(metrics):
         assert (
             row["loss/tokens"]
-            == batch.loss_lengths[plan.samples(number % len(plan.mini_batches))].sum()
+            == batch.loss_lengths[plan.branches(number % len(plan.mini_batches))].sum()
         )
     assert weights.keys() == want.keys()
     for name, weight in want.items():

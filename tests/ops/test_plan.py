@@ -108,7 +108,7 @@ def test_mini_batches_are_planned_one_by_one(
                 tuple(sample - number * size for sample in micro) for micro in micro_batches[where]
             )
             assert found == alone.ranks[rank]
-        assert plan.samples(number) == list(range(number * size, (number + 1) * size))
+        assert plan.branches(number) == list(range(number * size, (number + 1) * size))
 
 
 @pytest.mark.parametrize("seed", range(20))

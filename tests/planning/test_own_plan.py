@@ -6,7 +6,6 @@ import gc
 import json
 import statistics
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,7 @@ from megatron_stare.observability.metrics.planned import planned_and_measured
 from megatron_stare.planning.gpus import find_gpu, named
 from megatron_stare.planning.own_plan import ModelFlops, own_plan
 from megatron_stare.planning.phase_times import all_gpus
-from megatron_stare.records.batch import Prompt
+from megatron_stare.records.rollout_batch import Branches
 
 TINY = str(ROOT / "assets/tiny-adder")
 
@@ -236,17 +235,9 @@ def test_the_rates_of_arithmetic_are_those_of_the_sequences_and_phases() -> None
             2 * shape.layers * layer * length + attention + 2 * width * shape.vocab_size * response
         )
 
-    @dataclass
-    class Sequence:
-        prompt: Prompt
-        tokens: int
-
-        def __len__(self) -> int:
-            return self.tokens
-
     lengths = ((3, 5), (3, 9), (7, 2))
-    made = [Sequence(Prompt(0, "", "", "", (1,) * prompt), n) for prompt, n in lengths]
-    batch = SimpleNamespace(trajectories=made)
+    contexts, responses = torch.tensor(lengths).T
+    batch = SimpleNamespace(branches=Branches(torch.arange(3), contexts, responses))
     measured = {"time/log_probs_s": 0.5, "time/update_s": 1.5, "time/step_s": 8.0}
     found = ModelFlops(run).metrics(batch, measured)
     passes = (0 if run.config.skips_log_prob_pass else 1) + 3 * run.config.batch.epochs

@@ -159,7 +159,7 @@ def test_bytes_of_a_share_fall_with_the_data_ranks() -> None:
     whole = len(pickle.dumps(batch.share(range(128))))
     for ranks in (1, 2, 4, 8):
         cut = plan(batch, rules(ranks))
-        sizes = [len(pickle.dumps(batch.share(cut.samples_of(rank)))) for rank in range(ranks)]
+        sizes = [len(pickle.dumps(batch.share(cut.branches_of(rank)))) for rank in range(ranks)]
         assert max(sizes) <= 1.1 * whole / ranks, ranks
         assert sum(sizes) >= whole  # nothing is lost
 
@@ -188,7 +188,7 @@ def test_every_position_of_the_loss_mask_lies_on_one_rank(
     starts = batch.lengths.cumsum(0) - batch.response_lengths  # of responses among the tokens
     sequence = torch.repeat_interleave(torch.arange(batch.size), batch.response_lengths)
     for rank in range(ranks):
-        share = batch.share(cut.samples_of(rank))
+        share = batch.share(cut.branches_of(rank))
         for layout in layouts(context, packed):
             here = RankBatch(share, cut, rank, CPU, layout)
             tokens = here.token_batch(torch.zeros(len(here.index)), torch.zeros(len(here.index)))
@@ -218,7 +218,7 @@ def test_a_share_of_another_rank_is_refused() -> None:
     batch = batch_of([3, 5, 4, 9])
     cut = plan(batch, rules(2))
     with pytest.raises(ValueError, match="data rank 0 was given the share of another"):
-        RankBatch(batch.share(cut.samples_of(1)), cut, 0, CPU, WholeSequences())
+        RankBatch(batch.share(cut.branches_of(1)), cut, 0, CPU, WholeSequences())
 
 
 def test_ranks_read_the_judgement_of_the_driver() -> None:

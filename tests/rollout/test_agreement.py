@@ -116,7 +116,7 @@ def alone(batch: RolloutBatch) -> RankBatch:
         batch.lengths.tolist(), PlanRules(data_parallel=1, budget=64, packed=True)
     )
     return RankBatch(
-        batch.share(plan.samples_of(0)), plan, 0, torch.device("cpu"), WholeSequences(packed=True)
+        batch.share(plan.branches_of(0)), plan, 0, torch.device("cpu"), WholeSequences(packed=True)
     )
 
 
@@ -436,7 +436,7 @@ def _compared(rank: int, init: str, config: Config) -> dict[str, Any]:
     log_prob_pass(trainer, batch)
     measured = trainer.step.measured
     plan = plan_of(config, canary)
-    share = canary.share(plan.samples_of(trainer.data_rank()))
+    share = canary.share(plan.branches_of(trainer.data_rank()))
     here = trainer._batch_of(share, plan)
     found = {
         "run": trainer.compare(VERSIONS),

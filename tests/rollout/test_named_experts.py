@@ -99,4 +99,4 @@ def test_more_experts_than_tokens_are_an_environments_fault() -> None:
     made, column = made_by(SingleTurn)
     made.experts = torch.zeros(len(column) + 1, 1, 1, dtype=torch.uint8)
     with pytest.raises(DataError, match="names the experts of more"):
-        check_trajectory(made, 24)
+        check_trajectory(made, 24, 100)

@@ -371,7 +371,7 @@ def test_every_sampled_token_must_be_of_the_expected_version():
         )
         made.versions = runs
         made.loss_mask = torch.cat([torch.full((n,), v != NOT_SAMPLED) for v, n in runs])
-        check_trajectory(made, 10)
+        check_trajectory(made, 10, 100)
         return made
 
     check_versions([of((2, 3)), of((2, 1), (NOT_SAMPLED, 4), (2, 2))], 2)

@@ -21,7 +21,7 @@ from megatron_stare.records.rollout_batch import RolloutBatch
 def plan_of(config: Config, batch: RolloutBatch) -> MicroBatchPlan:
     """The plan that the driver would make."""
     return plan_mini_batches(
-        batch.lengths.tolist(), batch.groups.tolist(), plan_rules(resolve_run(config))
+        batch.lengths.tolist(), batch.branch_groups.tolist(), plan_rules(resolve_run(config))
     )
 
 
@@ -30,7 +30,7 @@ def log_prob_pass(
 ) -> None:
     """The log-prob pass over this rank's share of the batch."""
     plan = plan_of(trainer.config, batch) if plan is None else plan
-    trainer.compute_log_probs(batch.share(plan.samples_of(trainer.data_rank())), plan)
+    trainer.compute_log_probs(batch.share(plan.branches_of(trainer.data_rank())), plan)
 
 
 def take_step(

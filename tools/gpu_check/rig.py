@@ -150,7 +150,7 @@ def trained(
             batch = random_batch(size)
             rules = PlanRules(layout.dp, size.budget, packed=True, cost=cost_of(shape))
             plan = plan_micro_batches(batch.lengths.tolist(), rules)
-            share = batch.share(plan.samples_of(layout.dp_rank))
+            share = batch.share(plan.branches_of(layout.dp_rank))
             ranked = RankBatch(
                 share, plan, layout.dp_rank, device(), sequence_layout(config, layout)
             )

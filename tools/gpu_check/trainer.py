@@ -91,7 +91,7 @@ def _stepped(
             batch = random_batch(size)
             rules = PlanRules(1, size.budget, packed=True, cost=cost_of(run.shape))
             plan = plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), rules)
-            trainer.compute_log_probs(batch.share(plan.samples_of(0)), plan)
+            trainer.compute_log_probs(batch.share(plan.branches_of(0)), plan)
             trainer.measure(trainer.method.initial_state())
             trainer.update(0)
             if at[1] and step == 0:

@@ -14,7 +14,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.planning.preflight import check
 from megatron_stare.records.batch import Prompt
 from megatron_stare.records.rollout_batch import RolloutBatch
-from megatron_stare.records.trajectory import sampled_trajectory
+from megatron_stare.records.trajectory import Branch, sampled_trajectory
 from megatron_stare.rollout.sources.ages import Ages
 
 VOCAB, LENGTH = 61, 24
@@ -35,6 +35,8 @@ class Case:
     lr: of the step of SGD.
     trainer: dotted path of the class that is checked.
     stale: the first part of every other response is of older weights, and masked for it.
+    branches: long responses are cut into branches, each after all that went before, so that the
+    step is the same as uncut.
     """
 
     algorithm: dict[str, Any]
@@ -46,14 +48,15 @@ class Case:
     lr: float = 1.0
     trainer: str = TRAINER
     stale: bool = False
+    branches: bool = False
 
     def batch(self) -> RolloutBatch:
         """Batch that the step trains on."""
-        return fixed_batch(self.seed, self.stale)
+        return fixed_batch(self.seed, self.stale, self.branches)
 
     def alone(self) -> Case:
         """The same step on one rank, in one micro-batch, by the project's own trainer."""
-        return replace(self, parallel={}, budget=Case.budget, trainer=TRAINER)
+        return replace(self, parallel={}, budget=Case.budget, trainer=TRAINER, branches=False)
 
     def config(self, folder: str) -> Config:
         """The run's configuration, with the model of `folder`. Raises UserError where the layout
@@ -90,7 +93,7 @@ def write_model(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def fixed_batch(seed: int, stale: bool = False) -> RolloutBatch:
+def fixed_batch(seed: int, stale: bool = False, branches: bool = False) -> RolloutBatch:
     """Four groups of four responses of many lengths; one group is all right, and one answer was not
     verified."""
     generator = torch.Generator().manual_seed(seed)
@@ -114,6 +117,9 @@ def fixed_batch(seed: int, stale: bool = False) -> RolloutBatch:
         )
         if stale and i % 2:
             sample.versions = ((0, len(ids) // 3), (1, len(ids) - len(ids) // 3))
+        if branches and len(ids) > 6:
+            cuts = (len(ids) // 3, 2 * len(ids) // 3)
+            sample.branches = [Branch(at, (*prompt.token_ids, *ids[:at])) for at in cuts]
         samples.append(sample)
     if stale:
         Ages(masked_from=1).settle(samples, step=2)

@@ -70,9 +70,9 @@ def _step(worker: Trainer, config: Config, case: Case, scores: Scores | None) ->
     method = config.algorithm.method
     batch = method.judge(case.batch())
     plan = plan_mini_batches(
-        batch.lengths.tolist(), batch.groups.tolist(), plan_rules(resolve_run(config))
+        batch.lengths.tolist(), batch.branch_groups.tolist(), plan_rules(resolve_run(config))
     )
-    worker.compute_log_probs(batch.share(plan.samples_of(worker.data_rank())), plan)
+    worker.compute_log_probs(batch.share(plan.branches_of(worker.data_rank())), plan)
     found: dict[str, Any] = {"given": {}, "selected": {}, "near": {}, "scores": None}
     measured = worker.step.measured
     state = method.initial_state()

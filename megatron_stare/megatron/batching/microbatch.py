@@ -87,19 +87,20 @@ class RankBatch:
         device: torch.device,
         layout: SequenceLayout,
     ) -> None:
-        if share.samples.tolist() != plan.samples_of(dp_rank):
+        if share.own.tolist() != plan.branches_of(dp_rank):
             raise ValueError(f"data rank {dp_rank} was given the share of another")
         self.share = share
         self.plan = plan
         self.device = device
         self.layout = layout
         self.micro_batches: list[MicroBatch] = []
-        samples = [torch.tensor(each, dtype=torch.int64) for each in plan.ranks[dp_rank]]
+        branches = [torch.tensor(each, dtype=torch.int64) for each in plan.ranks[dp_rank]]
+        lengths, contexts, alike = share.lengths, share.branches.contexts, _with_one_context(share)
         found, done = [], 0
         for chosen, full in zip(
-            samples, layout.lay_out([share.lengths[each] for each in samples]), strict=True
+            branches, layout.lay_out([lengths[each] for each in branches]), strict=True
         ):
-            whole = layout.share(full, share.prompt_lengths[chosen], share.groups[chosen])
+            whole = layout.share(full, contexts[chosen], alike[chosen])
             micro, where = _micro_batch(share, chosen, layout.split(whole), done, layout)
             micro = replace(micro, packing=layout.describe(whole, HOST))
             self.micro_batches.append(micro.pinned() if device.type == "cuda" else micro)
@@ -164,7 +165,7 @@ class RankBatch:
         """
         assert self.share.carries_loss is not None
         mine = torch.zeros(self.share.size, dtype=torch.bool)
-        mine[self.plan.samples(number)] = True
+        mine[self.share.branches.samples[self.plan.branches(number)]] = True
         lengths = self._loss_lengths(self.share.carries_loss & mine)
         here = mine.to(self.device)[tokens.sequence]
         return replace(
@@ -180,25 +181,40 @@ class RankBatch:
         return torch.where(carries_loss, self.share.loss_lengths, 0)
 
 
+def _with_one_context(share: RankShare) -> Tensor:
+    """[S] int64: branches with equal numbers have the same context. The first branches of a group
+    do; every other branch has a number of its own."""
+    if share.branched is None:
+        return share.groups
+    branches = share.branched
+    own = share.groups.max() + 1 + torch.arange(branches.size)
+    return torch.where(branches.first, share.branch_groups, own)
+
+
 def _micro_batch(
     share: RankShare, chosen: Tensor, grid: Grid, done: int, layout: SequenceLayout
 ) -> tuple[MicroBatch, Tensor]:
-    """Returns the micro-batch of the chosen samples, and [3, n] for its response positions: sample,
-    place in the response, column of the share."""
-    # the last entry is for padding, whose sample is -1
+    """Returns the micro-batch of the chosen branches, and [3, n] for its response positions:
+    sample, place in the response, column of the share."""
+    branches, lengths = share.branches, share.lengths
+    # the last entry is for padding, whose branch is -1
     number = torch.cat([chosen, torch.zeros(1, dtype=torch.int64)])
     real = grid.sample >= 0
-    sample, token = number[grid.sample], grid.token
+    branch, token = number[grid.sample], grid.token
     # the output at token c predicts token c + 1
-    first, last = share.prompt_lengths[sample] - 1, share.lengths[sample] - 1
+    first, last = branches.contexts[branch] - 1, lengths[branch] - 1
     rows = (real & (token >= first) & (token < last)).flatten().nonzero().squeeze(1)
-    sequence, position = sample.flatten()[rows], (token - first).flatten()[rows]
+    of, place = branch.flatten()[rows], (token - first).flatten()[rows]
     where = torch.stack(
-        [sequence, position, share.starts(share.response_lengths)[sequence] + position]
+        [
+            branches.samples[of],
+            branches.starts[of] + place,
+            share.starts(branches.responses)[of] + place,
+        ]
     )
     kept = share.loss_mask[where[2]]
     rows, where = rows[kept], where[:, kept]
-    source = share.starts(share.lengths)[sample] + token
+    source = share.starts(lengths)[branch] + token
     tokens = torch.zeros(grid.sample.shape, dtype=torch.int64)
     tokens[real] = share.tokens[source[real]].to(torch.int64)
     targets = share.tokens[source.flatten()[rows] + 1].to(torch.int64)

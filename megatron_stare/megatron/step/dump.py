@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 
@@ -41,7 +42,8 @@ def write_batch(
     Args:
         batch: batch with advantages. Columns keep their names, except that `loss_mask` is written
             as `sampled`. Weight versions are written for each response position. `experts` is
-            included if the batch has it.
+            included if the batch has it, and `branch_samples`, `branch_contexts` and
+            `branch_responses` (rollout_batch.Branches) if a response has several branches.
         more: further columns, by name.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,6 +65,8 @@ def write_batch(
     columns |= {name: getattr(batch, name) for name in (*as_they_are, "advantages")}
     if batch.experts is not None:
         columns["experts"] = batch.experts
+    if (branches := batch.branched) is not None:
+        columns |= {f"branch_{f.name}": getattr(branches, f.name) for f in fields(branches)}
     columns |= more
     save_file(
         {name: column.contiguous() for name, column in columns.items()},

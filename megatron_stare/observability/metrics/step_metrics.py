@@ -94,6 +94,12 @@ METRICS = (
     ),
     Metric("response/length_max", "tokens", "longest response", "below rollout.max_new_tokens"),
     Metric(
+        "response/branches",
+        "branches",
+        "of a response, mean; only if a response has several",
+        "any; a context is computed for each",
+    ),
+    Metric(
         "response/truncated",
         "share",
         "responses cut off at rollout.max_new_tokens",
@@ -200,6 +206,11 @@ def step_metrics(
         **(reward_metrics(batch, samples) if sampled else {}),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
+        **(
+            {}
+            if batch.branched is None
+            else {"response/branches": batch.branched.size / batch.size}
+        ),
         **trainer,
         **{f"time/{phase}_s": spent for phase, spent in watch.seconds.items()},
         "time/step_s": seconds,

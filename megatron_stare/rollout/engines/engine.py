@@ -31,10 +31,10 @@ class GenerateRequest:
     """
 
     rid: str  # unique among the requests in flight
-    input_ids: tuple[int, ...]  # prompt and the earlier tokens of the response
+    input_ids: tuple[int, ...]  # prompt or a branch's context, and the tokens that followed
     prompt_cursor: int
     sample_index: int
-    start: int = 0  # tokens of the response that are among `input_ids`
+    start: int = 0  # tokens of the response before those to sample
     # limit of this request, at most that of the sampling parameters; None: theirs
     max_new_tokens: int | None = None
     # step in which the response began; None: the sampling parameters' step
@@ -42,6 +42,7 @@ class GenerateRequest:
     # replica that sampled the earlier part, and may still hold its keys and values
     replica: int | None = None
     stop_token_ids: tuple[int, ...] = ()  # added to those of the sampling parameters
+    branch: int = 0  # tokens of the response before its branch (trajectory.Branch)
 
 
 @dataclass

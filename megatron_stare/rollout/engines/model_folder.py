@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from megatron_stare.errors import DataError
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.records.batch import FinishReason
-from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory
+from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory, runs_between
 from megatron_stare.rollout.engines.engine import GenerateResult
 
 
@@ -113,17 +113,19 @@ def sampled_text(
     trajectory: Trajectory, stop_token_ids: Collection[int], tokenizer: PreTrainedTokenizerBase
 ) -> str:
     """Decodes only the tokens that the policy sampled, without the environment's tokens, special
-    tokens and stop tokens. If tokens of the environment separate two parts of the policy's text,
-    the parts are put on separate lines. Otherwise the end of one part and the start of the next
-    could form an answer that the policy never wrote."""
+    tokens and stop tokens. If tokens of the environment or a new branch separate two parts of the
+    policy's text, the parts are put on separate lines. Otherwise the end of one part and the start
+    of the next could form an answer that the policy never wrote."""
     parts: list[list[int]] = [[]]
-    end = 0
-    for version, length in trajectory.versions:
-        if version != NOT_SAMPLED:
-            parts[-1] += trajectory.tokens[end : end + length].tolist()
-        elif parts[-1]:
+    for at, last in trajectory.spans:
+        if parts[-1]:
             parts.append([])
-        end += length
+        for version, length in runs_between(trajectory.versions, at, last):
+            if version != NOT_SAMPLED:
+                parts[-1] += trajectory.tokens[at : at + length].tolist()
+            elif parts[-1]:
+                parts.append([])
+            at += length
     if len(parts) > 1 and not parts[-1]:
         parts.pop()
     kept = ([token for token in part if token not in stop_token_ids] for part in parts)

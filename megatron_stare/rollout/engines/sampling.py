@@ -30,10 +30,10 @@ def row_keys(
     Args:
         step: step in which a response began; one for all or [B].
     """
-    key = _absorb(np.zeros(len(cursors), dtype=np.uint64), seed)
-    key = _absorb(key, step)
-    key = _absorb(key, cursors)
-    return _absorb(key, sample_indices)
+    key = absorb(np.zeros(len(cursors), dtype=np.uint64), seed)
+    key = absorb(key, step)
+    key = absorb(key, cursors)
+    return absorb(key, sample_indices)
 
 
 def uniforms(keys: NDArray[np.uint64], position: int | Sequence[int] | NDArray[np.int64]) -> Tensor:
@@ -43,12 +43,10 @@ def uniforms(keys: NDArray[np.uint64], position: int | Sequence[int] | NDArray[n
         keys: [B], from row_keys.
         position: position of the token in its response, from 0; one for all or [B].
     """
-    return torch.from_numpy(
-        (_absorb(keys, position) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    )
+    return torch.from_numpy((absorb(keys, position) >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
-def _absorb(
+def absorb(
     state: NDArray[np.uint64], word: int | Sequence[int] | NDArray[np.int64]
 ) -> NDArray[np.uint64]:
     """Applies splitmix64 to the state and one more word ([B] or one for all).

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_stare.errors import DataError
 from megatron_stare.records.batch import Prompt
-from megatron_stare.records.trajectory import Trajectory
+from megatron_stare.records.trajectory import Branch, Trajectory
 from megatron_stare.rollout.sources.under_way import Answer, UnderWay
 
 COLUMNS = {"tokens": torch.int32, "log_probs": torch.float32, "loss_mask": torch.bool}
@@ -140,6 +140,7 @@ def _response(response: UnderWay, columns: _Writer) -> dict[str, Any]:
                 done.experts, tokens=done.tokens, log_probs=done.log_probs, loss_mask=done.loss_mask
             ),
             **{name: getattr(done, name) for name in PLAIN},
+            "branches": [asdict(branch) for branch in done.branches],
         }
     return {
         "sample_index": response.sample_index,
@@ -166,9 +167,13 @@ def _read_response(prompt: Prompt, tree: dict[str, Any], columns: _Reader) -> Un
         done.setdefault("sampled_text", None)
         done.setdefault("turns", 1)  # nor did they count turns and calls
         done.setdefault("calls", [])
+        done.setdefault("branches", [])
         plain = {name: done[name] for name in PLAIN} | {
             "versions": tuple((v, n) for v, n in done["versions"]),
             "calls": tuple(done["calls"]),
+            "branches": tuple(
+                Branch(each["start"], tuple(each["context"])) for each in done["branches"]
+            ),
         }
         response.trajectory = Trajectory(
             prompt=prompt,

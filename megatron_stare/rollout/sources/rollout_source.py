@@ -257,6 +257,7 @@ class Rollouts:
         groups: dict[int, list[Trajectory]] = {cursor: [] for cursor in wanted}
         sampling: dict[int, asyncio.Task[None]] = {}
         made, given_up = 0, False
+        longest = self.environment.config.rollout.max_prompt_tokens + params.max_new_tokens
 
         async def judged(
             response: UnderWay, turns: Turns, trajectory: Trajectory, judging: _Judging
@@ -265,7 +266,7 @@ class Rollouts:
             False if the response's group was given up."""
             turns.check_repeated()
             trajectory.prompt, trajectory.sample_index = response.prompt, response.sample_index
-            check_trajectory(trajectory, params.max_new_tokens)
+            check_trajectory(trajectory, params.max_new_tokens, longest)
             self._set_sampled_text(trajectory, response, params)
             verdict = await judging.of(trajectory)
             if verdict is None:
@@ -282,7 +283,15 @@ class Rollouts:
             nonlocal made, given_up
             response = responses[number]
             prompt = response.prompt
-            turns = Turns(serving, response, params, tokens, self.environment.tokenizer, self.calls)
+            turns = Turns(
+                serving,
+                response,
+                params,
+                tokens,
+                longest,
+                self.environment.tokenizer,
+                self.calls,
+            )
             try:
                 trajectory = await self.environment.run(prompt, turns)
             except ResponseCut:
@@ -367,9 +376,13 @@ def training_params(params: SamplingParams) -> SamplingParams:
     return params
 
 
-def check_trajectory(trajectory: Trajectory, max_new_tokens: int) -> None:
+def check_trajectory(trajectory: Trajectory, max_new_tokens: int, longest: int) -> None:
     """Raises DataError if an environment broke its contract: columns differ in length, a token that
-    no weights sampled carries loss, or the response is longer than the run allows."""
+    no weights sampled carries loss, or the response or a branch is longer than the run allows.
+
+    Args:
+        longest: most tokens of a branch, its context included.
+    """
     where = f"{WHERE}, prompt {trajectory.prompt.id}"
     n = len(trajectory)
     if (
@@ -392,6 +405,13 @@ def check_trajectory(trajectory: Trajectory, max_new_tokens: int) -> None:
             where=where,
             fix="let the environment say less, or raise rollout.max_new_tokens",
         )
+    for branch, (start, end) in zip(trajectory.branches, trajectory.spans[1:], strict=True):
+        if (size := len(branch.context) + end - start) > longest:
+            raise DataError(
+                f"a branch has {size} tokens, its context included; the run allows {longest}",
+                where=where,
+                fix="shorten the context, or raise rollout.max_prompt_tokens",
+            )
     end = 0
     for version, tokens in trajectory.versions:
         if version == NOT_SAMPLED and bool(trajectory.loss_mask[end : end + tokens].any()):

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_stare.environments.environment import WHERE, CallFailedError, Tool, Turn
 from megatron_stare.errors import DataError, WeightVersionError
 from megatron_stare.records.batch import SamplingParams
-from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory, VersionRuns
+from megatron_stare.records.trajectory import NOT_SAMPLED, Branch, Trajectory, VersionRuns
 from megatron_stare.rollout.engines.engine import GenerateRequest, GenerateResult
 from megatron_stare.rollout.engines.model_folder import text_of
 from megatron_stare.rollout.fleet.dispatch import Serving
@@ -37,6 +37,7 @@ class Turns:
 
     Args:
         tokens: tokens to sample before the response is cut; None: never cut.
+        longest: most tokens of a branch, its context included.
         tokenizer: a transformers tokenizer.
         journal: journal of tool calls.
     """
@@ -47,6 +48,7 @@ class Turns:
         response: UnderWay,
         params: SamplingParams,
         tokens: int | None,
+        longest: int,
         tokenizer: Any,
         journal: CallJournal,
     ) -> None:
@@ -55,6 +57,7 @@ class Turns:
         self._params = params
         self._tokens = tokens
         self._left = tokens
+        self._longest = longest
         self._tokenizer, self._journal = tokenizer, journal
         self._turns, self._calls = itertools.count(), itertools.count()
         self._failed: list[Call] = []
@@ -64,19 +67,23 @@ class Turns:
         context: Sequence[int],
         max_new_tokens: int | None = None,
         stop: str | Sequence[str] = (),
+        branch: Branch | None = None,
     ) -> Turn:
         """See Generate."""
         response, prompt, params = self._response, self._response.prompt, self._params
-        start = len(context) - len(prompt.token_ids)
-        if tuple(context[: len(prompt.token_ids)]) != prompt.token_ids:
+        at, opening = (0, prompt.token_ids) if branch is None else (branch.start, branch.context)
+        if tuple(context[: len(opening)]) != opening:
+            what = "the prompt" if branch is None else "that of its branch"
             raise DataError(
-                "the context to continue does not begin with the prompt",
-                where=f"prompt {prompt.id}",
+                f"the context to continue does not begin with {what}",
+                where=f"{WHERE}, prompt {prompt.id}",
+                fix="pass response.context, and response.branch once the response has branches",
             )
+        start = at + len(context) - len(opening)
         stops = _checked(
             (stop,) if isinstance(stop, str) else tuple(stop), self._tokenizer, prompt.id
         )
-        left = params.max_new_tokens - start
+        left = min(params.max_new_tokens - start, self._longest - len(context))
         if left < 1:
             return Turn(torch.zeros(0, dtype=torch.int32), torch.zeros(0), (), "length", "")
         call, limit = next(self._turns), min(left, max_new_tokens or left)
@@ -100,6 +107,7 @@ class Turns:
                     prompt_cursor=prompt.cursor,
                     sample_index=response.sample_index,
                     start=start + len(answer),
+                    branch=at,
                     max_new_tokens=asked,
                     noise_step=response.step,
                     replica=response.replica,

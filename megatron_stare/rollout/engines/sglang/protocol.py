@@ -21,7 +21,7 @@ from megatron_stare.models.shape import ModelShape
 from megatron_stare.records.batch import FinishReason, SamplingParams
 from megatron_stare.records.trajectory import VersionRuns, routing_column
 from megatron_stare.rollout.engines.engine import GenerateRequest, GenerateResult
-from megatron_stare.rollout.engines.sampling import row_keys
+from megatron_stare.rollout.engines.sampling import absorb, row_keys
 
 # releases before 0.5.21 lack the weight-update session
 SUPPORTED_VERSIONS = ("0.5.21", "0.5.22", "0.5.23")
@@ -81,10 +81,16 @@ def check_precision(arguments: Mapping[str, Any], where: str) -> None:
 
 
 def sampling_seed(params: SamplingParams, request: GenerateRequest) -> int:
-    """Returns 31 bits that depend on (seed, step, prompt cursor, sample index) alone."""
+    """Returns 31 bits that depend on (seed, step, prompt cursor, sample index, branch) alone.
+
+    SGLang's noise depends on the seed and on a token's place after its context. Two branches may
+    have tokens at one place, so each has a seed of its own.
+    """
     step = params.step if request.noise_step is None else request.noise_step
-    (key,) = row_keys(params.seed, step, [request.prompt_cursor], [request.sample_index])
-    return int(key >> np.uint64(33))
+    keys = row_keys(params.seed, step, [request.prompt_cursor], [request.sample_index])
+    if request.branch:
+        keys = absorb(keys, request.branch)
+    return int(keys[0] >> np.uint64(33))
 
 
 def sampling_fields(
