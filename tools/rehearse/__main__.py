@@ -320,6 +320,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.nodes < 1 or args.steps < 1:
         parser.error("--nodes and --steps are at least 1")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the nodes end
     told: dict[str, Any] = {"recipe": args.recipe, "nodes": args.nodes, "paper": [], "real": []}
     try:
         if not args.paper and (lacking := missing()):
