@@ -50,8 +50,8 @@ class GeneratedPrompts(ABC):
         DataError: the prompts are longer than `rollout.max_prompt_tokens`.
     """
 
-    counts: ClassVar[Mapping[Split, int]]
-    """Number of different problems in each split."""
+    counts: ClassVar[Mapping[Split, int | None]]
+    """Number of different problems in each split; None: endless."""
 
     def __init__(self, config: Config, tokenizer: Any, split: Split) -> None:
         # imported here, because it imports the configuration, which the tasks do not need
@@ -83,6 +83,7 @@ class GeneratedPrompts(ABC):
                 answer=problem.answer,
                 token_ids=self._encode(problem.text, f"{self._split} problem {cursor}"),
                 problem=problem.name,
+                columns=getattr(problem, "columns", None),
             )
             prompts.append(prompt)
         self._cursor += n

@@ -24,6 +24,7 @@ SOURCES = {
     "jsonl": "megatron_stare.data.file_prompts.FilePrompts",
     "arithmetic": "megatron_stare.data.arithmetic.ArithmeticPrompts",
     "signs": "megatron_stare.data.signs.SignsPrompts",
+    "reasoning_gym": "megatron_stare.data.reasoning_gym.ReasoningGym",
     "messages": "megatron_stare.data.messages.Conversations",
 }
 

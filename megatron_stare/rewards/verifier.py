@@ -48,6 +48,7 @@ VERIFIERS = {
     "math": "megatron_stare.rewards.math_verifier.verify",
     "math_verify": "megatron_stare.rewards.math_verify_verifier.verify",
     "numeric": "megatron_stare.rewards.numeric_verifier.verify",
+    "reasoning_gym": "megatron_stare.data.reasoning_gym.verify",
     "signs": "megatron_stare.rewards.signs_verifier.verify",
     "stare": "megatron_stare.rewards.stare_verifier.verify",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
@@ -10,14 +11,18 @@ from typing import ClassVar
 import pytest
 
 from megatron_stare.config.schema import Config
+from megatron_stare.data import reasoning_gym
 from megatron_stare.errors import ConfigError
 from megatron_stare.rewards import dapo_verifier
 from megatron_stare.rewards.http_verifier import ATTEMPTS, HttpVerifier
 from megatron_stare.rewards.known_answers import open_pool
 from megatron_stare.rewards.verifier import VERIFIERS, answer_start_of, make_verifier
 
+# in tests of their own; that of reasoning_gym needs its package
+ELSEWHERE = {"math", "math_verify", "reasoning_gym"}
 
-@pytest.mark.parametrize("name", sorted(set(VERIFIERS) - {"math", "math_verify"}))
+
+@pytest.mark.parametrize("name", sorted(set(VERIFIERS) - ELSEWHERE))
 def test_each_brings_answers_that_it_must_judge_right_and_wrong(name):
     verify = make_verifier(name)
     module = __import__(verify.__module__, fromlist=["KNOWN_ANSWERS"])
@@ -194,3 +199,14 @@ def test_the_users_known_answers_are_judged_through_the_pool(server, tmp_path):
         file.write_text(text)
         with pytest.raises(ConfigError, match=what):
             open_pool(url, config, workers=1)
+
+
+def test_a_task_of_a_package_that_is_missing_is_refused(monkeypatch):
+    """tests/peers/test_reasoning_gym.py has what it does where it is installed."""
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    reasoning_gym._make_task.cache_clear()
+    reasoning_gym.make_entry.cache_clear()
+    with pytest.raises(ConfigError, match=r"reasoning-gym is not installed(.|\n)*\[tools\]"):
+        make_verifier("reasoning_gym")
+    with pytest.raises(ValueError, match="not of the source"):
+        reasoning_gym.verify("<answer>1</answer>", "", columns={})

@@ -1,0 +1,159 @@
+"""Tasks of the package `reasoning-gym`: their questions as prompts, and their scorers as a
+verifier.
+
+A question is generated from (seed, split, number), and again where a response is scored. Runs in
+reward workers too, so it imports neither torch nor the package before they are needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron_stare.data.generated import GeneratedPrompts
+from megatron_stare.data.streams import Split, counter_hash
+from megatron_stare.errors import ConfigError, DataError
+
+COLUMN = "reasoning_gym"  # of a prompt: what its question is made again from
+CHUNK = 500  # questions of one seed; some tasks cannot make many more
+WHERE = "data.source"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question of a task."""
+
+    text: str
+    answer: str
+    name: str
+    columns: Mapping[str, Any]
+
+
+class ReasoningGym(GeneratedPrompts):
+    """A PromptSource of one of the package's tasks. Its questions are endless.
+
+    Settings:
+        dataset: name of the task, such as `chain_sum`.
+        settings: of the task, such as `{min_terms: 2, max_terms: 3}`.
+
+    Raises:
+        ConfigError: the package is not installed, has no such task, or refuses the settings.
+    """
+
+    counts: ClassVar[Mapping[Split, int | None]] = {"train": None, "eval": None}
+
+    def __init__(
+        self,
+        config: Any,  # a Config, whose import would bring torch into reward workers
+        tokenizer: Any,
+        split: Split,
+        *,
+        dataset: str,
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        self._dataset, self._settings = dataset, json.dumps(settings or {}, sort_keys=True)
+        super().__init__(config, tokenizer, split)
+
+    def problem(self, index: int) -> Problem:
+        chunk, at = divmod(index, CHUNK)
+        seed = counter_hash(self._seed, chunk) % 2**31
+        entry = make_entry(self._dataset, self._settings, seed, at)[1]
+        made_from = {"dataset": self._dataset, "settings": self._settings, "seed": seed, "at": at}
+        made_from["question"] = _digest(entry["question"])
+        answer = "" if entry["answer"] is None else str(entry["answer"])
+        return Problem(entry["question"], answer, entry["question"], {COLUMN: made_from})
+
+
+def verify(
+    response: str, answer: str, *, columns: Mapping[str, Any], tag: str | None = "answer"
+) -> float:
+    """Returns the score that the task's own scorer gives the answer, from 0 to 1; 0 if the scorer
+    fails on it.
+
+    Args:
+        answer: unused; the scorer makes the question again.
+        columns: of a prompt of ReasoningGym.
+        tag: the answer is the text in the last `<tag>` ... `</tag>` of the response, without which
+            there is none; null: the whole response, stripped.
+
+    Raises:
+        ValueError: the prompt is not of ReasoningGym, or the package makes another question here.
+    """
+    made_from = columns.get(COLUMN)
+    if made_from is None:
+        raise ValueError("the prompt is not of the source reasoning_gym")
+    task, entry = make_entry(*(made_from[key] for key in ("dataset", "settings", "seed", "at")))
+    if _digest(entry["question"]) != made_from["question"]:
+        raise ValueError(
+            f"the package makes another question {made_from['at']} of {made_from['dataset']} here"
+            " than where the prompt was made: one release everywhere"
+        )
+    said: str | None = response.strip()
+    if tag is not None:
+        found = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", response, re.DOTALL)
+        said = found[-1].strip() if found else None
+    try:
+        return float(task.score_answer(said, entry))
+    except Exception:  # some scorers fail on what they cannot read
+        return 0.0
+
+
+def self_test() -> list[str]:
+    """Scores a known question before the first response, which must not wait for imports. Raises
+    ConfigError if the package is not installed."""
+    task, entry = make_entry("chain_sum", "{}", 0, 0)
+    scores = [task.score_answer(answer, entry) for answer in (entry["answer"], None)]
+    return [] if scores == [1.0, 0.0] else [f"reasoning-gym scores a known question {scores}"]
+
+
+@functools.lru_cache(maxsize=256)  # a prompt has many responses
+def make_entry(dataset: str, settings: str, seed: int, at: int) -> tuple[Any, dict[str, Any]]:
+    """Returns a task and its question number `at`, with answer and metadata.
+
+    Args:
+        settings: of the task, as JSON.
+
+    Raises:
+        ConfigError: as ReasoningGym.
+        DataError: the task cannot make the question.
+    """
+    task = _make_task(dataset, settings, seed)
+    try:
+        return task, task[at]
+    except Exception as error:
+        raise DataError(
+            f"reasoning-gym cannot make question {at} of {dataset!r}: {error}", where=WHERE
+        ) from error
+
+
+@functools.lru_cache(maxsize=16)
+def _make_task(dataset: str, settings: str, seed: int) -> Any:
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ImportError as error:
+        raise ConfigError(
+            f"the package reasoning-gym is not installed: {error}",
+            where=WHERE,
+            fix='pip install "megatron-stare[tools]"',
+        ) from error
+    if dataset not in DATASETS:
+        raise ConfigError(
+            f"reasoning-gym has no task {dataset!r}",
+            where=f"{WHERE}.dataset",
+            fix=f"one of {', '.join(sorted(DATASETS))}",
+        )
+    try:
+        return create_dataset(dataset, seed=seed, size=CHUNK, **json.loads(settings))
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(
+            f"the task {dataset!r} refuses its settings: {error}", where=f"{WHERE}.settings"
+        ) from error
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

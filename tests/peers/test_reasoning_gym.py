@@ -1,0 +1,156 @@
+"""The tasks of `reasoning-gym`: each makes prompts, its own scorer judges the responses, and runs
+train on it unchanged.
+
+pip install reasoning-gym==0.1.25        into an environment that has this project
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.runs import ROOT, metrics, train
+from transformers import AutoTokenizer
+
+from megatron_stare.config.schema import Config
+from megatron_stare.data.prompt_source import make_source
+from megatron_stare.data.reasoning_gym import CHUNK, COLUMN, ReasoningGym, make_entry, verify
+from megatron_stare.errors import ConfigError
+
+pytestmark = pytest.mark.slow
+gym = pytest.importorskip("reasoning_gym")
+CHAT = ROOT / "assets/tiny-chat"
+# needs a list of other tasks, or files that the package does not ship
+LEFT_OUT = {"composite", "arc_agi", "rearc"}
+
+
+def source(dataset: str, split: Any = "train", seed: int = 0, **settings: Any) -> ReasoningGym:
+    made = Config.model_validate(
+        {
+            "model": {"path": str(CHAT)},
+            "run": {"seed": seed},
+            "rollout": {"max_prompt_tokens": 100_000},
+            "data": {
+                "source": {"name": "reasoning_gym", "dataset": dataset, "settings": settings},
+                "chat_template": True,
+            },
+        }
+    )
+    found = make_source(made, AutoTokenizer.from_pretrained(CHAT), split)
+    assert isinstance(found, ReasoningGym)
+    return found
+
+
+@pytest.mark.parametrize("dataset", sorted(set(gym.factory.DATASETS) - LEFT_OUT))
+def test_a_task_is_scored_by_its_own_scorer(dataset: str) -> None:
+    """Prompts as records that JSON holds, scored where nothing of the source is left."""
+    for prompt in source(dataset).take(2):
+        columns = json.loads(json.dumps(prompt.columns))
+        made_from = columns[COLUMN]
+        task = gym.create_dataset(dataset, seed=made_from["seed"], size=CHUNK)
+        entry = task[made_from["at"]]
+        assert prompt.text == entry["question"]
+        make_entry.cache_clear()
+        for said in (entry["answer"], "nonsense", ""):
+            text = "" if said is None else str(said)
+            response = f"<think>first</think><answer>0</answer> so <answer>\n{text} </answer>"
+            try:
+                wanted = float(task.score_answer(text.strip(), entry))
+            except ValueError:  # an answer that the scorer cannot read
+                wanted = 0.0
+            assert verify(response, prompt.answer, columns=columns) == wanted
+            assert verify(f" {text} ", "", columns=columns, tag=None) == wanted
+        untagged = float(task.score_answer(None, entry))
+        assert verify(str(entry["answer"]), prompt.answer, columns=columns) == untagged
+
+
+def test_a_stream_goes_on_where_it_was_saved_and_splits_differ() -> None:
+    whole = source("chain_sum").take(6)
+    first = source("chain_sum")
+    first.take(4)
+    rest = source("chain_sum")
+    rest.restore(first.state())
+    assert [p.text for p in rest.take(2)] == [p.text for p in whole[4:]]
+    texts = [
+        {p.text for p in each.take(6)}
+        for each in (source("chain_sum", "eval"), source("chain_sum", seed=1))
+    ]
+    assert not texts[0] & texts[1] and not {p.text for p in whole} & (texts[0] | texts[1])
+    evaluation = source("chain_sum", "eval", seed=1).take(6)
+    assert {p.text for p in evaluation} == texts[0]  # the same for every seed of the run
+
+
+def test_another_question_is_not_scored() -> None:
+    (prompt,) = source("chain_sum").take(1)
+    changed = {COLUMN: {**dict(prompt.columns or {})[COLUMN], "at": 1}}
+    with pytest.raises(ValueError, match="another question"):
+        verify("<answer>1</answer>", "", columns=changed)
+    with pytest.raises(ValueError, match="not of the source"):
+        verify("<answer>1</answer>", "", columns={})
+
+
+@pytest.mark.parametrize(
+    ("dataset", "settings", "message"),
+    [
+        ("no_such", {}, "no task 'no_such'"),
+        ("chain_sum", {"min_terms": 0}, "refuses its settings"),
+        ("chain_sum", {"colour": "red"}, "refuses its settings"),
+    ],
+)
+def test_what_the_package_refuses_is_said(
+    dataset: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        source(dataset, **settings)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("dataset", "settings"),
+    [
+        ("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}),
+        ("gcd", {"max_value": 12}),
+        ("letter_counting", {"min_words": 2, "max_words": 3}),
+    ],
+)
+def test_a_run_trains_on_a_task(dataset: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """20 steps; the rewards are those of the package's own scorer, computed again."""
+    given = {
+        "run.dir": tmp_path / "run",
+        "run.steps": 20,
+        "run.seed": 0,
+        "run.rollouts_every": 1,
+        "data.source": json.dumps(
+            {"name": "reasoning_gym", "dataset": dataset, "settings": settings}
+        ),
+        "data.chat_template": True,
+        "reward.verifier": json.dumps({"name": "reasoning_gym", "tag": None}),
+        "rollout.max_prompt_tokens": 600,
+        "rollout.max_new_tokens": 24,
+        "batch.prompts": 3,
+        "batch.samples_per_prompt": 4,
+        "eval.prompts": 0,
+    }
+    done = train(
+        f"model.path={CHAT}",
+        "runtime.runner=inline",
+        "parallel.tensor=1",
+        cwd=tmp_path,
+        **given,
+    )
+    assert done.returncode == 0, done.stderr
+    prompts = {p.id: p for p in source(dataset, **settings).take(60)}
+    rewards = []
+    for row in metrics(tmp_path / "run"):
+        lines = (tmp_path / f"run/rollouts/step_{row['step']:06d}.jsonl").read_text().splitlines()
+        made = [json.loads(line) for line in lines]
+        assert len(made) == 12
+        for each in made:
+            made_from = dict(prompts[each["id"]].columns or {})[COLUMN]
+            task = gym.create_dataset(dataset, seed=made_from["seed"], size=CHUNK, **settings)
+            wanted = task.score_answer(each["response"].strip(), task[made_from["at"]])
+            assert each["reward"] == pytest.approx(float(wanted))
+        rewards += [each["reward"] for each in made]
+    assert len(rewards) == 240 and any(rewards)
