@@ -1,8 +1,8 @@
 """Kills runs whose policy calls tools, at any time, and continues them: is every answered call made
 once, and does training end as if nothing had happened?
 
-A seed draws the mode and a time, uniform over most of an undisturbed run; every third seed draws a second
-time, of the continued run. All processes of the run are killed then, and it is continued as
+A seed draws the mode and a time, uniform over most of an undisturbed run; every third seed draws a
+second time, of the continued run. All processes of the run are killed then, and it is continued as
 scripts/launch.sh does. A log that no run reads counts the calls.
 
     python benchmarks/killed_calls.py --mode synchronous --seeds 100

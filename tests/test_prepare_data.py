@@ -240,3 +240,88 @@ def test_what_cannot_be_is_said_and_nothing_is_written(tmp_path, capsys):
     out.write_text("mine")
     assert prepare_data.main(["polaris", str(tmp_path / "wrong.jsonl"), "--out", str(out)]) == 2
     assert out.read_text() == "mine"
+
+
+ASKS = "Write code in <code></code>; its output is in <interpreter></interpreter>.\n"
+
+
+def retool(*parts, asked=f"{ASKS}*user question:*\nWhat is 3*4? <answer>\\boxed{{}}</answer>"):
+    return {
+        "messages": [
+            {"role": "user", "content": asked},
+            {"role": "assistant", "content": "\n".join(parts)},
+        ]
+    }
+
+
+CODE = "<code>\n```python\nprint(3*4)\n```\n</code>"
+OUTPUT = "<interpreter>\n12\n</interpreter>"
+LAST = "<answer>\n\\boxed{12}\n</answer>"
+
+
+def test_retools_texts_become_calls_and_answers(tmp_path):
+    """Renders what the assistant wrote, in order, as `sft` does, and nothing of the tags."""
+    from transformers import AutoTokenizer
+
+    from megatron_stare.data.messages import conversation, rendered
+
+    rows = [
+        retool(
+            "Let me compute.", CODE, OUTPUT, "And again:", "<code>print(5)</code>", OUTPUT, LAST
+        ),
+        retool("It is 12.", LAST),
+    ]
+    file, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert prepare_data.main(["retool_sft", str(file), "--out", str(out)]) == 0
+    first, second = map(json.loads, out.read_text().splitlines())
+
+    def call(code):
+        function = {"name": "code_interpreter", "arguments": {"code": code}}
+        return [{"type": "function", "function": function}]
+
+    assert first["messages"] == [
+        {"role": "user", "content": "What is 3*4? \\boxed{}"},
+        {"role": "assistant", "content": "Let me compute.", "tool_calls": call("print(3*4)")},
+        {"role": "tool", "content": "12"},
+        {"role": "assistant", "content": "Again:", "tool_calls": call("print(5)")},
+        {"role": "tool", "content": "12"},
+        {"role": "assistant", "content": "\\boxed{12}"},
+    ]
+    assert second["messages"][1:] == [{"role": "assistant", "content": "It is 12.\n\n\\boxed{12}"}]
+    assert (first["id"], second["id"]) == ("1", "2")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets/tiny-chat")
+    found = rendered(*conversation(first), tokenizer)
+    learnt = tokenizer.decode([id for id, mine in zip(found.ids, found.mask, strict=True) if mine])
+    assert learnt.count("<tool_call>") == 2 and "print(3*4)" in learnt
+    assert "<tool_response>" not in learnt and learnt.count("<|im_end|>") == 3
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        (retool("so", CODE, LAST), "code without output"),
+        (retool("so", OUTPUT, LAST), "output without code"),
+        (retool("so", CODE, CODE, OUTPUT, LAST), "output without code"),
+        (retool("so", CODE, "then", OUTPUT, LAST), "output without code"),
+        (retool("so", CODE, OUTPUT), "no answer after"),
+        (retool("so", "<code>print(1)", LAST), "not closed"),
+        (retool("so", LAST, asked=f"{ASKS}*user question:*  "), "no problem"),
+        ({"messages": []}, "not a question"),
+        ({"text": "x"}, "not a question"),
+        ("x", "not a question"),
+    ],
+)
+def test_a_text_of_another_form_is_dropped_with_its_reason(row, why):
+    found, dropped = prepare_data.conversations([row])
+    assert not found and why in next(iter(dropped))
+
+
+def test_conversations_about_held_out_problems_are_dropped(tmp_path):
+    held_out = "How many of the numbers from one to a thousand are divisible by seven and eleven?"
+    file = tmp_path / "held_out.jsonl"
+    file.write_text(json.dumps({"prompt": held_out, "answer": "12"}) + "\n")
+    rows = [retool("so", LAST, asked=held_out), retool("so", LAST)]
+    found, dropped = prepare_data.conversations(rows, [str(file)])
+    assert [each["id"] for each in found] == ["2"]
+    assert list(dropped) == ["shares 13 words in a row with --against"]

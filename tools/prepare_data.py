@@ -1,9 +1,10 @@
-"""Turns published mathematics data sets into tasks: JSON lines {"prompt", "answer", "id",
-"source"}.
+"""Turns published data sets into tasks, JSON lines {"prompt", "answer", "id", "source"}, or into
+conversations with calls of a tool, JSON lines {"messages", "tools", "id", "source"}.
 
     python tools/prepare_data.py dapo_math_17k dapo-math-17k.parquet --out dapo.jsonl \\
         --against aime24.jsonl aime25.jsonl
     python tools/prepare_data.py aime24 --out aime24.jsonl  # downloads it by its published name
+    python tools/prepare_data.py retool_sft --out retool_sft.jsonl  # conversations, for `sft`
 
 Prints how many rows were read, what was dropped and why, and what is left. --against drops the
 problems that share 13 words in a row with one of the files of tasks given. Formats and what they
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -31,6 +33,12 @@ DAPO_BEFORE = (
     " form Answer: $Answer (without quotes) where $Answer is the answer to the problem."
 )
 DAPO_AFTER = 'Remember to put your answer on its own line after "Answer:".'
+CALLED = "code_interpreter"
+RETOOL = "hf:JoeYing/ReTool-SFT"
+ASKED = "*user question:*"  # before the problem, behind an instruction that names the tags
+_PART = re.compile(r"<(code|interpreter)>(.*?)</\1>", re.DOTALL)
+_FENCE = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
+_ANSWER = re.compile(r"</?answer>")
 LONGEST_ANSWER = 1_000  # characters that the verifier reads as mathematics
 Task = dict[str, str]
 
@@ -119,10 +127,78 @@ DATA_SETS = {
 }
 
 
+def conversation_of(row: Any) -> list[dict[str, Any]]:
+    """Messages of a row of ReTool's (arXiv 2504.11536): a problem, and a text with code in `<code>`
+    and what it printed in `<interpreter>`. They become calls and their answers.
+
+    Raises:
+        Dropped: the row has another form.
+    """
+    said = row.get("messages") if isinstance(row, dict) else None
+    if not isinstance(said, list) or [each.get("role") for each in said] != ["user", "assistant"]:
+        raise Dropped("not a question and an answer")
+    asked, text = (str(each.get("content") or "") for each in said)
+    problem = _ANSWER.sub("", asked.rpartition(ASKED)[2]).strip()
+    if not problem:
+        raise Dropped("no problem")
+    found: list[dict[str, Any]] = [{"role": "user", "content": problem}]
+    at, open_call = 0, False
+    for part in _PART.finditer(text):
+        between = text[at : part.start()].strip()
+        if (part[1] == "code") == open_call or (open_call and between):
+            raise Dropped("code without its output, or output without code")
+        if part[1] == "code":
+            fenced = _FENCE.search(part[2])
+            code = (fenced[1] if fenced else part[2]).strip()
+            call = {"type": "function", "function": {"name": CALLED, "arguments": {"code": code}}}
+            found.append({"role": "assistant", "content": between, "tool_calls": [call]})
+        else:
+            found.append({"role": "tool", "content": part[2].strip()})
+        at, open_call = part.end(), not open_call
+    last = _ANSWER.sub("", text[at:]).strip()
+    if open_call or not last:
+        raise Dropped("no answer after the last output" if not open_call else "code without output")
+    if re.search(r"</?(code|interpreter)>", "".join(each["content"] for each in found) + last):
+        raise Dropped("a tag that is not closed")
+    return [*found, {"role": "assistant", "content": last}]
+
+
+def conversations(
+    rows: Iterable[Any], against: Iterable[str] = (), ngram: int = NGRAM
+) -> tuple[list[dict[str, Any]], Counter[str]]:
+    """The conversations of ReTool's rows, in their order, and how many rows were dropped, by
+    reason; see `prepare`."""
+    from megatron_stare.environments.tools import code_interpreter  # takes seconds
+
+    seen = None
+    if against := list(against):
+        seen = Contamination(
+            (record.prompt for path in against for record in read_records(path)[0]), ngram
+        )
+    dropped: Counter[str] = Counter()
+    found: list[dict[str, Any]] = []
+    for number, row in enumerate(rows, 1):
+        try:
+            messages = conversation_of(row)
+        except Dropped as reason:
+            dropped[str(reason)] += 1
+            continue
+        if seen is not None and seen.has(messages[0]["content"]):
+            dropped[f"shares {ngram} words in a row with --against"] += 1
+            continue
+        row_id = str(first(row, "id", "index") or number)
+        tools = [code_interpreter.schema]  # type: ignore[attr-defined]
+        found.append({"messages": messages, "tools": tools, "id": row_id, "source": "retool_sft"})
+    return found, dropped
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument(
-        "data_set", choices=DATA_SETS, metavar="DATA_SET", help=", ".join(DATA_SETS)
+        "data_set",
+        choices=[*DATA_SETS, "retool_sft"],
+        metavar="DATA_SET",
+        help=", ".join([*DATA_SETS, "retool_sft"]),
     )
     parser.add_argument(
         "files", nargs="*", help=".parquet, .json or .jsonl; default: the published data set"
@@ -147,12 +223,17 @@ def main(argv: list[str] | None = None) -> int:
             raise DataError(
                 "the file exists", where=str(args.out), fix="give another name, or remove it"
             )
-        known = DATA_SETS[args.data_set]
-        rows = [row for file in args.files or [known.hub] for _, _, row in read_rows(file)[0]]
-        tasks, dropped = prepare(args.data_set, rows, args.against, args.ngram)
+        talks = args.data_set == "retool_sft"
+        hub = RETOOL if talks else DATA_SETS[args.data_set].hub
+        rows = [row for file in args.files or [hub] for _, _, row in read_rows(file)[0]]
+        tasks: list[Any]
+        if talks:
+            tasks, dropped = conversations(rows, args.against, args.ngram)
+        else:
+            tasks, dropped = prepare(args.data_set, rows, args.against, args.ngram)
         for why, number in dropped.most_common():
             print(f"dropped {number:>8,}  {why}")
-        print(f"{len(tasks):,} tasks of {len(rows):,} rows")
+        print(f"{len(tasks):,} {'conversations' if talks else 'tasks'} of {len(rows):,} rows")
         if not tasks:
             raise DataError(
                 "no row is a task",
