@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from megatron_stare.cli import main
 from megatron_stare.data.messages import rendered
 from megatron_stare.observability.metrics.figures import verdict
 from megatron_stare.observability.report.headline import headline
+from megatron_stare.rollout.engines.model_folder import model_stop_token_ids
 from megatron_stare.run_dir.run_files import read_run
 
 CHAT = ROOT / "assets/tiny-chat"
@@ -121,8 +123,13 @@ def test_a_run_its_report_and_the_same_run_killed_and_resumed(tmp_path: Path) ->
 @pytest.mark.distributed
 def test_the_held_out_loss_is_that_of_the_exported_policy(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
+    base = folder / "base"  # ends where no turn of the rows does, as base models do
+    shutil.copytree(CHAT, base)
+    for name in ("generation_config.json", "config.json"):
+        told = json.loads((base / name).read_text())
+        (base / name).write_text(json.dumps({**told, "eos_token_id": 256}))
     parallel = ("runtime.runner=ray", "parallel.tensor=2", "run.steps=2")
-    done = sft(folder, "run.dir=run", *parallel)
+    done = sft(folder, "run.dir=run", f"model.path={base}", *parallel)
     assert done.returncode == 0, done.stderr
     model = AutoModelForCausalLM.from_pretrained(folder / "run/hf")
     tokenizer = AutoTokenizer.from_pretrained(folder / "run/hf")
@@ -132,6 +139,8 @@ def test_the_held_out_loss_is_that_of_the_exported_policy(tmp_path: Path) -> Non
         labels = [id if kept else -100 for id, kept in zip(ids, mask, strict=True)]
         found = model(input_ids=torch.tensor([ids]), labels=torch.tensor([labels]))
         total, number = total + float(found.loss.detach()) * sum(mask), number + sum(mask)
+    assert model_stop_token_ids(str(folder / "run/hf")) == (256, 258)
+    assert model.generation_config.eos_token_id == [256, 258]
     assert metrics(folder / "run")[-1]["heldout/loss"] == pytest.approx(total / number, rel=1e-5)
 
 

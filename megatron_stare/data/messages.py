@@ -46,6 +46,11 @@ class Rendered(NamedTuple):
     ids: list[int]
     mask: list[bool]
 
+    def ends(self) -> list[int]:
+        """Returns the last token of every part that the assistant wrote."""
+        after = zip(self.mask, [*self.mask[1:], False], strict=True)
+        return [id for id, (mine, next_) in zip(self.ids, after, strict=True) if mine > next_]
+
 
 def rendered(
     messages: Sequence[Mapping[str, Any]],
@@ -83,8 +88,7 @@ def rendered(
             ) from error
 
     whole = text(len(messages), asks=False)
-    special = set(tokenizer.all_special_ids)
-    special |= {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = special_ids(tokenizer)
     ids: list[int] = []
     mask: list[bool] = []
     at = 0
@@ -112,6 +116,12 @@ def rendered(
         add(len(through), learnt=True)
     add(len(whole), learnt=False)
     return Rendered(ids, mask)
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Returns the ids of a tokenizer's special tokens."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {*tokenizer.all_special_ids, *(id for id, token in added if token.special)}
 
 
 def conversation(row: Any) -> tuple[list[dict[str, Any]], list[Any] | None]:
@@ -182,7 +192,9 @@ def _json(text: str, fault: str) -> Any:
 class Conversations:
     """A PromptSource of demonstrations over one file, reshuffled every pass.
 
-    `dropped` counts the rows left out, by reason; `remarks` says how much there is to learn from.
+    `dropped` counts the rows left out, by reason; `remarks` says how much there is to learn from;
+    `ends` has the special tokens with which the assistant's turns end. A policy that learnt them
+    must stop at them (`driver/session.py`).
 
     Args:
         config: the run's configuration.
@@ -231,6 +243,8 @@ class Conversations:
             )
         self._path, self._cursor, self._pass, self._order = path, 0, -1, list[int]()
         self.dropped: dict[str, int] = {}
+        self.ends: set[int] = set()
+        special = special_ids(tokenizer)
         rows, self._checksum = read_rows(path)
         # Rendered again when taken: ids of a large file would take ten times the memory of text.
         self._rows: list[tuple[str, Any]] = []
@@ -247,6 +261,7 @@ class Conversations:
                     faults.setdefault(error.kind, (error, []))[1].append(where)
                 continue
             tokens, learnt = tokens + len(found.ids), learnt + sum(found.mask)
+            self.ends |= special & set(found.ends())
             self._rows.append((where, row))
         for kind, (fault, places) in faults.items():
             raise DataError(

@@ -31,6 +31,7 @@ from megatron_stare.run_dir.run_files import (
 from megatron_stare.run_dir.run_state import RunDir, RunState, Staged, step_of
 from megatron_stare.weights.files.hf_folder import (
     SHARD_BYTES,
+    add_stops,
     copy_companions,
     create_shards,
     dtype_name,
@@ -235,9 +236,13 @@ def export_policy(
     companions_from: Path,
     step: int,
     shard_bytes: int = SHARD_BYTES,
+    stops: Collection[int] = (),
 ) -> None:
     """Writes the policy to `target`, with config and tokenizer from `companions_from`. Replaces an
     existing folder once the new one is complete.
+
+    Args:
+        stops: tokens that end a response, added to those of the generation config.
 
     Raises:
         UserError: the policy cannot be written.
@@ -249,3 +254,4 @@ def export_policy(
     with staging(target.resolve(), nbytes, replace=True) as folder:
         ranks.write_tensors(create_shards(folder, shapes, dtype, shard_bytes, step, others))
         copy_companions(companions_from, folder, dtype_name(dtype))
+        add_stops(folder, stops)

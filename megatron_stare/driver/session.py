@@ -400,7 +400,11 @@ class Session:
         self._last_phase("export")
         self.checkpoints.finish()
         export_policy(
-            self.ranks, self.dir.path / "hf", Path(self.config.model.path), self.state.step
+            self.ranks,
+            self.dir.path / "hf",
+            Path(self.config.model.path),
+            self.state.step,
+            stops=getattr(self._inputs.source, "ends", ()),
         )
         self.monitor.finish()
         return self.dir.path

@@ -35,6 +35,7 @@ from megatron_stare.weights.files.check import check_folder
 from megatron_stare.weights.files.convert import Options, compare, convert
 from megatron_stare.weights.files.hf_folder import (
     HfFolder,
+    add_stops,
     copy_companions,
     exported_step,
     write_folder,
@@ -532,3 +533,27 @@ def test_processes() -> None:
         run_parts(part_that_dies, [1, 2], looked)
     with pytest.raises(DataError, match="it cannot be read"):
         run_parts(part_that_dies, [1, 3], done.append)
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "wanted"),
+    [
+        ({"eos_token_id": 1, "top_p": 0.5}, {"eos_token_id": 4}, [1, 2, 7]),
+        ({"eos_token_id": [7, 1]}, {}, [7, 1, 2]),
+        (None, {"eos_token_id": 4}, [4, 2, 7]),
+        ({}, {}, [2, 7]),
+        ({"eos_token_id": [2, 7]}, {}, [2, 7]),
+    ],
+)
+def test_stops_are_added_to_those_that_are_there(
+    tmp_path: Path, generation: dict[str, Any] | None, config: dict[str, Any], wanted: list[int]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    path = tmp_path / "generation_config.json"
+    if generation is not None:
+        path.write_text(json.dumps(generation))
+    add_stops(tmp_path, {7, 2})
+    assert json.loads(path.read_text()) == {**(generation or {}), "eos_token_id": wanted}
+    path.unlink()
+    add_stops(tmp_path, ())
+    assert not path.exists()

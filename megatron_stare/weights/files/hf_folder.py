@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -134,6 +134,18 @@ def copy_companions(source: Path, target: Path, dtype: str | None = None) -> Non
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         if config.get(key) != dtype:
             (target / "config.json").write_text(json.dumps({**config, key: dtype}, indent=2) + "\n")
+
+
+def add_stops(folder: Path, ids: Collection[int]) -> None:
+    """Adds tokens that end a response to generation_config.json. Without one, those of config.json
+    go into it too."""
+    path = folder / "generation_config.json"
+    generation = json.loads(path.read_text()) if path.exists() else {}
+    config = json.loads((folder / "config.json").read_text())
+    known = generation.get("eos_token_id", config.get("eos_token_id"))
+    stops = known if isinstance(known, list) else [] if known is None else [known]
+    if new := sorted(set(ids) - set(stops)):
+        path.write_text(json.dumps({**generation, "eos_token_id": [*stops, *new]}, indent=2) + "\n")
 
 
 def create_shards(
