@@ -53,12 +53,25 @@ def test_what_cannot_be_rehearsed_is_refused(words: tuple[str, ...], said: str) 
 @pytest.mark.sglang
 @pytest.mark.distributed
 @pytest.mark.skipif(servers.MISSING is not None, reason=str(servers.MISSING))
+@pytest.mark.parametrize(
+    ("recipe", "sync"),
+    [
+        ("long_cot_r1_distill_1.5b", "tensor"),
+        ("short_cot_qwen2.5_math_7b", "tensor"),
+        ("short_cot_qwen2.5_math_7b", "disk"),
+        ("short_cot_qwen2.5_math_7b", "distributed"),
+        # servers of two GPUs
+        ("short_cot_qwen2.5_14b", "tensor"),
+        # 16 processes; with servers on the trainer's GPUs 32, for which 24 GiB are not enough
+        ("short_cot_qwen2.5_32b", "distributed"),
+    ],
+)
 def test_a_recipe_trains_through_a_killed_server_a_time_limit_and_a_killed_node(
-    tmp_path: Path,
+    recipe: str, sync: str, tmp_path: Path
 ) -> None:
     """By the job script, run_recipe.sh and ray_up.sh, as on a cluster of two nodes."""
     out = tmp_path / "told.json"
-    words = ("long_cot_r1_distill_1.5b", "--sync", "tensor", "--out", str(out))
+    words = (recipe, "--sync", sync, "--out", str(out))
     done = rehearsed(*words, timeout=3000)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
     (told,) = json.loads(out.read_text())["real"]
