@@ -37,10 +37,21 @@ def test_on_paper_every_server_has_its_command_line_at_its_own_node() -> None:
 
 
 @pytest.mark.wide
+def test_on_paper_with_another_layout() -> None:
+    layout = ("parallel.pipeline=2", "parallel.tensor=2", "sglang.tensor_parallel=4")
+    words = ("short_cot_qwen2.5_14b", "--paper", "--sync", "tensor", "--set", *layout)
+    done = rehearsed(*words)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if " server " in line]
+    assert len(lines) == 4 and all("--tp-size 4" in line and "4 senders" in line for line in lines)
+
+
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("no_such_recipe",), "invalid choice"),
+        (("short_cot_qwen2.5_32b", "--paper", "--set", "parallel.tensr=2"), "mean 'tensor'"),
         (("short_cot_qwen2.5_32b", "--paper", "--nodes", "0"), "at least 1"),
     ],
 )

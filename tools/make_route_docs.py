@@ -76,8 +76,8 @@ def main() -> int:
 
 
 @cache
-def recipe(name: str) -> Config:
-    return load_config(f"recipes/{name}")
+def recipe(name: str, overrides: tuple[str, ...] = ()) -> Config:
+    return load_config(f"recipes/{name}", overrides)
 
 
 def case_of(name: str, nodes: int, colocated: bool, sync: str) -> Case:
@@ -88,10 +88,12 @@ def case_of(name: str, nodes: int, colocated: bool, sync: str) -> Case:
     )
 
 
-def scaled(name: str, nodes: int, colocated: bool, sync: str) -> Config:
+def scaled(
+    name: str, nodes: int, colocated: bool, sync: str, overrides: tuple[str, ...] = ()
+) -> Config:
     """The recipe on so many nodes: all GPUs for both, or one half for the trainer and one for the
     servers."""
-    config = recipe(name)
+    config = recipe(name, overrides)
     gpus = nodes * GPUS if colocated else nodes * GPUS // 2
     copy = config.parallel.tensor * config.parallel.pipeline * config.parallel.context
     changed = {

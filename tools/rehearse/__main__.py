@@ -59,14 +59,17 @@ EVENTS = {3: "a server is killed", 5: "the time limit nears", 7: "a node is kill
 TO_DO = {"tensor": True, "disk": True, "distributed": False}  # with servers on the trainer's GPUs
 
 
-def on_paper(name: str, count: int, sync: str) -> dict[str, Any]:
+def on_paper(name: str, count: int, sync: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     """Prints the placement of a recipe on `count` nodes of eight GPUs, and every server's command
     line. Returns what it comes to.
+
+    Args:
+        overrides: key=value words.
 
     Raises:
         UserError: the recipe cannot be placed or synced there.
     """
-    config = scaled(name, count, TO_DO[sync], sync)
+    config = scaled(name, count, TO_DO[sync], sync, overrides)
     nodes = [placement.Node(f"node{n:02d}", f"10.0.0.{n + 1}", 8, 8) for n in range(count)]
     placed = plan(Demand.of(config), nodes)
     sent = Counter(server for server, _ in pairs(config, placed))
@@ -213,7 +216,9 @@ def a_server(node: Node) -> int:
     raise UserError(f"no server runs on {node.name}")
 
 
-def variables(config: Config, shared: Path, sync: str, steps: int) -> tuple[dict[str, str], int]:
+def variables(
+    config: Config, shared: Path, sync: str, steps: int, overrides: tuple[str, ...]
+) -> tuple[dict[str, str], int]:
     """Variables of scripts/launch.sh that make the recipe small, and the GPUs of a node."""
     parallel, served = config.parallel, config.sglang.tensor_parallel
     gpus, colocated = parallel.tensor * parallel.pipeline * parallel.context, TO_DO[sync]
@@ -226,6 +231,7 @@ def variables(config: Config, shared: Path, sync: str, steps: int) -> tuple[dict
         "sglang.start_timeout_s=1800",
         "run.checkpoint_every=2",
         "runtime.object_store_mb=128",
+        *overrides,
         *(["algorithm.overlong=null"] if getattr(config.algorithm, "overlong", None) else []),
     ]
     given = {
@@ -242,7 +248,7 @@ def variables(config: Config, shared: Path, sync: str, steps: int) -> tuple[dict
         "GENERATE_PROMPTS": "8" if config.batch.generate_prompts else "",
         "MINI_BATCH": "2" if config.batch.mini_batch_prompts else "",
         "SAMPLES": "4",
-        "MAX_PROMPT_TOKENS": "256",
+        "MAX_PROMPT_TOKENS": "1024",  # bytes, and a template may name tools
         "MAX_NEW_TOKENS": "32",
         "MICRO_BATCH_TOKENS": "2048",
         "GPU_RESOURCE": FAKE,
@@ -281,13 +287,15 @@ class Memory(threading.Thread):
             self.most = max(self.most, taken / 1e9)
 
 
-def rehearse(name: str, sync: str, steps: int, events: Mapping[int, str]) -> dict[str, Any]:
+def rehearse(
+    name: str, sync: str, steps: int, events: Mapping[int, str], overrides: tuple[str, ...]
+) -> dict[str, Any]:
     """Runs a recipe with one sync on the two nodes. Raises UserError if it fails."""
-    config = recipe(name)
+    config = recipe(name, overrides)
     environment = {key: value for key, value in os.environ.items() if key not in INTERFACES}
     memory, begun = Memory(), time.monotonic()
     with two_nodes(environment) as (nodes, shared):
-        given, gpus = variables(config, shared, sync, steps)
+        given, gpus = variables(config, shared, sync, steps, overrides)
         parameters = write_model(config, shared / "model")
         copies, servers = given["DATA_PARALLEL"], given["ENGINES"]
         print(
@@ -316,21 +324,26 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=2, help="nodes on paper, of eight GPUs each")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--sync", nargs="+", choices=TO_DO, default=list(TO_DO))
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="key=value", help="settings, as after train"
+    )
     parser.add_argument("--paper", action="store_true", help="start nothing")
     parser.add_argument("--out", type=Path, help="file for what was found, as JSON")
     args = parser.parse_args()
     if args.nodes < 1 or args.steps < 1:
         parser.error("--nodes and --steps are at least 1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the nodes end
-    told: dict[str, Any] = {"recipe": args.recipe, "nodes": args.nodes, "paper": [], "real": []}
+    args.set = tuple(args.set)  # recipes are cached by it
+    told: dict[str, Any] = {"set": args.set} if args.set else {}
+    told |= {"recipe": args.recipe, "nodes": args.nodes, "paper": [], "real": []}
     try:
         if not args.paper and (lacking := missing()):
             raise UserError(lacking, fix="--paper starts nothing and needs none of it")
         for sync in args.sync:
-            told["paper"].append(on_paper(args.recipe, args.nodes, sync))
+            told["paper"].append(on_paper(args.recipe, args.nodes, sync, args.set))
         for number, sync in enumerate([] if args.paper else args.sync):
             events = EVENTS if number == 0 else {}
-            told["real"].append(rehearse(args.recipe, sync, args.steps, events))
+            told["real"].append(rehearse(args.recipe, sync, args.steps, events, args.set))
             print(json.dumps(told["real"][-1]), flush=True)
             if args.out:
                 args.out.write_text(json.dumps(told, indent=1) + "\n")

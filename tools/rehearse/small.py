@@ -16,10 +16,8 @@ from megatron_stare.process.shipped import SHIPPED
 
 HEAD, LAYERS, PROBLEMS = 16, 2, 256
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+# ChatML that knows tools
+TEMPLATE = SHIPPED / "assets/tiny-chat/chat_template.jinja"
 # a random policy answers nothing right, and a group whose rewards are equal teaches nothing
 REWARD = '''"""Rewards about half of all responses, whatever they say."""
 
@@ -43,7 +41,7 @@ def write_model(config: Config, folder: Path) -> int:
         "head_dim": HEAD,
         "num_hidden_layers": max(LAYERS, stages),
         "vocab_size": len(tokenizer) // 8 * 8 + 8,
-        "max_position_embeddings": 1024,
+        "max_position_embeddings": 2048,
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
@@ -65,7 +63,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([PAD, START, END])
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END)
-    made.chat_template = TEMPLATE
+    made.chat_template = TEMPLATE.read_text()
     return made
 
 
