@@ -40,6 +40,7 @@ take, ALGORITHMS, LAYOUTS = (
 (rank_processes,) = of("rank_processes", "rank_processes")
 COUPLED = [name for name in ALGORITHMS if build_method(ALGORITHMS[name]).coupling == "sequence"]
 APART = [name for name in ALGORITHMS if name not in COUPLED]
+FIRST = ("tp2 sp", "pp2 vpp2", "dp2", "cp2 pp2")  # the other layouts are of the slow tests
 CPU = torch.device("cpu")
 
 
@@ -65,11 +66,16 @@ def test_a_method_trains_on_branches_as_on_the_whole_response(
     assert found.selected > 0 or "stare" not in name or "closed" in name
 
 
-@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("layout", "packed"),
-    [*((layout, True) for layout in LAYOUTS), ("dp2", False), ("cp2 pp2", False)],
+    [
+        pytest.param(
+            layout, packed, marks=pytest.mark.wide if layout in FIRST else pytest.mark.slow
+        )
+        for layout in LAYOUTS
+        for packed in (True, False)
+    ],
 )
 def test_stare_trains_on_branches_in_every_layout(
     layout: str, packed: bool, pool: Any, tmp_path: Path
