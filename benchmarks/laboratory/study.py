@@ -112,6 +112,11 @@ as long as those of the others at the same learning rate.
 
 ## Where methods differ from the first of each map
 """
+CHOOSING = """\
+Means over the other axis of each setting's map. Take the direction, not the value: the target in
+nats depends on the model, and `megatron-stare suggest` reads it off a run's first steps
+([tuning](tuning.md)). The second table counts cells that are higher less those that are lower.
+"""
 
 
 def read() -> dict[str, dict[str, Any]]:
@@ -231,6 +236,67 @@ def table(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return lines
 
 
+# a setting's map, its axis there, and the method whose figures are taken
+CHOICES = (
+    ("sparsity_target", "target", "stare_o1_strong"),
+    ("weights", "amplify", "stare_c2"),
+    ("weights", "attenuate", "stare_c2"),
+    ("share_scope", "share", "whole_batch"),
+)
+
+
+def choices(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Returns what the maps say of STARE's settings: for each value of a setting the mean of its
+    cells, and for each map the method that is higher in most cells."""
+    lines = ["| setting | value: pass@1, entropy at the end in nats | best pass@1 at |"]
+    lines += ["|---|---|---|"]
+    lower = []
+    for name, axis, method in CHOICES:
+        if name not in maps:
+            continue
+        told = maps[name]
+        (first, across), (second, down) = told["axes"].items()
+        means = {}
+        for value in told["axes"][axis]:
+            cells = [
+                told["cells"][f"{first} {a}, {second} {b}"][method]["figures"]
+                for a in across
+                for b in down
+                if (a if axis == first else b) == value
+            ]
+            means[value] = [
+                sum(cell[figure]["mean"] for cell in cells) / len(cells)
+                for figure in ("pass@1", "entropy")
+            ]
+        each = "; ".join(
+            f"{value:g}: {one:.3f}, {nats:.2f}" for value, (one, nats) in means.items()
+        )
+        chosen = max(means, key=lambda value: means[value][0])
+        lines.append(f"| {word(name, axis)} ({NAMES[method]}) | {each} | {chosen:g} |")
+        if chosen != min(means) and means[chosen][1] < means[min(means)][1] - 0.02:
+            lower.append(f"a larger {word(name, axis).partition(',')[0]}")
+    if lower:
+        said = ", ".join(lower)
+        lines += ["", f"Pass@1 is higher, and the entropy at the end lower, with {said}."]
+    lines += [
+        "",
+        "| if this decides | methods higher in most cells, and in how many |",
+        "|---|---|",
+    ]
+    for name, told in maps.items():
+        others = [each for each in methods(told)[1:] if each in NAMES]
+        if "pass@1" not in next(iter(next(iter(told["cells"].values())).values()))["figures"]:
+            continue
+        net = {each: (lambda c: c[0] - c[1])(counts(told, each, "pass@1")) for each in others}
+        most = max(net.values(), default=0)
+        if len(others) < 3 or most <= 0:
+            continue
+        found = ", ".join(NAMES[each] for each in others if net[each] == most)
+        size = len(told["cells"])
+        lines.append(f"| {told['question']} (`{name}`) | {found}: {most} of {size} |")
+    return lines
+
+
 def best(name: str, told: Mapping[str, Any], figure: str) -> list[str]:
     """Returns a table of a map: in each cell the method with the best mean, and its value."""
     (first, across), (second, down) = told["axes"].items()
@@ -283,6 +349,7 @@ def page(maps: Mapping[str, Mapping[str, Any]]) -> str:
         seeds=", ".join(map(str, sorted(seeds))), errors=ERRORS, minutes=seconds / 60
     )
     lines = [*text.splitlines(), "", *table(maps), ""]
+    lines += ["## How to choose", "", *CHOOSING.splitlines(), "", *choices(maps), ""]
     for name, told in maps.items():
         figure = SHOWN.get(name, "pass@1")
         lines += [

@@ -40,6 +40,7 @@ take, ALGORITHMS, LAYOUTS = (
 (rank_processes,) = of("rank_processes", "rank_processes")
 COUPLED = [name for name in ALGORITHMS if build_method(ALGORITHMS[name]).coupling == "sequence"]
 APART = [name for name in ALGORITHMS if name not in COUPLED]
+FIRST = ("tp2 sp", "pp2 vpp2", "dp2", "cp2 pp2")  # the other layouts are of the slow tests
 CPU = torch.device("cpu")
 
 
@@ -51,7 +52,7 @@ def pool() -> Iterator[Any]:
 
 @pytest.mark.wide
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("name", [name for name in APART if not name.startswith("stare C")])
 def test_a_method_trains_on_branches_as_on_the_whole_response(
     name: str, pool: Any, tmp_path: Path
 ) -> None:
@@ -65,15 +66,22 @@ def test_a_method_trains_on_branches_as_on_the_whole_response(
     assert found.selected > 0 or "stare" not in name or "closed" in name
 
 
-@pytest.mark.wide
 @pytest.mark.distributed
-@pytest.mark.parametrize("cut", [{"budget": 64, "packed": True}, {"budget": 40, "packed": False}])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "packed"),
+    [
+        pytest.param(
+            layout, packed, marks=pytest.mark.wide if layout in FIRST else pytest.mark.slow
+        )
+        for layout in LAYOUTS
+        for packed in (True, False)
+    ],
+)
 def test_stare_trains_on_branches_in_every_layout(
-    layout: str, cut: dict[str, Any], pool: Any, tmp_path: Path
+    layout: str, packed: bool, pool: Any, tmp_path: Path
 ) -> None:
     write_model(tmp_path)
-    algorithm = ALGORITHMS["stare C2, gate by sample"]
+    algorithm, cut = ALGORITHMS["stare C2, gate by sample"], {"budget": 64, "packed": packed}
     case = Case(algorithm, off_policy=0.5, parallel=LAYOUTS[layout], branches=True, **cut)
     whole = take(pool, case.alone(), str(tmp_path), None)
     found = compare(whole, take(pool, case, str(tmp_path), whole["scores"]))
