@@ -1,6 +1,8 @@
-"""Measures how many programs a second run in the sandbox, each in a fresh process and namespaces.
+"""Measures how many programs a second run in a sandbox: with bubblewrap each in a fresh process and
+namespaces, with monty each in a fresh session of an interpreter.
 
 python benchmarks/sandboxes.py
+python benchmarks/sandboxes.py --sandbox monty      # with pydantic-monty installed
 """
 
 from __future__ import annotations
@@ -11,8 +13,13 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
+
+# the package that is measured; the environment may have another's
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron_stare.environments.sandboxes import Sandbox, make_sandbox
 from megatron_stare.process.vector_maths import settle
@@ -28,27 +35,34 @@ PROGRAMS = {
 def main() -> None:
     settle()
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--sandbox", choices=("bubblewrap", "monty"), default="bubblewrap")
     parser.add_argument("--programs", type=int, default=500)
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     workers = os.cpu_count() or 1
-    box = make_sandbox("bubblewrap", None, workers, 512, 2000)
+    name = arguments.sandbox
+    box = make_sandbox(name, None, workers, 512, 2000)
     rates = {}
-    for name, program in PROGRAMS.items():
+    for title, program in list(PROGRAMS.items())[: 1 if name == "monty" else None]:
         asyncio.run(all_of(box, program, 2 * workers))  # workers start when first needed
         begun = time.perf_counter()
         asyncio.run(all_of(box, program, arguments.programs))
-        rates[name] = round(arguments.programs / (time.perf_counter() - begun), 1)
+        rates[title] = round(arguments.programs / (time.perf_counter() - begun), 1)
     box.close()
-    version = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, check=True)
+    if name == "monty":
+        release = f"pydantic-monty {version('pydantic-monty')}"
+    else:
+        told = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, check=True)
+        release = told.stdout.strip()
     found = {
         "machine": f"{os.cpu_count()} cores, Linux {platform.release()}, Python"
-        f" {platform.python_version()}, {version.stdout.strip()}",
+        f" {platform.python_version()}, {release}",
         "workers": workers,
         "programs": arguments.programs,
         "programs_a_second": rates,
     }
-    arguments.out.write_text(f"{json.dumps(found, indent=1)}\n")
+    every = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    arguments.out.write_text(f"{json.dumps({**every, name: found}, indent=1)}\n")
     print(json.dumps(found, indent=1))
 
 

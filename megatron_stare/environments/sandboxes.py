@@ -2,6 +2,7 @@
 
 `bubblewrap` runs it on this machine, without network, files of the machine, other processes, or
 more than its memory and time. `remote` sends it to a server that speaks SandboxFusion's protocol.
+`monty` runs it in another interpreter, which knows a part of Python and nothing of the machine.
 Each code starts from nothing: names and files of an earlier one are gone.
 """
 
@@ -32,7 +33,7 @@ from typing import Literal, NamedTuple
 from megatron_stare.environments import sandbox_worker
 from megatron_stare.errors import ConfigError, UserError
 
-SandboxName = Literal["bubblewrap", "remote"]
+SandboxName = Literal["bubblewrap", "remote", "monty"]
 WHERE = "rollout.environment.sandbox"
 GRACE_S = 10.0  # seconds over its limit after which a worker that does not answer is replaced
 START_S = 60.0  # seconds that a worker may take to import what code usually imports
@@ -246,6 +247,74 @@ class Remote(Sandbox):
         return Ran(text, said["status"] != "Success")
 
 
+class Interpreter(Sandbox):
+    """Runs code in processes of the interpreter `pydantic-monty`, which need no namespaces. It
+    lacks numpy, sympy and most of the standard library.
+
+    Args:
+        workers: codes that run at once.
+        memory_mb: limit of a code's objects, 2**20 bytes.
+        characters: of the output that is kept.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+
+    def __init__(self, workers: int, memory_mb: int, characters: int) -> None:
+        try:
+            import pydantic_monty
+        except ImportError as error:
+            raise ConfigError(
+                f"the package pydantic-monty is not installed: {error}",
+                where=WHERE,
+                fix='pip install "megatron-stare[tools]"',
+            ) from error
+        self._package = pydantic_monty
+        self._memory, self._characters = memory_mb << 20, characters
+        self._pool = pydantic_monty.Monty(max_processes=workers)
+        self._pool.__enter__()
+        self._threads = ThreadPoolExecutor(workers, "sandbox")
+
+    async def run(self, code: str, seconds: float) -> Ran:
+        code = code.encode(errors="replace").decode()
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._run, code, seconds
+        )
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._pool.__exit__(None, None, None)
+
+    def _run(self, code: str, seconds: float) -> Ran:
+        said: list[str] = []
+        kept = 0
+
+        def print_callback(stream: str, text: str) -> None:
+            nonlocal kept
+            if kept <= self._characters:  # a program may print without end
+                said.append(text)
+            kept += len(text)
+
+        limits = {
+            "max_feed_duration_secs": seconds,
+            "max_total_sleep_secs": seconds,
+            "max_memory": self._memory,
+        }
+        failed = False
+        try:
+            with self._pool.checkout(limits=limits) as session:
+                session.feed_run(code, print_callback=print_callback)
+        except (self._package.MontyRuntimeError, self._package.MontySyntaxError) as error:
+            failed = True
+            said.append(error.display() + "\n")
+        except self._package.MontyCrashedError:
+            return Ran("the sandbox's process was lost and is replaced\n", True)
+        text = "".join(said)
+        if len(text) > self._characters:
+            text = text[: self._characters] + sandbox_worker.LEFT_OUT
+        return Ran(text, failed)
+
+
 def make_sandbox(
     name: SandboxName, url: str | None, workers: int, memory_mb: int, characters: int
 ) -> Sandbox:
@@ -270,12 +339,14 @@ def make_sandbox(
         )
     if url is not None:
         return Remote(url, workers, memory_mb, characters)
+    if name == "monty":
+        return Interpreter(workers, memory_mb, characters)
     if why := why_not_isolated():
         raise ConfigError(
             why,
             where=WHERE,
             fix="install bubblewrap (apt-get install bubblewrap) and allow user namespaces, or set"
-            " sandbox: remote and sandbox_url",
+            " sandbox: remote and sandbox_url, or sandbox: monty, which knows a part of Python",
         )
     return Bubblewrap(workers, memory_mb, characters)
 

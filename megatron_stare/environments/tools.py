@@ -169,7 +169,7 @@ class Tools(Environment):
         call_seconds: a call's limit. A function of the user's that exceeds it is left to itself.
         seconds: of all calls of a response together; further ones are answered by an error.
         answer_characters: a longer answer is cut.
-        sandbox: where `code_interpreter` runs: bubblewrap or remote.
+        sandbox: where `code_interpreter` runs: bubblewrap, remote or monty.
         sandbox_url: of a server that speaks SandboxFusion's protocol, for `remote`.
         sandbox_workers: programs that run at once.
         memory_mb: limit of a program, 2**20 bytes.

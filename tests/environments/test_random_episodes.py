@@ -34,7 +34,7 @@ def after(context: Iterable[int], token: int) -> Token:
 
 
 def sampled(log: Path) -> dict[int, Counter[tuple[Token, ...]]]:
-    """What the environment noted: episodes of every prompt."""
+    """Returns the episodes of every prompt, as the environment noted them."""
     found: dict[int, Counter[tuple[Token, ...]]] = {}
     for line in map(json.loads, log.read_text().splitlines()):
         tokens = tuple(
@@ -47,7 +47,7 @@ def sampled(log: Path) -> dict[int, Counter[tuple[Token, ...]]]:
 
 
 def trained(batch: dict[str, Any]) -> dict[int, Counter[tuple[Token, ...]]]:
-    """What the batch of the step holds, in the same form."""
+    """Returns the episodes of every group of the batch, in the same form."""
     contexts, parts = (batch[f"branch_{name}"].tolist() for name in ("contexts", "responses"))
     both = batch["tokens"].split([n for pair in zip(contexts, parts, strict=True) for n in pair])
     masks = batch["sampled"].split(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import re
 import socket
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,11 @@ def check_sandbox(config: Config) -> list[Finding]:
         return []
     if url := settings.get("sandbox_url"):
         return [ok("sandbox", f"programs run at {url}")]
+    if settings.get("sandbox") == "monty":
+        if importlib.util.find_spec("pydantic_monty") is None:
+            fix = 'pip install "megatron-stare[tools]"'
+            return [fault("sandbox", "the package pydantic-monty is not installed", fix)]
+        return [ok("sandbox", "programs run in pydantic-monty, which knows a part of Python")]
     if why := why_not_isolated():
         return [fault("sandbox", why, "apt-get install bubblewrap, and allow user namespaces")]
     return [ok("sandbox", "bubblewrap isolates programs")]
