@@ -266,9 +266,7 @@ def test_retools_texts_become_calls_and_answers(tmp_path):
     from megatron_stare.data.messages import conversation, rendered
 
     rows = [
-        retool(
-            "Let me compute.", CODE, OUTPUT, "And again:", "<code>print(5)</code>", OUTPUT, LAST
-        ),
+        retool("Let me compute.", CODE, OUTPUT, "Again:", "<code>print(5)</code>", OUTPUT, LAST),
         retool("It is 12.", LAST),
     ]
     file, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
