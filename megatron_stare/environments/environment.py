@@ -170,7 +170,8 @@ class Response:
         # routed experts of the newest turn, which cover everything before it too
         self._experts: Tensor | None = None
 
-    def __len__(self) -> int:
+    @property
+    def length(self) -> int:
         """Tokens so far, those of the environment included."""
         return sum(part.numel() for part in self._tokens)
 
@@ -197,7 +198,7 @@ class Response:
             context: ids of at least one token: a rewritten history, or an agent's task.
             text: text of the context, for people.
         """
-        self._branches.append(Branch(len(self), tuple(context)))
+        self._branches.append(Branch(self.length, tuple(context)))
         self._texts.append(text)
         return self._branches[-1]
 

@@ -303,11 +303,12 @@ class Interpreter(Sandbox):
         failed = False
         try:
             with self._pool.checkout(limits=limits) as session:
-                session.feed_run(code, print_callback=print_callback)
+                # the value of a last expression would come here, whatever its size
+                session.feed_run(f"{code}\nNone", print_callback=print_callback)
         except (self._package.MontyRuntimeError, self._package.MontySyntaxError) as error:
             failed = True
             said.append(error.display() + "\n")
-        except self._package.MontyCrashedError:
+        except self._package.MontyError:
             return Ran("the sandbox's process was lost and is replaced\n", True)
         text = "".join(said)
         if len(text) > self._characters:

@@ -285,7 +285,7 @@ class Tools(Environment):
             history = None  # of a new branch
             if self._opened is not None and THOUGHT in turn.text:
                 history = self._format.history(context, turn.text, self._opened)
-            said = len(response) + (len(tokens) if history is None else 0)
+            said = response.length + (len(tokens) if history is None else 0)
             before = len(response.context if history is None else history)
             if said >= limit or before + len(tokens) >= longest:
                 cut = True

@@ -63,6 +63,9 @@ def test_programs_run_as_in_python(box: Sandbox) -> None:
     assert run(box, "def f(:").failed and run(box, "print('\ud800')").failed is False
     assert run(box, "print('x' * 3000)") == Ran("x" * 2000 + LEFT_OUT, False)
     assert run(box, "left = 1") == Ran("", False)
+    # the value of a last expression is not printed, and does not leave the interpreter
+    for value in ("[0] * 10**6", "10**10000", "lambda: 0", "x = {}\nx['a'] = x\nx"):
+        assert run(box, value) == Ran("", False)
     assert "NameError" in run(box, "print(left)").output  # nothing is left of another program
 
 
