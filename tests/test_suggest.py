@@ -61,7 +61,7 @@ def test_what_no_weights_can_hold_is_said() -> None:
     assert not found.holds
     assert (found.amplify, found.attenuate) == (AMPLIFY_MAX, ATTENUATE_MIN)
     assert "entropy_bonus" in found.reasons[-1]
-    useless = suggest(Facts(1.0, 0.5, -0.02, -0.001, 0.001))
+    useless = suggest(Facts(1.0, 0.5, -0.02, -0.0011, 0.001))
     assert (useless.amplify, useless.attenuate, useless.holds) == (1.0, 1.0, False)
     assert sum("not rare where they stand" in reason for reason in useless.reasons) == 2
 
@@ -69,7 +69,15 @@ def test_what_no_weights_can_hold_is_said() -> None:
 def test_entropy_that_does_not_fall_needs_no_strong_weights() -> None:
     found = suggest(Facts(0.8, 0.9, 0.001, 0.002, -0.002))
     assert (found.amplify, found.attenuate, found.holds) == (1.1, 0.9, True)
-    assert found.entropy_target == pytest.approx(0.4)
+    assert found.entropy_target == pytest.approx(0.8 * TARGET_SHARE)
+
+
+def test_what_cannot_be_told_from_0_is_amplified_if_nothing_else_holds() -> None:
+    found = suggest(Facts(1.0, 0.5, -0.02, -0.0009, -0.001))
+    assert (found.amplify, found.attenuate) == (AMPLIFY_MAX, ATTENUATE_MIN) and not found.holds
+    assert any("too little to tell the sign" in reason for reason in found.reasons)
+    holds = suggest(Facts(1.0, 0.5, -0.02, -0.0009, -0.1))
+    assert holds.amplify == 1.0 and holds.holds
 
 
 def written(folder: Path, rows: int, **columns: float) -> Path:
@@ -107,7 +115,9 @@ def test_the_command_reads_what_stare_selected(
     assert main(["suggest", str(run), "--steps", "20"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("steps 1 to 20: entropy 0.98 to 0.83 nats, forecast -0.001 a unit step")
-    assert "  entropy_target: 0.49\n  amplify: 1.25\n  attenuate: 0.75\n" in text
+    assert (
+        f"  entropy_target: {0.98 * TARGET_SHARE:.3g}\n  amplify: 1.25\n  attenuate: 0.75\n" in text
+    )
 
 
 def test_of_another_method_the_rare_tokens_stand_for_l_plus_and_l_minus(

@@ -6,7 +6,8 @@ suggested weights are those nearest to 1 with
 
     P + (W - 1) G+ + (M - 1) G- = -MARGIN P,
 
-within [1, AMPLIFY_MAX] and [ATTENUATE_MIN, 1]. benchmarks/laboratory/held_out.py compares the
+within [1, AMPLIFY_MAX] and [ATTENUATE_MIN, 1]. If these do not make up for P, and G+ is too near 0
+to tell its sign, W is AMPLIFY_MAX, which may help. benchmarks/laboratory/held_out.py compares the
 suggestions with a sweep.
 """
 
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 
 AMPLIFY_MAX, ATTENUATE_MIN = 3.0, 0.1
 MARGIN = 1.0  # how fast the entropy rises while the gate is open, relative to its fall without
-TARGET_SHARE = 0.5  # of the entropy at the start
+TARGET_SHARE = 0.6  # of the entropy at the start
+NEAR_ZERO = 0.05  # of P: a G+ above minus this share counts as 0
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,20 @@ def suggest(facts: Facts) -> Suggestion:
     amplify, attenuate = _nearest(plus, minus, demand)
     reached = (amplify - 1) * plus + (attenuate - 1) * minus
     holds = reached >= -facts.plain
+    doubtful = not holds and NEAR_ZERO * facts.plain < facts.plus <= 0
+    if doubtful:
+        amplify = AMPLIFY_MAX
     reasons.append(
         f"the plain loss lowers the entropy by {-facts.plain:.2g} a unit step; W = {amplify:.2f}"
         f" gives back {(amplify - 1) * plus:.2g} and M = {attenuate:.2f}"
         f" {(attenuate - 1) * minus:.2g}"
     )
-    if facts.plus <= 0:
+    if doubtful:
+        reasons.append(
+            f"the tokens of L+ change the entropy by {facts.plus:+.1g}, too little to tell the"
+            " sign: amplifying them may help"
+        )
+    elif facts.plus <= 0:
         reasons.append("the tokens of L+ are not rare where they stand: amplifying them has no use")
     if facts.minus >= 0:
         reasons.append(
