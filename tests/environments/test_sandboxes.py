@@ -81,6 +81,18 @@ ATTEMPTS: dict[str, str] = yaml.safe_load((Path(__file__).parent / "escapes.yaml
 ESCAPED = "ESC" + "APED"  # not in the source, which a trace shows
 
 
+def program(attempt: str, canary: dict[str, Any]) -> str:
+    """Returns the attempt's program, aimed at the canary and at this process."""
+    return "def escaped(): print('ESC' + 'APED')\n" + ATTEMPTS[attempt].format(
+        file=canary["file"],
+        folder=canary["file"].parent,
+        port=canary["port"],
+        abstract=canary["abstract"],
+        pid=os.getpid(),
+        node=os.uname().nodename,
+    )
+
+
 def test_there_are_sixty_attempts() -> None:
     assert len(ATTEMPTS) >= 60
 
@@ -90,17 +102,8 @@ def test_an_attempt_fails_and_the_next_code_runs(
     attempt: str, box: Sandbox, canary: dict[str, Any]
 ) -> None:
     file = canary["file"]
-    tells = "def escaped(): print('ESC' + 'APED')\n"
-    code = tells + ATTEMPTS[attempt].format(
-        file=file,
-        folder=file.parent,
-        port=canary["port"],
-        abstract=canary["abstract"],
-        pid=os.getpid(),
-        node=os.uname().nodename,
-    )
     before = file.read_text()
-    found = run(box, code, seconds=2.0)
+    found = run(box, program(attempt, canary), seconds=2.0)
     assert ESCAPED not in found.output
     # an attempt that is no program would prove nothing
     assert "NameError" not in found.output

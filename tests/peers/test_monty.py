@@ -7,13 +7,12 @@ pip install pydantic-monty==1.4.0        into an environment that has this proje
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from environments.test_sandboxes import ATTEMPTS, ESCAPED, MEMORY_MB, canary, run
+from environments.test_sandboxes import ATTEMPTS, ESCAPED, MEMORY_MB, canary, program, run
 
 from megatron_stare.environments.sandbox_worker import LEFT_OUT
 from megatron_stare.environments.sandboxes import Ran, Sandbox, make_sandbox
@@ -36,16 +35,8 @@ def test_an_attempt_fails_and_the_next_code_runs(
 ) -> None:
     """Fails, often because the interpreter lacks what the attempt uses."""
     file = canary["file"]
-    code = "def escaped(): print('ESC' + 'APED')\n" + ATTEMPTS[attempt].format(
-        file=file,
-        folder=file.parent,
-        port=canary["port"],
-        abstract=canary["abstract"],
-        pid=os.getpid(),
-        node=os.uname().nodename,
-    )
     before = time.monotonic()
-    found = run(box, code, seconds=2.0)
+    found = run(box, program(attempt, canary), seconds=2.0)
     assert ESCAPED not in found.output and "secret" not in found.output
     assert len(found.output) < 2000 + 300
     assert time.monotonic() - before < 60
