@@ -17,9 +17,12 @@ from support.steps import plan_of
 from megatron_stare.algorithms import METHODS
 from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.config.load import build_method
+from megatron_stare.driver.checkpoint_proof import canary_of
+from megatron_stare.driver.guards import read_guarded, step_folder, write_guarded
 from megatron_stare.errors import DataError
 from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.batching.sequence_layout import WholeSequences
+from megatron_stare.records.batch import Prompt
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import Branch, sampled_trajectory
 
@@ -107,8 +110,6 @@ def test_a_method_that_couples_tokens_is_refused(name: str) -> None:
 
 def rewritten() -> RolloutBatch:
     """A response whose second branch has a history of its own, and one of a single branch."""
-    from megatron_stare.records.batch import Prompt
-
     prompt = Prompt(3, "p", "", "", (1, 2, 3))
     first = sampled_trajectory(prompt, 0, [10, 11, 12, 13, 14, 15, 16], [-0.5] * 7)
     first.branches = [Branch(3, (1, 2, 50)), Branch(5, (60,)), Branch(7, (70, 71))]
@@ -183,6 +184,16 @@ def test_the_first_samples_keep_their_branches() -> None:
     assert one.size == 1 and one.branches.samples.tolist() == [0, 0, 0]
     assert one.tokens.tolist() == batch.tokens[:14].tolist() and one.runs.tolist() == [1, 2, 1]
     assert len(one.loss_mask) == 7 and one.response_lengths.tolist() == [7]
+
+
+def test_a_guarded_batch_and_a_canary_have_the_branches_in_order(tmp_path: Path) -> None:
+    batch = Grpo().judge(rewritten())
+    write_guarded(tmp_path, batch, torch.arange(9.0), "a test")
+    first, second = read_guarded(step_folder(tmp_path, 2)).responses
+    assert first.tokens.tolist() == list(range(10, 17)) and second.tokens.tolist() == [20, 21]
+    assert first.prompt_tokens == second.prompt_tokens == [1, 2, 3]
+    assert first.log_probs.tolist() == list(range(7)) and second.log_probs.tolist() == [7, 8]
+    assert canary_of(batch) == [[1, 2, 3, 10, 11, 12]]
 
 
 @pytest.mark.parametrize(

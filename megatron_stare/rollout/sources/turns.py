@@ -83,7 +83,9 @@ class Turns:
         stops = _checked(
             (stop,) if isinstance(stop, str) else tuple(stop), self._tokenizer, prompt.id
         )
-        left = min(params.max_new_tokens - start, self._longest - len(context))
+        left = params.max_new_tokens - start
+        if branch is not None:  # whose context no source of prompts has bounded
+            left = min(left, self._longest - len(context))
         if left < 1:
             return Turn(torch.zeros(0, dtype=torch.int32), torch.zeros(0), (), "length", "")
         call, limit = next(self._turns), min(left, max_new_tokens or left)
