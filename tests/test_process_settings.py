@@ -21,7 +21,7 @@ from megatron_stare.config.process_settings import (
 )
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
-from megatron_stare.process.network import free_port, interface_address
+from megatron_stare.process.network import free_port, interface_address, reserved
 from megatron_stare.rollout.engines.sglang.replica import server_options
 
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
@@ -205,6 +205,25 @@ def test_ranks_meet_at_the_interfaces_address_and_a_port_of_the_range() -> None:
     assert host == "127.0.0.1" and int(port) in range(31_900, 31_999, 7)
     host, _, port = Actor().address("lo", None).rpartition(":")
     assert host == "127.0.0.1" and int(port) > 0  # any that is free, and the ranks must know which
+
+
+def test_no_other_program_takes_the_port_where_the_ranks_meet() -> None:
+    place = Actor().address("lo", None)
+    host, _, port = place.rpartition(":")
+    with pytest.raises(OSError, match="in use"), socket.socket() as other:
+        other.bind((host, int(port)))
+    held = reserved(place)
+    assert held is not None and held.getsockname() == (host, int(port))
+    held.close()
+    assert reserved(place) is None  # once
+
+
+def test_a_port_reserved_for_another_meeting_is_given_up() -> None:
+    place, other = Actor().address("lo", None), Actor().address("lo", None)
+    assert reserved(place) is None and reserved(other) is None
+    for each in (place, other):
+        with socket.socket() as taker:
+            taker.bind(("127.0.0.1", int(each.rpartition(":")[2])))
 
 
 def test_the_address_of_an_interface() -> None:

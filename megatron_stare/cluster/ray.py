@@ -52,10 +52,10 @@ from megatron_stare.process.network import (
     LOOPBACK,
     Listener,
     by_number,
-    free_port,
     interface_address,
     interface_of,
     require_own_address,
+    reserve_port,
 )
 from megatron_stare.process.output import carried_output, keep_own_output
 from megatron_stare.process.workers import Handle, WorkerLostError, Workers, WorkerSilentError
@@ -114,7 +114,8 @@ class Actor:
             freeze()
 
     def address(self, interface: str | None, ports: Sequence[int] | None) -> str:
-        """Returns a free host:port on this node for the ranks' rendezvous.
+        """Returns a free host:port on this node for the ranks' rendezvous. The port stays bound
+        until the worker built here listens at it.
 
         Args:
             interface: network interface of the address; None: the node's address in Ray.
@@ -124,7 +125,11 @@ class Actor:
             UserError: the interface does not exist, or none of the ports is free.
         """
         host = node_address(interface)
-        return f"{host}:{free_port(host, ports or (0,))}"
+        return f"{host}:{reserve_port(host, ports or (0,))}"
+
+    def host(self, interface: str | None) -> str:
+        """See node_address."""
+        return node_address(interface)
 
     def open_door(self, interface: str | None, host: str | None) -> Door:
         """Listens at the address of this node's future server; see `routes.require_reach`.

@@ -331,8 +331,7 @@ class RayRunner:
             hosted_part,
             [(config, part // beside, part % beside + 1) for part in range(len(others))],
         )
-        asked = others.everywhere("address", config.runtime.interface, None)
-        rest = [found.rpartition(":")[0] for found in others.wait(asked)]
+        rest = others.wait(others.everywhere("host", config.runtime.interface))
         replicas.build(
             hosted_engine,
             [

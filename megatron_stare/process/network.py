@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import socket
 import time
@@ -15,6 +14,8 @@ from megatron_stare.errors import ConfigError
 LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
 CONNECT_S = 10.0
 TRIED = 100  # ports tried before a range counts as full
+
+_reserved: list[tuple[str, socket.socket]] = []  # at most one
 
 
 def interface_address(name: str) -> str:
@@ -73,11 +74,36 @@ def free_port(host: str, ports: Sequence[int]) -> int:
     Raises:
         ConfigError: none of the ports can be listened on.
     """
+    with _bound(host, ports) as held:
+        port: int = held.getsockname()[1]
+        return port
+
+
+def reserve_port(host: str, ports: Sequence[int]) -> int:
+    """Does `free_port`, and keeps the port bound, so that no other program can take it, until
+    `reserved` hands it over or this process reserves another."""
+    held = _bound(host, ports)
+    port: int = held.getsockname()[1]
+    _reserved[:] = [(f"{host}:{port}", held)]  # an earlier one closes
+    return port
+
+
+def reserved(address: str) -> socket.socket | None:
+    """Returns the bound socket of a host:port that this process reserved, which the caller then
+    owns; None if it reserved none. A port reserved for another address is given up."""
+    found = [held for kept, held in _reserved if kept == address]
+    _reserved.clear()
+    return found[0] if found else None
+
+
+def _bound(host: str, ports: Sequence[int]) -> socket.socket:
     for port in random.SystemRandom().sample(ports, min(TRIED, len(ports))):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
-            bound: int = probe.getsockname()[1]
-            return bound
+        held = socket.socket()
+        try:
+            held.bind((host, port))
+            return held
+        except OSError:
+            held.close()
     raise ConfigError(
         f"no port between {ports[0]} and {ports[-1]} is free on {host}",
         where="runtime.ports",

@@ -1,8 +1,9 @@
-"""Ranks wait for others as long as the run says, in the world and in Megatron's groups, and begin
-with its seed."""
+"""Ranks meet at the port that the first of them reserved, wait for others as long as the run says,
+in the world and in Megatron's groups, and begin with its seed."""
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from megatron_stare.config.schema import Config, ParallelConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.backend.layout import join, leave
 from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.process.network import LOOPBACK, reserve_port
 
 MODEL = Path(__file__).parents[2] / "assets" / "tiny-adder"
 # megatron-core 0.16.1 gives this one no limit; its own way of saving the distributed optimizer
@@ -79,3 +81,26 @@ def test_a_rank_begins_with_the_runs_seed(ranks: RankPool) -> None:
     for seed in (7, 8):
         drawn = float(torch.rand((), generator=torch.Generator().manual_seed(seed)))
         assert ranks.run(_seed, 1, seed) == [(seed, drawn)]
+
+
+def _met(rank: int, init: str) -> tuple[float, bool]:
+    known = dist.FileStore(init.removeprefix("file://"), 2)
+    if rank == 0:
+        known.set("place", f"{LOOPBACK}:{reserve_port(LOOPBACK, (0,))}")
+    place = known.get("place").decode()
+    layout = join(ParallelConfig(tensor=2), rank, f"tcp://{place}", seed=1, timeout_s=60.0)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=layout.tp_group)
+    host, _, port = place.rpartition(":")
+    with socket.create_connection((host, int(port)), 10):
+        listens = True
+    dist.barrier()
+    leave()
+    return float(total), listens
+
+
+@pytest.mark.distributed
+def test_ranks_meet_at_the_port_that_the_first_keeps_bound(ranks: RankPool) -> None:
+    """A port that was only seen to be free may be another program's when the ranks meet; then the
+    run would end with EADDRINUSE."""
+    assert ranks.run(_met, 2) == [(2.0, True)] * 2

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from megatron_stare.config.schema import ParallelConfig
 from megatron_stare.errors import UserError
 from megatron_stare.megatron.backend.cpu_backend import backend, uses_cuda
+from megatron_stare.process.network import reserved
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,16 @@ def join(
     # Free an old model, which is a reference cycle: its process groups keep dozens of threads that
     # wake up constantly.
     gc.collect()
+    limit = datetime.timedelta(seconds=timeout_s)
     try:
+        store = _meeting_store(init_method, rank, parallel.world_size, limit)
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            init_method=init_method,
+            init_method=init_method if store is None else None,
+            store=store,
             rank=rank,
             world_size=parallel.world_size,
-            timeout=datetime.timedelta(seconds=timeout_s),
+            timeout=limit,
         )
     except dist.DistNetworkError as error:
         raise UserError(
@@ -90,6 +94,26 @@ def join(
     else:
         torch.manual_seed(seed)
     return layout
+
+
+def _meeting_store(
+    init_method: str, rank: int, world: int, limit: datetime.timedelta
+) -> dist.Store | None:
+    """Returns the ranks' store at a tcp:// address, which rank 0 serves at the port it reserved;
+    None for another method, whose store torch makes."""
+    place = init_method.removeprefix("tcp://")
+    if place == init_method:
+        return None
+    host, _, port = place.rpartition(":")
+    held = reserved(place)  # on every rank, since each reserved a port, of which one is used
+    return dist.TCPStore(
+        host,
+        int(port),
+        world,
+        is_master=rank == 0,
+        timeout=limit,
+        master_listen_fd=None if held is None else held.detach(),
+    )
 
 
 def cut_world(parallel: ParallelConfig, rank: int, timeout_s: float) -> Layout:
