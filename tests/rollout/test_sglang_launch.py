@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -25,7 +26,11 @@ from megatron_stare.models.shape import Latent
 from megatron_stare.rollout.engines.sglang.client import SGLangClient
 from megatron_stare.rollout.engines.sglang.cpu_platform import ATTENTION, copied_rows
 from megatron_stare.rollout.engines.sglang.flag_check import refused_flag
-from megatron_stare.rollout.engines.sglang.protocol import SGLangError, check_precision
+from megatron_stare.rollout.engines.sglang.protocol import (
+    SGLangError,
+    check_precision,
+    check_speculation,
+)
 from megatron_stare.rollout.engines.sglang.replica import (
     SGLangReplica,
     check_servers,
@@ -478,6 +483,57 @@ def test_eight_bits_are_refused_until_they_have_limits(flag):
     check_precision(
         {"quantization": None, "kv_cache_dtype": "auto", "page_size": 16}, "http://localhost:1"
     )
+
+
+NGRAM = "--speculative-algorithm=NGRAM"
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "words"),
+    [
+        ("cuda", ["--speculative-algorithm", "EAGLE3"], "by EAGLE3 is refused: its draft model"),
+        ("cpu", [NGRAM], "on cpu is refused: SGLang takes the likeliest token there"),
+        (
+            "cuda",
+            [NGRAM, "--speculative-accept-threshold-single", "0.9"],
+            "speculative-accept-threshold-single 0.9 is refused",
+        ),
+        (
+            "cuda",
+            [NGRAM, "--speculative-accept-threshold-acc=0.5"],
+            "speculative-accept-threshold-acc 0.5 is refused",
+        ),
+    ],
+)
+def test_drafts_must_not_change_what_is_sampled(device, flags, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        check_servers(config(device=device, flags=flags), SHAPE)
+
+
+def test_drafts_that_are_verified_exactly_pass():
+    for thresholds in ({}, {"speculative_accept_threshold_single": 1.0}):
+        check_speculation({"speculative_algorithm": "NGRAM", **thresholds}, "cuda", "here")
+    # what a server without speculation reports
+    check_speculation(
+        {"speculative_algorithm": None, "speculative_accept_threshold_acc": 0.5}, "cpu", "here"
+    )
+
+
+@pytest.mark.parametrize("inherited", [False, True])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("SGLANG_SIMULATE_ACC_LEN", "2.5"), ("SGLANG_RETURN_ORIGINAL_LOGPROB", "true")],
+)
+def test_variables_that_change_samples_are_refused(monkeypatch, name, value, inherited):
+    def given(value):
+        if inherited:
+            monkeypatch.setenv(name, value)
+            return config(device="cpu")
+        return config(device="cpu", environment={name: value})
+
+    with pytest.raises(ConfigError, match=f"{name}={value} is set for the servers"):
+        check_servers(given(value), SHAPE)
+    check_servers(given("0"), SHAPE)
 
 
 def test_a_cpu_computes_in_bfloat16_too():

@@ -80,6 +80,46 @@ def check_precision(arguments: Mapping[str, Any], where: str) -> None:
             )
 
 
+def check_speculation(arguments: Mapping[str, Any], device: str, where: str) -> None:
+    """Raises ConfigError for speculative decoding whose tokens are not samples of the model.
+
+    Agreement of engine and trainer could not tell: the log-probs of such tokens are right. By
+    SGLang's source (eagle_utils.py, 0.5.23), verification on CPUs takes the likeliest token
+    whatever the temperature is; on CUDA the tokens are exact samples while both acceptance
+    thresholds are 1.
+
+    Args:
+        arguments: the server's arguments, by name with dashes or underscores.
+        device: the server's device type.
+    """
+    given = {name.replace("-", "_"): value for name, value in arguments.items()}
+    algorithm = given.get("speculative_algorithm")
+    if not algorithm:
+        return
+    if str(algorithm).upper() != "NGRAM":
+        raise ConfigError(
+            f"speculative decoding by {algorithm} is refused: its draft model has weights, and a"
+            " weight sync beside a draft model was never tried",
+            where=where,
+            fix="leave it out, or use NGRAM, whose drafts come from the text",
+        )
+    if device != "cuda":
+        raise ConfigError(
+            f"speculative decoding on {device} is refused: SGLang takes the likeliest token there,"
+            " whatever the temperature is",
+            where=where,
+            fix="leave it out",
+        )
+    for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+        if float(given.get(name) or 1.0) != 1.0:
+            raise ConfigError(
+                f"{name.replace('_', '-')} {given[name]} is refused: below 1, drafts are accepted"
+                " more often than the model samples them",
+                where=where,
+                fix="leave it out",
+            )
+
+
 def sampling_seed(params: SamplingParams, request: GenerateRequest) -> int:
     """Returns 31 bits that depend on (seed, step, prompt cursor, sample index, branch) alone.
 

@@ -14,7 +14,7 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.process.network import EVERYWHERE
 from megatron_stare.rollout.engines.sglang.flag_check import refused_flag
-from megatron_stare.rollout.engines.sglang.protocol import check_precision
+from megatron_stare.rollout.engines.sglang.protocol import check_precision, check_speculation
 from megatron_stare.rollout.engines.sglang.server_engine import NEVER_FILLED
 from megatron_stare.rollout.engines.sglang.server_layout import CPU_WIDTHS, ServerLayout
 from megatron_stare.rollout.engines.sglang.server_options import CPU_ATTENTION, ServerOptions
@@ -42,6 +42,13 @@ LAUNCH_SETTINGS = (
         "start_timeout_s",
     ),
 )
+
+# variables of SGLang's that a run refuses
+ALTERING = {
+    "SGLANG_SIMULATE_ACC_LEN": "it accepts drafts by a given length, and not by the model",
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "log-probs would leave out the temperature",
+}
+OFF = ("", "0", "-1", "false", "no", "off")
 
 
 def server_device(config: Config) -> str:
@@ -123,7 +130,10 @@ def check_started(config: Config, shape: ModelShape, options: ServerOptions) -> 
             where="sglang.python",
             fix="bash scripts/setup_sglang.sh builds SGLang's environment",
         )
-    check_precision(_by_name(options.flags), "sglang.flags")
+    flags = _by_name(options.flags)
+    check_precision(flags, "sglang.flags")
+    check_speculation(flags, options.device, "sglang.flags")
+    _check_variables(options)
     if options.flags and (
         refused := refused_flag(options.python, options.own_arguments(0), options.flags)
     ):
@@ -132,6 +142,19 @@ def check_started(config: Config, shape: ModelShape, options: ServerOptions) -> 
             where="sglang.flags",
             fix="python -m sglang.launch_server --help lists what it takes",
         )
+
+
+def _check_variables(options: ServerOptions) -> None:
+    """Raises ConfigError for a variable of the servers' environment that changes samples or their
+    log-probs."""
+    found = options.process_environment()
+    for name, does in ALTERING.items():
+        if found.get(name, "").lower() not in OFF:
+            raise ConfigError(
+                f"{name}={found[name]} is set for the servers: {does}",
+                where="sglang.environment" if name in options.environment else name,
+                fix="leave it out, or unset it",
+            )
 
 
 def _by_name(flags: Sequence[str]) -> dict[str, str]:

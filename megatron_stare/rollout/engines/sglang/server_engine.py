@@ -46,6 +46,7 @@ from megatron_stare.rollout.engines.sglang.protocol import (
     SGLangError,
     check_flags,
     check_precision,
+    check_speculation,
     check_stop,
     check_version,
     generate_body,
@@ -207,6 +208,7 @@ class SGLangEngine(ServedEngine):
         check_version(str(info["version"]), client.url)
         check_flags(info, flags, client.url)
         check_precision(info, client.url)
+        check_speculation(info, str(info["device"]), client.url)
         layout = ServerLayout.of(info, client.url)
         layout.require_family(self._shape, client.url)
         # the server reports the tokens of one data-parallel group
