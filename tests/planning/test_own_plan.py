@@ -188,6 +188,23 @@ def test_memory_kept_for_backward_is_counted_once_and_let_go() -> None:
     assert count.take_peak() == 2 * 4 * 5000 and count.take_peak() == 0
 
 
+@pytest.mark.parametrize("back", [False, True])
+def test_a_graph_is_let_go_whether_or_not_a_gradient_goes_through_it(back: bool) -> None:
+    """A node that keeps its own output, as exp does, must not be held by it: CISPO's ratio is a
+    factor without gradient, so no backward pass takes its graph apart. Each step would leave one.
+    """
+    weight = torch.ones(100, requires_grad=True)
+    count = SavedForBackward()
+    with count.counting([]):
+        ratio = (2 * weight).exp()
+        loss = ((ratio if back else ratio.detach()) * weight).sum()
+    loss.backward()
+    assert torch.allclose(weight.grad, torch.e**2 * torch.full((100,), 3.0 if back else 1.0))
+    del loss, ratio
+    gc.collect()
+    assert count.take_peak() > 0 and count.take_peak() == 0
+
+
 def test_what_a_signal_ends_before_it_is_counted_says_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -70,7 +70,8 @@ class _Kept:
     def __init__(self, tensor: Tensor, count: SavedForBackward) -> None:
         # if a signal interrupts this, `__del__` is still called
         self._address: int | None = None
-        self.tensor, self._count = tensor, count
+        # detached: a node that keeps its own output would else be held by it for good
+        self.tensor, self._count = tensor.detach(), count
         self._address = count.add(tensor.untyped_storage())
 
     def __del__(self) -> None:
