@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 import yaml
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
 from support.models import save_model
 from support.runs import ROOT
@@ -161,11 +163,38 @@ def test_a_rank_builds_its_model_with_what_was_chosen(
     assert settings.swiglu_fusion is True and settings.rope_fusion is False
 
 
+def test_transformer_engine_alone_is_not_enough_for_the_fused_weight_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Megatron's output layer, which is not Transformer Engine's, asks for Apex's module when it is
+    built. Its message is why."""
+    extension = "fused_weight_gradient_mlp_cuda"
+    installed = {"transformer_engine"}
+    monkeypatch.setattr(performance, "_installed", lambda name: name in installed)
+    _, met = performance.NEEDS["wgrad"]
+    assert not met()
+    installed.add(extension)
+    assert met()
+
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=1,
+        gradient_accumulation_fusion=True,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+    )
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    with pytest.raises(RuntimeError, match=extension):
+        layers.ColumnParallelLinear(8, 8, config=config, init_method=lambda _: None, tp_group=alone)
+
+
 REFUSED = [
     ("rope_fusion=true", "performance.rope_fusion: this setting needs CUDA and Transformer Engine"),
     (
         "wgrad_fusion=true",
-        "performance.wgrad_fusion: this setting needs CUDA and Transformer Engine, or Apex",
+        "performance.wgrad_fusion: this setting needs CUDA and Apex",
     ),
     ("batched_p2p=true", "performance.batched_p2p: this setting needs CUDA"),
     ("cuda_connections=1", "performance.cuda_connections: this setting needs CUDA"),

@@ -41,9 +41,10 @@ NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
         "Transformer Engine",
         lambda: torch.cuda.is_available() and _installed("transformer_engine"),
     ),
+    # for Transformer Engine's layers too: Megatron's output layer refuses the setting without it
     "wgrad": (
-        "Transformer Engine, or Apex with fused_weight_gradient_mlp_cuda",
-        lambda: any(map(_installed, ("transformer_engine", "fused_weight_gradient_mlp_cuda"))),
+        "Apex with fused_weight_gradient_mlp_cuda",
+        lambda: _installed("fused_weight_gradient_mlp_cuda"),
     ),
 }
 

@@ -302,8 +302,8 @@ class PerformanceConfig(Section):
     wgrad_fusion: bool | None = Field(
         None,
         description=(
-            "matrix products add weight gradients directly to their buffer; needs Transformer"
-            " Engine or Apex"
+            "matrix products add weight gradients directly to their buffer; needs Apex, beside"
+            " Transformer Engine too"
         ),
     )
     overlap_grad_reduce: bool | None = Field(

@@ -80,6 +80,7 @@ class LinearHead:
         targets: Tensor,
         loss_of: Loss,
         weight_gradient: Tensor | None = None,
+        stand_in: bool = False,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the loss, and the tensors that `loss_of` logs. The loss carries the gradient with
         respect to `hidden` and `weight`.
@@ -92,15 +93,22 @@ class LinearHead:
             weight_gradient: [V, H] float32 buffer to which the chunked modes add the weight's
                 gradient (gradient_in_forward before backward); autograd then returns no gradient
                 for the weight. None: autograd returns the weight's gradient.
+            stand_in: beside weight_gradient, autograd returns uninitialised memory as the weight's
+                gradient. On a GPU autograd runs the hooks of a parameter without gradient in the
+                calling thread, beside the thread that runs all other hooks.
 
         Raises:
             RuntimeError: with gradient_in_forward, the loss couples tokens, or was scaled before
                 backward although weight_gradient is given.
         """
         if self.mode == "gradient_in_forward":
-            return self._gradient_in_forward(hidden, weight, targets, loss_of, weight_gradient)
+            return self._gradient_in_forward(
+                hidden, weight, targets, loss_of, weight_gradient, stand_in
+            )
         if self.mode == "recompute":
-            log_prob, entropy = _Recompute.apply(hidden, weight, targets, self, weight_gradient)
+            log_prob, entropy = _Recompute.apply(
+                hidden, weight, targets, self, weight_gradient, stand_in
+            )
         else:
             logits = torch.nn.functional.linear(hidden, weight)
             log_prob, entropy = log_prob_and_entropy(
@@ -135,6 +143,7 @@ class LinearHead:
         targets: Tensor,
         loss_of: Loss,
         weight_gradient: Tensor | None,
+        stand_in: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         n, ours = hidden.shape[0], weight_gradient is None
         total = (
@@ -165,7 +174,10 @@ class LinearHead:
         for kept, slope in zip(used, final, strict=True):
             _check_local(kept, slope)
         with torch.enable_grad():
-            return _Attached.apply(hidden, weight, loss, of_hidden, total if ours else None), logged
+            attached = _Attached.apply(
+                hidden, weight, loss, of_hidden, total if ours else None, stand_in
+            )
+            return attached, logged
 
     def _slopes(
         self, log_prob: Tensor, entropy: Tensor, loss_of: Loss
@@ -204,7 +216,8 @@ class LinearHead:
 
 class _Attached(torch.autograd.Function):
     """A loss whose gradients were already computed in forward. If `of_weight` is None, the weight's
-    gradient was already added to a buffer, and backward returns no gradient for the weight."""
+    gradient was already added to a buffer, and backward returns none, or a stand-in; see
+    LinearHead.loss."""
 
     @staticmethod
     def forward(
@@ -214,27 +227,26 @@ class _Attached(torch.autograd.Function):
         loss: Tensor,
         of_hidden: Tensor,
         of_weight: Tensor | None,
+        stand_in: bool,
     ) -> Tensor:
-        ctx.save_for_backward(of_hidden, of_weight)
+        ctx.save_for_backward(of_hidden, of_weight, weight if stand_in else None)
         ctx.dtype = weight.dtype
         return loss.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        of_hidden, of_weight = ctx.saved_tensors
+        of_hidden, of_weight, like = ctx.saved_tensors
         if of_weight is not None:
             return (
                 grad.to(of_hidden.dtype) * of_hidden,
                 (grad * of_weight).to(ctx.dtype),
-                None,
-                None,
-                None,
+                *(None,) * 4,
             )
         torch._assert_async(
             grad == 1, "the weight's gradient was added in the forward: its loss must not be scaled"
         )
-        return of_hidden, None, None, None, None
+        return of_hidden, None if like is None else torch.empty_like(like), *(None,) * 4
 
 
 class _Recompute(torch.autograd.Function):
@@ -246,6 +258,7 @@ class _Recompute(torch.autograd.Function):
         targets: Tensor,
         head: LinearHead,
         weight_gradient: Tensor | None,
+        stand_in: bool,
     ) -> tuple[Tensor, Tensor]:
         parts = [
             measure(logits, targets[rows], head.problem)
@@ -258,7 +271,7 @@ class _Recompute(torch.autograd.Function):
             torch.cat(column) for column in zip(*(rows.tensors() for _, rows in parts), strict=True)
         )
         ctx.save_for_backward(hidden, weight, *seen)
-        ctx.head, ctx.weight_gradient = head, weight_gradient
+        ctx.head, ctx.weight_gradient, ctx.stand_in = head, weight_gradient, stand_in
         if not head.problem.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return log_prob, entropy
@@ -279,7 +292,9 @@ class _Recompute(torch.autograd.Function):
                 logits, seen[rows], *grads, hidden[rows], weight, of_hidden[rows], total
             )
         of_weight = total.to(weight.dtype) if ctx.weight_gradient is None else None
-        return of_hidden, of_weight, None, None, None
+        if ctx.stand_in:
+            of_weight = torch.empty_like(weight)
+        return of_hidden, of_weight, *(None,) * 4
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

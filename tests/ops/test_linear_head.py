@@ -120,6 +120,18 @@ def test_no_rows(mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("mode", CHUNKED)
+def test_a_stand_in_for_the_weights_gradient_changes_nothing_else(mode: Mode) -> None:
+    """On CUDA autograd's hooks of a parameter without gradient run in another thread."""
+    buffers = [torch.zeros(WIDTH, HIDDEN, device=DEVICE) for _ in range(2)]
+    without = run(mode, 5, torch.bfloat16, weight_gradient=buffers[0])
+    beside = run(mode, 5, torch.bfloat16, weight_gradient=buffers[1], stand_in=True)
+    assert without[3] is None
+    assert beside[3].shape == (WIDTH, HIDDEN) and beside[3].dtype == torch.bfloat16
+    assert torch.equal(*buffers) and torch.equal(without[0], beside[0])
+    assert torch.equal(without[2], beside[2])
+
+
+@pytest.mark.parametrize("mode", CHUNKED)
 def test_weight_gradient_is_added_to_a_buffer_in_float32(mode: Mode) -> None:
     buffer = torch.ones(WIDTH, HIDDEN, device=DEVICE)
     *_, none, _, _ = run(mode, 1, torch.bfloat16, weight_gradient=buffer)

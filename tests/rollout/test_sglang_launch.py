@@ -104,6 +104,7 @@ def test_the_command_line_of_a_server_on_gpus():
         "--skip-tokenizer-init",
         "--skip-server-warmup",
         "--disable-shared-experts-fusion",
+        "--sleep-on-idle",
         "--enable-deterministic-inference",
         "--enable-memory-saver",
         "--chunked-prefill-size=4096",
@@ -186,6 +187,34 @@ def test_what_is_not_set_on_gpus_is_sglangs_choice():
     for name in ("--sleep-on-idle", "--enable-memory-saver", "--cuda-graph-bs-decode", "--ep-size"):
         assert name not in words
     assert words[words.index("--dtype") + 1] == "float32"  # the model's
+
+
+def test_an_idle_server_beside_a_trainer_leaves_it_the_cores():
+    for device in ("cpu", "cuda"):
+        words = server_options(config(device=device, colocated=True)).arguments(1)
+        assert "--sleep-on-idle" in words
+
+
+def test_no_two_servers_of_a_run_draw_from_the_same_ports():
+    """Nor from the ports that SGLang draws for ranks, by its utils/network.py."""
+    asked = servers.config(engines=3, nodes=2, tensor_parallel=2, device="cuda")
+    drawn = [
+        set(server_options(asked, number, node).own_ports) for number in range(3) for node in (0, 1)
+    ]
+    assert len(drawn) == 6 and sum(map(len, drawn)) == len(set().union(*drawn)) == 4000
+    assert not set().union(*drawn) & set(range(22_000, 30_000))
+    assert max(set().union(*drawn)) < 32_768
+    crowd = [replace(server_options(asked), share=(n, 5000)).own_ports for n in (0, 4999)]
+    assert all(len(own[::2]) and len(own[1::2]) for own in crowd)
+
+
+def test_seeds_and_a_group_of_trainer_and_servers_of_several_ranks_are_refused():
+    """SGLang 0.5.23 sets NCCL's channels with seeds alone (attention_hook.py:696)."""
+    refused = {"device": "cuda", "seeds": True, "tensor_parallel": 2, "sync": "distributed"}
+    with pytest.raises(ConfigError, match="NCCL's number of channels"):
+        check_servers(config(**refused), SHAPE)
+    for other in ({"seeds": False}, {"tensor_parallel": 1}, {"sync": "disk"}, {"device": "cpu"}):
+        check_servers(config(**{**refused, **other}), SHAPE)
 
 
 def test_a_server_on_the_cpu_is_told_what_it_needs():

@@ -26,6 +26,7 @@ from megatron_stare.rollout.engines.sglang.client import SGLangClient, Unanswere
 from megatron_stare.rollout.engines.sglang.replica import SGLangReplica
 from megatron_stare.rollout.engines.sglang.server_checks import API_KEY_VARIABLE
 from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
+from megatron_stare.rollout.engines.sglang.server_options import PORTS
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.fleet.retries import RequestRule
 from megatron_stare.rollout.sources.rollout_source import Rollouts
@@ -69,8 +70,8 @@ def started() -> Iterator[list[SGLangEngine]]:
 def routed(urls: Sequence[str], log: Path, *flags: str) -> Iterator[str]:
     """The URL of a router in front of them, that answers once it has found all of them."""
     port, metrics = (
-        free_port(server.LOOPBACK, server.PORTS),
-        free_port(server.LOOPBACK, server.PORTS),
+        free_port(server.LOOPBACK, PORTS),
+        free_port(server.LOOPBACK, PORTS),
     )
     asked = [
         "--host",

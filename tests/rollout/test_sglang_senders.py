@@ -254,6 +254,16 @@ def test_targets_draw_a_folder_as_they_are_joined_and_do_not_show_the_key() -> N
     assert "key" not in repr(one).replace("api_key", "")
 
 
+def test_a_broadcast_waits_as_long_as_a_collective_and_not_as_a_call() -> None:
+    server = TargetServer("http://one", "key", ServerLayout(), Place(), SHAPE, torch.float32)
+    for limits, waits in (({"collective_s": 77.0}, 77.0), ({}, 7200.0)):
+        target = ServersTarget("distributed", 7200.0, "model", servers=(server,), **limits)
+        sender = target.towards(0, 0)
+        assert sender._sync._timeout_s == waits
+        assert sender._clients[0]._timeout_s == 7200.0
+        sender.close()
+
+
 def test_a_server_on_another_machines_loopback_is_refused(monkeypatch, tmp_path) -> None:
     run = Run(monkeypatch, [FakeServer("127.0.0.1")], "tensor", tmp_path)
     server = run.target.servers[0]

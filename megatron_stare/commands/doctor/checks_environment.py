@@ -54,7 +54,9 @@ def _performance(facts: Facts, config: Config) -> list[Finding]:
         return []
     has = {"cuda"}
     if "transformer-engine" in facts.versions:
-        has |= {"te", "wgrad"}
+        has.add("te")
+    if facts.apex_is_nvidias:
+        has.add("wgrad")
     off = reasons(config, has=has)
     on = [feature.name for feature in FEATURES if feature.name not in off]
     lines = [f"on: {', '.join(on) or 'nothing'}"]

@@ -158,7 +158,7 @@ def _apex(facts: Facts) -> list[Finding]:
     framework package."""
     found = facts.versions.get("apex")
     if found is None or facts.apex_is_nvidias:
-        return [ok("apex", found or "not installed, and not needed beside Transformer Engine")]
+        return [ok("apex", found or "not installed: performance.wgrad_fusion stays off")]
     mend = "pip uninstall apex; where it is wanted, build NVIDIA's from its source"
     return [
         fault(

@@ -125,22 +125,20 @@ class Head:
         """Returns a micro-batch's loss, with gradient, and the tensors to log; see
         LinearHead.loss."""
         weight = output_weight(model)
-        # Megatron's own gradient buffer; Megatron's hook does not touch a gradient already in it
+        # Megatron's own gradient buffer; Megatron's hook does not touch a gradient already in it,
+        # but needs one in its own place: a stand-in. An embedding's comes through the embedding.
         buffer = getattr(weight, "main_grad", None)
+        stand_in = self.mode != "materialised" and buffer is not None and not _is_embedding(model)
         loss, logged = self._linear.loss(
             rows_of(hidden, micro),
             weight,
             micro.targets,
             lambda log_prob, entropy: loss_of(log_prob, entropy, micro),
             buffer,
+            stand_in,
         )
-        if (
-            self.mode != "materialised"
-            and buffer is not None
-            and not _is_embedding(model)
-            and loss.requires_grad
-        ):
-            loss.register_hook(lambda _: _announce(weight))
+        if stand_in and loss.requires_grad:
+            loss.register_hook(lambda _: setattr(weight, "grad_added_to_main_grad", True))
         return loss, logged
 
     @property
@@ -154,16 +152,6 @@ def _is_embedding(model: GPTModel) -> bool:
     """Returns True if the output weight is also this chunk's embedding weight. Autograd then gives
     the weight a gradient through the embedding."""
     return model.share_embeddings_and_output_weights and model.pre_process
-
-
-def _announce(weight: Tensor) -> None:
-    """Tells Megatron's hook, before backward, that the weight's gradient is in its buffer.
-
-    If gradients are reduced during backward, the hook asserts that `weight.grad` exists. This
-    function therefore sets `weight.grad` to a zero that occupies no memory.
-    """
-    weight.grad = weight.detach().new_zeros(()).expand_as(weight)
-    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
 
 def output_weight(model: GPTModel) -> Tensor:

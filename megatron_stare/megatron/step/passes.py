@@ -157,7 +157,11 @@ class Reference:
 
     def __init__(self, config: Config, shape: ModelShape, layout: Layout) -> None:
         self._offload = config.model.reference_offload
-        self.model = build_model(shape, config.model, config.parallel, layout, moe=config.moe)
+        # with the policy's fusions, so that equal weights give equal log-probs; it has no gradients
+        performance = config.performance.model_copy(update={"wgrad_fusion": False})
+        self.model = build_model(
+            shape, config.model, config.parallel, layout, performance, config.moe
+        )
         for chunk in self.model:
             chunk.eval().requires_grad_(False)
         load_start(self.model, config.model.reference_path or config.model.path, shape, layout)

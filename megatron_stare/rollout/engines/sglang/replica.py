@@ -77,6 +77,7 @@ class SGLangReplica(Replica):
         """See Replica. Waits until the server answers. If the server does not answer or cannot be
         used, nothing is left running."""
         config, loop = self._config, asyncio.new_event_loop()
+        collective_s = config.faults.requests.collective_limit(config.runtime.timeout_s)
         with contextlib.ExitStack() as stack:
             stack.callback(loop.close)
             stack.callback(self.close)
@@ -89,7 +90,7 @@ class SGLangReplica(Replica):
                     config.sglang.sync,
                     [self._client],
                     config.model.path,
-                    config.faults.requests.collective_limit(config.runtime.timeout_s),
+                    collective_s,
                     places=[self._place],
                 ),
                 config.model.path,
@@ -104,6 +105,7 @@ class SGLangReplica(Replica):
                     config.model.path,
                     config.sglang.sync_folder,
                     config.sglang.colocated,
+                    collective_s=collective_s,
                 ),
                 self._place,
                 config.faults.engines.probe_s,
@@ -282,6 +284,7 @@ def server_options(
         flags=tuple(asked.flags),
         environment={**shared_environment(config), **asked.environment},
         ports=port_share(config, 1 + number * asked.nodes + node, processes),
+        share=(number * asked.nodes + node, processes),
     )
 
 

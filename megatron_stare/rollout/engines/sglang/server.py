@@ -33,7 +33,7 @@ from megatron_stare.rollout.engines.sglang.serve import (
     SCRATCH_VARIABLE,
     remove_shared_memory,
 )
-from megatron_stare.rollout.engines.sglang.server_options import PORTS, ServerOptions
+from megatron_stare.rollout.engines.sglang.server_options import ServerOptions
 
 PROBE_EVERY_S = 0.5
 PROBE_S = 10.0  # time limit of one probe, after which the process is checked
@@ -55,7 +55,9 @@ class ServerProcess:
         self._options = options
         self.api_key = secrets.token_hex(16)
         own, ranks_own = (
-            (PORTS, None) if options.ports is None else (options.ports[::2], options.ports[1::2])
+            (options.own_ports[::2], None)
+            if options.ports is None
+            else (options.ports[::2], options.ports[1::2])
         )
         require_own_address(options.host, "sglang.host")
         port = free_port(options.host, own)

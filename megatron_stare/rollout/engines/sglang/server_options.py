@@ -14,8 +14,8 @@ from megatron_stare.rollout.engines.sglang.serve import NOT_KEPT
 
 CPU_ATTENTION = "torch_native"  # the only attention backend without a kernel package
 # Below the ephemeral port range, so that no other connection takes the port in the minutes while a
-# server starts.
-PORTS = range(20_000, 32_000)
+# server starts, and outside 22,000 to 29,999, from which SGLang draws ports for its ranks.
+PORTS = (*range(20_000, 22_000), *range(30_000, 32_000))
 KEPT_BYTES = 2**30  # freed memory that a CPU server may keep for reuse
 
 
@@ -50,13 +50,22 @@ class ServerOptions:
     names_experts: bool = False  # the server can return the experts of each token
     flags: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    # ports for HTTP and for the rendezvous of ranks, at least two; None: see PORTS
+    # ports for HTTP and for the rendezvous of ranks, at least two; None: see `own_ports`
     ports: Sequence[int] | None = None
+    share: tuple[int, int] = (0, 1)  # number of this process, and of all server processes
 
     @property
     def node_ranks(self) -> int:
         """Number of the server's ranks on one node."""
         return self.tensor // self.nodes
+
+    @property
+    def own_ports(self) -> Sequence[int]:
+        """The process's share of PORTS, at least two. Servers bind their ports after minutes, so
+        two that drew from one range could draw the same port."""
+        number, processes = self.share
+        parts = min(processes, len(PORTS) // 2)
+        return PORTS[number % parts :: parts]
 
     def arguments(
         self, port: int, ranks_port: int | None = None, meeting: str | None = None
@@ -113,7 +122,8 @@ class ServerOptions:
             "--disable-shared-experts-fusion",
         ]
         switches = {
-            "--sleep-on-idle": on_cpu,  # otherwise an idle server keeps a core busy
+            # otherwise an idle server keeps a core busy, which a trainer on its node needs
+            "--sleep-on-idle": on_cpu or self.memory_saver,
             "--enable-dp-attention": self.data > 1,  # the spelling that all supported releases take
             "--enable-deterministic-inference": self.seeds,
             "--enable-memory-saver": self.memory_saver and not on_cpu,

@@ -15,7 +15,7 @@ from megatron_stare.errors import UserError
 from megatron_stare.process.network import free_port
 from megatron_stare.rollout.engines.replicas import ReplicaPart, Site
 from megatron_stare.rollout.engines.sglang.server import ServerProcess
-from megatron_stare.rollout.engines.sglang.server_options import PORTS, ServerOptions
+from megatron_stare.rollout.engines.sglang.server_options import ServerOptions
 
 WATCH_EVERY_S = 2.0
 ANSWER_S = 30.0  # time limit for an answer of a part's worker
@@ -35,7 +35,7 @@ class SpreadServer(ServerProcess):
 
     def __init__(self, options: ServerOptions, site: Site) -> None:
         assert site.parts is not None
-        own = PORTS if options.ports is None else options.ports[1::2]
+        own = (options.own_ports if options.ports is None else options.ports)[1::2]
         meeting = f"{site.address}:{free_port(site.address, own)}"
         super().__init__(options, meeting)
         # `_fallen` describes how it ended

@@ -57,6 +57,7 @@ class ServersTarget(SyncTarget):
     colocated: the servers are on the devices of the trainer's ranks.
     servers: in replica order.
     folder: folder to which all senders of `disk` write; None before targets are joined.
+    collective_s: limit of a broadcast; None: timeout_s.
     """
 
     method: str
@@ -66,6 +67,7 @@ class ServersTarget(SyncTarget):
     colocated: bool = False
     servers: tuple[TargetServer, ...] = ()
     folder: Path | None = None
+    collective_s: float | None = None
 
     @property
     def one_sender_at_a_time(self) -> bool:
@@ -135,7 +137,7 @@ class ServersSender(Sender):
             target.method,
             self._clients,
             target.model_path,
-            target.timeout_s,
+            target.timeout_s if target.collective_s is None else target.collective_s,
             folder=target.folder,
             sender=rank,
             places=[server.place for server in target.servers],
