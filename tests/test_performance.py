@@ -36,6 +36,7 @@ from megatron_stare.config.performance import (
 from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import PerformanceConfig
 from megatron_stare.errors import ConfigError
+from megatron_stare.megatron.step import passes
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.models import read_shape
 from megatron_stare.models.shape import ModelShape
@@ -188,6 +189,24 @@ def test_transformer_engine_alone_is_not_enough_for_the_fused_weight_gradient(
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     with pytest.raises(RuntimeError, match=extension):
         layers.ColumnParallelLinear(8, 8, config=config, init_method=lambda _: None, tp_group=alone)
+
+
+def test_the_reference_computes_with_the_policys_fusions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise policy and reference round differently at equal weights; and without gradients
+    there is no buffer to add a weight's to."""
+    config = load_config(QUICKSTART, [MODEL])
+    settings = config.performance.model_copy(update={"rope_fusion": True, "wgrad_fusion": True})
+    asked: list[PerformanceConfig] = []
+
+    def build(*args: Any) -> None:
+        asked.append(args[4])
+        raise InterruptedError
+
+    monkeypatch.setattr(passes, "build_model", build)
+    shape = read_shape(ROOT / "assets/tiny-adder")
+    with pytest.raises(InterruptedError):
+        passes.Reference(config.model_copy(update={"performance": settings}), shape, Any)
+    assert asked == [settings.model_copy(update={"wgrad_fusion": False})]
 
 
 REFUSED = [

@@ -19,6 +19,7 @@ import pytest
 import torch
 from support import sglang_servers as servers
 
+from megatron_stare.config.fault_sections import FaultsConfig
 from megatron_stare.config.schema import Config, MoeConfig, RuntimeConfig, SGLangConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import read_shape
@@ -38,11 +39,12 @@ from megatron_stare.rollout.engines.sglang.replica import (
     server_flags,
     server_memory,
     server_options,
+    servers_target,
 )
 from megatron_stare.rollout.engines.sglang.serve import remove_shared_memory
 from megatron_stare.rollout.engines.sglang.server import ServerProcess
 from megatron_stare.rollout.engines.sglang.server_checks import LAUNCH_SETTINGS
-from megatron_stare.rollout.engines.sglang.server_options import CPU_ATTENTION
+from megatron_stare.rollout.engines.sglang.server_options import CPU_ATTENTION, share_of_ports
 
 SHAPE = read_shape(servers.MODEL)
 MOE = replace(SHAPE, family="qwen3_moe", experts=8, experts_per_token=2, expert_ffn=64, kv_heads=4)
@@ -199,13 +201,22 @@ def test_no_two_servers_of_a_run_draw_from_the_same_ports():
     """Nor from the ports that SGLang draws for ranks, by its utils/network.py."""
     asked = servers.config(engines=3, nodes=2, tensor_parallel=2, device="cuda")
     drawn = [
-        set(server_options(asked, number, node).own_ports) for number in range(3) for node in (0, 1)
+        set(server_options(asked, number, node).ports) for number in range(3) for node in (0, 1)
     ]
     assert len(drawn) == 6 and sum(map(len, drawn)) == len(set().union(*drawn)) == 4000
     assert not set().union(*drawn) & set(range(22_000, 30_000))
     assert max(set().union(*drawn)) < 32_768
-    crowd = [replace(server_options(asked), share=(n, 5000)).own_ports for n in (0, 4999)]
-    assert all(len(own[::2]) and len(own[1::2]) for own in crowd)
+    for number in (0, 4999):  # one for HTTP and one for the ranks
+        assert len(share_of_ports(number, 5000)) == 2
+
+
+def test_a_syncs_broadcast_has_the_limit_of_collectives_and_its_calls_that_of_calls():
+    asked = config(sync="distributed")
+    asked = asked.model_copy(
+        update={"faults": FaultsConfig(requests={"collective_s": 77.0})}  # beside runtime.timeout_s
+    )
+    target = servers_target(asked)
+    assert (target.collective_s, target.timeout_s) == (77.0, asked.runtime.timeout_s)
 
 
 def test_seeds_and_a_group_of_trainer_and_servers_of_several_ranks_are_refused():
@@ -532,11 +543,22 @@ NGRAM = "--speculative-algorithm=NGRAM"
             [NGRAM, "--speculative-accept-threshold-acc=0.5"],
             "speculative-accept-threshold-acc 0.5 is refused",
         ),
+        (
+            "cuda",
+            [NGRAM, "--speculative-accept-threshold-acc=half"],
+            "speculative-accept-threshold-acc half is refused",
+        ),
     ],
 )
 def test_drafts_must_not_change_what_is_sampled(device, flags, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         check_servers(config(device=device, flags=flags), SHAPE)
+
+
+def test_a_running_server_that_accepts_every_draft_is_refused():
+    found = {"speculative_algorithm": "NGRAM", "speculative_accept_threshold_single": 0.0}
+    with pytest.raises(ConfigError, match=r"threshold-single 0\.0 is refused"):
+        check_speculation(found, "cuda", "http://localhost:1")
 
 
 def test_drafts_that_are_verified_exactly_pass():

@@ -111,9 +111,9 @@ def check_speculation(arguments: Mapping[str, Any], device: str, where: str) -> 
             fix="leave it out",
         )
     for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
-        if float(given.get(name) or 1.0) != 1.0:
+        if (found := str(given.get(name, 1.0))) not in ("1", "1.0"):
             raise ConfigError(
-                f"{name.replace('_', '-')} {given[name]} is refused: below 1, drafts are accepted"
+                f"{name.replace('_', '-')} {found} is refused: below 1, drafts are accepted"
                 " more often than the model samples them",
                 where=where,
                 fix="leave it out",

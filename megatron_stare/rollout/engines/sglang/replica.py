@@ -37,7 +37,7 @@ from megatron_stare.rollout.engines.sglang.server_checks import (
 )
 from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
 from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
-from megatron_stare.rollout.engines.sglang.server_options import ServerOptions
+from megatron_stare.rollout.engines.sglang.server_options import ServerOptions, share_of_ports
 from megatron_stare.rollout.engines.sglang.spread_server import ServerPart, SpreadServer
 from megatron_stare.rollout.engines.sglang.sync import DTYPES
 from megatron_stare.rollout.engines.sglang.target import ServersTarget, make_sync
@@ -77,7 +77,7 @@ class SGLangReplica(Replica):
         """See Replica. Waits until the server answers. If the server does not answer or cannot be
         used, nothing is left running."""
         config, loop = self._config, asyncio.new_event_loop()
-        collective_s = config.faults.requests.collective_limit(config.runtime.timeout_s)
+        target = servers_target(config)
         with contextlib.ExitStack() as stack:
             stack.callback(loop.close)
             stack.callback(self.close)
@@ -90,7 +90,7 @@ class SGLangReplica(Replica):
                     config.sglang.sync,
                     [self._client],
                     config.model.path,
-                    collective_s,
+                    target.broadcast_s,
                     places=[self._place],
                 ),
                 config.model.path,
@@ -99,14 +99,7 @@ class SGLangReplica(Replica):
                 loop,
                 self._process,
                 server_flags(config),
-                ServersTarget(
-                    config.sglang.sync,
-                    config.runtime.timeout_s,
-                    config.model.path,
-                    config.sglang.sync_folder,
-                    config.sglang.colocated,
-                    collective_s=collective_s,
-                ),
+                target,
                 self._place,
                 config.faults.engines.probe_s,
                 sum(config.expected_lengths),
@@ -257,7 +250,7 @@ def server_options(
     """Returns the options of server `number` of this run on its node `node`, which has the given
     address."""
     asked, device = config.sglang, server_device(config)
-    processes = config.rollout.engines * asked.nodes
+    process, processes = number * asked.nodes + node, config.rollout.engines * asked.nodes
     return ServerOptions(
         python=sglang_python(config),
         model_path=config.model.path,
@@ -283,8 +276,19 @@ def server_options(
         names_experts=config.moe.routing_replay,
         flags=tuple(asked.flags),
         environment={**shared_environment(config), **asked.environment},
-        ports=port_share(config, 1 + number * asked.nodes + node, processes),
-        share=(number * asked.nodes + node, processes),
+        ports=port_share(config, 1 + process, processes) or share_of_ports(process, processes),
+    )
+
+
+def servers_target(config: Config) -> ServersTarget:
+    """Returns the target of the run's weight syncs, without servers yet."""
+    return ServersTarget(
+        config.sglang.sync,
+        config.runtime.timeout_s,
+        config.model.path,
+        config.sglang.sync_folder,
+        config.sglang.colocated,
+        collective_s=config.faults.requests.collective_limit(config.runtime.timeout_s),
     )
 
 

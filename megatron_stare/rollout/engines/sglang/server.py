@@ -54,17 +54,10 @@ class ServerProcess:
     def __init__(self, options: ServerOptions, meeting: str | None = None) -> None:
         self._options = options
         self.api_key = secrets.token_hex(16)
-        own, ranks_own = (
-            (options.own_ports[::2], None)
-            if options.ports is None
-            else (options.ports[::2], options.ports[1::2])
-        )
         require_own_address(options.host, "sglang.host")
-        port = free_port(options.host, own)
+        port = free_port(options.host, options.ports[::2])
         # SGLang's ranks use the server's listening address for their rendezvous
-        ranks_port = (
-            None if ranks_own is None or meeting is not None else free_port(options.host, ranks_own)
-        )
+        ranks_port = None if meeting else free_port(options.host, options.ports[1::2])
         self.url = f"http://{options.address}:{port}"
         self._scratch = Path(tempfile.mkdtemp(prefix="megatron-stare-sglang-"))
         self._log = self._scratch / "server.log"

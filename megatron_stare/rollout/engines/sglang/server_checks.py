@@ -134,19 +134,7 @@ def check_started(config: Config, shape: ModelShape, options: ServerOptions) -> 
     check_precision(flags, "sglang.flags")
     check_speculation(flags, options.device, "sglang.flags")
     _check_variables(options)
-    if (
-        options.device == "cuda"
-        and options.seeds
-        and options.tensor > 1
-        and config.sglang.sync == "distributed"
-    ):
-        raise ConfigError(
-            "servers that honour seeds on several ranks set NCCL's number of channels"
-            " (NCCL_MIN_NCHANNELS, NCCL_MAX_NCHANNELS), and the trainer does not: a group of both"
-            " would fail or hang",
-            where="sglang.seeds",
-            fix="set it to false, or use sglang.tensor_parallel=1 or another sglang.sync",
-        )
+    _check_channels(config, options)
     if options.flags and (
         refused := refused_flag(options.python, options.own_arguments(0), options.flags)
     ):
@@ -154,6 +142,19 @@ def check_started(config: Config, shape: ModelShape, options: ServerOptions) -> 
             refused,
             where="sglang.flags",
             fix="python -m sglang.launch_server --help lists what it takes",
+        )
+
+
+def _check_channels(config: Config, options: ServerOptions) -> None:
+    """Raises ConfigError for an NCCL group whose servers set a number of channels of their own."""
+    several = options.device == "cuda" and options.tensor > 1
+    if several and options.seeds and config.sglang.sync == "distributed":
+        raise ConfigError(
+            "servers that honour seeds on several ranks set NCCL's number of channels"
+            " (NCCL_MIN_NCHANNELS, NCCL_MAX_NCHANNELS), and the trainer does not: a group of both"
+            " would fail or hang",
+            where="sglang.seeds",
+            fix="set it to false, or use sglang.tensor_parallel=1 or another sglang.sync",
         )
 
 

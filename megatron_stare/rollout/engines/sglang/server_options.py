@@ -19,6 +19,13 @@ PORTS = (*range(20_000, 22_000), *range(30_000, 32_000))
 KEPT_BYTES = 2**30  # freed memory that a CPU server may keep for reuse
 
 
+def share_of_ports(number: int, processes: int) -> Sequence[int]:
+    """Returns the share of PORTS, at least two, of one of a run's server processes. Servers bind
+    their ports after minutes, so two that drew from one range could draw the same port."""
+    shares = min(processes, len(PORTS) // 2)
+    return PORTS[number % shares :: shares]
+
+
 @dataclass(frozen=True)
 class ServerOptions:
     """Options of a server. If an option is None, SGLang decides.
@@ -50,22 +57,12 @@ class ServerOptions:
     names_experts: bool = False  # the server can return the experts of each token
     flags: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    # ports for HTTP and for the rendezvous of ranks, at least two; None: see `own_ports`
-    ports: Sequence[int] | None = None
-    share: tuple[int, int] = (0, 1)  # number of this process, and of all server processes
+    ports: Sequence[int] = PORTS  # for HTTP and for the rendezvous of ranks, at least two
 
     @property
     def node_ranks(self) -> int:
         """Number of the server's ranks on one node."""
         return self.tensor // self.nodes
-
-    @property
-    def own_ports(self) -> Sequence[int]:
-        """The process's share of PORTS, at least two. Servers bind their ports after minutes, so
-        two that drew from one range could draw the same port."""
-        number, processes = self.share
-        parts = min(processes, len(PORTS) // 2)
-        return PORTS[number % parts :: parts]
 
     def arguments(
         self, port: int, ranks_port: int | None = None, meeting: str | None = None

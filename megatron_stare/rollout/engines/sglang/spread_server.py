@@ -35,8 +35,7 @@ class SpreadServer(ServerProcess):
 
     def __init__(self, options: ServerOptions, site: Site) -> None:
         assert site.parts is not None
-        own = (options.own_ports if options.ports is None else options.ports)[1::2]
-        meeting = f"{site.address}:{free_port(site.address, own)}"
+        meeting = f"{site.address}:{free_port(site.address, options.ports[1::2])}"
         super().__init__(options, meeting)
         # `_fallen` describes how it ended
         self._parts, self._site, self._fallen = site.parts, site, ""

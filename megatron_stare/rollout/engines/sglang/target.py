@@ -70,6 +70,10 @@ class ServersTarget(SyncTarget):
     collective_s: float | None = None
 
     @property
+    def broadcast_s(self) -> float:
+        return self.timeout_s if self.collective_s is None else self.collective_s
+
+    @property
     def one_sender_at_a_time(self) -> bool:
         """Returns False if weights go by disk or by shared devices, else True. A server handles one
         update at a time, and receives and loads in one thread. Two senders at once would deadlock
@@ -137,7 +141,7 @@ class ServersSender(Sender):
             target.method,
             self._clients,
             target.model_path,
-            target.timeout_s if target.collective_s is None else target.collective_s,
+            target.broadcast_s,
             folder=target.folder,
             sender=rank,
             places=[server.place for server in target.servers],
