@@ -23,6 +23,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.process.network import free_port, interface_address, reserved
 from megatron_stare.rollout.engines.sglang.replica import server_options
+from megatron_stare.rollout.engines.sglang.server_options import PORTS
 
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
 SERVED = ("rollout.engine=sglang", f"sglang.python={sys.executable}")
@@ -176,7 +177,9 @@ def test_no_two_holders_share_a_port() -> None:
     ports = [port for share in shares for port in share or ()]
     assert sorted(ports) == list(range(30000, 30022))
     assert [server_options(asked, number).ports for number in range(3)] == shares[1:]
-    assert port_share(config(), 0, 3) is None and server_options(config(), 2).ports is None
+    assert port_share(config(), 0, 3) is None
+    of_ours = [server_options(config("rollout.engines=3"), number).ports for number in range(3)]
+    assert sorted(port for share in of_ours for port in share) == sorted(PORTS)
     check_ports(asked, 10)
     with pytest.raises(
         ConfigError, match="22 ports are too few for the trainer's ranks and 11 engines"

@@ -50,7 +50,6 @@ from megatron_stare.rollout.engines.sglang.replica import (  # noqa: E402
     PYTHON_VARIABLE,
     server_options,
 )
-from megatron_stare.rollout.engines.sglang.server_options import PORTS  # noqa: E402
 
 SERVE = "megatron_stare.rollout.engines.sglang.serve"
 FAKE, LIMIT = "fake_gpu", 1e-4  # nats, float32
@@ -73,12 +72,9 @@ def on_paper(name: str, count: int, sync: str, overrides: tuple[str, ...]) -> di
     nodes = [placement.Node(f"node{n:02d}", f"10.0.0.{n + 1}", 8, 8) for n in range(count)]
     placed = plan(Demand.of(config), nodes)
     sent = Counter(server for server, _ in pairs(config, placed))
-    on = dict.fromkeys(nodes, 0)
     for number, node in enumerate(placed.parts):
-        port = PORTS.start + 2 * on[node]
-        on[node] += 1
         options = server_options(config, number, address=node.address)
-        line = shlex.join(["python", "-m", SERVE, *options.arguments(port, port + 1)])
+        line = shlex.join(["python", "-m", SERVE, *options.arguments(*options.ports[:2])])
         print(f"{node.address} server {number}, {sent[number]} senders: {line}")
     for node in placed.nodes:
         ranks = placed.ranks_on(node)
