@@ -65,9 +65,9 @@ def config_of(path: Path, layout: dict[str, int], **optimizer: Any) -> Config:
             "model": {"path": str(path)},
             "parallel": layout,
             "batch": {"micro_batch_tokens": 48},
-            # Layouts add in different orders, and Adam makes lr/eps of a rounding in the gradient into
-            # weight. A k bias has no gradient but rounding. Without AVX-512 the embeddings of eps
-            # 1e-4 differ by 2e-6, those of 1e-3 by 1.3e-7.
+            # Layouts add in different orders, and Adam makes lr/eps of a rounding in the gradient
+            # into weight. A k bias has no gradient but rounding. Without AVX-512 the embeddings of
+            # eps 1e-4 differ by 2e-6, those of 1e-3 by 1.3e-7.
             "optimizer": {
                 "lr": 1e-2,
                 "warmup_steps": 4,
