@@ -15,6 +15,10 @@ version_of() {
 
 can_make_environments() { "$1" -c 'import venv, ensurepip' 2>/dev/null; }
 
+# Of an environment's Python, the one that it was made with: the environment may be the one that is made anew, and be
+# active while it is.
+base_of() { "$1" -c 'import sys; print(getattr(sys, "_base_executable", None) or sys.executable)'; }
+
 # Every Python of a version that may be here: on PATH, then pyenv's, the newest first. pyenv's shims on PATH answer only
 # for versions that are selected.
 pythons_of() {
@@ -34,8 +38,7 @@ find_python() {
         candidate="$(command -v "${!variable}")" || fail "$variable=${!variable} is no command" "set $variable to a Python of ${PYTHONS// /, }"
         version="$(version_of "$candidate")" ||
             fail "$variable=${!variable} says: $("$candidate" --version 2>&1)" "name one of ${PYTHONS// /, }"
-        # of an environment, such as the one that is to be made anew, the Python that it was made with
-        candidate="$("$candidate" -c 'import sys; print(getattr(sys, "_base_executable", sys.executable))')"
+        candidate="$(base_of "$candidate")"
         can_make_environments "$candidate" || fail "$candidate has no venv module" "install python3-venv"
         printf '%s\nwhich %s names\n' "$candidate" "$variable"
         return
@@ -43,6 +46,7 @@ find_python() {
     for version in $PYTHONS; do
         while read -r candidate; do
             [ "$(version_of "$candidate")" = "$version" ] || continue
+            candidate="$(base_of "$candidate")"
             if can_make_environments "$candidate"; then
                 printf '%s\nthe first one found of %s\n' "$candidate" "${PYTHONS// /, }"
                 return
@@ -52,6 +56,7 @@ find_python() {
     done
     candidate="$(command -v python3)" || candidate=
     if [ -n "$candidate" ] && version="$(version_of "$candidate")"; then
+        candidate="$(base_of "$candidate")"
         if can_make_environments "$candidate"; then
             printf '%s\nthe only one found\n' "$candidate"
             return

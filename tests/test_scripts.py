@@ -41,17 +41,19 @@ def run(project: Path, script: str, *, begins: bool = False, **variables: str) -
     return done.returncode, done.stderr
 
 
-def python(path: Path, version: str, *, modules: bool = True, runs: bool = True) -> Path:
+def python(
+    path: Path, version: str, *, modules: bool = True, runs: bool = True, base: Path | None = None
+) -> Path:
     """A stand-in for a Python of a version. It answers what the scripts ask, and fails to make an
     environment. Without `modules` it is as Debian's without python3-venv; without `runs`, pyenv's
-    shim of a version that is not selected."""
+    shim of a version that is not selected; with `base`, that of an environment made with it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     answers = f"""#!/bin/bash
 {"" if runs else "exit 127"}
 case "$*" in
 *version_info*) echo {version} ;;
 *ensurepip*) {"true" if modules else "false"} ;;
-*_base_executable*) echo "$0" ;;
+*_base_executable*) echo "{base or "$0"}" ;;
 --version) echo Python {version}.9 ;;
 *) exit 3 ;;
 esac
@@ -126,6 +128,19 @@ def test_the_newest_megatron_s_python_is_taken_where_there_is_one(
         str(older),
         f"which {variable} names",
     )
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_active_environment_is_made_anew_with_its_base(project: Path, script: str) -> None:
+    """Its own Python stands first on PATH, and is gone by the time it is made anew."""
+    base = python(project / "base/python3.12", "3.12")
+    venv = project / SCRIPTS[script][1]
+    python(venv / "bin/python3.12", "3.12", base=base)
+    path = f"{venv / 'bin'}:{project / 'bin'}"
+    assert chosen(project, script, PATH=path)[0] == str(base)
+    (venv / "bin").mkdir(parents=True, exist_ok=True)
+    python(venv / "bin/python3", "3.10", base=base)
+    assert chosen(project, script, PATH=path)[0] == str(base)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -343,6 +358,7 @@ def trying(project: Path) -> Callable[..., tuple[int, list[str], str]]:
     python.write_text(
         '#!/bin/bash\ncase "$*" in\n'
         "*version_info*) echo 3.12 ;;\n--version) echo Python 3.12.9 ;;\n*ensurepip*) true ;;\n"
+        '*_base_executable*) echo "$0" ;;\n'
         '"-m venv"*) /bin/mkdir -p "$3/bin"; /bin/cp "$0" "$3/bin/python" ;;\n'
         '*) echo "$*" >>"$ASKED"\n'
         'case "$*" in *"${FAILS:-nothing}"*) echo "1 failed"; exit 1 ;;\n'
