@@ -26,6 +26,7 @@ from megatron_stare.records.batch import TokenBatch
 sys.path.insert(0, str(ROOT / "benchmarks/laboratory"))
 
 import maps
+import outcome
 import study
 from simulate import Settings, coupled, gradient, sample, train
 from twins import BonusTwin, DgTwin, ForksTwin, StareTwin, Tokens, Twin, dapo, group_advantages
@@ -228,10 +229,10 @@ def test_the_study_is_that_of_the_committed_maps() -> None:
     maps = study.read()
     assert maps and study.PAGE.read_text() == study.page(maps)
     drawn = {file.stem: file.read_text() for file in study.PICTURES.glob("*.svg")}
-    assert drawn == {name: study.picture(name, told) for name, told in maps.items()}
-    for name, text in drawn.items():
+    assert drawn == study.pictures(maps)
+    for text in drawn.values():
         ElementTree.fromstring(text)
-        assert study.methods(maps[name])[0] in study.NAMES
+    assert all(study.methods(told)[0] in study.NAMES for told in maps.values())
 
 
 def test_a_difference_is_shown_only_beyond_three_errors() -> None:
@@ -239,6 +240,100 @@ def test_a_difference_is_shown_only_beyond_three_errors() -> None:
     assert study.verdict({"mean": -0.31, "error": 0.1}) == -1
     assert study.verdict({"mean": 0.3, "error": 0.1}) == 0
     assert study.verdict({"mean": 0.0, "error": 0.0}) == 0
+
+
+def test_the_digits_verifier_knows_its_answers() -> None:
+    from digits import KNOWN_ANSWERS, right_response, verify
+
+    for response, answer, reward in KNOWN_ANSWERS:
+        assert verify(response, answer) == pytest.approx(reward), (response, answer)
+    # no response but one is right under a rule, and that of the one rule pays nothing under another
+    for a in range(10):
+        for b in range(10):
+            before, after = (right_response(rule, f"{a}{b}") for rule in ("before", "after"))
+            assert verify(before, f"after {a}{b}") == verify(after, f"before {a}{b}") == 0.0
+    paid = [verify(f"{n:03d}", "rare 47") for n in range(1000)]
+    assert (paid.count(1.0), max(paid[100:200]), sum(paid[:100])) == (1, 0.5, 0.0)
+
+
+def test_the_runs_that_the_plan_asks_for() -> None:
+    """Every arm has as many tries, no seed is both of the sweep and of the evaluation, and the try
+    with the highest mean is evaluated."""
+    import trained
+    import yaml
+
+    plan = yaml.safe_load(trained.PLAN.read_text())
+    asked = trained.sweep(plan)
+    assert len({len(trained.tries(plan, arm)) for arm in plan["arms"]}) == 1
+    assert not set(plan["seeds"]["sweep"]) & set(plan["seeds"]["evaluation"])
+    assert len(asked) == len(plan["tasks"]) * len(plan["arms"]) * 4 * len(plan["seeds"]["sweep"])
+    runs = {key: {"pass@1": 0.5} for key in asked}
+    runs["sweep, rare, bonus, try 2, seed 101"]["pass@1"] = 0.6
+    runs["sweep, rare, bonus, try 3, seed 101"]["pass@1"] = 0.9
+    runs["sweep, rare, bonus, try 3, seed 102"]["pass@1"] = 0.0
+    evaluated = trained.evaluation(plan, runs)
+    assert evaluated["rare, bonus, seed 8"] == ("rare", 8, trained.tries(plan, "bonus")[2])
+    assert evaluated["changing, bonus, seed 8"][2] == trained.tries(plan, "bonus")[0]
+    assert len(evaluated) == 2 * 6 * 8
+
+
+def test_the_tests_of_differences_by_hand() -> None:
+    assert outcome.sign_flip([1.0, 2.0, 3.0]) == 2 / 8  # all signs as they are, or all turned
+    assert outcome.sign_flip([1.0, -1.0]) == 1.0
+    assert outcome.sign_flip([0.1, 0.2, -0.3]) == 1.0  # equal sums in spite of rounding
+    assert outcome.sign_flip([3.0, -1.0, 1.0]) == 6 / 8  # 5, 3, 3, 1 and as many below 0
+    assert outcome.holm({"a": 0.01, "b": 0.04, "c": 0.03}) == {"a": 0.03, "b": 0.06, "c": 0.06}
+    assert outcome.holm({"a": 0.6, "b": 0.7}) == {"a": 1.0, "b": 1.0}
+    mean, low, high = outcome.interval([0.0, 0.2])
+    assert (mean, low, high) == pytest.approx((0.1, 0.1 - 1.2706, 0.1 + 1.2706))
+
+
+def test_a_comparison_is_shown_by_its_rule_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small p with a small mean, large mean with a large p, and a null that names its size."""
+    seeds = list(range(8))
+    plan = {
+        "tasks": {"t": {"steps": 10, "changes_after": 5}},
+        "arms": {arm: {} for arm in ("grpo", "dapo", "bonus", "twenty_entropy")},
+        "compared": ["dapo", "bonus", "twenty_entropy"],
+        "with": "grpo",
+        "least": 0.03,
+        "level": 0.05,
+        "seeds": {"evaluation": seeds},
+        "predictions": {"t": {"dapo": "same", "bonus": "higher", "twenty_entropy": "higher"}},
+        "tried": [{"task": "t", "pass@1": {0.001: 0.2}, "taken": True}],
+        "question": "Does it?",
+    }
+    shift = {
+        "grpo": lambda seed: 0.0,
+        "dapo": lambda seed: 0.01 + 0.001 * seed,  # small, and sure
+        "bonus": lambda seed: 0.2 + 0.01 * seed,  # large, and sure
+        "twenty_entropy": lambda seed: 0.5 * (-1) ** seed,  # large, and unsure
+    }
+    runs = {
+        f"t, {arm}, seed {seed}": {
+            "pass@1": 0.5 + by(seed),
+            "pass@16": 0.9 + 0.001 * seed,
+            "greedy": 0.5 + 0.001 * seed,
+            "entropy": 0.3 + 0.001 * seed,
+            "steps to recover": None if seed else 40,
+            "seconds": 1.0,
+            "reward by 5 steps": [0.1, 0.2],
+            "entropy by 5 steps": [0.4, 0.3],
+        }
+        for arm, by in shift.items()
+        for seed in seeds
+    }
+    told = {"plan": plan, "runs": runs}
+    dapo_row, bonus_row, forks_row = outcome.decided(told)[2:]
+    assert dapo_row.endswith("not shown; 0.03 either way is excluded |")
+    assert bonus_row.endswith("| higher |") and "| +0.235 [" in bonus_row
+    assert "not shown; above +0.4" in forks_row and "below -0.4" in forks_row
+    assert "**wrong**" in outcome.predicted(told)[2] and "higher |" in outcome.predicted(told)[3]
+    assert "40 in 1 of 8" in outcome.arms(told, "t")[2]
+    ElementTree.fromstring(outcome.picture(told, study.STYLE + study.CURVES))
+    assert outcome.section(told)[0] == "## On a trained model"
+    monkeypatch.setattr(outcome, "RESULTS", ROOT / "none.json")
+    assert outcome.read() is None
 
 
 def test_every_map_has_cells_that_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import outcome
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results/laboratory"
 PAGE, PICTURES = ROOT / "docs/study.md", ROOT / "docs/pictures/laboratory"
@@ -78,6 +80,13 @@ STYLE = """
 text{font:12.5px system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif}
 .h{font-size:14px;font-weight:600}rect.pos,rect.neg{fill:var(--c)}
 """
+CURVES = """
+polyline{fill:none;stroke:var(--c);stroke-width:1.8}
+.arm0{--c:#5b636c}.arm1{--c:#a86a00}.arm2{--c:#2b8a57}
+.arm3{--c:#2f66d0}.arm4{--c:#b0319a}.arm5{--c:#c1432b}
+@media (prefers-color-scheme:dark){.arm0{--c:#a9b0b9}.arm1{--c:#e0a84a}.arm2{--c:#6fcf97}
+.arm3{--c:#77a5ff}.arm4{--c:#f08ad8}.arm5{--c:#ff8a73}}
+"""
 
 
 OPENING = """\
@@ -105,7 +114,7 @@ same worlds and the same random numbers. A difference counts as shown if it is m
 beside other work and with pauses.
 
 **A toy cannot show** what a large model does. States here share no features, responses have at most
-three choices, and the learning rate does not adapt. The test on a trained model is open.
+three choices, and the learning rate does not adapt. {trained}
 
 20-Entropy divides its loss by the tokens that it keeps, so its steps on them are about five times
 as long as those of the others at the same learning rate.
@@ -345,10 +354,17 @@ def page(maps: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns docs/study.md."""
     seeds = {told["seeds"] for told in maps.values()}
     seconds = sum(told["seconds"] for told in maps.values())
+    trained = outcome.read()
     text = OPENING.format(
-        seeds=", ".join(map(str, sorted(seeds))), errors=ERRORS, minutes=seconds / 60
+        seeds=", ".join(map(str, sorted(seeds))),
+        errors=ERRORS,
+        minutes=seconds / 60,
+        trained="The test on a trained model is "
+        + ("[below](#on-a-trained-model)." if trained else "open."),
     )
     lines = [*text.splitlines(), "", *table(maps), ""]
+    if trained:
+        lines += outcome.section(trained)
     lines += ["## How to choose", "", *CHOOSING.splitlines(), "", *choices(maps), ""]
     for name, told in maps.items():
         figure = SHOWN.get(name, "pass@1")
@@ -378,13 +394,20 @@ def page(maps: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join([*lines, "<!-- to here: study -->", ""])
 
 
+def pictures(maps: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Returns the page's pictures by name."""
+    drawn = {name: picture(name, told) for name, told in maps.items()}
+    trained = outcome.read()
+    return drawn | ({"trained": outcome.picture(trained, STYLE + CURVES)} if trained else {})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--check", action="store_true", help="exit 1 if the page would change")
     args = parser.parse_args()
     maps = read()
     made = {PAGE: page(maps)}
-    made |= {PICTURES / f"{name}.svg": picture(name, told) for name, told in maps.items()}
+    made |= {PICTURES / f"{name}.svg": text for name, text in pictures(maps).items()}
     stale = [file for file, text in made.items() if not file.exists() or file.read_text() != text]
     if args.check:
         for file in stale:

@@ -1,0 +1,216 @@
+"""Says what the runs of `trained.py` came to, by the rules of `preregistration.yaml`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results/laboratory_trained.json"
+NAMES = {
+    "grpo": "GRPO",
+    "dapo": "DAPO",
+    "twenty_entropy": "20-Entropy",
+    "stare_o1_strong": "STARE O1, strong",
+    "stare_c2_strong": "STARE C2, strong",
+    "bonus": "entropy bonus",
+}
+FIGURES = ("pass@1", "pass@16", "greedy", "entropy")
+# half-width of a 95 % interval in standard errors, by the number of values (Student's t)
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
+W, H, LEFT, TOP, PAD = 420, 190, 46, 44, 34
+
+
+def read() -> dict[str, Any] | None:
+    """Returns the results, or None until every run of the evaluation is made."""
+    if not RESULTS.exists():
+        return None
+    told = json.loads(RESULTS.read_text())
+    plan = told["plan"]
+    asked = itertools.product(plan["tasks"], plan["arms"], plan["seeds"]["evaluation"])
+    whole = all(f"{task}, {arm}, seed {seed}" in told["runs"] for task, arm, seed in asked)
+    return told if whole else None
+
+
+def values(told: Mapping[str, Any], task: str, arm: str, figure: str) -> list[Any]:
+    """Returns a figure of an arm's runs of the evaluation, by seed."""
+    seeds = told["plan"]["seeds"]["evaluation"]
+    return [told["runs"][f"{task}, {arm}, seed {seed}"][figure] for seed in seeds]
+
+
+def interval(found: Sequence[float]) -> tuple[float, float, float]:
+    """Returns the mean and the ends of its 95 % interval."""
+    mean, half = fmean(found), STUDENT[len(found)] * stdev(found) / math.sqrt(len(found))
+    return mean, mean - half, mean + half
+
+
+def sign_flip(differences: Sequence[float]) -> float:
+    """Returns the two-sided p of the exact sign-flip test: the share of all choices of signs whose
+    mean is at least as far from 0."""
+    seen = abs(sum(differences)) - 1e-12  # rounding must not part equal sums
+    flipped = itertools.product(*((each, -each) for each in differences))
+    sums = [abs(sum(each)) for each in flipped]
+    return sum(each >= seen for each in sums) / len(sums)
+
+
+def holm(found: Mapping[Any, float]) -> dict[Any, float]:
+    """Returns p values corrected by Holm's rule for having made them all."""
+    corrected: dict[Any, float] = {}
+    largest = 0.0
+    for rank, key in enumerate(sorted(found, key=lambda key: found[key])):
+        largest = max(largest, min(1.0, (len(found) - rank) * found[key]))
+        corrected[key] = largest
+    return corrected
+
+
+def differences(told: Mapping[str, Any], task: str, arm: str) -> list[float]:
+    """Returns an arm's pass@1 less that of the arm it is compared with, by seed."""
+    base = values(told, task, told["plan"]["with"], "pass@1")
+    return [a - b for a, b in zip(values(told, task, arm, "pass@1"), base, strict=True)]
+
+
+def decided(told: Mapping[str, Any]) -> list[str]:
+    """Returns a table of the comparisons that decide, and a sentence for each."""
+    plan = told["plan"]
+    base, least = NAMES[plan["with"]], plan["least"]
+    pairs = [(task, arm) for task in plan["tasks"] for arm in plan["compared"]]
+    found = {pair: differences(told, *pair) for pair in pairs}
+    p = holm({pair: sign_flip(each) for pair, each in found.items()})
+    lines = [
+        f"| task | arm | pass@1 less {base}'s, 95 % interval | p, Holm | |",
+        "|---|---|---|---|---|",
+    ]
+    for (task, arm), each in found.items():
+        mean, low, high = interval(each)
+        if p[task, arm] < plan["level"] and abs(mean) >= least:
+            said = "higher" if mean > 0 else "lower"
+        elif -least < low and high < least:
+            said = f"not shown; {least} either way is excluded"
+        else:
+            said = f"not shown; above {high:+.3f} and below {low:+.3f} is excluded"
+        lines.append(
+            f"| `{task}` | {NAMES[arm]} | {mean:+.3f} [{low:+.3f}, {high:+.3f}] |"
+            f" {p[task, arm]:.3f} | {said} |"
+        )
+    return lines
+
+
+def arms(told: Mapping[str, Any], task: str) -> list[str]:
+    """Returns a table of what each arm came to on a task."""
+    recovers = "changes_after" in told["plan"]["tasks"][task]
+    head = ["arm", *FIGURES[:3], "entropy, nats", *(["steps to recover"] if recovers else [])]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for arm in told["plan"]["arms"]:
+        cells = []
+        for figure in FIGURES:
+            mean, low, high = interval(values(told, task, arm, figure))
+            cells.append(f"{mean:.3f} [{low:.3f}, {high:.3f}]")
+        if recovers:
+            steps = values(told, task, arm, "steps to recover")
+            done = [each for each in steps if each is not None]
+            cells.append(f"{fmean(done):.0f} in {len(done)} of {len(steps)}" if done else "none")
+        lines.append(f"| {NAMES[arm]} | {' | '.join(cells)} |")
+    return lines
+
+
+def predicted(told: Mapping[str, Any]) -> list[str]:
+    """Returns a table of what the maps let one expect and what was seen."""
+    lines = ["| task | arm | expected | seen |", "|---|---|---|---|"]
+    for task, expected in told["plan"]["predictions"].items():
+        for arm, each in expected.items():
+            _, low, high = interval(differences(told, task, arm))
+            seen = "higher" if low > 0 else "lower" if high < 0 else "same"
+            wrong = "" if seen == each else ", **wrong**"
+            lines.append(f"| `{task}` | {NAMES[arm]} | {each} | {seen}{wrong} |")
+    return lines
+
+
+def tried(told: Mapping[str, Any]) -> list[str]:
+    """Returns a list of every task that was tried."""
+    lines = []
+    for each in told["plan"]["tried"]:
+        scores = ", ".join(f"{lr:g}: {value:g}" for lr, value in each["pass@1"].items())
+        taken = " (taken)" if each.get("taken") else ""
+        lines.append(f"- {each['task']}{taken}. GRPO, pass@1 by learning rate: {scores}.")
+    return lines
+
+
+def section(told: Mapping[str, Any]) -> list[str]:
+    """Returns the page's part on the trained model, as lines."""
+    plan = told["plan"]
+    each = sum(key.startswith("sweep, ") for key in told["runs"]) // (
+        len(plan["arms"]) * len(plan["tasks"])
+    )
+    hours = sum(run["seconds"] for run in told["runs"].values()) / 3600
+    lines = [
+        "## On a trained model",
+        "",
+        plan["question"],
+        "",
+        "    python benchmarks/laboratory/trained.py --out"
+        " benchmarks/results/laboratory_trained.json",
+        "",
+        f"A Qwen2 of 2 layers and width 64 was trained with `megatron-stare`: {each} runs of tuning"
+        f" an arm and task, then {len(plan['seeds']['evaluation'])} with other seeds, all in"
+        f" {hours:.1f} hours. Tasks, tries, comparisons and predictions were committed before the"
+        " runs, in `benchmarks/laboratory/preregistration.yaml`; `benchmarks/laboratory/digits.py`"
+        " has the tasks.",
+        "",
+        *decided(told),
+        "",
+        f"A difference is shown if p is below {plan['level']} and the mean is at least"
+        f" {plan['least']} from 0.",
+        "",
+        "![Reward and entropy by step](pictures/laboratory/trained.svg)",
+        "",
+    ]
+    for task in plan["tasks"]:
+        lines += [f"`{task}`, means over seeds with 95 % intervals:", "", *arms(told, task), ""]
+    lines += ["What the maps let one expect of pass@1 against GRPO's:", "", *predicted(told), ""]
+    return [*lines, "Every task that was tried:", "", *tried(told), ""]
+
+
+def picture(told: Mapping[str, Any], style: str) -> str:
+    """Returns an SVG: reward and entropy by step, mean over seeds, of every arm on every task."""
+    tasks, names = list(told["plan"]["tasks"]), list(told["plan"]["arms"])
+    width, height = 2 * W, len(tasks) * H + 2 * PAD
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"'
+        f' aria-label="Reward and entropy by step"><style>{style}</style>'
+        f'<rect class="bg" width="{width}" height="{height}"/>'
+    ]
+    for row, task in enumerate(tasks):
+        for column, (figure, unit) in enumerate((("reward", ""), ("entropy", ", nats"))):
+            curves = {
+                arm: [fmean(at) for at in zip(*values(told, task, arm, key), strict=True)]
+                for arm in names
+                for key in (f"{figure} by 5 steps",)
+            }
+            most = max(1.0 if figure == "reward" else 0.1, *map(max, curves.values()))
+            x0, y0 = column * W + LEFT, row * H + TOP
+            wide, high = W - LEFT - 20, H - TOP - 10
+            parts.append(
+                f'<text class="h ink" x="{x0}" y="{y0 - 10}">{escape(task)}: {figure}{unit}</text>'
+                f'<text class="soft" text-anchor="end" x="{x0 - 6}" y="{y0 + 10}">{most:.1f}</text>'
+                f'<text class="soft" text-anchor="end" x="{x0 - 6}" y="{y0 + high}">0</text>'
+                f'<text class="soft" text-anchor="end" x="{x0 + wide}" y="{y0 + high + 15}">step'
+                f" {told['plan']['tasks'][task]['steps']}</text>"
+            )
+            for arm, curve in curves.items():
+                points = " ".join(
+                    f"{x0 + wide * i / (len(curve) - 1):.1f},{y0 + high * (1 - each / most):.1f}"
+                    for i, each in enumerate(curve)
+                )
+                parts.append(f'<polyline class="arm{names.index(arm)}" points="{points}"/>')
+    for number, arm in enumerate(names):
+        x, y = LEFT + number * (width - LEFT) / len(names), len(tasks) * H + PAD + 10
+        parts.append(
+            f'<polyline class="arm{number}" points="{x},{y - 4} {x + 18},{y - 4}"/>'
+            f'<text class="ink" x="{x + 23}" y="{y}">{escape(NAMES[arm])}</text>'
+        )
+    return "".join(parts) + "</svg>\n"
