@@ -119,7 +119,7 @@ class InlineRunner:
     def __init__(self, run: ResolvedRun, tell: Callable[[str], None] = unsaid) -> None:
         config, self._tell = run.config, tell
         # before the rank's first CUDA call, which reads them
-        os.environ.update(shared_environment(config) | environment(config.performance))
+        os.environ.update(shared_environment(config) | environment(config))
         self._rendezvous = contextlib.ExitStack()
         self._meeting = self._rendezvous.enter_context(temporary_folder()) / "ranks"
         self._started: list[InlineWorkers | EnginePool] = []

@@ -248,7 +248,7 @@ class RayRunner:
             config.runtime.trainer_threads,
             "trainer rank",
             timeout,
-            settings | environment(config.performance),
+            settings | environment(config),
         )
         if reserved is None:
             replicas, others = (

@@ -254,12 +254,27 @@ def megatron_fields(performance: PerformanceConfig, part: Part) -> dict[str, Any
     return fields
 
 
-def environment(performance: PerformanceConfig) -> dict[str, str]:
+def connections(config: Config) -> int | None:
+    """Returns the number of hardware queues that CUDA gives a trainer rank; None: CUDA's choice.
+
+    Ranks that exchange activations inside a layer have one queue, in which a transfer starts before
+    the product that was launched after it. Megatron's own launcher requires this.
+    """
+    parallel = config.parallel
+    own = 1 if parallel.tensor > 1 or parallel.context > 1 else None
+    return (
+        own
+        if config.performance.cuda_connections is None
+        else (config.performance.cuda_connections)
+    )
+
+
+def environment(config: Config) -> dict[str, str]:
     """Returns environment variables of trainer ranks, which CUDA and torch's allocator read at
     start."""
     named = {
-        "CUDA_DEVICE_MAX_CONNECTIONS": performance.cuda_connections,
-        "PYTORCH_CUDA_ALLOC_CONF": performance.cuda_allocator,
+        "CUDA_DEVICE_MAX_CONNECTIONS": connections(config),
+        "PYTORCH_CUDA_ALLOC_CONF": config.performance.cuda_allocator,
     }
     return {name: str(value) for name, value in named.items() if value is not None}
 
@@ -375,10 +390,14 @@ def check_device_performance(performance: PerformanceConfig) -> None:
                 where=f"performance.{feature.name}",
                 fix="set it to null",
             )
-    if environment(performance) and missing(Feature("", {}, needs=("cuda",))):
-        name = "cuda_connections" if performance.cuda_connections is not None else "cuda_allocator"
+    given = [
+        name
+        for name in ("cuda_connections", "cuda_allocator")
+        if getattr(performance, name) is not None
+    ]
+    if given and missing(Feature("", {}, needs=("cuda",))):
         raise ConfigError(
-            "this setting needs CUDA", where=f"performance.{name}", fix="set it to null"
+            "this setting needs CUDA", where=f"performance.{given[0]}", fix="set it to null"
         )
 
 

@@ -367,7 +367,7 @@ class PerformanceConfig(Section):
         ge=1,
         description=(
             "CUDA_DEVICE_MAX_CONNECTIONS of trainer ranks; 1 lets tensor-parallel communication"
-            " overlap"
+            " overlap. Default: 1 with `parallel.tensor` or `parallel.context` above 1, else CUDA's"
         ),
     )
     cuda_allocator: str | None = Field(None, description="PYTORCH_CUDA_ALLOC_CONF of trainer ranks")

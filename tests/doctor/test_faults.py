@@ -77,7 +77,7 @@ WELL = Facts(
     shared_memory=(60 * 10**9, 64 * 10**9),
     interfaces={"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",), "ib0": ()},
     infiniband=("mlx5_0", "mlx5_1"),
-    environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+    environment={},
     clock=0.0,
 )
 COLOCATED = ("rollout.engine=sglang", "sglang.colocated=true", "sglang.device=cuda")
@@ -221,7 +221,7 @@ SHELL: dict[str, tuple[str, str, dict[str, str], tuple[str, ...]]] = {
         "CUDA_DEVICE_MAX_CONNECTIONS",
         "warning",
         {"CUDA_DEVICE_MAX_CONNECTIONS": "8"},
-        (),
+        ("performance.cuda_connections=8",),
     ),
     "NCCL's memory set apart": (
         "NCCL_CUMEM_ENABLE",
@@ -286,7 +286,6 @@ def test_a_fault_of_the_shell(
     clean: pytest.MonkeyPatch,
 ) -> None:
     """Set for real and read by the probe; the devices are another machine's."""
-    clean.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for name, value in variables.items():
         clean.setenv(name, value)
     seen = dataclasses.replace(WELL, environment=local_facts().environment)

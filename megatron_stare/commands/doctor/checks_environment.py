@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_stare.commands.doctor.facts import Facts
 from megatron_stare.commands.doctor.finding import Finding, fault, ok, warning
 from megatron_stare.config.fault_sections import COLLECTIVE_S
-from megatron_stare.config.performance import FEATURES, reasons
+from megatron_stare.config.performance import FEATURES, connections, reasons
 from megatron_stare.config.process_settings import (
     AGREED,
     ALLOCATORS,
@@ -79,15 +79,16 @@ def _allocator(seen: Mapping[str, str], config: Config) -> Finding:
 
 
 def _connections(shell: Mapping[str, str], config: Config, gpus: bool) -> Finding:
-    set_here = config.performance.cuda_connections
-    value = shell.get(CONNECTIONS) if set_here is None else str(set_here)
-    if gpus and config.parallel.tensor > 1 and config.parallel.sequence and value != "1":
+    used = connections(config)
+    value = shell.get(CONNECTIONS, "not set, and not needed") if used is None else str(used)
+    parallel = config.parallel
+    if gpus and (parallel.tensor > 1 or parallel.context > 1) and used != 1:
         mend = (
-            "performance.cuda_connections=1 lets tensor and sequence parallelism overlap with"
-            " products"
+            "performance.cuda_connections=null: one queue lets tensor and context parallelism"
+            " overlap with products"
         )
-        return warning(CONNECTIONS, value or "not set", mend)
-    return ok(CONNECTIONS, value or "not set, and not needed")
+        return warning(CONNECTIONS, value, mend)
+    return ok(CONNECTIONS, value)
 
 
 def _agreed(name: str, shell: Mapping[str, str], config: Config) -> Finding:
