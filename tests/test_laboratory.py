@@ -336,6 +336,27 @@ def test_a_comparison_is_shown_by_its_rule_alone(monkeypatch: pytest.MonkeyPatch
     assert outcome.read() is None
 
 
+def test_a_method_is_added_to_a_cell_as_if_it_had_been_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    short = replace(maps.MAPS["bands"], settings=lambda cell: Settings(steps=6, every=2, group=4))
+    monkeypatch.setitem(maps.MAPS, "bands", short)
+    cell = short.cells()[0]
+    whole = maps.run_cell("bands", cell, 2)
+    trained: list[object] = []
+    train_one = maps.train
+    monkeypatch.setattr(
+        maps,
+        "train",
+        lambda world, twin, settings: (trained.append(twin), train_one(world, twin, settings))[1],
+    )
+    before = {name: told for name, told in whole.items() if name not in ("dg", "dapo")}
+    added = maps.run_cell("bands", cell, 2, before)
+    assert added == whole and list(added) == list(whole) and len(trained) == 3
+    with pytest.raises(ValueError, match="grpo differs from before"):
+        maps.run_cell("bands", cell, 2, {**before, "grpo": {"figures": {}}})
+
+
 def test_every_map_has_cells_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first cell of each, short and of two seeds: every method has figures, and the first one
     differs from itself by nothing."""

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from simulate import History, Settings, coupled, gradient, log_softmax_at, sample, train
 from torch import Tensor
-from twins import BonusTwin, CriticalTwin, ForksTwin, StareTwin, Tokens, Twin, dapo
+from twins import BonusTwin, CriticalTwin, DgTwin, ForksTwin, StareTwin, Tokens, Twin, dapo
 from worlds import World, bandit, changing, evaluate, rare, tree
 
 from megatron_stare.algorithms.sensitivity import critical_surprisal, second_moment, sensitivity
@@ -40,6 +39,7 @@ METHODS: dict[str, Twin] = {
     ),
     "stare_critical": CriticalTwin(variant="C2", entropy_target=TARGET, amplify=2.0, attenuate=0.2),
     "bonus": BONUS,
+    "dg": DgTwin(),
 }
 
 
@@ -299,20 +299,31 @@ def summary(values: Tensor) -> dict[str, float]:
     return {"mean": round(float(values.mean()), 5), "error": round(float(error), 5)}
 
 
-def run_cell(name: str, cell: Cell, seeds: int) -> dict[str, Any]:
+def run_cell(
+    name: str, cell: Cell, seeds: int, before: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Trains every method of a cell. Returns by method the summary of each figure, and of its
-    difference to the first method's."""
-    chosen = MAPS[name]
+    difference to the first method's.
+
+    Args:
+        before: what an earlier run returned for fewer methods: the first method and those that are
+            missing are trained.
+
+    Raises:
+        ValueError: the first method's figures are not those of `before`.
+    """
+    chosen, before = MAPS[name], before or {}
     world, settings = chosen.world(cell, seeds), chosen.settings(cell)
     target = cell.get("target", TARGET)
     made = {
         method: drifted(world, twin, settings)
         if chosen.drift
         else measured(train(world, twin, settings), world, target)
-        for method, twin in chosen.methods(cell).items()
+        for number, (method, twin) in enumerate(chosen.methods(cell).items())
+        if number == 0 or method not in before
     }
     base = next(iter(made.values()))
-    return {
+    found = {
         method: {
             "figures": {figure: summary(values) for figure, values in figures.items()},
             "over_first": {
@@ -321,8 +332,7 @@ def run_cell(name: str, cell: Cell, seeds: int) -> dict[str, Any]:
         }
         for method, figures in made.items()
     }
-
-
-def cell_runner(name: str, seeds: int) -> Callable[[Cell], dict[str, Any]]:
-    """Returns a function that runs a cell of a map, for processes of a pool."""
-    return partial(run_cell, name, seeds=seeds)
+    first = next(iter(made))
+    if before and str(before[first]) != str(found[first]):  # as text, since nan is not nan
+        raise ValueError(f"{name}, {cell}: {first} differs from before; remove the cell, and rerun")
+    return {method: before.get(method) or found[method] for method in chosen.methods(cell)}

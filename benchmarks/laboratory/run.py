@@ -3,7 +3,8 @@
     python benchmarks/laboratory/run.py --out benchmarks/results/laboratory
     python benchmarks/laboratory/run.py --out benchmarks/results/laboratory --only bands weights
 
-Run again, it makes only the cells that the files lack. Two processes take the cells in turns.
+Run again, it makes only the cells that the files lack, and in the others only the methods that they
+lack. Two processes take the cells in turns.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from maps import MAPS, cell_runner
+from maps import MAPS, run_cell
 
 sys.path.append(str(Path(__file__).parents[1]))
 from machine import machine
@@ -41,15 +42,24 @@ def make(name: str, seeds: int, folder: Path, pool: Any) -> None:
     """Makes the missing cells of a map; writes the file after each."""
     file = folder / f"{name}.json"
     told = written(name, seeds, file)
-    left = [cell for cell in MAPS[name].cells() if key_of(cell) not in told["cells"]]
+    left = [
+        cell
+        for cell in MAPS[name].cells()
+        if told["cells"].get(key_of(cell), {}).keys() != MAPS[name].methods(cell).keys()
+    ]
+    jobs = [(name, cell, seeds, told["cells"].get(key_of(cell))) for cell in left]
     begun = time.monotonic()
     before = told["seconds"]
-    for cell, result in zip(left, pool.imap(cell_runner(name, seeds), left), strict=True):
+    for number, (cell, result) in enumerate(zip(left, pool.imap(of_job, jobs), strict=True), 1):
         told["cells"][key_of(cell)] = result
         told["seconds"] = round(before + time.monotonic() - begun, 1)
         file.write_text(json.dumps(told, indent=1) + "\n")
-        done = len(told["cells"])
-        print(f"{name} {done}/{len(MAPS[name].cells())} {key_of(cell)}", flush=True)
+        print(f"{name} {number}/{len(left)} {key_of(cell)}", flush=True)
+
+
+def of_job(job: tuple[str, dict[str, Any], int, dict[str, Any] | None]) -> dict[str, Any]:
+    """Returns `run_cell` of a job, in a process of the pool."""
+    return run_cell(*job)
 
 
 def main() -> None:

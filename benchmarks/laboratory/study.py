@@ -36,6 +36,7 @@ NAMES = {
     "stare_adaptive": "C2, adaptive",
     "stare_critical": "by critical surprisal",
     "bonus": "entropy bonus",
+    "dg": "DG",
     "whole_batch": "whole batch",
     "micro_batches": "micro-batches",
     "share_0.1": "O1, share 0.1",

@@ -269,10 +269,7 @@ def main() -> None:
                 (Path(folder) / task).rename(args.models / task)
             print(f"{task}: the model starts within {off:.4f} nats a digit", flush=True)
     context = multiprocessing.get_context("spawn")
-    # a process makes several runs, which saves its imports, but not all, which would gather memory
-    with ProcessPoolExecutor(
-        args.processes, context, torch.set_num_threads, (1,), max_tasks_per_child=10
-    ) as pool:
+    with ProcessPoolExecutor(args.processes, context, torch.set_num_threads, (1,)) as pool:
         for asked in (lambda: sweep(plan), lambda: evaluation(plan, told["runs"])):
             left = {key: each for key, each in asked().items() if key not in told["runs"]}
             jobs = [(key, plan, *each, args.models.resolve()) for key, each in left.items()]
