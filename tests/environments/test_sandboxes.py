@@ -22,6 +22,7 @@ from megatron_stare.environments.sandbox_worker import LEFT_OUT
 from megatron_stare.environments.sandboxes import Ran, Sandbox, make_sandbox
 from megatron_stare.errors import ConfigError, UserError
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 MEMORY_MB = 256
 
@@ -35,6 +36,17 @@ def box() -> Iterator[Sandbox]:
 
 def run(box: Sandbox, code: str, seconds: float = 20.0) -> Ran:
     return asyncio.run(box.run(code, seconds))
+
+
+def test_programs_as_a_policy_writes_them_run(box: Sandbox) -> None:
+    """Every program of benchmarks/snippets.txt runs, as recorded."""
+    told = json.loads((ROOT / "benchmarks/results/snippets.json").read_text())
+    parts = (ROOT / "benchmarks/snippets.txt").read_text().split("### ")[1:]
+    every = dict(part.split("\n", 1) for part in parts)
+    assert len(every) == told["programs"] == 100 and told["bubblewrap"]["ran"] == 100
+    assert told["monty"]["failed"].keys() <= every.keys()
+    failed = {title: ran for title, code in every.items() if (ran := run(box, code)).failed}
+    assert not failed
 
 
 @pytest.fixture(scope="module")
