@@ -1,5 +1,5 @@
-"""GRPO (arXiv 2402.03300): group-relative advantages and the clipped surrogate; the base of most
-other methods.
+"""GRPO (arXiv 2402.03300) combines group-relative advantages with the clipped surrogate. Most other
+methods build on GRPO.
 
     A_i = (r_i - mean) / (std + 1e-6) over the prompt group
     J = mean_i (1 / n_i) sum_t min(rho A, clip(rho, 1 - low, 1 + high) A)

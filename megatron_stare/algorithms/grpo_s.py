@@ -1,9 +1,9 @@
 """GRPO-S (arXiv 2508.04349) applies GTPO's idea to whole responses: the reward of a response grows
 with the mean entropy of the response.
 
-Let E be the mean entropy of a response under the old policy, with n correct and m wrong responses
-to the prompt. For a correct response, the sum is over the prompt's correct responses. For a wrong
-response, the sum is over the prompt's wrong responses.
+Let E be the mean entropy of a response under the old policy. Let n and m be the numbers of correct
+and wrong responses to the prompt. For a correct response, the sum is over the prompt's correct
+responses. For a wrong response, the sum is over the prompt's wrong responses.
 
     correct   r = beta1 + beta2 n E / sum E
     wrong     r = -beta1 - beta2 m (1 / E) / sum (1 / E)
@@ -44,7 +44,7 @@ class GrpoS(Clipped):
 
     beta1, beta2: the weights of the outcome and of the entropy in the reward.
     ratio: the mean that combines the token ratios of a response, 'arithmetic' or 'geometric'.
-    correct_from: lowest reward of a correct response.
+    correct_from: the lowest reward that counts as correct.
     eps: a number that is added to every divisor.
     """
 
@@ -122,7 +122,7 @@ class GrpoS(Clipped):
         return clip(whole, advantage, low=self.clip_low, high=self.clip_high, dual=self.dual_clip)
 
     def response_ratio(self, batch: TokenBatch) -> Tensor:
-        """[N] ratio of each token's response; differentiable."""
+        """Returns the ratio of each token's response, [N]. The ratio is differentiable."""
         if self.ratio == "arithmetic":
             return response_mean(ratio(batch.log_prob, batch.old_log_prob), batch)
         mean = response_mean(batch.log_prob - batch.old_log_prob, batch)

@@ -40,7 +40,7 @@ class ReferenceKl:
 
 
 def kl_estimate(log_prob: Tensor, reference_log_prob: Tensor, estimator: Estimator) -> Tensor:
-    """[N] KL estimate, differentiable through log_prob."""
+    """Returns the KL estimate of every token, [N], differentiable through log_prob."""
     d = (reference_log_prob.detach() - log_prob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if estimator == "k1":
         return -d
