@@ -1,4 +1,4 @@
-"""Runs all checks of the doctor on this machine or on every node of a cluster, and prints the
+"""Runs all checks of the doctor on this machine or on every node of a cluster, and formats the
 findings."""
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def examine(config: Config | None, *, bandwidth: bool) -> list[Finding]:
 
 
 def served_by(config: Config | None) -> str | None:
-    """Returns the Python of the servers that a run starts on its nodes.
+    """Returns the Python interpreter of the servers that a run starts on its nodes.
 
     Returns None if the run starts no servers, or if the servers' environment is not found. Another
     check of the doctor reports that the servers' environment is missing.
@@ -165,7 +165,8 @@ def as_json(found: Sequence[Finding]) -> str:
 
 
 def as_text(found: Sequence[Finding]) -> str:
-    """Returns one line per finding, faults last, each followed by its remedy."""
+    """Returns one line per finding, with the faults last. The line of a finding's remedy follows
+    the finding."""
     order = sorted(found, key=lambda each: ("ok", "warning", "fault").index(each.level))
     width = max(len(each.subject) for each in found)
     lines = []
