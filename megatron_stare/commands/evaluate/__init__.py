@@ -1,2 +1,2 @@
-"""Evaluates a run or model folder on problems, and resumes interrupted evaluations (`megatron-stare
-eval`)."""
+"""`megatron-stare eval` evaluates a run or model folder on problems, and resumes interrupted
+evaluations."""
