@@ -24,19 +24,19 @@ def group_advantages(
     Args:
         rewards: [B] float64.
         groups: [B] int64 group numbers from 0.
-        counted: [B] bool, the responses that enter the mean and the deviation. Every other response
-            gets advantage 0.
+        counted: [B] bool, the responses that enter the mean and the deviation. Every response that
+            is not counted gets advantage 0.
         spread: the divisor of r - mean. 'sample' is the standard deviation with n - 1 (GRPO as in
             verl and slime). 'population' is the standard deviation with n. 'none' does not divide
             (Dr. GRPO, arXiv 2503.20783).
         eps: added to the standard deviation.
-        number: the number of groups. If it is None, the number is read from `groups`, which makes
-            the host wait for the device.
+        number: the number of groups. If `number` is None, the number is read from `groups`, which
+            makes the host wait for the device.
 
     Returns:
-        [B] float64. A group with a single counted response keeps r / (1 + eps), as in verl. If all
-        rewards of a group are equal, the group's advantages are exactly 0, even if the mean is
-        rounded. Selections by advantage then leave the group's tokens out.
+        [B] float64. In a group with a single counted response, the advantage is r / (1 + eps), as
+        in verl. If all rewards of a group are equal, the group's advantages are exactly 0, even if
+        the mean is rounded. Selections by advantage leave out tokens with advantage 0.
     """
     if number is None:
         number = int(groups.max()) + 1 if groups.numel() else 0
@@ -61,8 +61,8 @@ def group_advantages(
 
 
 def all_equal(x: Tensor, groups: Tensor, counted: Tensor, number: int) -> Tensor:
-    """Tells for each group whether all its counted `x` [B] are equal, [number] bool. An empty group
-    gives True."""
+    """Tells for each group whether all counted values of `x` [B] are equal, [number] bool. The
+    result is True for an empty group."""
     infinite = torch.full((number,), torch.inf, dtype=x.dtype, device=x.device)
     low = infinite.scatter_reduce(0, groups, torch.where(counted, x, torch.inf), "amin")
     high = (-infinite).scatter_reduce(0, groups, torch.where(counted, x, -torch.inf), "amax")

@@ -1,4 +1,4 @@
-"""Coefficients that weight each token's loss in the sum that is the training loss.
+"""Coefficients by which the token losses are weighted in the training loss.
 
 Coefficients come from counts over the whole batch of an optimizer step. The loss, summed over ranks
 and micro-batches, is therefore the same in every parallel layout. Only 'micro_batch_mean' depends
@@ -47,7 +47,7 @@ def coefficients(
             'micro_batch_mean': (b / B) / n in a micro-batch of b responses and n counted tokens, as
                 in verl's legacy actor.
         tokens: N of the whole batch, 0-dim.
-        lengths: [B] n_i of the whole batch. If it is None, batch.sequence_lengths and
+        lengths: [B] n_i of the whole batch. If `lengths` is None, batch.sequence_lengths and
             batch.num_sequences are used instead.
         length_norm: L_max.
     """

@@ -1,13 +1,13 @@
-"""Clip-Cov (arXiv 2505.22617) sets the loss of a few tokens to 0. These tokens have a high
-covariance between advantage and log-prob.
+"""Clip-Cov (arXiv 2505.22617) sets the loss to 0 for a few tokens that have a high covariance
+between advantage and log-prob.
 
     candidates: low < cov < high, not already clipped
     max(1, int(share N)) of them, drawn at random, get loss 0; the denominator stays N
 
-The released code draws at least one token per micro-batch, without a seed. Here the tokens are
-drawn from the whole batch. The draw depends only on the seed, the step and the canonical numbers of
-the tokens, so it is the same in every layout. As in the released code, clip_low and clip_high are
-1, so the ratio is clipped to [0, 2].
+The released code draws at least one token per micro-batch, without a seed. This file draws the
+tokens from the whole batch. The draw depends only on the seed, the step and the canonical numbers
+of the tokens, so it is the same in every layout. As in the released code, clip_low and clip_high
+are 1, so the ratio is clipped to [0, 2].
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class ClipCov(Grpo):
         return asked
 
     def tickets(self, batch: TokenBatch) -> Tensor:
-        """Returns a random number for every token, [N]. The numbers are the same in every
-        layout."""
+        """Returns a random number for every token, [N]. The random numbers are the same in every
+        parallel layout."""
         return uniform(self.seed, batch.step, batch.index)
 
     def candidates(self, batch: TokenBatch, known: Statistics) -> Tensor:

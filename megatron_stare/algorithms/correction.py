@@ -1,5 +1,5 @@
-"""Importance correction, because the engine that samples and the trainer that learns are not
-exactly the same policy.
+"""Importance correction weights the policy loss, because the engine that samples and the trainer
+that learns are not exactly the same policy.
 
     r = p_train / p_rollout = exp(ln p_old - ln p_rollout)
     R = r (token), or over the response the product of r (sequence) or exp(mean ln r) (geometric)
@@ -9,10 +9,10 @@ exactly the same policy.
     icepop     weight R inside [low, high], else 0; the token stays in the denominator
     mask       weight R, tokens outside [low, high] leave loss and denominator        MIS
 
-The weight is detached and multiplies the policy loss after clipping. fengyao.notion.site
-(off-policy-rl) describes truncated importance sampling. "When Speed Kills Stability" (Liu, Li et
-al. 2025) describes masking and the ratio of a whole response. The modes and the veto follow slime's
-mis.py.
+The importance weight is detached, and multiplies the policy loss after clipping.
+fengyao.notion.site (off-policy-rl) describes truncated importance sampling. "When Speed Kills
+Stability" (Liu, Li et al. 2025) describes masking and the ratio of a whole response. The modes and
+the veto follow slime's mis.py.
 """
 
 from __future__ import annotations

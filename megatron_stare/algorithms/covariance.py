@@ -2,8 +2,8 @@
 
     cov_{i,t} = (A - mean A) (ln p - mean ln p)
 
-The means are taken over the tokens of the whole batch. The released code takes the means per
-micro-batch.
+The means of advantage and log-prob are taken over the tokens of the whole batch. The released code
+takes both means per micro-batch.
 """
 
 from __future__ import annotations
@@ -34,6 +34,6 @@ def covariance(batch: TokenBatch, statistics: Statistics) -> Tensor:
 
 
 def budget(statistics: Statistics, share: float) -> Tensor:
-    """Returns the number of tokens to select, max(1, int(N share)), 0-dim. The number is rounded
-    down, unlike the top-k counts of STARE and 20-Entropy."""
+    """Returns the number of tokens to select, max(1, int(N share)), 0-dim. The number of tokens is
+    rounded down, unlike the top-k counts of STARE and 20-Entropy."""
     return (scalar(statistics, "cov/tokens").to(torch.float64) * share).floor().clamp_min(1)

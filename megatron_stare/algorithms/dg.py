@@ -7,11 +7,11 @@ its advantage and surprisal.
 Rare tokens of right answers get a weight near 1, rare tokens of wrong answers a weight near 0, and
 common tokens 1/2. DG therefore acts like STARE's C2, but needs no quantile, no gate and no
 collective operation. The paper does not clip the ratio. In the paper, p is the probability under
-the policy that is being updated. The setting `statistics.surprisal: current` uses this p; it
-differs from the default only if a batch gets several updates. The setting `entropy_target` is not
-in the paper. With `entropy_target`, the weights act only while the mean entropy of the batch is
-below the target. Otherwise every token has the weight 1/2, so that the gate does not change the
-size of a step.
+the policy that is being updated. The setting `statistics.surprisal: current` takes p from that
+policy. This setting differs from the default only if a batch gets several updates. The setting
+`entropy_target` is not in the paper. With `entropy_target`, the weights act only while the mean
+entropy of the batch is below the target. At or above the target, every token has the weight 1/2, so
+that the gate does not change the size of a step.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ coefficient c is fixed, or adjusted so that the entropy reaches a target (Skywor
     step k uses      c_k if the entropy was below target after step k - 1, else 0
     afterwards       c <- clip(c + delta if H_k < target else c - delta, min, max)
 
-The state is updated after the step, so the bonus reacts one step late, as published. The first step
-uses the initial c.
+The coefficient is updated after the step, so the bonus reacts one step late, as published. The
+first step uses the initial c.
 """
 
 from __future__ import annotations

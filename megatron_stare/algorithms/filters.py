@@ -23,7 +23,8 @@ class Filter(Protocol):
 
     @property
     def leaves_count(self) -> bool:
-        """Tells whether removed tokens also leave the denominator of the loss."""
+        """Tells whether the tokens that the filter removes also leave the denominator of the
+        loss."""
 
     def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         """Returns requests for statistics over the tokens that earlier filters kept."""

@@ -1,4 +1,5 @@
-"""The norm of a step's gradient in the logits, and STAPO's bounds on it (arXiv 2602.15620).
+"""The norm of a step's gradient with respect to the logits, and STAPO's bounds on the norm (arXiv
+2602.15620).
 
 Let w be the derivative of the objective with respect to the log-prob of the sampled token a. The
 gradient with respect to the logits at the position of a is w (one_hot(a) - p). For a vocabulary of
@@ -8,10 +9,10 @@ V entries, the squared norm of the gradient has these bounds:
     w^2 (1 - 2 p_a + e^-H)  <=  |grad|^2  <=  w^2 (2 - 2 p_a - C_V H^2)
     C_V = (V - 1) / (V ln^2 V)
 
-The bounds hold because e^-H <= sum p^2 <= 1 - C_V H^2. The bounds need only p_a and H. The norm
-itself needs sum p^2, which vocab_parallel.py computes. Every token has its own logits, so the
-squared norms of tokens add up. At temperature T, the gradient is taken with respect to the logits
-before their division by T, so every norm has a factor 1 / T.
+The bounds hold because e^-H <= sum p^2 <= 1 - C_V H^2. The bounds can be computed from p_a and H
+alone. The norm itself also needs sum p^2, which vocab_parallel.py computes. Every token has its own
+logits, so the squared norms of tokens add up. At temperature T, the gradient is taken with respect
+to the logits before their division by T, so every norm has a factor 1 / T.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ def squared_norm(log_prob: Tensor, sum_p2: Tensor) -> Tensor:
 
 
 def lower_bound(log_prob: Tensor, entropy: Tensor) -> Tensor:
-    """Returns lower bounds of `squared_norm`, [N] float64: the larger of 0 and the paper's
-    bound."""
+    """Returns lower bounds of `squared_norm`, [N] float64. A lower bound is the larger of 0 and the
+    paper's bound."""
     return (1 - 2 * log_prob.double().exp() + (-entropy.double()).exp()).clamp_min(0)
 
 
@@ -159,7 +160,7 @@ def cell_requests(batch: TokenBatch) -> Mapping[str, Request]:
 def cell_metrics(statistics: Statistics) -> dict[str, Tensor]:
     """Returns `gradient/token_norm_<n>` and `gradient/token_share_<n>`, 0-dim. The norm is
     |one_hot(a) - p|, the norm of the unweighted gradient of a token's own log-prob, as in STAPO's
-    figure. The gradient is taken with respect to the logits after the division by the
+    figure. The gradient is taken with respect to the logits after their division by the
     temperature."""
     tokens, norms = tensor(statistics, "norm/cell_tokens"), tensor(statistics, "norm/cell")
     means, shares = norms / tokens.clamp_min(1), tokens / tokens.sum().clamp_min(1)

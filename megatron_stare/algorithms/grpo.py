@@ -18,7 +18,7 @@ from megatron_stare.algorithms.clipped import Clipped
 
 @dataclass(frozen=True, kw_only=True)
 class Grpo(Clipped):
-    """Settings of GRPO, besides those of clipped.py and policy.py.
+    """Settings of GRPO, in addition to the settings of clipped.py and policy.py.
 
     aggregation: 'sequence_mean' averages over each response's tokens and then over responses, as in
         the paper. 'token_mean' averages over all tokens, as in DAPO and in most later code.

@@ -2,16 +2,16 @@
 with the mean entropy of the response.
 
 Let E be the mean entropy of a response under the old policy. Let n and m be the numbers of correct
-and wrong responses to the prompt. For a correct response, the sum is over the prompt's correct
-responses. For a wrong response, the sum is over the prompt's wrong responses.
+and wrong responses to the prompt. The sum in the reward of a correct response is over the prompt's
+correct responses. The sum in the reward of a wrong response is over the prompt's wrong responses.
 
     correct   r = beta1 + beta2 n E / sum E
     wrong     r = -beta1 - beta2 m (1 / E) / sum (1 / E)
     A = (r - mean) / std over the prompt group
     J = mean_i min(w A, clip(w) A),        w_i = mean_t rho_{i,t}
 
-w is the arithmetic mean of the token ratios (eq. 11). `ratio: geometric` uses the geometric mean of
-appendix C.
+The ratio w of a response is the arithmetic mean of the response's token ratios (eq. 11). The
+setting `ratio: geometric` uses the geometric mean of appendix C.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class GrpoS(Clipped):
         inverse = 1 / (entropy + self.eps)
 
         def share(x: Tensor, among: Tensor) -> Tensor:
-            """Returns each x times n / s, [B]. n is the number of the prompt group's responses in
-            `among`, and s is the sum of x over these responses."""
+            """Returns x n / s for each response, [B]. n is the number of the prompt group's
+            responses in `among`, and s is the sum of x over these responses."""
             zeros = torch.zeros(batch.num_groups, dtype=torch.float64, device=x.device)
             number = zeros.index_add(0, groups, among.to(torch.float64))
             total = zeros.index_add(0, groups, torch.where(among, x, 0.0))

@@ -8,21 +8,22 @@ the old policy at a token:
     wrong     r = -alpha1 - alpha2 h_t (1 / H) / sum (1 / H)
     A = (r - mean) / std over the tokens,        J = (1 / N) sum_{i,t} min(rho A, clip(rho) A)
 
-Read literally, eq. 6 takes mean and std over correct tokens and over wrong tokens separately; this
-is the setting 'separate'. With 'separate', the mean advantage over the correct tokens is exactly 0,
-and so is the mean advantage over the wrong tokens. The outcome then cancels, and the policy learns
-from the entropy alone. The default, 'joint', takes mean and std over all tokens. With 'joint', the
-mean advantage is positive over a prompt's correct tokens and negative over the prompt's wrong
-tokens. 'joint' can still give a token an advantage of the wrong sign. If few tokens are wrong, the
-overall mean lies near the mean of the correct tokens, so correct tokens with a small share of the
-entropy get a negative advantage. If few tokens are correct, wrong tokens with a small share of the
-inverse entropy get a positive advantage.
+The setting 'separate' reads eq. 6 literally, and takes mean and std over correct tokens and over
+wrong tokens separately. With 'separate', the mean advantage over the correct tokens is exactly 0,
+and so is the mean advantage over the wrong tokens. With 'separate', the outcome therefore cancels,
+and the policy learns from the entropy alone. The default, 'joint', takes mean and std over all
+tokens. With 'joint', the mean advantage is positive over a prompt's correct tokens and negative
+over the prompt's wrong tokens. 'joint' can still give a token an advantage of the wrong sign. If
+few tokens are wrong, the overall mean lies near the mean of the correct tokens, so correct tokens
+with a small share of the entropy get a negative advantage. If few tokens are correct, wrong tokens
+with a small share of the inverse entropy get a positive advantage.
 
 Tokens that are normalised together get advantage 0 if their rewards differ by rounding only.
 Dividing by a spread of rounding errors would turn the errors into advantages of several units. For
 example, with 'separate', each token of a prompt's only correct response has the share 1, so the
 rewards of these tokens differ by rounding only. The paper's words "Entropy clipped at 0.2 and 0.28"
-are read here as DAPO's bounds of the ratio. The setting `entropy_clamp` is the literal reading.
+are read here as DAPO's bounds of the ratio. The setting `entropy_clamp` follows the literal reading
+of these words.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Gtpo(Clipped):
         shape the rewards. If `entropy_clamp` is null, entropies are not clamped.
     correct_from: the lowest reward that counts as correct.
     eps: a number that is added to every entropy and to the standard deviation, so that no divisor
-        is 0 (remark 2.1). The paper adds eps to the sum of the entropies instead. With the paper's
-        form, the share of a single response differs from 1.
+        is 0 (remark 2.1). The paper adds eps to the sum of the entropies, not to every entropy.
+        With the paper's form, the share of a single response differs from 1.
     """
 
     clip_high: float = 0.28
@@ -161,8 +162,9 @@ class Gtpo(Clipped):
         ) + self.eps
 
     def _scope(self, batch: TokenBatch) -> tuple[Tensor, int]:
-        """Returns, for each token, the index of the set of tokens that the token is compared with,
-        [N]. Also returns the number of sets. A set is a prompt group or the whole batch."""
+        """Returns for each token the index of its comparison set, [N], and the number of comparison
+        sets. A token is compared with the tokens of its comparison set, which is a prompt group or
+        the whole batch."""
         group = _whole(batch.groups)[batch.sequence]
         return (group, batch.num_groups) if self.scope == "group" else (torch.zeros_like(group), 1)
 

@@ -2,8 +2,8 @@
 
     J = (1 / N) sum_{i,t} min(rho A, clip(rho, 1 - 0.2, 1 + 0.28) A), dual clip 10
 
-JustRL uses no KL penalty, no entropy term, no dynamic sampling and no length penalty. The settings
-are those of thunlp/JustRL.
+JustRL uses no KL penalty, no entropy term, no dynamic sampling and no length penalty. The default
+settings are taken from the repository thunlp/JustRL.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ A training step:
 4. For every mini-batch, the trainer computes the statistics of `requests` over that mini-batch
    alone. The trainer then calls `token_loss` and `coefficients` on each micro-batch.
 
-The training loss is the sum over tokens of coefficient times token loss. In shapes, B is the number
-of samples, and N is the number of response positions in the batch that is passed in.
+The training loss is the sum of coefficient times token loss over all tokens. In shapes, B is the
+number of samples, and N is the number of response positions in the batch that is passed in.
 """
 
 from __future__ import annotations

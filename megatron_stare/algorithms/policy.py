@@ -131,8 +131,8 @@ class PolicyGradient(Method):
 
     @property
     def reads_log_prob_pass(self) -> str | None:
-        """Returns why the add-ons need the log-prob pass, or None; see Method. A subclass whose own
-        loss needs the log-prob pass overrides this property."""
+        """Returns the reason why the add-ons need the log-prob pass, or None if no add-on needs it;
+        see Method. A subclass whose own loss needs the log-prob pass overrides this property."""
         if self.correction is not None:
             return (
                 "the importance correction compares old log-probs with the engine's before the loss"

@@ -1,22 +1,23 @@
 """Computes to first order how a policy-gradient step changes the entropy (STARE, arXiv 2606.19236,
 section 3 and appendix D).
 
-Let a step sample token a with advantage A and move the logits by eta A (one_hot(a) - p). The
-entropy H at the position of a then changes at the rate dH/deta = -A Phi(a). Phi(a) is the rate at
-which H falls if the advantage is 1.
+Suppose that a step samples token a with advantage A, and adds eta A (one_hot(a) - p) to the logits.
+The entropy H at the position of a then changes at the rate dH/deta = -A Phi(a). Phi(a) is the rate
+at which H falls if the advantage is 1.
 
     Phi(a) = p (ln p + H) - S2        S2 = sum_v p_v^2 (ln p_v + H) = sum p^2 ln p + H sum p^2 >= 0
     Phi(a) > 0  if and only if  s < s* = H - W0(S2 e^H)        (s = -ln p, Lambert W0)
 
-So the entropy falls for common tokens (s < s*) of positive advantage, U+, and for rare tokens of
-negative advantage, L-. The entropy rises for common tokens of negative advantage, U-, and for rare
-tokens of positive advantage, L+. The critical surprisal s* depends on the whole distribution at a
-position. All functions are elementwise over [N] positions, without host synchronisation.
+A step therefore lowers the entropy at common tokens (s < s*) of positive advantage, U+, and at rare
+tokens of negative advantage, L-. A step raises the entropy at common tokens of negative advantage,
+U-, and at rare tokens of positive advantage, L+. The critical surprisal s* depends on the whole
+distribution at a position. All functions are elementwise over [N] positions, without host
+synchronisation.
 
-At a sampling temperature T, p, H, S2, Phi and s* are those of the sampling distribution softmax(z /
-T) of the logits z. The gradient of ln p with respect to z has a factor 1 / T. The gradient of H
-with respect to z has a factor 1 / T too. The change of H per unit step in z therefore has a factor
-1 / T^2.
+At a sampling temperature T, p, H, S2, Phi and s* are the values of the sampling distribution
+softmax(z / T) of the logits z. The gradient of ln p with respect to z has a factor 1 / T. The
+gradient of H with respect to z has a factor 1 / T too. The change of H per unit step in z therefore
+has a factor 1 / T^2.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Length penalties on rewards, treatments of truncated responses, and the groups whose rewards
-differ. The functions run on whole batches, on the host.
+"""Computes length penalties on rewards, and finds the groups whose rewards differ. Defines the
+treatments of truncated responses. The functions run on whole batches, on the host.
 
 In shapes, B is the number of responses, and G is the number of prompt groups.
 """
@@ -52,11 +52,11 @@ class LengthPenalty:
 
     A group is easy if its share of correct responses is at least `easy_from`, and hard if the share
     is at most 1 - easy_from. Every other group is medium. Let L = max((shortest + longest) / 2,
-    mean). In an easy group, L is taken over the lengths of the correct responses. In a medium
-    group, L is taken over the lengths of all responses. The penalty of a correct response of length
-    n is 0 for n < L, -(n - L) / (2 L) for n up to 2 L, and -1/2 for larger n. Hard groups get no
-    penalty. A medium group in which at most half of the responses are correct gets no penalty
-    either; the paper leaves this case open.
+    mean) for a set of response lengths. In an easy group, L is taken over the lengths of the
+    correct responses. In a medium group, L is taken over the lengths of all responses. The penalty
+    of a correct response of length n is 0 for n < L, -(n - L) / (2 L) for n up to 2 L, and -1/2 for
+    larger n. Hard groups get no penalty. A medium group in which at most half of the responses are
+    correct gets no penalty either; the paper leaves this case open.
 
     easy_from: the paper's gamma_1. The paper gives no number for gamma_1.
     correct_from: the lowest reward that counts as correct.
@@ -87,7 +87,7 @@ class LengthPenalty:
             lengths: [B] int64 tokens of each response.
             correct: [B] bool.
             groups: [B] int64 from 0.
-            counted: [B] bool, the responses that count.
+            counted: [B] bool, the responses that count in their groups.
         """
         regime = self.regimes(correct, groups, counted)
         size, right = _per_group(counted, groups), _per_group(counted & correct, groups)
@@ -109,9 +109,9 @@ def _per_group(flags: Tensor, groups: Tensor) -> Tensor:
 
 
 def _typical_length(n: Tensor, groups: Tensor, over: Tensor, number: int) -> Tensor:
-    """Returns a typical length of each group, [G]: max((shortest + longest) / 2, mean) of the
-    group's selected lengths. The mask `over` selects the lengths. Returns 1 for a group without a
-    selected length."""
+    """Returns a typical length of each group, [G], which is max((shortest + longest) / 2, mean) of
+    the group's selected lengths. The mask `over` selects the lengths. Returns 1 for a group without
+    a selected length."""
     infinite = torch.full((number,), torch.inf, dtype=n.dtype)
     low = infinite.scatter_reduce(0, groups, torch.where(over, n, torch.inf), "amin")
     high = (-infinite).scatter_reduce(0, groups, torch.where(over, n, -torch.inf), "amax")
@@ -124,7 +124,7 @@ def _typical_length(n: Tensor, groups: Tensor, over: Tensor, number: int) -> Ten
 
 def informative_groups(values: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
     """Tells for each group whether its counted responses have different values, [G] bool. The mask
-    `counted` [B] selects the counted responses. DAPO's dynamic sampling keeps only the groups with
-    True."""
+    `counted` [B] selects the counted responses. DAPO's dynamic sampling keeps only the groups for
+    which the result is True."""
     number = int(groups.max()) + 1 if groups.numel() else 0
     return ~all_equal(values.to(torch.float64), groups, counted, number)

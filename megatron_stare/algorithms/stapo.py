@@ -5,9 +5,9 @@ answer contains by accident.
     J = (1 / sum I) sum_{i,t} I min(rho A, clip(rho, 1 - low, 1 + high) A)
 
 The candidates are the tokens with p < tau_p in correct responses. In v4 of the paper, tau_h is the
-q-quantile of the entropies of all candidates of the batch. In v1, tau_h is the q-quantile of the
-entropies of all tokens. Comparisons are strict. If there are no candidates, no token is silenced.
-No official code is known.
+q-quantile of the entropies of all candidates of the batch. In v1 of the paper, tau_h is the
+q-quantile of the entropies of all tokens. Comparisons are strict. If there are no candidates, no
+token is silenced. No official code is known.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class SpuriousTokens:
-    """STAPO's mask as a filter, with the settings of Stapo."""
+    """Filter that applies STAPO's mask, with the settings of Stapo."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
@@ -100,8 +100,8 @@ class Stapo(Grpo):
     version: the version of the paper. 'v4' takes the entropy quantile over the candidates. 'v1'
         takes the entropy quantile over all tokens.
     quantile: q, which is 0.75 in v4 of the paper. v1 of the paper gives two values, 0.8 and 0.2.
-    interpolation: how the quantile interpolates between two entropies. The paper does not specify
-        the interpolation.
+    interpolation: the way in which the quantile interpolates between two entropies. The paper does
+        not specify the interpolation.
     denominator: 'kept' divides the loss by the number of kept tokens, as in the paper. 'all'
         divides the loss by the number of all tokens.
     """

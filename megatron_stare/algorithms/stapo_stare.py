@@ -2,10 +2,10 @@
 
 STAPO and STARE treat improbable tokens of correct answers differently. STAPO silences the
 improbable tokens of low entropy, and STARE amplifies all improbable tokens. Here the mask comes
-first. A token that the mask removes is not in the loss, not in N and not among STARE's candidates.
-Among the improbable tokens of correct answers, STARE therefore amplifies only tokens of high
-entropy. The gate still uses the mean entropy of all response tokens. This combination is not from a
-paper, and no paper has run it.
+first. A token that STAPO's mask removes has no loss, does not count in N, and is not one of STARE's
+candidates. Among the improbable tokens of correct answers, STARE therefore amplifies only tokens of
+high entropy. STARE's gate still uses the mean entropy of all response tokens. The combination of
+STAPO and STARE is not from a paper, and no paper has run it.
 """
 
 from __future__ import annotations

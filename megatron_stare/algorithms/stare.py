@@ -1,9 +1,9 @@
 """STARE (arXiv 2606.19236) reweights advantages by surprisal while its target-entropy gate is open.
 
 While the batch's mean entropy is below its target, STARE multiplies the advantages of the tokens
-that move entropy most. L+ contains the tokens of highest surprisal, a share P of all tokens with
-positive advantage. L- contains the tokens of highest surprisal, a share P of all tokens with
-negative advantage. A variant reweights L+, L- or both.
+that move entropy most. L+ is the share P of highest surprisal among the tokens with positive
+advantage. L- is the share P of highest surprisal among the tokens with negative advantage. A
+variant of STARE reweights L+, L- or both.
 
     w = 1 + g (W - 1) on L+      w = 1 - g (1 - M) on L-      w = 1 elsewhere
     g = 1[mean H < target]
@@ -122,8 +122,7 @@ class Stare(Grpo):
     variant: the name of a variant in the paper. 'O1' amplifies L+ by W, 'O4' attenuates L- by M,
         and 'C2' does both. In the ablation, 'O2' attenuates U+ and 'O3' amplifies U-. 'C1' combines
         O1 and O3, 'C3' combines O2 and O3, and 'C4' combines O2 and O4.
-    share: P, the selected share of the tokens of positive advantage, and the same share of the
-        tokens of negative advantage.
+    share: P, the share that L+ or L- selects among all tokens whose advantages have the set's sign.
     rare_below: a fixed probability bound, which replaces P. A token with a probability below the
         bound is rare. If `rare_below` is null, `share` decides which tokens are rare.
     common: the tokens in U+ and U-. 'complement' takes all tokens that are not rare. 'bottom' takes
@@ -199,7 +198,7 @@ class Stare(Grpo):
 
     @property
     def selection(self) -> Selection:
-        """Returns the rule that separates rare tokens from common ones."""
+        """Returns the rule that separates rare tokens from common tokens."""
         return Selection(self.share, self.common, self.rare_below)
 
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:

@@ -74,7 +74,7 @@ def token_sets(variant: Variant) -> tuple[TokenSet, ...]:
 
 @dataclass(frozen=True)
 class Selection:
-    """Rule that separates rare tokens from common ones.
+    """Rule that separates rare tokens from common tokens.
 
     share: P, the share of tokens that the sets select.
     rare_below: the probability below which a token is rare. If `rare_below` is None, `share`

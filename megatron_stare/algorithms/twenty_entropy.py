@@ -5,11 +5,11 @@ tokens of highest entropy.
         their advantage
     J = (1 / sum I) sum_{i,t} I min(rho A, clip(rho, 1 - low, 1 + high) A)
 
-The official code takes the top k per micro-batch. This file takes the top k over the whole batch.
-TRL divides the loss by all tokens instead of the kept tokens, as `denominator: all` does. The loss
-is then about five times smaller. N is the number of tokens with a nonzero advantage. Read
-literally, the paper counts all response tokens, even tokens with advantage 0, as `candidates: all`
-does.
+The official code selects the k tokens of largest entropy per micro-batch. This file selects the k
+tokens of largest entropy over the whole batch. TRL divides the loss by all tokens instead of the
+kept tokens, as `denominator: all` does. With `denominator: all`, the loss is about five times
+smaller. N is the number of tokens with a nonzero advantage. Read literally, the paper takes the
+share of all response tokens, even of tokens with advantage 0, as `candidates: all` does.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class HighEntropyTokens:
-    """20-Entropy's mask as a filter, with the settings of TwentyEntropy."""
+    """Filter that applies 20-Entropy's mask, with the settings of TwentyEntropy."""
 
     share: float
     rule: Literal["top_k", "quantile"]

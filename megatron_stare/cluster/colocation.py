@@ -10,8 +10,8 @@
 
 Optimizer state and KV cache are never on a device at the same time. A rank loads the parts that a
 call needs (Trainer.onload). This module decides when the trainer offloads, what the servers hold in
-memory, and when a lost server may restart. A lost server restarts only in rollout and eval, because
-a server sizes its cache by the free memory.
+memory, and when a lost server may restart. A lost server restarts only in the phases rollout and
+eval, because a server sizes its cache by the free memory.
 """
 
 from __future__ import annotations

@@ -110,8 +110,8 @@ def _engines(config: Config) -> str:
 
 
 class InlineRunner:
-    """Runs one rank and all engines in this process. Preflight has refused every layout with more
-    than one rank.
+    """Runs one rank and all engines in this process. Preflight refuses every layout with more than
+    one rank.
 
     Args:
         tell: a function that gets a line of text before each start that takes seconds.

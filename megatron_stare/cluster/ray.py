@@ -191,7 +191,7 @@ class Actor:
             return getattr(self._worker, name)(*args)
 
     def close(self) -> None:
-        """Closes the worker, if one was made."""
+        """Closes the worker, if the actor has made a worker."""
         if self._worker is not None:
             with self._beats.call("close"):
                 self._worker.close()
@@ -240,8 +240,8 @@ class RayWorkers(RayPeers):
     """Workers that each run in a Ray actor of their own. `close` ends the actors.
 
     Args:
-        makers: functions that each start one actor at the actor's place. An actor's function is
-            called again to replace the actor.
+        makers: functions, one for each actor, that start the actor at its place. An actor's
+            function is called again to replace the actor.
     """
 
     def __init__(self, makers: Sequence[Callable[[], Any]], what: str, timeout_s: float) -> None:
@@ -284,7 +284,8 @@ class RayWorkers(RayPeers):
         )
 
     def replace(self, worker: int) -> None:
-        """See Workers. The new actor has the same resources, bundle and environment."""
+        """See Workers. The new actor has the same resources, bundle and environment as the lost
+        actor."""
         _end([self._actors[worker]], ENDED_S)  # first, since it may hold resources of the new actor
         with self._closing:
             if self._closed:
@@ -506,7 +507,7 @@ def find_lost(error: Exception, workers: RayWorkers | None, what: str) -> Worker
 
 class Reservation:
     """Reservation of a plan's GPUs in a placement group. The ranks of each node have one bundle,
-    and so has each replica part with its own GPUs.
+    and each replica part with its own GPUs has one bundle.
 
     Args:
         wait_s: the longest wait until the cluster has reserved the GPUs, seconds.

@@ -26,8 +26,8 @@ def ended(node: Any) -> str | None:
     """Returns a message if an essential Ray process has ended, or None if all are alive.
 
     Args:
-        node: Ray's record of the processes that Ray started on this machine. None if Ray started no
-            process.
+        node: Ray's record of the processes that Ray started on this machine, or None if Ray started
+            no processes.
     """
     dead = () if node is None else node.dead_processes()
     return next(
@@ -51,8 +51,8 @@ def half_started(error: BaseException) -> Any:
 @contextlib.contextmanager
 def nothing_left(node: Any) -> Iterator[None]:
     """Context manager around a shutdown of Ray. Ray does not end its workers if an essential
-    process of Ray had ended before the shutdown. In that case, kills the workers that do not end
-    within LEFT_S after the shutdown."""
+    process of Ray had ended before the shutdown. If an essential process had ended, kills the
+    workers that do not end within LEFT_S after the shutdown."""
     broken = ended(node) is not None
     agents = [each.process.pid for each in node.all_processes.get("raylet", ())] if broken else []
     started = [process for agent in agents for process in _below(agent)]
@@ -120,9 +120,10 @@ def _agent_of(process: psutil.Process) -> int | None:
 def own_group() -> Iterator[None]:
     """Context manager in which new processes are started in a separate process group.
 
-    A shell or `timeout` signals a whole process group. A signal to Ray's processes would end them
-    at once, together with the ranks that must save the last step. A process that leads its session
-    cannot change its group. If this process leads its session, new processes stay in its group.
+    A shell or `timeout` signals a whole process group. A signal to Ray's processes would end the
+    processes at once, together with the ranks that must save the last step. A process that leads
+    its session cannot change its group. If this process leads its session, new processes stay in
+    its group.
     """
     mine = os.getpgrp()
     # keeps the new process group alive

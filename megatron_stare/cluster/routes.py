@@ -19,7 +19,7 @@ class Door:
     """A listening port on the node of a future server.
 
     node: name of the node.
-    id: the cluster's id of the node.
+    id: the id of the node in the cluster.
     address: host:port.
     """
 

@@ -117,7 +117,7 @@ class TrainerGroup:
         """Context manager that profiles some ranks and writes their traces to the folder.
 
         Args:
-            note: receives a message for every trace that could not be written.
+            note: a function that gets a message for every trace that could not be written.
         """
         workers = self._workers
         workers.wait([workers.start_on(rank, "begin_profile") for rank in ranks])
@@ -153,8 +153,8 @@ class TrainerGroup:
         """Compares the engines' log-probs of the last batch with the trainer's log-probs.
 
         Args:
-            temperature: the temperature at which the trainer's log-probs are recomputed. If it is
-                None, the log-probs of `compute_log_probs` are used.
+            temperature: the temperature at which the trainer's log-probs are recomputed. If
+                `temperature` is None, the log-probs of `compute_log_probs` are used.
         """
         if self._last is None:
             raise RuntimeError("there is no batch before compute_log_probs()")

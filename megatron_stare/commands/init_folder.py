@@ -255,7 +255,7 @@ def _write(folder: Path, model: _Model | None, data: str | None, columns: Column
 
 
 def _quoted(text: str) -> str:
-    """Returns the text as a quoted YAML string. The quotes are those of JSON. Characters beyond
+    """Returns the text as a quoted YAML string. The text is quoted as in JSON. Characters beyond
     ASCII stay unescaped, because YAML reads JSON's escapes of characters beyond 16 bits
     differently."""
     return json.dumps(text, ensure_ascii=False)

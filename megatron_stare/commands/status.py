@@ -29,7 +29,7 @@ RECENT = 20  # steps over which rates are averaged
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The newest result on a task. If `task` is "", the task is the run's own task."""
+    """The newest result on a task. If `task` is "", the result is for the run's own task."""
 
     task: str
     step: int
@@ -51,7 +51,7 @@ class Status:
     done, total: the numbers of finished and of wanted responses of the phase.
     step, steps: finished and planned steps.
     steps_per_h, tokens_per_s, samples_per_s: mean rates of the newest steps, without evaluations
-        and checkpoints. Only tokens and samples that were trained on are counted.
+        and checkpoints. The rates count only tokens and samples that were trained on.
     left_s: seconds until the last step, estimated from the times of recent steps.
     planned: predicted and measured values of the run; see docs/planning.md.
     checkpoint, checkpoint_age_s: step and age of the newest complete checkpoint.

@@ -1,4 +1,4 @@
-"""Configuration of engines that run without a trainer beside them."""
+"""Configuration of engines that run without a trainer on the same GPUs."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Format versions of a run's config.yaml and of the run_state.json in its checkpoints.
 
-Both files contain the number FORMAT under "format". A file without a number has format 1. Files of
-older releases are upgraded when read, one format at a time. Only a resumed run writes the upgraded
-files. An incompatible change of config.yaml or run_state.json needs one more entry in UPGRADES and
-no other code.
+Both files contain the number FORMAT under "format". A file without a number has format 1. When a
+file of an older release is read, it is upgraded one format at a time. Only a resumed run writes the
+upgraded files. An incompatible change of config.yaml or run_state.json needs one more entry in
+UPGRADES and no other code.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _servers_that_are_used(config: Tree) -> Tree:
 
 def _cache_of_the_device(config: Tree) -> Tree:
     """Removes cache_tokens if its value is the default of format 2, which was meant for CPU
-    servers. The default is now null, which means the same size on a CPU."""
+    servers. The default of cache_tokens is now null, which means the same size on a CPU."""
     sglang = config.get("sglang", {})
     if sglang.get("cache_tokens") != FORMER_CACHE_TOKENS:
         return config
@@ -78,7 +78,7 @@ def _without_rollbacks(run_state: Tree) -> Tree:
 
 def with_new_names(config: Tree) -> Tree:
     """Moves every section of RENAMED to its new name, and the settings of `services` to their
-    sinks. Does not add the new sections if the configuration lacks the former sections."""
+    sinks. Adds no new section for a former section that the configuration lacks."""
     config = dict(config)
     if "services" in config:
         services, watched = config.pop("services") or {}, config.get("observability") or {}
@@ -147,8 +147,8 @@ class Upgrade:
 
 
 def _of_unknown_inputs(run_state: Tree) -> Tree:
-    """Adds empty digests of prompt inputs, because format 3 did not record the tokenizer and the
-    chat template. Format 3 did not record checksums of checkpoints either."""
+    """Adds empty digests of prompt inputs. Format 3 recorded neither the tokenizer and the chat
+    template nor the checksums of checkpoints."""
     return {**run_state, "inputs": {}}
 
 

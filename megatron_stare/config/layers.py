@@ -1,8 +1,8 @@
 """Builds a configuration from layers. The files in `defaults` are the lowest layers. The file
 itself is the next layer, and the overrides of the command line are the highest layers.
 
-Sections are merged key by key, and the upper layer wins. A layer that names another method or
-extension is an exception: it discards the settings of the previous method or extension.
+Sections are merged key by key, and the upper layer wins. As an exception, a layer that names
+another method or extension discards the settings of the previous method or extension.
 """
 
 from __future__ import annotations

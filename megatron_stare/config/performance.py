@@ -1,11 +1,11 @@
-"""Settings of `performance`, one row per setting. The settings save time or memory without changing
-results.
+"""Settings of `performance`, one row per setting. The settings of `performance` save time or memory
+without changing results.
 
 A row contains the fields of Megatron that the setting sets, the setting's requirements, the tests
 that cover the setting, and the check of scripts/gpu_check.sh that tests the setting. `chosen`
 decides whether a setting that is left at null is on. On a GPU, such a setting is on if it is
 tested, and if the device and the run meet the setting's requirements. A setting is tested if tests
-cover the setting (`covered`), or if the result of its check is committed (`proven`).
+cover it (`covered`), or if the result of its check is committed (`proven`).
 tests/test_performance.py compares `proven` with the committed result. The value
 `performance.automatic: false` turns off all settings that are left at null. A new setting needs a
 row here and a field in config/training_sections.py.
@@ -386,8 +386,8 @@ def check_device_performance(performance: PerformanceConfig) -> None:
 
 def hints(config: Config) -> list[str]:
     """Returns lines for --dry-run, one for each setting that is off on this process's device. A
-    line gives the reason, and the way to turn the setting on. The line of a setting that is not
-    offered gives only the reason."""
+    line gives the reason, and the way to turn the setting on. If a setting is not offered, the line
+    gives only the reason."""
     lines = [
         f"off: performance.{name}, {reason}; performance.{name}=true turns it on"
         for name, reason in reasons(config).items()

@@ -218,7 +218,7 @@ def _engine(config: Config, kind: type) -> list[Change]:
 class ChangedRun(ResolvedRun):
     """A run whose method differs from the method in the run's configuration.
 
-    changed: the method that the run uses. If it is None, the run uses the configured method.
+    changed: the method that the run uses. If `changed` is None, the run uses the configured method.
     """
 
     changed: Method | None = None

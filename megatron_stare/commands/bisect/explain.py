@@ -2,9 +2,9 @@
 every step.
 
 `explain` answers three questions in this order. Do the repeated unchanged steps reproduce the
-record? If the unchanged steps do not reproduce the record, which change reproduces more steps bit
-for bit, or brings every figure that differs back to the record? Does a harmless change, such as
-another layout, affect the first step by more than rounding, or does the record contradict its
+record? If the unchanged steps do not reproduce the record, does a change reproduce more steps bit
+for bit, or bring every figure that differs back to the record? Does a harmless change, such as
+another layout, affect the first step by more than rounding, or does the record contradict the
 configuration?
 """
 

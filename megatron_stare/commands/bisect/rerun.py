@@ -50,7 +50,7 @@ SETTINGS: dict[str, Any] = {
 
 def prepare(run: Path, checkpoint: Path, folder: Path, settings: Mapping[str, Any]) -> None:
     """Makes a run directory that continues from another run's checkpoint. The new run directory
-    links the checkpoint's files, which are never written to.
+    links to the checkpoint's files, because these files are never written to.
 
     Args:
         settings: settings by dotted key, which replace the run's settings. The value None means the

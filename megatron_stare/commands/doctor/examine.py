@@ -76,7 +76,7 @@ def served_by(config: Config | None) -> str | None:
 
 
 def of_machine(facts: Facts, config: Config | None, addresses: Sequence[str] = ()) -> list[Finding]:
-    """Runs the checks that only need one machine's facts."""
+    """Runs the checks that need only the facts of one machine."""
     tensor = config.parallel.tensor if config else 1
     found = [*check_versions(facts, config), *check_limits(facts), check_shared_memory(facts)]
     if facts.gpus:

@@ -88,8 +88,9 @@ class Facts:
     apex_is_nvidias: true if NVIDIA's compiled optimizers (amp_C) are installed.
     gpus: memory of each GPU, bytes.
     topology: the table of `nvidia-smi topo -m`, which is empty if there are no GPUs.
-    limits: the soft limits by name. The value -1 means that there is no limit.
-    shared_memory: the free and total size of /dev/shm, bytes. Both are 0 if there is no /dev/shm.
+    limits: the soft limits by name. A limit of -1 means that there is no limit.
+    shared_memory: the free and total size of /dev/shm, bytes. Both sizes are 0 if there is no
+        /dev/shm.
     interfaces: IPv4 addresses by interface.
     infiniband: names of adapters.
     clock: the machine's time, seconds since 1970.
@@ -115,7 +116,7 @@ def local_facts(served_by: str | None = None) -> Facts:
     """Collects the facts about this machine that this process can see.
 
     Args:
-        served_by: the Python interpreter of the servers' environment. None if the run starts no
+        served_by: the Python interpreter of the servers' environment, or None if the run starts no
             server.
     """
     return Facts(

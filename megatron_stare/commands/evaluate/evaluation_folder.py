@@ -9,8 +9,8 @@ and the results.
     heartbeat.json    progress of the evaluation
     blackbox/         bundle written if it hangs (docs/black_box.md)
 
-After a kill, the same command resumes the evaluation from the folder. Every response in the folder
-is complete.
+After a kill, the same command resumes the evaluation from the folder. The folder contains only
+complete responses.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Key = tuple[int, int]  # cursor of the prompt, number of the sample
 
 
 class EvaluationFolder:
-    """The folder of an evaluation, locked by one process at a time.
+    """The folder of an evaluation. Only one process at a time can lock the folder.
 
     Args:
         what: the values that responses depend on, by name. The entry `tasks` has one entry per

@@ -2,7 +2,7 @@
 
 `read` checks configuration, checkpoint and problems before any process starts. `run` starts
 engines, loads the weights and samples the missing responses. evaluation/evaluate.py computes the
-results; training uses the same file.
+results, for this command and for training.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def run(
 
     Raises:
         UserError: `out` belongs to another evaluation, or engines, verifiers or the disk fail.
-            Responses that were sampled before stay stored.
+            Responses that were sampled before the failure stay stored.
     """
     config, step = opened.config, opened.checkpoint.step
     records: dict[str, dict[str, Any]] = {}

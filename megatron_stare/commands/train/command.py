@@ -1,7 +1,7 @@
 """Defines the commands `megatron-stare train` and `megatron-stare sft`, and the arguments of both.
 Imports torch only when a command runs.
 
-The command `sft` is `train` with other defaults. By these defaults, the method learns from
+The command `sft` is `train` with other defaults. With the defaults of `sft`, the method learns from
 conversations, and no responses are sampled.
 """
 

@@ -29,7 +29,7 @@ def run(
 ) -> Path:
     """Trains as `megatron-stare train` does, with the same checks, and returns the run directory.
 
-    `run` may be called from any thread, also while an event loop runs in the thread, as in a
+    `run` may be called from any thread. An event loop may be running in that thread, as in a
     notebook. In the main thread the first Ctrl-C, or a notebook's interrupt, saves the last whole
     step and raises KeyboardInterrupt. A second interrupt ends the process.
 
@@ -75,9 +75,9 @@ def run(
 
 
 def _beside_any_loop(body: Any) -> None:
-    """Calls `body` on this thread if this thread is the main thread. Otherwise calls `body` on a
-    new thread, which has no event loop. On the main thread, `body` handles signals and starts a
-    separate thread for the run."""
+    """Calls `body` on this thread if this thread is the main thread. On any other thread, calls
+    `body` on a new thread, which has no event loop. On the main thread, `body` handles signals and
+    starts a separate thread for the run."""
     if threading.current_thread() is threading.main_thread():
         body()
         return
