@@ -1,5 +1,5 @@
-"""The command line: `megatron-stare train CONFIG key=value ...`. User errors exit with 2, without a
-traceback."""
+"""Defines the command line, `megatron-stare train CONFIG key=value ...`. A user error exits with
+code 2 and without a traceback."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from megatron_stare.process.signs_of_life import say, say_loading
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit code. 0 means that the command is done. 1 means that
-    the doctor or a bisection found a fault, or that `status` found a run dead or silent. 2 means a
-    user error. 75 means that a run saved its state and ended, on request or because its time was
-    over. 130 means that the command was interrupted. 143 means that a run was told to end."""
+    """Runs one command and returns the exit code. Code 0 means that the command is done. Code 1
+    means that the doctor or a bisection found a fault, or that `status` found a run dead or silent.
+    Code 2 means a user error. Code 75 means that a run saved its state and ended, on request or
+    because its time was over. Code 130 means that the command was interrupted. Code 143 means that
+    a run was told to end."""
     args, rest = parser().parse_known_args(argv)
     # argparse takes positionals in one run only: overrides after an option come back as unknown
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
@@ -49,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _hint(unrecognized: Sequence[str]) -> str:
-    """Returns a fix to append to the error if a setting was given with dashes, like an option; else
-    ""."""
+    """Returns a fix to append to the error message if a setting was given with dashes, like an
+    option. Otherwise returns ""."""
     for word, following in zip(unrecognized, [*unrecognized[1:], "..."], strict=True):
         key, eq, value = word.lstrip("-").partition("=")
         key = names_now(key) or key
@@ -60,7 +61,7 @@ def _hint(unrecognized: Sequence[str]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """Returns the parser of the whole command line."""
     top = argparse.ArgumentParser(
         prog=PROGRAM, description="Stable RL of reasoning models on Megatron."
     )
@@ -291,7 +292,7 @@ def _format(args: argparse.Namespace) -> None:
 
 
 def _add_convert_arguments(convert: argparse.ArgumentParser) -> None:
-    """The arguments of a conversion."""
+    """Adds the arguments of the `convert` command to its parser."""
     convert.add_argument(
         "source", type=Path, help="Hugging Face folder, distributed checkpoint or run directory"
     )

@@ -1,7 +1,8 @@
-"""The methods, one small file each, as pure tensor maths that knows nothing of ranks.
+"""Methods, one small file per method, written as tensor maths that does not depend on ranks.
 
-A method requests statistics of the whole batch and computes each token's loss from their values
-(`method.py` is the contract). YAML names a user's own method by its dotted path.
+A method requests statistics of the whole batch and computes each token's loss from these
+statistics. `method.py` defines the contract. A configuration names a user's own method by its
+dotted path.
 """
 
 from megatron_stare.process.vector_maths import settle

@@ -1,5 +1,4 @@
-"""Group-relative advantages: each response is compared with the other responses to the same
-prompt."""
+"""Group-relative advantages compare each response with the other responses to the same prompt."""
 
 from __future__ import annotations
 
@@ -25,17 +24,19 @@ def group_advantages(
     Args:
         rewards: [B] float64.
         groups: [B] int64 group numbers from 0.
-        counted: [B] bool; other responses get advantage 0 and enter no mean or deviation.
-        spread: divisor of the centred reward: 'sample' is the standard deviation with n - 1 (GRPO
-            as in verl and slime), 'population' with n, 'none' no division (Dr. GRPO, arXiv
-            2503.20783).
+        counted: [B] bool, the responses that enter the mean and the deviation. Every response that
+            is not counted gets advantage 0.
+        spread: the divisor of r - mean. 'sample' is the standard deviation with n - 1 (GRPO as in
+            verl and slime). 'population' is the standard deviation with n. 'none' does not divide
+            (Dr. GRPO, arXiv 2503.20783).
         eps: added to the standard deviation.
-        number: number of groups; None: read from `groups`, which waits for the device.
+        number: the number of groups. If `number` is None, the number is read from `groups`, which
+            makes the host wait for the device.
 
     Returns:
-        [B] float64. A group with a single counted response keeps r / (1 + eps), as in verl. If all
-        rewards of a group are equal, its advantages are exactly 0 despite rounding of the mean, so
-        that selections leave its tokens out.
+        [B] float64. In a group with a single counted response, the advantage is r / (1 + eps), as
+        in verl. If all rewards of a group are equal, the group's advantages are exactly 0, even if
+        the mean is rounded. Selections by advantage leave out tokens with advantage 0.
     """
     if number is None:
         number = int(groups.max()) + 1 if groups.numel() else 0
@@ -60,7 +61,8 @@ def group_advantages(
 
 
 def all_equal(x: Tensor, groups: Tensor, counted: Tensor, number: int) -> Tensor:
-    """[number] bool: all counted `x` [B] of the group are equal; True for an empty group."""
+    """Tells for each group whether all counted values of `x` [B] are equal, [number] bool. The
+    result is True for an empty group."""
     infinite = torch.full((number,), torch.inf, dtype=x.dtype, device=x.device)
     low = infinite.scatter_reduce(0, groups, torch.where(counted, x, torch.inf), "amin")
     high = (-infinite).scatter_reduce(0, groups, torch.where(counted, x, -torch.inf), "amax")

@@ -1,8 +1,8 @@
-"""Coefficients that turn token losses into one number, their weighted sum.
+"""Coefficients by which the token losses are weighted in the training loss.
 
-Coefficients come from counts over the whole optimizer-step batch, so the sum over ranks and
-micro-batches is the same in every layout. The exception, 'micro_batch_mean', exists to compare with
-code that averages per micro-batch.
+Coefficients come from counts over the whole batch of an optimizer step. The loss, summed over ranks
+and micro-batches, is therefore the same in every parallel layout. Only 'micro_batch_mean' depends
+on the layout; it allows comparisons with code that averages per micro-batch.
 """
 
 from __future__ import annotations
@@ -30,21 +30,25 @@ def coefficients(
     lengths: Tensor | None = None,
     length_norm: int | None = None,
 ) -> Tensor:
-    """[N] coefficients of the dtype of batch.log_prob; 0 outside batch.loss_mask.
+    """Returns coefficients, [N], in the dtype of batch.log_prob. Coefficients are 0 outside
+    batch.loss_mask.
 
     Args:
-        batch: its loss mask holds the tokens that count.
-        aggregation: sets the coefficient, with B responses of n_i counted tokens, N in all:
+        batch: the tokens. `batch.loss_mask` marks the tokens that count.
+        aggregation: the rule for the coefficient. B is the number of responses, n_i the number of
+            counted tokens of response i, and N the number of all counted tokens:
             'token_mean': 1 / N (DAPO, STARE; with a mask, the mean over kept tokens).
             'sequence_mean': 1 / (B n_i), the mean over responses of their token means (GRPO).
             'sequence_sum': 1 / B.
             'dr_grpo': 1 / (B L_max) (Dr. GRPO, arXiv 2503.20783; verl's seq-mean-token-sum-norm
                 from release 0.8).
-            'dr_grpo_verl': 1 / L_max, as verl's seq-mean-token-sum-norm up to 0.7, which forgot B.
+            'dr_grpo_verl': 1 / L_max without B, as verl's seq-mean-token-sum-norm up to release
+                0.7.
             'micro_batch_mean': (b / B) / n in a micro-batch of b responses and n counted tokens, as
-                verl's legacy actor.
+                in verl's legacy actor.
         tokens: N of the whole batch, 0-dim.
-        lengths: [B] n_i of the whole batch; None: batch.sequence_lengths and batch.num_sequences.
+        lengths: [B] n_i of the whole batch. If `lengths` is None, batch.sequence_lengths and
+            batch.num_sequences are used instead.
         length_norm: L_max.
     """
     dtype = batch.log_prob.dtype
@@ -79,7 +83,7 @@ def _lengths(batch: TokenBatch, lengths: Tensor | None) -> Tensor:
 
 
 def _responses(batch: TokenBatch, lengths: Tensor | None) -> Tensor | float:
-    """B, the number of responses with a counted token, as a number or a 0-dim tensor."""
+    """Returns B, the number of responses with a counted token, as a number or a 0-dim tensor."""
     if lengths is None:
         return float(max(batch.num_sequences, 1))
     return (lengths > 0).sum().clamp_min(1).to(batch.log_prob.dtype)

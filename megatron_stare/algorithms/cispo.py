@@ -1,11 +1,11 @@
-"""CISPO (MiniMax-M1, arXiv 2506.13585): bounds the importance weight, not the update, so every
-token keeps a gradient.
+"""CISPO (MiniMax-M1, arXiv 2506.13585) clips the importance weight instead of the update, so that
+every token keeps a gradient.
 
     J = (1 / N) sum_{i,t} sg[clip(rho, 1 - low, 1 + high)] A ln p
 
-The paper sets no lower bound (low = 1) and gives no number for the upper one; slime suggests high =
-4. Units: TRL's `epsilon_high` is the bound itself (rho <= epsilon_high); here and in slime the
-bound is 1 + high.
+The paper sets no lower bound, which is low = 1 here. The paper gives no number for the upper bound;
+slime suggests high = 4. In TRL, `epsilon_high` is the bound itself (rho <= epsilon_high). Here and
+in slime, the bound is 1 + high.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from megatron_stare.records.batch_statistics import Statistics
 class Cispo(PolicyGradient):
     """Settings of CISPO.
 
-    clip_low: distance of the weight's lower bound from 1; 1 sets no bound.
-    clip_high: distance of the weight's upper bound from 1.
-    advantage_spread: divisor of the centred reward.
+    clip_low: the distance from 1 down to the lower bound of the weight. With `clip_low` = 1, the
+        weight has no lower bound.
+    clip_high: the distance from 1 up to the upper bound of the weight.
+    advantage_spread: the divisor of a reward minus the group's mean reward (see advantage.py).
     """
 
     clip_low: float = 1.0

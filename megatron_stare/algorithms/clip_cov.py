@@ -1,12 +1,13 @@
-"""Clip-Cov (arXiv 2505.22617): a few tokens of high covariance between advantage and log-prob lose
-their loss.
+"""Clip-Cov (arXiv 2505.22617) sets the loss to 0 for a few tokens that have a high covariance
+between advantage and log-prob.
 
     candidates: low < cov < high, not already clipped
     max(1, int(share N)) of them, drawn at random, get loss 0; the denominator stays N
 
-The released code draws at least one token per micro-batch, unseeded. Here the draw is over the
-whole batch, keyed by seed, step and the token's canonical number: it is the same in every layout.
-As in the released code, clip_low and clip_high are 1, so the ratio is clipped to [0, 2].
+The released code draws at least one token per micro-batch, without a seed. This file draws the
+tokens from the whole batch. The draw depends only on the seed, the step and the canonical numbers
+of the tokens, so it is the same in every layout. As in the released code, clip_low and clip_high
+are 1, so the ratio is clipped to [0, 2].
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class ClipCov(Grpo):
     """Settings of Clip-Cov, with the defaults of the released recipe.
 
     share: the share of all tokens that get loss 0.
-    cov_low, cov_high: the bounds between which a candidate's covariance lies.
+    cov_low, cov_high: the bounds of the covariance of a token that may be drawn.
     seed: the seed of the random draw.
     """
 
@@ -75,18 +76,18 @@ class ClipCov(Grpo):
         return asked
 
     def tickets(self, batch: TokenBatch) -> Tensor:
-        """[N] random number of every token, the same in every layout."""
+        """Returns a random number for every token, [N]. The random numbers are the same in every
+        parallel layout."""
         return uniform(self.seed, batch.step, batch.index)
 
     def candidates(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """[N] bool: tokens whose covariance lies within the bounds."""
+        """Returns the tokens whose covariance lies between `cov_low` and `cov_high`, [N] bool."""
         cov = covariance(batch, known)
         return batch.loss_mask & (cov > self.cov_low) & (cov < self.cov_high)
 
     def drawable(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """Returns the candidates that keep a gradient under the ratio clip, [N] bool. The clip
-        tests the ratio of `batch.selected_by`, the log-probs that select tokens, to the old
-        log-probs."""
+        """Returns the candidates whose gradient the ratio clip does not remove, [N] bool. The ratio
+        compares the old log-probs with `batch.selected_by`, the log-probs that select tokens."""
         surrogate = clipped_surrogate(
             batch.selected_by,
             batch.old_log_prob,

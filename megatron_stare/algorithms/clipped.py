@@ -1,4 +1,5 @@
-"""Settings of the clipped surrogate, for methods that bound the ratio of each token."""
+"""Settings of the clipped surrogate, for methods that clip the ratio of new to old
+probabilities."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ METRICS = (
 class Clipped(PolicyGradient):
     """Settings of the clipped surrogate.
 
-    clip_low, clip_high: distance of the ratio's bounds from 1.
-    dual_clip: bound for negative advantages, above 1; null: off.
+    clip_low, clip_high: the distances from 1 to the lower and the upper bound of the ratio.
+    dual_clip: the bound of the ratio for negative advantages, above 1. Null turns this bound off.
     """
 
     clip_low: float = 0.2
@@ -43,7 +44,7 @@ class Clipped(PolicyGradient):
             raise ValueError("dual_clip must be above 1, or null")
 
     def token_advantages(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """[N] factor on the ratio, detached."""
+        """Returns the advantages that multiply the ratio, detached, [N]."""
         return batch.advantage
 
     def surrogate(self, batch: TokenBatch, advantage: Tensor) -> Surrogate:

@@ -1,5 +1,5 @@
-"""Importance correction: the engine that samples and the trainer that learns are not quite the same
-policy.
+"""Importance correction weights the policy loss, because the engine that samples and the trainer
+that learns are not exactly the same policy.
 
     r = p_train / p_rollout = exp(ln p_old - ln p_rollout)
     R = r (token), or over the response the product of r (sequence) or exp(mean ln r) (geometric)
@@ -9,10 +9,10 @@ policy.
     icepop     weight R inside [low, high], else 0; the token stays in the denominator
     mask       weight R, tokens outside [low, high] leave loss and denominator        MIS
 
-The weight is detached and multiplies the policy loss after clipping. fengyao.notion.site
-(off-policy-rl) describes truncated importance sampling. "When Speed Kills Stability" (Liu, Li et
-al. 2025) describes masking and the ratio of a whole response. The modes and the veto follow slime's
-mis.py.
+The importance weight is detached, and multiplies the policy loss after clipping.
+fengyao.notion.site (off-policy-rl) describes truncated importance sampling. "When Speed Kills
+Stability" (Liu, Li et al. 2025) describes masking and the ratio of a whole response. The modes and
+the veto follow slime's mis.py.
 """
 
 from __future__ import annotations
@@ -45,11 +45,13 @@ class Correction:
         'sequence' the product of a response's ratios, and 'geometric' the geometric mean of a
         response's ratios.
     low, high: the bounds of the ratio. The mode `truncate` uses only `high`.
-    reject: bounds (low, high) of a token's own ratio. In every mode, a token outside these bounds
-        is removed from the loss and from the loss's denominator. With null, no token is rejected.
+    reject: bounds (low, high) of a token's own ratio. In every mode, a token with a ratio outside
+        these bounds is removed from the loss and from the denominator of the loss. If `reject` is
+        null, no token is rejected.
     veto: the lowest ratio that a token may have. A response with a token ratio below `veto` is
-        removed from the loss and from the loss's denominator. With null, no response is removed.
-    normalise: whether every weight is divided by the mean weight of the whole batch's kept tokens.
+        removed from the loss and from the denominator of the loss. If `veto` is null, no response
+        is removed.
+    normalise: true divides every weight by the mean weight of the kept tokens of the whole batch.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -116,7 +118,8 @@ class Correction:
 
     def weights(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
         """Returns the detached factors on the policy loss, [N]. With `normalise`, every factor is 0
-        if no token is kept or icepop gives every token weight 0."""
+        if the mean weight is 0. The mean weight is 0 if no token is kept, or if icepop gives every
+        token weight 0."""
         weight = self.plain_weights(batch, statistics)
         if not self.normalise:
             return weight
@@ -124,7 +127,8 @@ class Correction:
         return torch.where(mean > 0, weight / mean, 0.0)
 
     def plain_weights(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """[N] factors before normalisation; 0 only for tokens outside icepop's bounds."""
+        """Returns the weights before normalisation, [N]. A weight is 0 only if icepop finds the
+        ratio outside the bounds."""
         level = self._ratio(batch, known)
         match self.mode:
             case "truncate":
@@ -137,7 +141,7 @@ class Correction:
                 return level
 
     def _ratio(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """[N] R of the token or of its response."""
+        """Returns the ratio R of each token or of the token's response, [N]."""
         own = _log_ratio(batch)
         if self.level == "token":
             return own.exp()

@@ -2,7 +2,8 @@
 
     cov_{i,t} = (A - mean A) (ln p - mean ln p)
 
-Means are over the tokens of the whole batch; the released code takes them per micro-batch.
+The means of advantage and log-prob are taken over the tokens of the whole batch. The released code
+takes both means per micro-batch.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ def mean_requests(batch: TokenBatch) -> Mapping[str, Request]:
 
 
 def covariance(batch: TokenBatch, statistics: Statistics) -> Tensor:
-    """[N] float64 covariance, detached; 0 outside batch.loss_mask."""
+    """Returns the detached covariance of each token, [N] float64. The covariance is 0 outside
+    batch.loss_mask."""
     centred = batch.advantage.detach().to(torch.float64) - scalar(statistics, "cov/advantage")
     spread = batch.selected_by.to(torch.float64) - scalar(statistics, "cov/log_prob")
     return torch.where(batch.loss_mask, centred * spread, 0.0)
 
 
 def budget(statistics: Statistics, share: float) -> Tensor:
-    """max(1, int(N share)) tokens, 0-dim. Rounds down, unlike the top-k counts of STARE and
-    20-Entropy."""
+    """Returns the number of tokens to select, max(1, int(N share)), 0-dim. The number of tokens is
+    rounded down, unlike the top-k counts of STARE and 20-Entropy."""
     return (scalar(statistics, "cov/tokens").to(torch.float64) * share).floor().clamp_min(1)

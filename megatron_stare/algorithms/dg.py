@@ -1,15 +1,17 @@
-"""DG, the Delightful Policy Gradient (arXiv 2603.14608): a smooth weight from advantage and
-surprisal.
+"""DG, the Delightful Policy Gradient (arXiv 2603.14608), weights each token by a smooth function of
+its advantage and surprisal.
 
     w = sigmoid(A s / eta)        s = -ln p of the sampled token
     J = (1 / N) sum_{i,t} w min(rho A, clip(rho, 1 - low, 1 + high) A)
 
 Rare tokens of right answers get a weight near 1, rare tokens of wrong answers a weight near 0, and
-common tokens 1/2. So DG acts like STARE's C2 without quantile, gate and collective. The paper has
-no clip. Its p is that of the policy that is updated: `statistics.surprisal: current`, which differs
-from the default only if a batch gets several updates. With `entropy_target`, which the paper does
-not have, the weights act only while the batch's mean entropy is below the target. Otherwise every
-token has the weight 1/2, so that the gate does not change the length of a step.
+common tokens 1/2. DG therefore acts like STARE's C2, but needs no quantile, no gate and no
+collective operation. The paper does not clip the ratio. In the paper, p is the probability under
+the policy that is being updated. The setting `statistics.surprisal: current` takes p from that
+policy. This setting differs from the default only if a batch gets several updates. The setting
+`entropy_target` is not in the paper. With `entropy_target`, the weights act only while the mean
+entropy of the batch is below the target. At or above the target, every token has the weight 1/2, so
+that the gate does not change the size of a step.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Dg(Grpo):
     """Settings of DG, with the paper's temperature.
 
     eta: the temperature of the weights; small values make the weights 0 or 1.
-    entropy_target: nats; the weights act while the entropy is below it. null: always.
+    entropy_target: an entropy in nats. The weights act only while the mean entropy of the batch is
+        below `entropy_target`. If `entropy_target` is null, the weights always act.
     """
 
     clip_high: float = 0.28
@@ -69,8 +72,8 @@ class Dg(Grpo):
         return {"entropy": Mean(batch.entropy, batch.loss_mask)}
 
     def control(self, state: State, statistics: Statistics) -> State:
-        """Opens or closes the gate before the loss of the same step. Without a finite entropy the
-        gate stays as it was."""
+        """Opens or closes the gate before the loss of the same step is computed. If the entropy is
+        not finite, the gate stays as it was."""
         state = super().control(state, statistics)
         if self.entropy_target is None:
             return state
@@ -79,7 +82,7 @@ class Dg(Grpo):
         return state | {"gate": torch.where(entropy.isfinite(), gate, state["gate"])}
 
     def weights(self, batch: TokenBatch, state: State) -> Tensor:
-        """[N] factor on every token's advantage, detached."""
+        """Returns the detached factor on the advantage of every token, [N]."""
         advantage = batch.advantage.detach()
         delight = torch.sigmoid(advantage * batch.surprisal.to(advantage.dtype) / self.eta)
         return 0.5 + state["gate"].to(advantage.dtype) * (delight - 0.5)

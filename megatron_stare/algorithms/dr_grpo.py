@@ -19,7 +19,7 @@ from megatron_stare.algorithms.grpo import Grpo
 
 @dataclass(frozen=True, kw_only=True)
 class DrGrpo(Grpo):
-    """Settings of Dr. GRPO: those of GRPO with the paper's defaults.
+    """Settings of Dr. GRPO, which are the settings of GRPO with the defaults of the Dr. GRPO paper.
 
     length_norm: L_max, tokens.
     """

@@ -1,5 +1,5 @@
-"""Seeded random numbers that belong to the token, not to the order of drawing, so they are the same
-in every layout."""
+"""Seeded random numbers that depend on the token and not on the order of the draws. The random
+numbers are therefore the same in every parallel layout."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _WORD = 2**64
 
 
 def uniform(seed: int, step: int, index: Tensor) -> Tensor:
-    """[N] float32 in [0, 1) with 24 random bits: a counter hash (splitmix64) of seed, step and
-    canonical token index [N] int64."""
+    """Returns random numbers in [0, 1) with 24 random bits, [N] float32. Each random number is a
+    counter hash (splitmix64) of the seed, the step and the token's canonical `index` [N] int64."""
     salt = _mix(_mix(seed) + step)
     z = index * _signed(_GOLDEN) + _signed(salt)  # int64 arithmetic wraps, on CPU and GPU alike
     z = (z ^ _shift(z, 30)) * _signed(_MIX1)

@@ -1,11 +1,11 @@
-"""The entropy bonus: loss - c H, with gradient through H. The coefficient c is fixed, or adjusted
-so that the entropy reaches a target (Skywork-OR1, 2505.22312).
+"""The entropy bonus changes the loss to loss - c H, with gradient through the entropy H. The
+coefficient c is fixed, or adjusted so that the entropy reaches a target (Skywork-OR1, 2505.22312).
 
     step k uses      c_k if the entropy was below target after step k - 1, else 0
     afterwards       c <- clip(c + delta if H_k < target else c - delta, min, max)
 
-The state moves after the step, so the bonus acts one step late, as published. The first step uses
-the initial c.
+The coefficient is updated after the step, so the bonus reacts one step late, as published. The
+first step uses the initial c.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class EntropyBonus:
     def control(
         self, state: dict[str, torch.Tensor], statistics: Statistics
     ) -> dict[str, torch.Tensor]:
-        """Returns the state with USED for this step, and COEF and OPEN for the next."""
+        """Returns the state with the entry USED for this step and the entries COEF and OPEN for the
+        next step."""
         if self.target is None:
             return state
         entropy = scalar(statistics, MEASURE)

@@ -1,8 +1,9 @@
-"""Filters, which take tokens out of the loss one after the other, before the method requests its
+"""Filters remove tokens from the loss, one filter after the other, before the method requests its
 own statistics.
 
-A filter may request statistics too; the next filter sees only the tokens that it kept. This fixes
-the order: importance rejection, a method's mask, then its quantiles over the kept tokens.
+A filter may also request statistics. Each filter sees only the tokens that the filters before it
+kept. The order is therefore fixed: importance rejection comes first, then the mask of the method,
+then the method's quantiles over the kept tokens.
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ class Filter(Protocol):
 
     @property
     def leaves_count(self) -> bool:
-        """Tells whether removed tokens also leave the denominator of the loss."""
+        """Tells whether the tokens that the filter removes also leave the denominator of the
+        loss."""
 
     def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        """Returns statistics over the tokens that earlier filters kept."""
+        """Returns requests for statistics over the tokens that earlier filters kept."""
 
     def keep(self, batch: TokenBatch, known: Statistics) -> Tensor | None:
-        """[N] bool: tokens that stay; None while the filter's statistics are not known."""
+        """Returns the tokens that stay in the loss, [N] bool. Returns None while the filter's
+        statistics are not known."""
 
 
 @dataclass(frozen=True)
 class Narrowed:
-    """A batch after the filters, and the statistics that they request."""
+    """A batch after the filters, and the statistics that the filters request."""
 
     # kept.loss_mask: tokens with policy loss; kept.in_baseline: tokens of baseline responses
     kept: TokenBatch
@@ -43,7 +46,8 @@ class Narrowed:
 
 
 def narrow(filters: Iterable[Filter], batch: TokenBatch, known: Statistics) -> Narrowed:
-    """Applies the filters in turn until one lacks statistics in `known`."""
+    """Applies the filters in order. Stops at the first filter whose statistics are not in
+    `known`."""
     kept, counted = batch, batch.loss_mask
     asked: dict[str, Request] = {}
     for each in filters:

@@ -1,17 +1,18 @@
-"""The norm of a step's gradient in the logits, and STAPO's bounds on it (arXiv 2602.15620).
+"""The norm of a step's gradient with respect to the logits, and STAPO's bounds on the norm (arXiv
+2602.15620).
 
-Let w be the slope of the objective in the log-prob of the sampled token a. The gradient in the
-logits at the position of a is w (one_hot(a) - p). For a vocabulary of V entries, the squared norm
-of the gradient has these bounds:
+Let w be the derivative of the objective with respect to the log-prob of the sampled token a. The
+gradient with respect to the logits at the position of a is w (one_hot(a) - p). For a vocabulary of
+V entries, the squared norm of the gradient has these bounds:
 
     |grad|^2 = w^2 (1 - 2 p_a + sum_v p_v^2)
     w^2 (1 - 2 p_a + e^-H)  <=  |grad|^2  <=  w^2 (2 - 2 p_a - C_V H^2)
     C_V = (V - 1) / (V ln^2 V)
 
-The bounds hold because e^-H <= sum p^2 <= 1 - C_V H^2. The bounds need only p_a and H. The norm
-itself needs sum p^2, which vocab_parallel.py computes. Every token has its own logits, so squares
-add up over tokens. At temperature T the logits are those before the division, and every norm
-carries 1 / T.
+The bounds hold because e^-H <= sum p^2 <= 1 - C_V H^2. The bounds can be computed from p_a and H
+alone. The norm itself also needs sum p^2, which vocab_parallel.py computes. Every token has its own
+logits, so the squared norms of tokens add up. At temperature T, the gradient is taken with respect
+to the logits before their division by T, so every norm has a factor 1 / T.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ IMPROBABLE = 0.002  # tau_p of STAPO
 PROBABILITIES = (IMPROBABLE, 0.05, 0.5, 0.9)
 ENTROPIES = (0.1, 0.5, 1.5)
 CELLS = (len(PROBABILITIES) + 1) * (len(ENTROPIES) + 1)
-"""Number of cells, ranges of probability times ranges of entropy: cell n is probability n // 4,
-entropy n % 4."""
+"""Number of cells, one for each pair of a probability range and an entropy range. Cell n has
+probability range n // 4 and entropy range n % 4."""
 
 METRICS = (
     Metric(
@@ -92,13 +93,13 @@ METRICS = (
 
 
 def squared_norm(log_prob: Tensor, sum_p2: Tensor) -> Tensor:
-    """[N] float64 |one_hot(a) - p|^2."""
+    """Returns |one_hot(a) - p|^2 of every token, [N] float64."""
     return (1 - 2 * log_prob.double().exp() + sum_p2.double()).clamp_min(0)
 
 
 def lower_bound(log_prob: Tensor, entropy: Tensor) -> Tensor:
-    """Returns lower bounds of `squared_norm`, [N] float64: the larger of 0 and the paper's
-    bound."""
+    """Returns lower bounds of `squared_norm`, [N] float64. A lower bound is the larger of 0 and the
+    paper's bound."""
     return (1 - 2 * log_prob.double().exp() + (-entropy.double()).exp()).clamp_min(0)
 
 
@@ -112,8 +113,8 @@ def norm_requests(batch: TokenBatch, push: Tensor, vocabulary: int) -> Mapping[s
     """Returns the whole-batch statistics that `norm_metrics` reads.
 
     Args:
-        batch: with sum_p2.
-        push: [N] w, slope of the objective in every token's log-prob.
+        batch: the tokens, with their `sum_p2`.
+        push: [N] w, the derivative of the objective with respect to every token's log-prob.
 
     Raises:
         ValueError: the batch lacks the sums over the vocabulary.
@@ -138,8 +139,8 @@ def norm_requests(batch: TokenBatch, push: Tensor, vocabulary: int) -> Mapping[s
 
 
 def cell_requests(batch: TokenBatch) -> Mapping[str, Request]:
-    """Returns the whole-batch statistics that `cell_metrics` reads: every cell's number of
-    tokens and sum of norms.
+    """Returns the whole-batch statistics that `cell_metrics` reads. The statistics are the number
+    of tokens and the sum of norms of every cell.
 
     Raises:
         ValueError: the batch lacks the sums over the vocabulary.
@@ -158,8 +159,8 @@ def cell_requests(batch: TokenBatch) -> Mapping[str, Request]:
 
 def cell_metrics(statistics: Statistics) -> dict[str, Tensor]:
     """Returns `gradient/token_norm_<n>` and `gradient/token_share_<n>`, 0-dim. The norm is
-    |one_hot(a) - p|, as in STAPO's figure: the norm of the gradient of a token's own log-prob,
-    without any weight. The gradient is taken with respect to the logits after the division by the
+    |one_hot(a) - p|, the norm of the unweighted gradient of a token's own log-prob, as in STAPO's
+    figure. The gradient is taken with respect to the logits after their division by the
     temperature."""
     tokens, norms = tensor(statistics, "norm/cell_tokens"), tensor(statistics, "norm/cell")
     means, shares = norms / tokens.clamp_min(1), tokens / tokens.sum().clamp_min(1)
@@ -168,7 +169,7 @@ def cell_metrics(statistics: Statistics) -> dict[str, Tensor]:
 
 
 def _range_of(x: Tensor, ends: tuple[float, ...]) -> Tensor:
-    """[N] int64 number of `ends` that are at most x."""
+    """Returns the number of `ends` that are at most x, [N] int64."""
     found = torch.zeros_like(x, dtype=torch.int64)
     for end in ends:
         found += x >= end

@@ -1,5 +1,5 @@
-"""GRPO (arXiv 2402.03300): group-relative advantages and the clipped surrogate; the base of most
-other methods.
+"""GRPO (arXiv 2402.03300) combines group-relative advantages with the clipped surrogate. Most other
+methods build on GRPO.
 
     A_i = (r_i - mean) / (std + 1e-6) over the prompt group
     J = mean_i (1 / n_i) sum_t min(rho A, clip(rho, 1 - low, 1 + high) A)
@@ -18,7 +18,7 @@ from megatron_stare.algorithms.clipped import Clipped
 
 @dataclass(frozen=True, kw_only=True)
 class Grpo(Clipped):
-    """Settings of GRPO, besides those of clipped.py and policy.py.
+    """Settings of GRPO, in addition to the settings of clipped.py and policy.py.
 
     aggregation: 'sequence_mean' averages over each response's tokens and then over responses, as in
         the paper. 'token_mean' averages over all tokens, as in DAPO and in most later code.

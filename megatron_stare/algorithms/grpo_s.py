@@ -1,17 +1,17 @@
 """GRPO-S (arXiv 2508.04349) applies GTPO's idea to whole responses: the reward of a response grows
 with the mean entropy of the response.
 
-Let E be the mean entropy of a response under the old policy, with n correct and m wrong responses
-to the prompt. For a correct response, the sum is over the prompt's correct responses. For a wrong
-response, the sum is over the prompt's wrong responses.
+Let E be the mean entropy of a response under the old policy. Let n and m be the numbers of correct
+and wrong responses to the prompt. The sum in the reward of a correct response is over the prompt's
+correct responses. The sum in the reward of a wrong response is over the prompt's wrong responses.
 
     correct   r = beta1 + beta2 n E / sum E
     wrong     r = -beta1 - beta2 m (1 / E) / sum (1 / E)
     A = (r - mean) / std over the prompt group
     J = mean_i min(w A, clip(w) A),        w_i = mean_t rho_{i,t}
 
-w is the arithmetic mean of the token ratios (eq. 11). `ratio: geometric` uses the geometric mean of
-appendix C.
+The ratio w of a response is the arithmetic mean of the response's token ratios (eq. 11). The
+setting `ratio: geometric` uses the geometric mean of appendix C.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GrpoS(Clipped):
 
     beta1, beta2: the weights of the outcome and of the entropy in the reward.
     ratio: the mean that combines the token ratios of a response, 'arithmetic' or 'geometric'.
-    correct_from: lowest reward of a correct response.
+    correct_from: the lowest reward that counts as correct.
     eps: a number that is added to every divisor.
     """
 
@@ -87,8 +87,8 @@ class GrpoS(Clipped):
         inverse = 1 / (entropy + self.eps)
 
         def share(x: Tensor, among: Tensor) -> Tensor:
-            """Returns each x times n / s, [B]. n is the number of the prompt group's responses in
-            `among`, and s is the sum of x over these responses."""
+            """Returns x n / s for each response, [B]. n is the number of the prompt group's
+            responses in `among`, and s is the sum of x over these responses."""
             zeros = torch.zeros(batch.num_groups, dtype=torch.float64, device=x.device)
             number = zeros.index_add(0, groups, among.to(torch.float64))
             total = zeros.index_add(0, groups, torch.where(among, x, 0.0))
@@ -122,7 +122,7 @@ class GrpoS(Clipped):
         return clip(whole, advantage, low=self.clip_low, high=self.clip_high, dual=self.dual_clip)
 
     def response_ratio(self, batch: TokenBatch) -> Tensor:
-        """[N] ratio of each token's response; differentiable."""
+        """Returns the ratio of each token's response, [N]. The ratio is differentiable."""
         if self.ratio == "arithmetic":
             return response_mean(ratio(batch.log_prob, batch.old_log_prob), batch)
         mean = response_mean(batch.log_prob - batch.old_log_prob, batch)

@@ -1,12 +1,13 @@
-"""GSPO (arXiv 2507.18071): one importance ratio, and one clip, for a whole response.
+"""GSPO (arXiv 2507.18071) uses one importance ratio and one clip for a whole response.
 
     s_i = exp((1 / n_i) sum_t (ln p - ln p_old))
     J = mean_i min(s_i A, clip(s_i, 1 - 3e-4, 1 + 4e-4) A)
 
-`form: token` is GSPO-token, s_{i,t} = sg[s_i] p / sg[p]. GSPO-token's loss has the same value as
-GSPO's loss. If all tokens of a response have one advantage, GSPO-token's gradient also equals
-GSPO's gradient. ln s_{i,t} is capped at 10, as in verl. The clip bounds of a response's ratio are
-far smaller than the bounds of a token ratio: a bound of 0.2 would never clip s_i.
+The setting `form: token` selects GSPO-token, with the ratio s_{i,t} = sg[s_i] p / sg[p].
+GSPO-token's loss has the same value as GSPO's loss. If all tokens of a response have one advantage,
+GSPO-token's gradient also equals GSPO's gradient. ln s_{i,t} is capped at 10, as in verl. The clip
+bounds of a response's ratio are far smaller than the bounds of a token ratio: a bound of 0.2 would
+never clip s_i.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Gspo(Grpo):
         )
 
     def ratio(self, batch: TokenBatch) -> Tensor:
-        """[N] ratio s of each token's response; differentiable."""
+        """Returns the ratio s of each token's response, [N]. The ratio is differentiable."""
         mean = response_mean(batch.log_prob - batch.old_log_prob, batch)
         if self.form == "token":
             own = batch.log_prob - batch.log_prob.detach()  # 0, with the gradient of ln p

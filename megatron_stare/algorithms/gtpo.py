@@ -1,27 +1,29 @@
-"""GTPO (arXiv 2508.04349; not 2508.03772 of the same name): a token's reward grows with its share
-of the entropy.
+"""GTPO (arXiv 2508.04349) gives each token a reward that grows with the token's share of the
+entropy. The GTPO of arXiv 2508.03772 is another method.
 
-At position t, d_t correct and h_t wrong responses of the prompt have a token, with entropy H under
-the old policy:
+At position t, d_t correct and h_t wrong responses of the prompt have a token. H is the entropy of
+the old policy at a token:
 
     correct   r = alpha1 + alpha2 d_t H / sum H
     wrong     r = -alpha1 - alpha2 h_t (1 / H) / sum (1 / H)
     A = (r - mean) / std over the tokens,        J = (1 / N) sum_{i,t} min(rho A, clip(rho) A)
 
-Read literally, eq. 6 takes mean and std over correct and wrong tokens separately ('separate'). Then
-the mean advantage of each side is exactly 0: the outcome cancels, and the policy learns entropy
-alone. The default, 'joint', takes mean and std over all tokens. With 'joint', the mean advantage is
-positive over a prompt's correct tokens and negative over the prompt's wrong tokens. 'joint' can
-still give a token the wrong sign. If few tokens are wrong, the overall mean lies near the mean of
-the correct tokens, so correct tokens with a small share of the entropy get a negative advantage. If
-few tokens are correct, wrong tokens with a small share of the inverse entropy get a positive
-advantage.
+The setting 'separate' reads eq. 6 literally, and takes mean and std over correct tokens and over
+wrong tokens separately. With 'separate', the mean advantage over the correct tokens is exactly 0,
+and so is the mean advantage over the wrong tokens. With 'separate', the outcome therefore cancels,
+and the policy learns from the entropy alone. The default, 'joint', takes mean and std over all
+tokens. With 'joint', the mean advantage is positive over a prompt's correct tokens and negative
+over the prompt's wrong tokens. 'joint' can still give a token an advantage of the wrong sign. If
+few tokens are wrong, the overall mean lies near the mean of the correct tokens, so correct tokens
+with a small share of the entropy get a negative advantage. If few tokens are correct, wrong tokens
+with a small share of the inverse entropy get a positive advantage.
 
 Tokens that are normalised together get advantage 0 if their rewards differ by rounding only.
 Dividing by a spread of rounding errors would turn the errors into advantages of several units. For
 example, with 'separate', each token of a prompt's only correct response has the share 1, so the
-rewards of these tokens differ by rounding only. "Entropy clipped at 0.2 and 0.28" is read as DAPO's
-ratio bounds; entropy_clamp is the literal reading.
+rewards of these tokens differ by rounding only. The paper's words "Entropy clipped at 0.2 and 0.28"
+are read here as DAPO's bounds of the ratio. The setting `entropy_clamp` follows the literal reading
+of these words.
 """
 
 from __future__ import annotations
@@ -48,15 +50,17 @@ class Gtpo(Clipped):
     """Settings of GTPO, with the paper's defaults.
 
     alpha1, alpha2: weights of outcome and entropy.
-    normalise: 'joint' over all tokens, or 'separate' over correct and wrong tokens (eq. 6 read
-        literally).
-    scope: tokens that are compared: those of the prompt's 'group' (the formulas) or of the whole
-        'batch' (the paper's discussion).
-    entropy_clamp: (low, high) nats to clamp entropies to before shaping; null: no clamp.
-    correct_from: lowest reward of a correct response.
+    normalise: 'joint' takes mean and std over all tokens. 'separate' takes mean and std over
+        correct tokens and over wrong tokens separately (eq. 6 read literally).
+    scope: the tokens that are compared with each other. 'group' compares the tokens of one prompt,
+        as in the paper's formulas. 'batch' compares all tokens of the batch, as in the paper's
+        discussion.
+    entropy_clamp: bounds (low, high) in nats. Entropies are clamped to these bounds before they
+        shape the rewards. If `entropy_clamp` is null, entropies are not clamped.
+    correct_from: the lowest reward that counts as correct.
     eps: a number that is added to every entropy and to the standard deviation, so that no divisor
-        is 0 (remark 2.1). The paper adds eps to the sum of the entropies instead. With the paper's
-        form, the share of a single response differs from 1.
+        is 0 (remark 2.1). The paper adds eps to the sum of the entropies, not to every entropy.
+        With the paper's form, the share of a single response differs from 1.
     """
 
     clip_high: float = 0.28
@@ -107,7 +111,8 @@ class Gtpo(Clipped):
         return asked
 
     def shaped(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """[N] float64 rewards of eqs. 3 and 4, plus the length penalty of the response."""
+        """Returns the rewards of eqs. 3 and 4, plus the length penalty of the response, [N]
+        float64."""
         cell, _ = self._cells(batch)
         entropy = self._entropy(batch)
         number = {
@@ -143,7 +148,7 @@ class Gtpo(Clipped):
         )
 
     def _correct(self, batch: TokenBatch) -> Tensor:
-        """[B] bool: the response is correct."""
+        """Tells whether each response is correct, [B] bool."""
         return _whole(batch.rewards) >= self.correct_from
 
     def _entropy(self, batch: TokenBatch) -> Tensor:
@@ -157,8 +162,9 @@ class Gtpo(Clipped):
         ) + self.eps
 
     def _scope(self, batch: TokenBatch) -> tuple[Tensor, int]:
-        """Returns, for each token, the index of the set of tokens that the token is compared with,
-        [N]. Also returns the number of sets. A set is a prompt group or the whole batch."""
+        """Returns for each token the index of its comparison set, [N], and the number of comparison
+        sets. A token is compared with the tokens of its comparison set, which is a prompt group or
+        the whole batch."""
         group = _whole(batch.groups)[batch.sequence]
         return (group, batch.num_groups) if self.scope == "group" else (torch.zeros_like(group), 1)
 

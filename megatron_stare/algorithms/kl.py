@@ -25,8 +25,8 @@ class ReferenceKl:
     coef: the weight of the KL term. If `coef` is 0, the reference policy is not loaded.
     estimator: 'k1', 'k2' or 'k3'. On-policy, the means of k1 and k3 are KL(p || p_ref), and the
         mean of k2 approximates KL(p || p_ref) near the reference. Only k2 has the gradient of KL(p
-        || p_ref). Near the reference, the gradient of k3 is that of KL(p_ref || p). The gradient of
-        k1 has mean zero, so k1 measures the KL divergence without changing the policy.
+        || p_ref). Near the reference, the gradient of k3 is the gradient of KL(p_ref || p). The
+        gradient of k1 has mean zero, so k1 measures the KL divergence without changing the policy.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -40,7 +40,7 @@ class ReferenceKl:
 
 
 def kl_estimate(log_prob: Tensor, reference_log_prob: Tensor, estimator: Estimator) -> Tensor:
-    """[N] KL estimate, differentiable through log_prob."""
+    """Returns the KL estimate of every token, [N], differentiable through log_prob."""
     d = (reference_log_prob.detach() - log_prob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if estimator == "k1":
         return -d

@@ -1,12 +1,12 @@
-"""KL-Cov (arXiv 2505.22617): a penalty keeps some tokens close to the old policy. These tokens have
-the highest covariance between advantage and log-prob.
+"""KL-Cov (arXiv 2505.22617) keeps some tokens close to the old policy by a penalty. The penalty
+acts on the tokens with the highest covariance between advantage and log-prob.
 
     loss = -A rho + beta |ln p - ln p_old|  on the max(1, int(share N)) tokens of largest covariance
     loss = -A rho                           elsewhere
 
-There is no ratio clip, because the released code ignores the one that its scripts pass. With one
-optimizer step per rollout batch, ln p = ln p_old. The penalty beta |ln p - ln p_old| then has no
-gradient, so KL-Cov has no effect.
+KL-Cov does not clip the ratio, because the released code ignores the clip bounds that its scripts
+pass. With one optimizer step per rollout batch, ln p = ln p_old. The penalty beta |ln p - ln p_old|
+then has no gradient, so KL-Cov has no effect.
 """
 
 from __future__ import annotations

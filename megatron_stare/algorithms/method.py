@@ -4,12 +4,13 @@ A training step:
 
 1. The driver calls `judge`, which computes the advantages of the rollout batch.
 2. The trainer runs the log-prob pass.
-3. The trainer answers `requests` over all ranks; `control` updates the method's state.
-4. For every mini-batch the trainer answers `requests` over that mini-batch alone, then calls
-   `token_loss` and `coefficients` on each micro-batch.
+3. The trainer computes the statistics of `requests` over all ranks. `control` then updates the
+   method's state.
+4. For every mini-batch, the trainer computes the statistics of `requests` over that mini-batch
+   alone. The trainer then calls `token_loss` and `coefficients` on each micro-batch.
 
-The training loss is the sum over tokens of coefficient times token loss. Shape legend: B samples, N
-response positions in the batch passed in.
+The training loss is the sum of coefficient times token loss over all tokens. In shapes, B is the
+number of samples, and N is the number of response positions in the batch that is passed in.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class TokenTerms:
 
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
-    """A policy-optimisation method; the fields of a subclass are its settings in YAML."""
+    """A policy-optimisation method. The fields of a subclass are the settings of the method in
+    YAML."""
 
     # token: a token's loss depends on its own log-prob alone; sequence: on its whole response
     coupling: ClassVar[Literal["token", "sequence"]] = "token"
@@ -64,7 +66,7 @@ class Method(ABC):
 
     @property
     def reads_log_prob_pass(self) -> str | None:
-        """Returns a sentence that names why the method needs the old log-probs or entropies of the
+        """Returns a sentence that says why the method needs the old log-probs or entropies of the
         log-prob pass. Returns None if nothing in the method reads the log-prob pass, or if only the
         method's gate reads the log-prob pass.
 
@@ -78,20 +80,21 @@ class Method(ABC):
 
     @property
     def selects(self) -> tuple[TokenSet, ...]:
-        """Returns the token sets that `selected` distinguishes; diagnostics log them by name."""
+        """Returns the token sets that `selected` distinguishes. Diagnostics log each set by its
+        name."""
         return ()
 
     def carries_loss(self, batch: RolloutBatch) -> Tensor:
-        """Returns the responses whose loss-mask tokens carry loss, [B] bool. If a response carries
-        no loss, the tokens of the response count neither in N nor in quantiles."""
+        """Returns the responses that carry loss on the tokens of their loss mask, [B] bool. If a
+        response carries no loss, the tokens of the response count neither in N nor in quantiles."""
         return batch.verified
 
     def baseline_mask(self, batch: RolloutBatch) -> Tensor:
-        """[B] bool: responses that form the baseline of the advantages."""
+        """Returns the responses that form the baseline of the advantages, [B] bool."""
         return batch.verified
 
     def shaped_rewards(self, batch: RolloutBatch) -> Tensor:
-        """[B] float64 rewards with length penalties added."""
+        """Returns the rewards with length penalties added, [B] float64."""
         return batch.rewards
 
     def judge(self, batch: RolloutBatch) -> RolloutBatch:
@@ -101,7 +104,8 @@ class Method(ABC):
         Only `judge` computes the four columns; every rank reads the four columns from the batch.
 
         Raises:
-            DataError: a response has several branches, and the loss couples a response's tokens.
+            DataError: a response has several branches, but the loss couples all tokens of a
+                response.
         """
         if batch.branched is not None and self.coupling == "sequence":
             raise DataError(
@@ -122,26 +126,26 @@ class Method(ABC):
 
     @abstractmethod
     def advantages(self, rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
-        """[B] advantages from rewards [B], prompt-group numbers [B], and `counted` [B] bool, the
-        samples in the baseline."""
+        """Returns advantages, [B], from rewards [B] and prompt-group numbers [B]. `counted` [B]
+        bool marks the samples in the baseline."""
 
     def initial_state(self) -> dict[str, float]:
-        """Returns the state before the first step, by name; every checkpoint saves the state."""
+        """Returns the state before the first step, by name. Every checkpoint saves the state."""
         return {}
 
     def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        """Returns the statistics that the method needs: of the rollout batch for `control`, of a
-        mini-batch for the loss.
+        """Returns the statistics that the method needs. `control` needs statistics of the rollout
+        batch; the loss needs statistics of a mini-batch.
 
         The trainer calls `requests` again until a call returns no new names, so that a request may
-        build on the answers in `known`. `coefficients` divides by `tokens`, the number of positions
-        that carry loss.
+        build on the statistics in `known`. `coefficients` divides by `tokens`, the number of
+        positions that carry loss.
         """
         return {"tokens": Count(batch.loss_mask)}
 
     def control(self, state: State, statistics: Statistics) -> State:
-        """Returns the state for this step, computed from the statistics of the rollout batch; the
-        next step starts from it. `control` must not synchronise with the host."""
+        """Returns the state for this step, computed from the statistics of the rollout batch. The
+        next step starts from the returned state. `control` must not synchronise with the host."""
         return state
 
     @abstractmethod
@@ -151,14 +155,16 @@ class Method(ABC):
 
     @abstractmethod
     def coefficients(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """[N] factor on every token's loss before summing; 0 outside batch.loss_mask."""
+        """Returns the factor on every token's loss in the sum over tokens, [N]. The factor is 0
+        outside batch.loss_mask."""
 
     def selected(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """[N] int8 code of each token's set among `selects`, for diagnostics and for people who
-        read responses.
+        """Returns the code of each token's set among `selects`, [N] int8. The codes serve
+        diagnostics and people who read responses.
 
-        1 is L+ and -1 is L-, the rare tokens of positive and negative advantage. 2 is U+ and -2 is
-        U-, the common tokens of positive and negative advantage. 0 means no set.
+        Code 1 is L+, the rare tokens of positive advantage, and -1 is L-, the rare tokens of
+        negative advantage. Code 2 is U+, the common tokens of positive advantage, and -2 is U-, the
+        common tokens of negative advantage. Code 0 means no set.
         """
         return torch.zeros_like(batch.loss_mask, dtype=torch.int8)
 

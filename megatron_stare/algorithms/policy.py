@@ -1,8 +1,8 @@
-"""Parts that all policy-gradient methods share: filters, which run before the statistics, and terms
-added to the policy loss.
+"""Parts that all policy-gradient methods share. Filters run before the statistics are computed.
+Add-ons change the rewards or add terms to the policy loss.
 
-A subclass defines `policy_loss` and, if it needs them, `filters`, `asks` and `control`. The add-ons
-of this file (truncation, length penalties, importance correction, KL to a reference, entropy bonus)
+A subclass defines `policy_loss`, and may define `filters`, `asks` and `control`. The add-ons of
+this file (truncation, length penalties, importance correction, KL to a reference, entropy bonus)
 work with every subclass.
 """
 
@@ -80,17 +80,17 @@ METRICS = (
 class PolicyGradient(Method):
     """Settings of every policy-gradient method.
 
-    aggregation: how token losses become one number (see aggregate.py).
-    length_norm: L_max of the 'dr_grpo' aggregations, tokens.
-    truncated: treatment of responses cut off at the length limit (see shaping.py).
-    equal_groups: 'keep' counts tokens of groups whose rewards are all equal. 'mask' takes them out
-        of loss, N and entropies, like code that drops such groups without refilling the batch
-        (Skywork-OR1).
+    aggregation: the rule that turns token losses into one number (see aggregate.py).
+    length_norm: the constant L_max, in tokens, of the two 'dr_grpo' aggregations.
+    truncated: the treatment of responses that are cut off at the length limit (see shaping.py).
+    equal_groups: the treatment of groups whose rewards are all equal. 'keep' counts the tokens of
+        these groups. 'mask' removes these tokens from the loss, from N and from entropies, like
+        code that drops such groups and does not refill the batch (Skywork-OR1).
     overlong: DAPO's soft overlong punishment, or null.
     length_penalty: GROP, or null.
     correction: importance correction between rollout and training policy, or null.
     reference_kl: KL to a reference policy as a loss term, or null.
-    entropy_bonus: entropy bonus, fixed or steered to a target, or null.
+    entropy_bonus: the entropy bonus, with a fixed coefficient or a target entropy, or null.
     """
 
     aggregation: Aggregation = "token_mean"
@@ -131,8 +131,8 @@ class PolicyGradient(Method):
 
     @property
     def reads_log_prob_pass(self) -> str | None:
-        """Returns why the add-ons need the log-prob pass, or None; see Method. A subclass whose own
-        loss needs the log-prob pass overrides this property."""
+        """Returns the reason why the add-ons need the log-prob pass, or None if no add-on needs it;
+        see Method. A subclass whose own loss needs the log-prob pass overrides this property."""
         if self.correction is not None:
             return (
                 "the importance correction compares old log-probs with the engine's before the loss"
@@ -177,7 +177,7 @@ class PolicyGradient(Method):
         return self.entropy_bonus.initial_state() if self.entropy_bonus is not None else {}
 
     def filters(self) -> tuple[Filter, ...]:
-        """Filters that take tokens out of the loss, in order."""
+        """Returns the filters that remove tokens from the loss, in order."""
         return (self.correction,) if self.correction is not None else ()
 
     def narrowed(self, batch: TokenBatch, known: Statistics) -> Narrowed:
@@ -204,8 +204,8 @@ class PolicyGradient(Method):
         return asked | dict(self.asks(batch, narrowed.kept, known))
 
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        """Returns the method's own statistics; the mask of `kept` holds only the tokens that the
-        filters kept."""
+        """Returns requests for the method's own statistics. The loss mask of `kept` holds only the
+        tokens that the filters kept."""
         return {}
 
     def with_loss(self, batch: TokenBatch, narrowed: Narrowed, known: Statistics) -> Tensor:

@@ -1,9 +1,9 @@
-"""How well a method's selection finds the tokens past the critical surprisal (STARE, arXiv
-2606.19236, appendix B.2).
+"""Measures how well a method's selection finds the tokens above the critical surprisal (STARE,
+arXiv 2606.19236, appendix B.2).
 
-STARE selects the tokens of highest surprisal in the whole batch, as a proxy for those past the
-critical surprisal s* of their own position. Computing s* needs the distribution, which is known
-here (sensitivity.py):
+STARE selects the tokens of highest surprisal in the whole batch. This selection is a proxy for the
+tokens whose surprisal s is above the critical surprisal s* of their position. sensitivity.py
+computes s* from the distribution at the position. The measures of a set of tokens are:
 
     precision   share of L+ with s > s*, of U+ with s <= s*; likewise for L- and U-
     A Phi       sum over the set; negative for a correct L+, whose tokens raise the entropy at
@@ -59,8 +59,8 @@ def proxy_requests(
     """Returns the whole-batch statistics that `proxy_metrics` reads.
 
     Args:
-        batch: with sum_p2 and sum_p2_log_p.
-        sets: token sets that the method selects.
+        batch: the tokens, with their `sum_p2` and `sum_p2_log_p`.
+        sets: the token sets that the method selects.
         selected: [N] int8, `Method.selected`.
 
     Raises:
@@ -81,9 +81,9 @@ def proxy_requests(
 def proxy_metrics(
     statistics: Statistics, sets: Sequence[TokenSet], temperature: float
 ) -> dict[str, Tensor]:
-    """Returns 0-dim `forecast/precision_*` and `forecast/a_phi_*` for every set; the precision of
-    an empty set is NaN. Sums of A Phi are in nats per unit step in the logits, so they carry 1 /
-    T^2 (sensitivity.py)."""
+    """Returns 0-dim `forecast/precision_*` and `forecast/a_phi_*` for every set. The precision of
+    an empty set is NaN. Sums of A Phi are in nats per unit step in the logits, so they have a
+    factor 1 / T^2 (see sensitivity.py)."""
     found = {}
     for each in sets:
         number = scalar(statistics, f"proxy/{each.name}")

@@ -1,22 +1,23 @@
-"""How a policy-gradient step moves the entropy, to first order (STARE, arXiv 2606.19236, section 3
-and appendix D).
+"""Computes to first order how a policy-gradient step changes the entropy (STARE, arXiv 2606.19236,
+section 3 and appendix D).
 
-Let a step sample token a with advantage A and move the logits by eta A (one_hot(a) - p). The
-entropy H at the position of a then changes at the rate dH/deta = -A Phi(a). Phi(a) is the rate at
-which H falls if the advantage is 1.
+Suppose that a step samples token a with advantage A, and adds eta A (one_hot(a) - p) to the logits.
+The entropy H at the position of a then changes at the rate dH/deta = -A Phi(a). Phi(a) is the rate
+at which H falls if the advantage is 1.
 
     Phi(a) = p (ln p + H) - S2        S2 = sum_v p_v^2 (ln p_v + H) = sum p^2 ln p + H sum p^2 >= 0
     Phi(a) > 0  if and only if  s < s* = H - W0(S2 e^H)        (s = -ln p, Lambert W0)
 
-So the entropy falls for common tokens (s < s*) of positive advantage, U+, and for rare tokens of
-negative advantage, L-. The entropy rises for common tokens of negative advantage, U-, and for rare
-tokens of positive advantage, L+. The critical surprisal s* depends on the whole distribution at a
-position. All functions are elementwise over [N] positions, without host synchronisation.
+A step therefore lowers the entropy at common tokens (s < s*) of positive advantage, U+, and at rare
+tokens of negative advantage, L-. A step raises the entropy at common tokens of negative advantage,
+U-, and at rare tokens of positive advantage, L+. The critical surprisal s* depends on the whole
+distribution at a position. All functions are elementwise over [N] positions, without host
+synchronisation.
 
-At a sampling temperature T, p, H, S2, Phi and s* are those of the sampling distribution softmax(z /
-T) of the logits z. The gradient of ln p with respect to z has a factor 1 / T. The gradient of H
-with respect to z has a factor 1 / T too. The change of H per unit step in z therefore has a factor
-1 / T^2.
+At a sampling temperature T, p, H, S2, Phi and s* are the values of the sampling distribution
+softmax(z / T) of the logits z. The gradient of ln p with respect to z has a factor 1 / T. The
+gradient of H with respect to z has a factor 1 / T too. The change of H per unit step in z therefore
+has a factor 1 / T^2.
 """
 
 from __future__ import annotations
@@ -101,25 +102,27 @@ _HALLEY_STEPS = 12  # converges cubically; six steps reach double precision for 
 
 
 def second_moment(sum_p2: Tensor, sum_p2_log_p: Tensor, entropy: Tensor) -> Tensor:
-    """[N] S2 from the sums over the vocabulary of p^2 and p^2 ln p. S2 is never negative, so a
-    result that rounding makes negative becomes 0."""
+    """Returns S2, [N], from the sums of p^2 and of p^2 ln p over the vocabulary. S2 is never
+    negative, so a result that rounding makes negative becomes 0."""
     return (sum_p2_log_p + entropy * sum_p2).clamp_min(0)
 
 
 def sensitivity(log_prob: Tensor, entropy: Tensor, s2: Tensor) -> Tensor:
-    """[N] Phi of the sampled token: how fast the entropy falls per unit of advantage and step."""
+    """Returns Phi of the sampled tokens, [N]. Phi is the rate at which the entropy falls per unit
+    of advantage and step."""
     return log_prob.exp() * (log_prob + entropy) - s2
 
 
 def critical_surprisal(entropy: Tensor, s2: Tensor) -> Tensor:
-    """[N] float64 s*, at most H; equal to H if the distribution is uniform on its support."""
+    """Returns the critical surprisal s*, [N] float64. s* is at most the entropy H. s* equals H if
+    the distribution is uniform on its support."""
     entropy = entropy.to(torch.float64)
     return entropy - lambert_w0(s2.to(torch.float64) * entropy.exp())
 
 
 def lambert_w0(x: Tensor) -> Tensor:
-    """Returns the w >= -1 with w e^w = x, in float64, for x >= -1/e, by Halley's iteration; NaN
-    below."""
+    """Returns the w >= -1 with w e^w = x, in float64, by Halley's iteration. Returns NaN for x <
+    -1/e."""
     x = x.to(torch.float64)
     # series about the branch point -1/e
     near_branch = -1 + (2 * (torch.e * x + 1).clamp_min(0)).sqrt()
@@ -136,13 +139,14 @@ def lambert_w0(x: Tensor) -> Tensor:
 
 
 def is_rare(phi: Tensor) -> Tensor:
-    """[N] bool: past the critical surprisal, s > s*, that is, Phi < 0."""
+    """Tells which tokens are rare, [N] bool. A token is rare if its surprisal is above s*, that is,
+    if Phi < 0."""
     return phi < -_NEUTRAL
 
 
 def quadrants(batch: TokenBatch, phi: Tensor) -> dict[str, Tensor]:
-    """Returns the tokens of U+, L+, U- and L- among those that carry loss, [N] bool each. A token
-    with advantage 0 is in none of the four sets."""
+    """Returns the masks of U+, L+, U- and L- among the tokens that carry loss, [N] bool each. A
+    token with advantage 0 is in none of the four sets."""
     rare = is_rare(phi)
     plus, minus = batch.loss_mask & (batch.advantage > 0), batch.loss_mask & (batch.advantage < 0)
     return dict(
@@ -151,7 +155,8 @@ def quadrants(batch: TokenBatch, phi: Tensor) -> dict[str, Tensor]:
 
 
 def sensitivity_of(batch: TokenBatch) -> Tensor:
-    """[N] Phi of a batch's tokens. Raises ValueError without sum_p2 and sum_p2_log_p."""
+    """Returns Phi of a batch's tokens, [N]. Raises ValueError if the batch lacks sum_p2 or
+    sum_p2_log_p."""
     return sensitivity(batch.old_log_prob.detach(), batch.entropy, _second_moment_of(batch))
 
 
@@ -165,9 +170,10 @@ def sensitivity_requests(batch: TokenBatch, push: Tensor) -> Mapping[str, Reques
     """Returns the whole-batch statistics that `EntropyForecast.of` reads.
 
     Args:
-        batch: with sum_p2 and sum_p2_log_p.
-        push: [N] slope of the method's objective (minus the loss) in every token's log-prob, with
-            the method's reweighting and divisor. The plain policy gradient has A / N.
+        batch: the tokens, with their `sum_p2` and `sum_p2_log_p`.
+        push: [N] derivative of the method's objective (minus the loss) with respect to every
+            token's log-prob. The derivative includes the method's reweighting and divisor. For the
+            plain policy gradient, the derivative is A / N.
     """
     s2, phi = _second_moment_of(batch), sensitivity_of(batch)
     plain = -batch.advantage * phi
@@ -186,7 +192,7 @@ def sensitivity_requests(batch: TokenBatch, push: Tensor) -> Mapping[str, Reques
 
 @dataclass(frozen=True)
 class EntropyForecast:
-    """First-order forecast of one step, as 0-dim tensors.
+    """First-order forecast of how one step changes the entropy, as 0-dim tensors.
 
     Rates are in nats per unit step. A unit step moves every token's logits by the token's advantage
     times (one_hot(a) - p).
@@ -211,7 +217,7 @@ class EntropyForecast:
 
     @classmethod
     def of(cls, statistics: Statistics, temperature: float = 1.0) -> EntropyForecast:
-        """Builds the forecast from the answers to `sensitivity_requests`; `temperature` is the
+        """Builds the forecast from the statistics of `sensitivity_requests`. `temperature` is the
         divisor of the logits."""
         tokens = scalar(statistics, "sensitivity/tokens").clamp_min(1)
         per_token = tokens * temperature**2
@@ -245,7 +251,7 @@ class EntropyForecast:
 
 
 def neutral_weight(decrease: Tensor, increase: Tensor) -> Tensor:
-    """W* = 1 + Lambda / Gamma; NaN if no token of L+ could raise the entropy.
+    """Returns W* = 1 + Lambda / Gamma. Returns NaN if no token of L+ could raise the entropy.
 
     Args:
         decrease: Lambda, the sum of A Phi over the batch.

@@ -1,4 +1,5 @@
-"""Supervised fine-tuning: the negative log-likelihood of the tokens that the assistant wrote.
+"""Supervised fine-tuning minimises the negative log-likelihood of the tokens that the assistant
+wrote.
 
     J = -(1 / N) sum_t log p(y_t | y_<t), over the N loss tokens of the optimizer step's batch
 

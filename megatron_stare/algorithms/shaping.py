@@ -1,7 +1,7 @@
-"""Length penalties on rewards, treatments of truncated responses, and the groups whose rewards
-differ. The functions run on whole batches, on the host.
+"""Computes length penalties on rewards, and finds the groups whose rewards differ. Defines the
+treatments of truncated responses. The functions run on whole batches, on the host.
 
-Shape legend: B responses, G prompt groups.
+In shapes, B is the number of responses, and G is the number of prompt groups.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Overlong:
 
         min(-(n - (max_length - cache)) / cache * factor, 0)
 
-    max_length: longest response allowed, tokens.
-    cache: tokens before max_length over which the penalty grows from 0.
-    factor: penalty at max_length.
+    max_length: the length of the longest response that the run allows, tokens.
+    cache: the number of tokens before max_length over which the penalty grows from 0 to `factor`.
+    factor: the size of the penalty at max_length.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -41,7 +41,7 @@ class Overlong:
             raise ValueError("overlong: needs 0 < cache <= max_length and factor above 0")
 
     def penalty(self, lengths: Tensor) -> Tensor:
-        """[B] float64 penalties, at most 0, from response lengths [B]."""
+        """Returns penalties from response lengths [B]. Every penalty is at most 0, [B] float64."""
         over = lengths.to(torch.float64) - (self.max_length - self.cache)
         return (-over / self.cache * self.factor).clamp_max(0)
 
@@ -52,13 +52,14 @@ class LengthPenalty:
 
     A group is easy if its share of correct responses is at least `easy_from`, and hard if the share
     is at most 1 - easy_from. Every other group is medium. Let L = max((shortest + longest) / 2,
-    mean) over the lengths of an easy group's correct responses, or over the lengths of all
-    responses of a medium group. A correct response of length n gets 0 below L, -(n - L) / (2 L) up
-    to 2 L, and -1/2 beyond. Hard groups get no penalty. A medium group in which at most half of the
-    responses are correct gets no penalty either, a case that the paper leaves open.
+    mean) for a set of response lengths. In an easy group, L is taken over the lengths of the
+    correct responses. In a medium group, L is taken over the lengths of all responses. The penalty
+    of a correct response of length n is 0 for n < L, -(n - L) / (2 L) for n up to 2 L, and -1/2 for
+    larger n. Hard groups get no penalty. A medium group in which at most half of the responses are
+    correct gets no penalty either; the paper leaves this case open.
 
-    easy_from: gamma_1; the paper gives no number.
-    correct_from: lowest reward of a correct response.
+    easy_from: the paper's gamma_1. The paper gives no number for gamma_1.
+    correct_from: the lowest reward that counts as correct.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -71,7 +72,8 @@ class LengthPenalty:
             raise ValueError("length_penalty: easy_from must lie in (0, 1]")
 
     def regimes(self, correct: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
-        """[G] int64 difficulty: 0 hard, 1 medium, 2 easy."""
+        """Returns the difficulty of each group, [G] int64. 0 is hard, 1 is medium, and 2 is
+        easy."""
         size, right = _per_group(counted, groups), _per_group(counted & correct, groups)
         share = right / size.clamp_min(1)
         return torch.where(
@@ -79,13 +81,13 @@ class LengthPenalty:
         )
 
     def penalty(self, lengths: Tensor, correct: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
-        """[B] float64 penalties, at most 0.
+        """Returns penalties, [B] float64. Every penalty is at most 0.
 
         Args:
             lengths: [B] int64 tokens of each response.
             correct: [B] bool.
             groups: [B] int64 from 0.
-            counted: [B] bool, the responses that count.
+            counted: [B] bool, the responses that count in their groups.
         """
         regime = self.regimes(correct, groups, counted)
         size, right = _per_group(counted, groups), _per_group(counted & correct, groups)
@@ -101,15 +103,15 @@ class LengthPenalty:
 
 
 def _per_group(flags: Tensor, groups: Tensor) -> Tensor:
-    """[G] float64 counts."""
+    """Returns the number of flags that are set in each group, [G] float64."""
     number = int(groups.max()) + 1 if groups.numel() else 0
     return torch.zeros(number, dtype=torch.float64).index_add_(0, groups, flags.to(torch.float64))
 
 
 def _typical_length(n: Tensor, groups: Tensor, over: Tensor, number: int) -> Tensor:
-    """Returns a typical length of each group, [G]: max((shortest + longest) / 2, mean) of the
-    group's selected lengths. The mask `over` selects the lengths. Returns 1 for a group without a
-    selected length."""
+    """Returns a typical length of each group, [G], which is max((shortest + longest) / 2, mean) of
+    the group's selected lengths. The mask `over` selects the lengths. Returns 1 for a group without
+    a selected length."""
     infinite = torch.full((number,), torch.inf, dtype=n.dtype)
     low = infinite.scatter_reduce(0, groups, torch.where(over, n, torch.inf), "amin")
     high = (-infinite).scatter_reduce(0, groups, torch.where(over, n, -torch.inf), "amax")
@@ -121,7 +123,8 @@ def _typical_length(n: Tensor, groups: Tensor, over: Tensor, number: int) -> Ten
 
 
 def informative_groups(values: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
-    """[G] bool: True if the group's counted responses have different values. The mask `counted` [B]
-    selects the counted responses. DAPO's dynamic sampling keeps only the groups with True."""
+    """Tells for each group whether its counted responses have different values, [G] bool. The mask
+    `counted` [B] selects the counted responses. DAPO's dynamic sampling keeps only the groups for
+    which the result is True."""
     number = int(groups.max()) + 1 if groups.numel() else 0
     return ~all_equal(values.to(torch.float64), groups, counted, number)

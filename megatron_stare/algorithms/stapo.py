@@ -1,12 +1,13 @@
-"""STAPO (arXiv 2602.15620): silences spurious tokens, the improbable ones that a correct answer
-contains by accident.
+"""STAPO (arXiv 2602.15620) silences spurious tokens, which are improbable tokens that a correct
+answer contains by accident.
 
     I = 0 if A > 0 and p < tau_p and H < tau_h, else 1
     J = (1 / sum I) sum_{i,t} I min(rho A, clip(rho, 1 - low, 1 + high) A)
 
-In v4, tau_h is the q-quantile over the batch of the entropies of the candidates, the tokens with p
-< tau_p in correct responses. In v1, tau_h is the q-quantile of the entropies of all tokens.
-Comparisons are strict; without candidates no token is silenced. No official code is known.
+The candidates are the tokens with p < tau_p in correct responses. In v4 of the paper, tau_h is the
+q-quantile of the entropies of all candidates of the batch. In v1 of the paper, tau_h is the
+q-quantile of the entropies of all tokens. Comparisons are strict. If there are no candidates, no
+token is silenced. No official code is known.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class SpuriousTokens:
-    """STAPO's mask as a filter, with the settings of Stapo."""
+    """Filter that applies STAPO's mask, with the settings of Stapo."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
@@ -62,7 +63,7 @@ class SpuriousTokens:
         return self.denominator == "kept"
 
     def candidates(self, prob: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
-        """[N] bool: improbable tokens of responses with positive advantage."""
+        """Returns the improbable tokens of responses with positive advantage, [N] bool."""
         return mask & (advantage > 0) & (prob < self.tau_p)
 
     def threshold(self, entropy: Tensor, candidates: Tensor, mask: Tensor) -> Quantile:
@@ -72,7 +73,8 @@ class SpuriousTokens:
         )
 
     def spared(self, entropy: Tensor, candidates: Tensor, tau_h: Tensor) -> Tensor:
-        """[N] bool: tokens that are not silenced. A NaN tau_h (no candidates) silences none."""
+        """Returns the tokens that are not silenced, [N] bool. If tau_h is NaN, because there are no
+        candidates, no token is silenced."""
         # Compares float32 values, as the quantile was taken over float32; else the token at the
         # quantile could fall below it
         return ~(candidates & (entropy.to(torch.float32).to(torch.float64) < tau_h))
@@ -94,14 +96,14 @@ class SpuriousTokens:
 class Stapo(Grpo):
     """Settings of STAPO, with the defaults of version 4 of the paper.
 
-    tau_p: probability below which a token may be spurious.
-    version: the version of the paper. 'v4' takes the entropy quantile over the candidates, 'v1'
-        over all tokens.
+    tau_p: the probability below which a token may be spurious.
+    version: the version of the paper. 'v4' takes the entropy quantile over the candidates. 'v1'
+        takes the entropy quantile over all tokens.
     quantile: q, which is 0.75 in v4 of the paper. v1 of the paper gives two values, 0.8 and 0.2.
-    interpolation: how the quantile interpolates between two entropies. The paper does not specify
-        the interpolation.
-    denominator: the loss is divided by the number of 'kept' tokens, as in the paper, or by the
-        number of 'all' tokens.
+    interpolation: the way in which the quantile interpolates between two entropies. The paper does
+        not specify the interpolation.
+    denominator: 'kept' divides the loss by the number of kept tokens, as in the paper. 'all'
+        divides the loss by the number of all tokens.
     """
 
     clip_high: float = 0.28

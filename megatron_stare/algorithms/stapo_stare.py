@@ -1,10 +1,11 @@
-"""Applies STAPO's mask, then STARE's quantile to the tokens that the mask keeps.
+"""Applies STAPO's mask first, and then STARE's quantile to the tokens that the mask keeps.
 
-The methods disagree on improbable tokens of correct answers: STAPO silences those of low entropy,
-STARE amplifies all. Here the mask comes first. A token that the mask removes is not in the loss,
-not in N and not among STARE's candidates. Among the improbable tokens of correct answers, STARE
-therefore amplifies only tokens of high entropy. The gate still uses the mean entropy of all
-response tokens. This composition is ours; no paper has run it.
+STAPO and STARE treat improbable tokens of correct answers differently. STAPO silences the
+improbable tokens of low entropy, and STARE amplifies all improbable tokens. Here the mask comes
+first. A token that STAPO's mask removes has no loss, does not count in N, and is not one of STARE's
+candidates. Among the improbable tokens of correct answers, STARE therefore amplifies only tokens of
+high entropy. STARE's gate still uses the mean entropy of all response tokens. The combination of
+STAPO and STARE is not from a paper, and no paper has run it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from megatron_stare.records.batch_statistics import Statistics, scalar
 
 @dataclass(frozen=True, kw_only=True)
 class StapoStare(Stare):
-    """Settings of STARE, and `spurious`: STAPO's tau_p, version, quantile, interpolation,
-    denominator."""
+    """Settings of STARE, and in `spurious` STAPO's settings tau_p, version, quantile, interpolation
+    and denominator."""
 
     spurious: SpuriousTokens = field(default_factory=SpuriousTokens)
 

@@ -1,19 +1,20 @@
-"""STARE (arXiv 2606.19236): surprisal-guided advantage reweighting behind a target-entropy gate.
+"""STARE (arXiv 2606.19236) reweights advantages by surprisal while its target-entropy gate is open.
 
 While the batch's mean entropy is below its target, STARE multiplies the advantages of the tokens
-that move entropy most. L+ contains the tokens of highest surprisal, a share P of all tokens with
-positive advantage. L- contains the tokens of highest surprisal, a share P of all tokens with
-negative advantage. A variant reweights L+, L- or both.
+that move entropy most. L+ is the share P of highest surprisal among the tokens with positive
+advantage. L- is the share P of highest surprisal among the tokens with negative advantage. A
+variant of STARE reweights L+, L- or both.
 
     w = 1 + g (W - 1) on L+      w = 1 - g (1 - M) on L-      w = 1 elsewhere
     g = 1[mean H < target]
     J = (1 / N) sum_{i,t} w min(rho A, clip(rho, 1 - low, 1 + high) A)
 
 The paper takes the quantile over the whole batch, as this file does; the released code takes the
-quantile per micro-batch and rank. With `adaptive`, W and M move before the loss of the same step,
-even while the gate is closed, as in the paper and in the released code. token_sets.py has the
-ablation's other operators, which also act on common tokens. In the ablation, a gate per sample
-reads the mean entropy of the response, and a gate per token reads the entropy at the token.
+quantile per micro-batch and rank. With `adaptive`, W and M change before the loss of the same step
+is computed, even while the gate is closed, as in the paper and in the released code. token_sets.py
+has the other operators of the paper's ablation, which also act on common tokens. In the ablation, a
+gate per sample reads the mean entropy of the response, and a gate per token reads the entropy at
+the token.
 """
 
 from __future__ import annotations
@@ -121,22 +122,22 @@ class Stare(Grpo):
     variant: the name of a variant in the paper. 'O1' amplifies L+ by W, 'O4' attenuates L- by M,
         and 'C2' does both. In the ablation, 'O2' attenuates U+ and 'O3' amplifies U-. 'C1' combines
         O1 and O3, 'C3' combines O2 and O3, and 'C4' combines O2 and O4.
-    share: P, the share that is selected of the tokens of positive advantage and of the tokens of
-        negative advantage.
-    rare_below: a fixed probability bound, which replaces P. A token below the bound is rare. With
-        null, `share` decides which tokens are rare.
+    share: P, the share that L+ or L- selects among all tokens whose advantages have the set's sign.
+    rare_below: a fixed probability bound, which replaces P. A token with a probability below the
+        bound is rare. If `rare_below` is null, `share` decides which tokens are rare.
     common: the tokens in U+ and U-. 'complement' takes all tokens that are not rare. 'bottom' takes
         the share P of lowest surprisal.
     amplify: the factor W on amplified advantages, at least 1.
     attenuate: the factor M on attenuated advantages, in (0, 1].
-    entropy_target: the gate is open while the entropy is below this target, nats. With null, the
-        gate is always open.
+    entropy_target: the gate is open while the entropy is below this target, nats. If
+        `entropy_target` is null, the gate is always open.
     gate: the entropy that the gate reads. 'batch' is the mean entropy of the batch, 'sample' the
         mean entropy of the token's response, and 'token' the entropy at the token.
     gate_entropy: the tokens that the gate's mean entropy covers. 'response' covers all response
         tokens. 'kept' covers the tokens that the filters left in the loss.
-    adaptive: whether every step moves W and M by `adapt_rate`, so that the batch's mean entropy
-        approaches the target. W stays within [1, amplify_max] and M within [attenuate_min, 1].
+    adaptive: true changes W and M by `adapt_rate` in every step, so that the mean entropy of the
+        batch approaches the target. W stays within [1, amplify_max] and M within [attenuate_min,
+        1].
     """
 
     clip_high: float = 0.28
@@ -197,7 +198,7 @@ class Stare(Grpo):
 
     @property
     def selection(self) -> Selection:
-        """Returns the rule that separates rare tokens from common ones."""
+        """Returns the rule that separates rare tokens from common tokens."""
         return Selection(self.share, self.common, self.rare_below)
 
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
@@ -243,7 +244,7 @@ class Stare(Grpo):
         return (entropy < self.entropy_target).to(torch.float64)
 
     def weights(self, batch: TokenBatch, statistics: Statistics, state: State) -> Tensor:
-        """[N] float32 factor on every token's advantage."""
+        """Returns the factor on every token's advantage, [N] float32."""
         weights, gates = torch.ones_like(batch.advantage), self.gates(batch, statistics, state)
         for each in self.selects:
             factor = 1 + gates * (state[each.weight] - 1)
@@ -253,7 +254,8 @@ class Stare(Grpo):
         return weights
 
     def selected(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """Returns the variant's sets even while the gate is closed and their weight is 1."""
+        """Returns the sets of the variant, even while the gate is closed and the weights of the
+        sets are 1."""
         found, kept = super().selected(batch, statistics), self.narrowed(batch, statistics).kept
         for each in self.selects:
             found = torch.where(self.selection.members(each, kept, statistics), each.code, found)

@@ -1,5 +1,5 @@
-"""The policy-gradient surrogates: ratios clipped by token or by response, and CISPO's weighted
-likelihood."""
+"""Surrogate losses of the policy gradient. One surrogate clips the ratio of a token or of a
+response; the other is CISPO's weighted likelihood."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ LOG_RATIO_LIMIT = 20.0  # a larger exponent would overflow bf16 sums; verl's bou
 
 @dataclass(frozen=True)
 class Surrogate:
-    """Loss `loss` [N] = -J, and `clipped` [N] bool: tokens whose gradient the clip removed."""
+    """Surrogate loss. `loss` [N] is -J, and `clipped` [N] bool marks the tokens that the clip acts
+    on."""
 
     loss: Tensor
     clipped: Tensor
@@ -30,8 +31,8 @@ def clipped_surrogate(
     high: float,
     dual: float | None,
 ) -> Surrogate:
-    """Returns the loss of J = min(r A, clip(r, 1 - low, 1 + high) A) with r = p / p_old; where A <
-    0, the dual clip keeps J at least dual * A.
+    """Returns the loss of J = min(r A, clip(r, 1 - low, 1 + high) A) with r = p / p_old. Where A <
+    0, the dual clip keeps J at dual * A or above.
 
     Sources: PPO, arXiv 1707.06347; separate bounds, DAPO, arXiv 2503.14476; dual clip, arXiv
     1912.09729.
@@ -42,7 +43,7 @@ def clipped_surrogate(
         advantage: [N] detached.
         low: lower clip distance.
         high: upper clip distance.
-        dual: the dual clip, above 1; None: off.
+        dual: the dual clip, above 1. None turns the dual clip off.
     """
     return clip(ratio(log_prob, old_log_prob), advantage, low=low, high=high, dual=dual)
 
@@ -72,23 +73,26 @@ def clip(
 def weighted_likelihood(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, *, low: float, high: float
 ) -> Surrogate:
-    """CISPO (arXiv 2506.13585): J = sg[clip(r, 1 - low, 1 + high)] A ln p. Every token keeps its
-    gradient; `clipped` marks tokens whose weight was bounded. low = 1 sets no lower bound."""
+    """Returns the loss of CISPO (arXiv 2506.13585), J = sg[clip(r, 1 - low, 1 + high)] A ln p.
+    Every token keeps its gradient. `clipped` marks the tokens whose weight was clipped. The value
+    low = 1 sets no lower bound."""
     weight = bounded_ratio(log_prob, old_log_prob, low=low, high=high)
     clipped = weight != ratio(log_prob, old_log_prob).detach()
     return Surrogate(loss=-weight * advantage * log_prob, clipped=clipped)
 
 
 def bounded_ratio(log_prob: Tensor, old_log_prob: Tensor, *, low: float, high: float) -> Tensor:
-    """[N] sg[clip(r, 1 - low, 1 + high)]."""
+    """Returns the detached, clipped ratio sg[clip(r, 1 - low, 1 + high)], [N]."""
     return ratio(log_prob, old_log_prob).detach().clamp(1 - low, 1 + high)
 
 
 def response_mean(x: Tensor, batch: TokenBatch) -> Tensor:
-    """[N] mean of x over the masked tokens of each token's response; differentiable.
+    """Returns for each token the mean of x over the loss-mask tokens of the token's response, [N].
+    The mean is differentiable.
 
-    The mean is correct only if this batch, or the batches of the ranks that `batch.over_ranks` sums
-    over, have all tokens of every response. Methods that use `response_mean` are sequence-coupled.
+    The mean is correct only if all tokens of a response are in this batch, or in the batches of the
+    ranks that `batch.over_ranks` sums over. Methods that use `response_mean` declare the coupling
+    'sequence'.
     """
     if batch.sequence_lengths is None:
         raise ValueError("a mean by response needs sequence_lengths")

@@ -6,12 +6,12 @@
     O1 amplifies L+    O2 attenuates U+    O3 amplifies U-    O4 attenuates L-
     C1 = O1 + O3       C2 = O1 + O4        C3 = O2 + O3       C4 = O2 + O4
 
-To first order every operator raises the entropy (sensitivity.py). Rare tokens are the tokens of
-highest surprisal, a share P of the whole batch's tokens with advantages of one sign. If a fixed
-probability bound is set, rare tokens are instead the tokens with p below the bound. The paper does
-not define the common tokens. In this file, the common tokens are all tokens that are not rare
-('complement'), or the tokens of lowest surprisal, a share P ('bottom'). docs/algorithms/stare.md
-gives the reasons for both definitions.
+To first order every operator raises the entropy (sensitivity.py). Among the tokens of the whole
+batch whose advantages have one sign, the rare tokens are the share P of highest surprisal. If a
+fixed probability bound is set, rare tokens are instead the tokens with p below the bound. The paper
+does not define the common tokens. In this file, the common tokens are all tokens that are not rare
+('complement'), or the share P of lowest surprisal ('bottom'). docs/algorithms/stare.md gives the
+reasons for both definitions.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ def token_sets(variant: Variant) -> tuple[TokenSet, ...]:
 
 @dataclass(frozen=True)
 class Selection:
-    """Rule that separates rare tokens from common ones.
+    """Rule that separates rare tokens from common tokens.
 
     share: P, the share of tokens that the sets select.
-    rare_below: the probability below which a token is rare. With None, `share` decides which tokens
-        are rare.
+    rare_below: the probability below which a token is rare. If `rare_below` is None, `share`
+        decides which tokens are rare.
     """
 
     share: float
@@ -95,7 +95,7 @@ class Selection:
         return TopK(key, batch.index, _candidates(of, batch), self.share)
 
     def members(self, of: TokenSet, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """[N] bool: tokens of the set."""
+        """Returns the tokens of the set, [N] bool."""
         candidates = _candidates(of, batch)
         if self.rare_below is not None:
             rare = (-batch.surprisal).exp() < self.rare_below
@@ -107,7 +107,7 @@ class Selection:
         return rare if of.rare else candidates & ~rare
 
     def number(self, of: TokenSet, statistics: Statistics) -> Tensor:
-        """0-dim number of tokens in the set."""
+        """Returns the number of tokens in the set, 0-dim."""
         if self.rare_below is not None:
             return scalar(statistics, of.name)
         found = threshold(statistics, of.name)

@@ -1,14 +1,15 @@
-"""20-Entropy, "Beyond the 80/20 rule" (arXiv 2506.01939): trains only on the forks, the tokens of
-highest entropy.
+"""20-Entropy, "Beyond the 80/20 rule" (arXiv 2506.01939), trains only on the forks, which are the
+tokens of highest entropy.
 
     I = 1 for the k = max(1, int(N rho + 0.9999)) tokens of largest entropy, whatever the sign of
         their advantage
     J = (1 / sum I) sum_{i,t} I min(rho A, clip(rho, 1 - low, 1 + high) A)
 
-The official code takes the top k per micro-batch, this file over the whole batch. TRL divides by
-all tokens instead of the kept ones (`denominator: all`), which makes the loss about five times
-smaller. N counts the tokens with an advantage. Read literally, the paper counts all response
-tokens, even those that teach nothing (`candidates: all`).
+The official code selects the k tokens of largest entropy per micro-batch. This file selects the k
+tokens of largest entropy over the whole batch. TRL divides the loss by all tokens instead of the
+kept tokens, as `denominator: all` does. With `denominator: all`, the loss is about five times
+smaller. N is the number of tokens with a nonzero advantage. Read literally, the paper takes the
+share of all response tokens, even of tokens with advantage 0, as `candidates: all` does.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class HighEntropyTokens:
-    """20-Entropy's mask as a filter, with the settings of TwentyEntropy."""
+    """Filter that applies 20-Entropy's mask, with the settings of TwentyEntropy."""
 
     share: float
     rule: Literal["top_k", "quantile"]
@@ -87,7 +88,8 @@ class HighEntropyTokens:
 
 
 def fork_count(n: Tensor, share: float) -> Tensor:
-    """max(1, int(n share + 0.9999)) of n candidates, 0-dim, rounded like the official code."""
+    """Returns the number of tokens to keep of n candidates, max(1, int(n share + 0.9999)), 0-dim.
+    The number is rounded as in the official code."""
     return (n.to(torch.float64) * share + 0.9999).floor().clamp_min(1)
 
 
@@ -95,12 +97,13 @@ def fork_count(n: Tensor, share: float) -> Tensor:
 class TwentyEntropy(Grpo):
     """Settings of 20-Entropy, with the paper's defaults.
 
-    share: rho, the share of tokens kept.
-    rule: 'top_k' keeps exactly k tokens; 'quantile' keeps those at or above the (1 -
-        share)-quantile (linear), as TRL does.
-    candidates: tokens to take the share of: those 'with_advantage', or 'all' response tokens (the
-        paper's text).
-    denominator: divide the loss by the 'kept' tokens (the paper, eq. 6) or by 'all' (TRL).
+    share: rho, the share of tokens that are kept.
+    rule: 'top_k' keeps exactly k tokens. 'quantile' keeps the tokens whose entropy is at or above
+        the (1 - share)-quantile, with linear interpolation, as TRL does.
+    candidates: the tokens of which the share is taken. 'with_advantage' takes the tokens with a
+        nonzero advantage. 'all' takes all response tokens, as in the paper's text.
+    denominator: 'kept' divides the loss by the number of kept tokens (the paper, eq. 6). 'all'
+        divides the loss by the number of all tokens (TRL).
     """
 
     clip_high: float = 0.28

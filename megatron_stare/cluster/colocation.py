@@ -1,4 +1,4 @@
-"""Moves trainer and servers on and off shared devices, since both together may not fit.
+"""Moves the trainer and the servers on and off shared devices, because both may not fit together.
 
     phase          trainer memory                          server memory
     start          nothing, then everything                everything, then nothing
@@ -8,9 +8,10 @@
     sync           parameters                              weights, then the cache for the canary
     checkpoint     parameters, optimizer                   weights
 
-Optimizer state and KV cache are never on a device together. A rank loads what a call needs
-(Trainer.onload). This module decides when the trainer offloads, what the servers hold, and when a
-lost server may restart: in rollout and eval, since a server sizes its cache by the free memory.
+Optimizer state and KV cache are never on a device at the same time. A rank loads the parts that a
+call needs (Trainer.onload). This module decides when the trainer offloads, what the servers hold in
+memory, and when a lost server may restart. A lost server restarts only in the phases rollout and
+eval, because a server sizes its cache by the free memory.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def in_order(
 ) -> tuple[TrainerGroup, EnginePool]:
     """Starts trainer and engines.
 
-    Colocated servers start first and release their memory before the trainer is built, since a
+    Colocated servers start first and release their memory before the trainer is built, because a
     server sizes its cache by the free memory.
     """
     if not config.sglang.colocated:
@@ -67,8 +68,9 @@ def in_order(
 
 
 class Colocation:
-    """Moves the trainer and the servers on and off the shared devices. Expects trainer and servers
-    as `in_order` returns them. Does nothing without `sglang.colocated`."""
+    """Moves the trainer and the servers on and off the shared devices. Expects the trainer and the
+    servers in the state in which `in_order` returns them. Does nothing without
+    `sglang.colocated`."""
 
     def __init__(self, config: Config, ranks: TrainerGroup, engines: EnginePool) -> None:
         self._on = config.sglang.colocated
@@ -79,8 +81,8 @@ class Colocation:
         self.metrics: dict[str, float] = {}
 
     def release(self) -> None:
-        """Releases the servers' memory, from the last response of a step until the next weight
-        sync."""
+        """Releases the servers' memory after the last response of a step. The next weight sync
+        restores the servers' memory."""
         if not self._on:
             return
         self._engines.hold_restarts()
@@ -108,8 +110,8 @@ class Colocation:
         self._note("memory/engines_taken_mb", self._engines.memory_mb(), held)
 
     def synced(self) -> None:
-        """Offloads the trainer, from the end of a verified weight sync until the next log-prob
-        pass. Lets lost servers restart until `release` is called."""
+        """Offloads the trainer after a verified weight sync. The next log-prob pass loads the
+        trainer again. Lets lost servers restart until `release` is called."""
         if self._on:
             self._leave(self._leaving)
             self._engines.allow_restarts()

@@ -27,7 +27,8 @@ class EnginesAlone(Protocol):
     engines: EnginePool
 
     def notes(self) -> list[str]:
-        """Returns lines about the placement of engines; [] if there was no choice."""
+        """Returns lines about the placement of engines. The list is empty if there was no
+        choice."""
         ...
 
     def share(self, value: Any) -> Handle:
@@ -42,7 +43,7 @@ def make_engines(config: Config, tell: Callable[[str], None] = unsaid) -> Engine
     the engines start in Ray.
 
     Args:
-        tell: called with a line of text before each start that takes seconds.
+        tell: a function that gets a line of text before each start that takes seconds.
 
     Raises:
         UserError: an engine does not start or cannot be placed.
@@ -61,10 +62,10 @@ class FolderWeights(WeightStream):
     serves one weight update.
 
     Args:
-        folder: checked against `shape`, tensor by tensor.
-        dtype: dtype that the weights are cast to, as in a trainer with this dtype.
+        folder: the folder to read, which is checked against `shape` tensor by tensor.
+        dtype: the dtype that the weights are cast to, as in a trainer with this dtype.
         bucket_bytes: size limit of a bucket. A tensor above the limit gets its own bucket.
-        share: stores a bucket for all engines.
+        share: a function that stores a bucket for all engines.
 
     Raises:
         DataError: a tensor is missing or has another shape.

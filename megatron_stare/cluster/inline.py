@@ -1,4 +1,4 @@
-"""Runs one trainer rank and the engines in this process, one after another. This runner is for
+"""Runs one trainer rank and the engines in this process, one call after another. This runner is for
 tests and study."""
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class InlineWorkers(Workers):
     """Workers that are objects in this process. A handle is the result itself.
 
     Args:
-        make: creates the worker of a number again. With None, lost workers cannot be replaced.
+        make: a function that creates the worker with a given number again. If `make` is None, lost
+            workers cannot be replaced.
     """
 
     def __init__(self, workers: Sequence[Any], make: Callable[[int], Any] | None = None) -> None:
@@ -95,7 +96,7 @@ def inline_engines(config: Config, sites: Sequence[Site] = ()) -> InlineWorkers:
     """Makes all engines of a run in this process.
 
     Args:
-        sites: the site of each engine; empty: all are in this process.
+        sites: the site of each engine. If `sites` is empty, all engines are in this process.
     """
 
     def make(number: int) -> EngineWorker:
@@ -109,11 +110,11 @@ def _engines(config: Config) -> str:
 
 
 class InlineRunner:
-    """Runs one rank and all engines in this process. Preflight has refused every layout with more
-    than one rank.
+    """Runs one rank and all engines in this process. Preflight refuses every layout with more than
+    one rank.
 
     Args:
-        tell: called with a line of text before each start that takes seconds.
+        tell: a function that gets a line of text before each start that takes seconds.
     """
 
     def __init__(self, run: ResolvedRun, tell: Callable[[str], None] = unsaid) -> None:

@@ -1,5 +1,5 @@
-"""Orders the ranks by their actual nodes and GPUs, checks the nodes and GPUs of all processes
-against the plan, and formats the result."""
+"""Orders the ranks by their actual nodes and GPUs. Checks the nodes and GPUs of all processes
+against the plan, and formats the placement as a table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_stare.planning.placement import Node, PlacementError, Plan
 
 @dataclass(frozen=True)
 class Spot:
-    """Place that a process reports for itself."""
+    """Node and GPUs that a process reports for itself."""
 
     node: str  # id
     # GPUs in the process's CUDA_VISIBLE_DEVICES; None: simulated GPUs
@@ -24,7 +24,8 @@ def rank_order(plan: Plan, spots: Sequence[Spot]) -> list[int]:
     On each node, the ranks are ordered by the GPU index of each rank's process.
 
     Args:
-        spots: places of the processes, in the order in which the plan started them.
+        spots: the nodes and GPUs of the processes, in the order in which the processes were
+            started.
     """
 
     def index(number: int) -> tuple[int, str]:
@@ -39,10 +40,11 @@ def rank_order(plan: Plan, spots: Sequence[Spot]) -> list[int]:
 
 
 def check_ranks(plan: Plan, ranks: Sequence[Spot]) -> None:
-    """Checks the actual places of the ranks, in order, against the plan.
+    """Checks the actual nodes and GPUs of the ranks, in rank order, against the plan.
 
     Raises:
-        PlacementError: a rank is on another node, or does not see exactly one GPU of its own.
+        PlacementError: a rank is not on its planned node, or does not see exactly one GPU of its
+            own.
     """
     held: dict[tuple[str, str], str] = {}
     for number, (node, spot) in enumerate(zip(plan.ranks, ranks, strict=True)):
@@ -50,11 +52,11 @@ def check_ranks(plan: Plan, ranks: Sequence[Spot]) -> None:
 
 
 def check_replicas(plan: Plan, ranks: Sequence[Spot], replicas: Sequence[Spot]) -> None:
-    """Checks the actual places of replica parts on GPUs, in order, against the plan.
+    """Checks the actual nodes and GPUs of replica parts, in order, against the plan.
 
     Raises:
-        PlacementError: a part is on another node, or does not see its GPUs. If replicas share the
-            trainer's GPUs, these are the GPUs of the planned ranks.
+        PlacementError: a part is not on its planned node, or does not see its GPUs. If replicas
+            share the trainer's GPUs, the GPUs of a part are the GPUs of the planned ranks.
     """
     held = {
         (spot.node, gpu): f"rank {rank}"

@@ -1,5 +1,5 @@
-"""Starts or joins Ray, runs workers in its actors, and reserves GPUs on its nodes. This is the only
-file that imports ray. ray_runner.py chooses the workers."""
+"""Starts or joins Ray, runs workers in Ray actors, and reserves GPUs on the cluster's nodes. This
+is the only file that imports ray. ray_runner.py chooses the workers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ _joined: Listener | None = None  # the control store of the cluster that was joi
 
 
 def node_address(interface: str | None) -> str:
-    """Returns this node's address on the interface, or else its address in Ray.
+    """Returns this node's address on the interface. If `interface` is None, returns the node's
+    address in Ray.
 
     Raises:
         ConfigError: the interface does not exist.
@@ -115,11 +116,12 @@ class Actor:
 
     def address(self, interface: str | None, ports: Sequence[int] | None) -> str:
         """Returns a free host:port on this node for the ranks' rendezvous. The port stays bound
-        until the worker built here listens at it.
+        until this actor's worker listens at the port.
 
         Args:
-            interface: network interface of the address; None: the node's address in Ray.
-            ports: ports to choose from; None: any.
+            interface: the network interface of the address. If `interface` is None, the address is
+                the node's address in Ray.
+            ports: the ports to choose from. If `ports` is None, any port may be chosen.
 
         Raises:
             UserError: the interface does not exist, or none of the ports is free.
@@ -132,7 +134,8 @@ class Actor:
         return node_address(interface)
 
     def open_door(self, interface: str | None, host: str | None) -> Door:
-        """Listens at the address of this node's future server; see `routes.require_reach`.
+        """Opens a listening port at the address of this node's future server. See
+        `routes.require_reach`.
 
         Raises:
             ConfigError: this node lacks the interface or the address.
@@ -178,7 +181,8 @@ class Actor:
         Path(file).unlink(missing_ok=True)
 
     def spot(self, on_gpus: bool) -> Spot:
-        """Returns this process's node and its visible GPUs (None if GPUs are simulated)."""
+        """Returns the node and the visible GPUs of this process. The GPUs are None if GPUs are
+        simulated."""
         seen = tuple(filter(None, os.environ.get(VISIBLE, "").split(","))) if on_gpus else None
         return Spot(ray.get_runtime_context().get_node_id(), seen)
 
@@ -187,7 +191,7 @@ class Actor:
             return getattr(self._worker, name)(*args)
 
     def close(self) -> None:
-        """Closes the worker, if one was made."""
+        """Closes the worker, if the actor has made a worker."""
         if self._worker is not None:
             with self._beats.call("close"):
                 self._worker.close()
@@ -233,11 +237,11 @@ class RayPeers(Workers):
 
 
 class RayWorkers(RayPeers):
-    """Workers in one Ray actor each. `close` ends them.
+    """Workers that each run in a Ray actor of their own. `close` ends the actors.
 
     Args:
-        makers: functions that each start one actor in its place. An actor's function is called
-            again to replace the actor.
+        makers: functions, one for each actor, that start the actor at its place. An actor's
+            function is called again to replace the actor.
     """
 
     def __init__(self, makers: Sequence[Callable[[], Any]], what: str, timeout_s: float) -> None:
@@ -249,16 +253,17 @@ class RayWorkers(RayPeers):
         self._closed = False
 
     def everywhere(self, name: str, *args: Any) -> list[Handle]:
-        """Starts a call on all actors themselves, not on the workers they host."""
+        """Starts a call of one of `Actor`'s own methods on all actors. The call does not go to the
+        workers that the actors host."""
         return [getattr(actor, name).remote(*args) for actor in self._actors]
 
     def renumber(self, order: Sequence[int]) -> None:
-        """Makes actor order[i] worker i."""
+        """Renumbers the actors, so that actor order[i] hosts worker i."""
         self._actors = [self._actors[number] for number in order]
         self._makers = [self._makers[number] for number in order]
 
     def died(self) -> int | None:
-        """Returns the number of an actor that Ray reports as dead; None if there is none."""
+        """Returns the number of an actor that Ray reports as dead, or None if no actor is dead."""
         states = enumerate(actor._get_local_state() for actor in self._actors)
         return next((number for number, state in states if state == ActorTableData.DEAD), None)
 
@@ -267,7 +272,7 @@ class RayWorkers(RayPeers):
         return RayPeers([self._actors[number] for number in numbers], self._what, self._timeout_s)
 
     def build(self, kind: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> None:
-        """Makes every actor's worker from its arguments."""
+        """Makes the worker of every actor from the actor's arguments."""
         self._built = [
             (kind, pickle.dumps(each), f"{self._what} {n}") for n, each in enumerate(arguments)
         ]
@@ -279,7 +284,8 @@ class RayWorkers(RayPeers):
         )
 
     def replace(self, worker: int) -> None:
-        """See Workers. The new actor has the same resources, bundle and environment."""
+        """See Workers. The new actor has the same resources, bundle and environment as the lost
+        actor."""
         _end([self._actors[worker]], ENDED_S)  # first, since it may hold resources of the new actor
         with self._closing:
             if self._closed:
@@ -298,7 +304,7 @@ class RayWorkers(RayPeers):
 
 def _end(actors: Sequence[Any], limit_s: float) -> None:
     """Closes the actors' workers within `limit_s`, then kills the actors. Does nothing if Ray has
-    died, since its calls would hang; see `leave_ray`."""
+    died, since calls to Ray would then hang; see `leave_ray`."""
     if ended(_own_node()) is not None or (
         _joined is not None and _joined.missing(PROBE_S) is not None
     ):
@@ -318,9 +324,9 @@ def get(
     """Calls ray.get, and converts Ray's errors as `_worker_errors` does.
 
     Args:
-        what: name of the workers in errors.
+        what: the name of the workers in error messages.
         timeout_s: longest wait for the next result, seconds.
-        on_done: called with the number of each handle as it finishes.
+        on_done: a function that gets the number of each handle when the handle's call finishes.
     """
     number = {handle: i for i, handle in enumerate(handles)}
     with _worker_errors(what, timeout_s):
@@ -342,8 +348,8 @@ def get(
 
 
 def _turn(until: float) -> float:
-    """Returns the seconds of the next wait, at most PROBE_S, since Ray does not report the death of
-    its own processes."""
+    """Returns the length of the next wait, seconds. A wait is at most PROBE_S long, because Ray
+    does not report the death of its own processes."""
     return min(max(until - time.monotonic(), 0.0), PROBE_S)
 
 
@@ -453,7 +459,8 @@ def _init(what: str, where: str, fix: str, **settings: Any) -> None:
 
 
 def cluster_nodes(resource: str) -> list[Node]:
-    """Returns every node known to the cluster, lost ones too, with its total and free GPUs."""
+    """Returns every node known to the cluster, including lost nodes, with the node's total and free
+    GPUs."""
     free = available_resources_per_node()
     return [
         Node(
@@ -468,8 +475,8 @@ def cluster_nodes(resource: str) -> list[Node]:
 
 
 def node_workers(timeout_s: float) -> tuple[list[str], RayWorkers]:
-    """Starts an actor without resources or worker on every live node; returns the nodes' addresses
-    and the actors."""
+    """Starts an actor on every live node, without resources and without a worker. Returns the
+    addresses of the nodes and the actors."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     spots = [
         {"scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)}
@@ -479,7 +486,7 @@ def node_workers(timeout_s: float) -> tuple[list[str], RayWorkers]:
 
 
 def leave_ray() -> None:
-    """Ends Ray if it was started here, else leaves the cluster."""
+    """Ends Ray if this process started it. Otherwise leaves the cluster."""
     global _joined
     with nothing_left(_own_node()):
         ray.shutdown()
@@ -487,26 +494,27 @@ def leave_ray() -> None:
 
 
 def _own_node() -> Any:
-    """Returns Ray's record of the processes it started here, if any."""
+    """Returns Ray's record of the processes that Ray started on this machine, or None."""
     return ray._private.worker._global_node
 
 
 def find_lost(error: Exception, workers: RayWorkers | None, what: str) -> WorkerLostError | None:
-    """See Runner.lost. `workers` is None before they are started."""
+    """See Runner.lost. `workers` is None before the workers are started."""
     return loss_behind(
         error, _own_node(), lambda: None if workers is None else workers.died(), what
     )
 
 
 class Reservation:
-    """Reservation of a plan's GPUs: one bundle for the ranks of each node, and one for each replica
-    part with its own GPUs.
+    """Reservation of a plan's GPUs in a placement group. The ranks of each node have one bundle,
+    and each replica part with its own GPUs has one bundle.
 
     Args:
-        wait_s: longest wait until the cluster has reserved them, seconds.
+        wait_s: the longest wait until the cluster has reserved the GPUs, seconds.
 
     Raises:
-        PlacementError: the wait took longer, or a node was lost. The message names the nodes.
+        PlacementError: the GPUs were not reserved within `wait_s`, or a node was lost. The message
+            names the nodes.
     """
 
     def __init__(self, plan: Plan, resource: str, wait_s: float) -> None:
@@ -565,10 +573,10 @@ class Reservation:
         }
 
     def spots(self, workers: RayWorkers, limit_s: float) -> list[Spot]:
-        """Waits until the actors have started, and returns the place of each.
+        """Waits until the actors have started, and returns the node and GPUs of each actor.
 
         Args:
-            limit_s: timeout of their start, seconds.
+            limit_s: timeout of the actors' start, seconds.
 
         Raises:
             UserError: an actor has not started. If a node was lost, the error names the node.
@@ -600,12 +608,12 @@ def start_actors(
     settings: Mapping[str, str] = MappingProxyType({}),
     own: Sequence[Mapping[str, str]] = (),
 ) -> RayWorkers:
-    """Starts an actor for each spot, without workers.
+    """Starts one actor for each entry of `spots`. The actors do not host workers yet.
 
     Args:
         spots: Ray's options for each actor; see Reservation.
         threads: CPU threads of each actor.
-        what: name of the actors in errors.
+        what: the name of the actors in error messages.
         timeout_s: timeout of a call, seconds.
         settings: environment variables of all actors.
         own: additional environment variables of each actor.

@@ -1,4 +1,4 @@
-"""Watches the processes of a locally started Ray, and ends those that Ray leaves behind."""
+"""Watches the processes of a locally started Ray, and ends the processes that Ray leaves behind."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ LEFT_S = 10.0  # seconds that workers get to end after their raylet has ended
 
 
 def ended(node: Any) -> str | None:
-    """Returns a message if an essential Ray process has ended, else None.
+    """Returns a message if an essential Ray process has ended, or None if all are alive.
 
     Args:
-        node: Ray's record of the processes that Ray started here; None if Ray started none.
+        node: Ray's record of the processes that Ray started on this machine, or None if Ray started
+            no processes.
     """
     dead = () if node is None else node.dead_processes()
     return next(
@@ -36,8 +37,8 @@ def ended(node: Any) -> str | None:
 
 
 def half_started(error: BaseException) -> Any:
-    """Returns Ray's record of the processes that a failed start left behind; None if the start left
-    no processes.
+    """Returns Ray's record of the processes that a failed start left behind, or None if the start
+    left no processes.
 
     Ray leaves the processes of a failed start running until this Python process ends. Ray's record
     of the processes can be reached only through the frames in the traceback of the start's error.
@@ -50,8 +51,8 @@ def half_started(error: BaseException) -> Any:
 @contextlib.contextmanager
 def nothing_left(node: Any) -> Iterator[None]:
     """Context manager around a shutdown of Ray. Ray does not end its workers if an essential
-    process of Ray had ended before the shutdown. In that case, kills the workers that do not end
-    within LEFT_S after the shutdown."""
+    process of Ray had ended before the shutdown. If an essential process had ended, kills the
+    workers that do not end within LEFT_S after the shutdown."""
     broken = ended(node) is not None
     agents = [each.process.pid for each in node.all_processes.get("raylet", ())] if broken else []
     started = [process for agent in agents for process in _below(agent)]
@@ -81,12 +82,12 @@ def undo(half: Any) -> None:
 def loss_behind(
     error: Exception, node: Any, died: Callable[[], int | None], what: str
 ) -> WorkerLostError | None:
-    """Returns the process loss that caused an error; None if no process was lost, or the error
-    already is a WorkerLostError.
+    """Returns the process loss that caused an error. Returns None if no process was lost, or if the
+    error already is a WorkerLostError.
 
     Args:
-        died: returns the number of a worker that Ray knows to be dead.
-        what: name of the workers in errors.
+        died: a function that returns the number of a worker that Ray knows to be dead, or None.
+        what: the name of the workers in error messages.
     """
     if isinstance(error, WorkerLostError):
         return None
@@ -119,9 +120,10 @@ def _agent_of(process: psutil.Process) -> int | None:
 def own_group() -> Iterator[None]:
     """Context manager in which new processes are started in a separate process group.
 
-    A shell or `timeout` signals a whole process group. A signal to Ray's processes would end them
-    at once, together with the ranks that must save the last step. If this process leads its
-    session, it cannot change its group, and new processes stay in that group.
+    A shell or `timeout` signals a whole process group. A signal to Ray's processes would end the
+    processes at once, together with the ranks that must save the last step. A process that leads
+    its session cannot change its group. If this process leads its session, new processes stay in
+    its group.
     """
     mine = os.getpgrp()
     # keeps the new process group alive

@@ -71,18 +71,20 @@ def hosted_engine(
 
 
 def hosted_part(config: Config, number: int, node: int) -> ReplicaPart:
-    """Makes, inside an actor, a replica's part for a node other than the replica's first node."""
+    """Makes the part of a replica on a node other than the replica's first node. Runs inside an
+    actor."""
     return make_part(config, number, node, server_address(config))
 
 
 def planned(config: Config, wait_s: float, demand: Demand | None = None) -> Plan | None:
-    """Plans the placement of ranks and replicas on the joined cluster; returns None if the cluster
-    has no GPUs, so that Ray may place actors anywhere.
+    """Plans the placement of ranks and replicas on the joined cluster. Returns None if the cluster
+    has no GPUs; Ray may then place actors on any node.
 
     Args:
-        wait_s: longest wait for GPUs that others hold, seconds. The GPUs of a run that has just
-            ended become free after a few seconds.
-        demand: ranks and replicas to place; None: those of the run.
+        wait_s: the longest wait for GPUs that other runs hold, seconds. The GPUs of a run that has
+            just ended become free after a few seconds.
+        demand: the ranks and replicas to place. If `demand` is None, the ranks and replicas of the
+            run are placed.
 
     Raises:
         ConfigError: the cluster could never hold the layout.
@@ -110,14 +112,15 @@ def planned(config: Config, wait_s: float, demand: Demand | None = None) -> Plan
 def reserve(
     config: Config, awaited: Awaited | None = None, demand: Demand | None = None
 ) -> Reservation | None:
-    """Reserves the GPUs of a run; returns None if the cluster has none.
+    """Reserves the GPUs of a run. Returns None if the cluster has no GPUs.
 
     Args:
-        awaited: how a run restarted after a loss waits for missing nodes; None: do not wait.
+        awaited: the rule by which a run that restarts after a loss waits for missing nodes. If
+            `awaited` is None, the run does not wait.
         demand: see `planned`.
 
     Raises:
-        UserError: the GPUs cannot be reserved, or not in time.
+        UserError: the GPUs cannot be reserved, or are not reserved in time.
     """
     runtime, wait_s, told = config.runtime, config.runtime.placement_s, ""
     until = time.monotonic() + (awaited.limit_s if awaited else 0.0)
@@ -143,7 +146,7 @@ def reserve(
 
 
 def preview(config: Config) -> list[str]:
-    """Returns, as lines, the placement that a run would get on its cluster now.
+    """Returns the placement that a run would get on its cluster now, as lines of text.
 
     Raises:
         UserError: the cluster cannot be joined, or can never hold the layout.
@@ -168,7 +171,7 @@ class RayRunner:
 
     Args:
         awaited: see reserve.
-        tell: called with a line of text before each start that takes seconds.
+        tell: a function that gets a line of text before each start that takes seconds.
     """
 
     def __init__(
@@ -233,8 +236,8 @@ class RayRunner:
         return pool
 
     def _placed(self, config: Config) -> tuple[RayWorkers, RayWorkers, RayWorkers]:
-        """Starts the actors of ranks, of replicas, and of the replicas' further nodes, in order;
-        checks that they are on the planned nodes and GPUs."""
+        """Starts the actors of the ranks, then of the replicas, and then of the replicas' further
+        nodes. Checks that the actors are on the planned nodes and GPUs."""
         settings = shared_environment(config)
         reserved, nodes = self._reserved, replica_nodes(config)
         parts = range(replica_count(config) * nodes)
@@ -283,7 +286,7 @@ class RayRunner:
         return ranks, replicas, others
 
     def _require_routes(self, config: Config) -> None:
-        """Tests all routes of weights to servers before any worker is made.
+        """Tests all routes of weights from ranks to servers before any worker is made.
 
         Raises:
             UserError: a rank cannot reach a server, or a node does not see the sync folder.
@@ -343,7 +346,7 @@ class RayRunner:
         return replicas
 
     def close(self) -> None:
-        """Ends the actors, and Ray if it was started here."""
+        """Ends the actors. Also ends Ray if this process started Ray."""
         with uninterrupted():
             for each in self._started:
                 each.close()
@@ -404,7 +407,7 @@ class RayEngines:
         return self._started.share(value)
 
     def close(self) -> None:
-        """Ends the actors, and Ray if it was started here."""
+        """Ends the actors. Also ends Ray if this process started Ray."""
         with uninterrupted():
             if self._started is not None:
                 self._started.close()

@@ -19,7 +19,7 @@ class Door:
     """A listening port on the node of a future server.
 
     node: name of the node.
-    id: the cluster's id of the node.
+    id: the id of the node in the cluster.
     address: host:port.
     """
 
@@ -28,7 +28,8 @@ class Door:
     address: str
 
     def missing(self, id: str) -> str | None:
-        """Returns why this process, on node `id`, cannot connect to the port; None if it can."""
+        """Returns the reason why this process, on node `id`, cannot connect to the port. Returns
+        None if this process can connect."""
         if id != self.id and self.address.startswith(f"{LOOPBACK.partition('.')[0]}."):
             return f"it is the loopback of {self.node}"
         reason = Listener(self.address, LOOPBACK).missing(TRY_S)
@@ -56,7 +57,7 @@ class Hosts(Protocol):
         """Starts a call on each process."""
 
     def wait(self, handles: Sequence[Handle]) -> list[Any]:
-        """Returns the results of calls in order; raises the first error."""
+        """Returns the results of the calls in order, or raises the first error."""
 
 
 def require_reach(ranks: Hosts, servers: Hosts, interface: str | None, host: str | None) -> None:
@@ -78,7 +79,7 @@ def require_reach(ranks: Hosts, servers: Hosts, interface: str | None, host: str
 
 
 def unreachable(doors: Sequence[Door], tried: Sequence[Tried]) -> ConfigError | None:
-    """Returns an error that names unreachable servers; None if all are reachable."""
+    """Returns an error that names unreachable servers, or None if all servers are reachable."""
     lost = [
         (rank, server, why)
         for rank, each in enumerate(tried)
@@ -106,7 +107,8 @@ def require_folder(folder: str, ranks: Hosts, readers: Sequence[Hosts]) -> None:
     the file.
 
     Raises:
-        ConfigError: the first rank cannot write there, or another process does not see the file.
+        ConfigError: the first rank cannot write to the folder, or another process does not see the
+            file.
     """
     left = ranks.wait(ranks.everywhere("leave_in", folder)[:1])[0]
     try:

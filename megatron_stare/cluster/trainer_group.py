@@ -1,4 +1,4 @@
-"""The driver's interface to all trainer ranks: one object with a method for each step of the
+"""The driver's interface to all trainer ranks, an object with one method for each step of the
 algorithm."""
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class TrainerGroup:
         self._deal("compute_log_probs", batch, plan)
 
     def measure(self, state: dict[str, float]) -> None:
-        """Computes the method's statistics over the whole batch, and advances the method's gate and
-        controllers. Call it once per batch."""
+        """Computes the method's statistics over the whole batch, and updates the method's gate and
+        controllers. Call `measure` once per batch."""
         self._workers.call("measure", state)
 
     def update(
@@ -117,7 +117,7 @@ class TrainerGroup:
         """Context manager that profiles some ranks and writes their traces to the folder.
 
         Args:
-            note: receives a message for every trace that could not be written.
+            note: a function that gets a message for every trace that could not be written.
         """
         workers = self._workers
         workers.wait([workers.start_on(rank, "begin_profile") for rank in ranks])
@@ -130,13 +130,13 @@ class TrainerGroup:
                 note(fault)
 
     def not_finite(self) -> list[NotFinite]:
-        """Returns the non-finite values on each rank, after an update was skipped because of
-        them."""
+        """Returns the non-finite values on each rank, after an update was skipped because of such
+        values."""
         return self._workers.call("not_finite")
 
     def log_probs(self) -> Tensor:
-        """Returns the last batch's log-probs before its updates: [N] response tokens in canonical
-        order, nats. NaN if the loss mask is 0."""
+        """Returns the log-probs of the last batch before its updates, [N] response tokens in
+        canonical order, nats. A log-prob is NaN if the token's loss mask is 0."""
         if self._last is None:
             raise RuntimeError("there is no batch before compute_log_probs()")
         found = torch.full((int(self._last[0].response_lengths.sum()),), torch.nan)
@@ -150,11 +150,11 @@ class TrainerGroup:
         return [part for parts in self._workers.call("token_numbers") for part in parts]
 
     def compare(self, temperature: float | None = None) -> LogProbDifference:
-        """Compares the engines' log-probs of the last batch with the trainer's.
+        """Compares the engines' log-probs of the last batch with the trainer's log-probs.
 
         Args:
-            temperature: recompute the trainer's log-probs at this temperature; None: use those of
-                `compute_log_probs`.
+            temperature: the temperature at which the trainer's log-probs are recomputed. If
+                `temperature` is None, the log-probs of `compute_log_probs` are used.
         """
         if self._last is None:
             raise RuntimeError("there is no batch before compute_log_probs()")
@@ -164,8 +164,8 @@ class TrainerGroup:
     def compare_with(
         self, batch: RolloutBatch, engines: Tensor, temperature: float
     ) -> list[LogProbDifference]:
-        """Compares any batch's log-probs from several engines with the trainer's; returns one
-        difference per engine. Does not change the last batch.
+        """Compares several engines' log-probs of any batch with the trainer's log-probs. Returns
+        one difference per engine. Does not change `last_batch`.
 
         Args:
             engines: [S, N] log-probs of S engines, in canonical order.
@@ -174,7 +174,7 @@ class TrainerGroup:
 
     def mean_loss(self, batch: RolloutBatch) -> float:
         """Returns the mean negative log-likelihood of any batch's loss tokens under the policy,
-        nats. Does not change the last batch."""
+        nats. Does not change `last_batch`."""
         # A log-prob is at most 0, so its mean distance from 0 is the mean loss.
         zeros = torch.zeros(1, len(batch.loss_mask))
         (found,) = self.compare_with(batch, zeros, 1.0)
@@ -203,9 +203,10 @@ class TrainerGroup:
         self._workers.call("offload", parts)
 
     def memory_mb(self) -> dict[str, float]:
-        """Returns the memory of the fullest ranks in 10^6 bytes, leaving out unknown values.
+        """Returns the largest memory use of any rank, in 10^6 bytes. Leaves out values that a rank
+        does not know.
 
-        `peak_mb` is the peak since the last call, `device_mb` the current use.
+        `peak_mb` is the peak since the last call, and `device_mb` is the current use.
         """
         found = self._workers.call("memory_mb")
         return {
@@ -259,7 +260,7 @@ class TrainerGroup:
 
     def prove(self, batch: RolloutBatch) -> StateProof:
         """Computes numbers that characterise the policy, the refreshed reference policy and the
-        optimizer state. Does not change the last batch."""
+        optimizer state. Does not change `last_batch`."""
         found = self._deal("prove", batch, self._plan(batch))
         log_probs: dict[str, Tensor] = {}
         sums: dict[str, list[list[float]]] = {}
@@ -278,12 +279,12 @@ class TrainerGroup:
         )
 
     def save(self, folder: str, timeout_s: float | None = None) -> None:
-        """Begins to write a distributed checkpoint into an existing empty folder; returns when
+        """Begins to write a distributed checkpoint into an existing empty folder. Returns when
         training may continue.
 
         Args:
-            timeout_s: timeout of the wait until training may continue, seconds; None: the timeout
-                of any call.
+            timeout_s: the timeout of the wait until training may continue, seconds. If `timeout_s`
+                is None, the timeout of an ordinary call applies.
 
         Raises:
             UserError: the wait took longer.
@@ -298,7 +299,8 @@ class TrainerGroup:
         """Waits until every rank has written its part of the checkpoint.
 
         Args:
-            timeout_s: timeout of the wait, seconds; None: the timeout of any call.
+            timeout_s: the timeout of the wait, seconds. If `timeout_s` is None, the timeout of an
+                ordinary call applies.
 
         Raises:
             UserError: a rank did not finish within the timeout.
@@ -306,8 +308,9 @@ class TrainerGroup:
         self._workers.wait(self._workers.start("wait_saved"), timeout_s=timeout_s)
 
     def finish_save(self) -> dict[str, Sum]:
-        """Finishes the checkpoint on all ranks; returns lengths and checksums of its files by name.
-        Raises UserError if a rank could not write its part of the checkpoint."""
+        """Finishes the checkpoint on all ranks. Returns the lengths and checksums of the
+        checkpoint's files by file name. Raises UserError if a rank could not write its part of the
+        checkpoint."""
         return {
             name: each for sums in self._workers.call("finish_save") for name, each in sums.items()
         }
@@ -326,13 +329,13 @@ class TrainerGroup:
 
 
 def _each(told: Any) -> Sequence[Any]:
-    """Returns as a list what a rank reports to the engines: one report for all engines, or one per
-    engine."""
+    """Returns a rank's reports to the engines as a list. The list holds one report for all engines,
+    or one report per engine."""
     return told if isinstance(told, list) else [told]
 
 
 def _reported(results: Sequence[Any]) -> Any:
-    """Returns the only result that is not None; one rank reports for all."""
+    """Returns the only result that is not None, since one rank reports for all ranks."""
     (result,) = (each for each in results if each is not None)
     return result
 
@@ -344,12 +347,13 @@ class Runner(Protocol):
     engines: EnginePool
 
     def notes(self) -> list[str]:
-        """Returns lines about the placement of ranks and engines; [] if there was no choice."""
+        """Returns lines about the placement of ranks and engines. The list is empty if there was no
+        choice."""
         ...
 
     def engines_beside(self, config: Config) -> EnginePool:
-        """Starts additional engines with this configuration, which use no GPUs of the cluster. The
-        engines end with the runner.
+        """Starts additional engines with this configuration. The additional engines use no GPUs of
+        the cluster, and end with the runner.
 
         Raises:
             UserError: an engine does not start.
@@ -357,7 +361,7 @@ class Runner(Protocol):
         ...
 
     def lost(self, error: Exception) -> WorkerLostError | None:
-        """Returns the process loss that caused this error; None if no process was lost."""
+        """Returns the process loss that caused this error, or None if no process was lost."""
         ...
 
     def close(self) -> None: ...
@@ -426,8 +430,9 @@ class TrainerWeights(WeightStream):
 
         Calls the ranks' `begin_weight_stream` and `next_bucket`; `checksums` calls
         `end_weight_stream`. Requests the next bucket before yielding the current one, so that the
-        ranks gather it in the meantime. At most three buckets exist at a time: the next, the
-        current, and the previous one if the caller still holds it.
+        ranks gather the next bucket in the meantime. At most three buckets exist at a time: the
+        next bucket, the current bucket, and the previous bucket if the caller still holds the
+        previous bucket.
         """
         self._trainers.call("begin_weight_stream", checksums)
         ahead = self._trainers.start("next_bucket")

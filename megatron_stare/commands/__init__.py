@@ -1,1 +1,1 @@
-"""Commands other than `train` and `plan`."""
+"""Commands of the command line, except `plan`."""

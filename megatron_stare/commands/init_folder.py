@@ -1,5 +1,5 @@
-"""`megatron-stare init`: writes a folder in which a run can start at once. The run trains on sums
-of three numbers, or on the user's own file."""
+"""`megatron-stare init` writes a folder in which a run can start at once. The run trains on sums of
+three numbers, or on the user's own file."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class _Model(NamedTuple):
     """A model for the configuration.
 
     path: the value of `model.path`.
-    fetch: command that downloads the model to `path`; "" for a model in a local folder.
-    chat: whether the model's local folder has a chat template.
+    fetch: the command that downloads the model to `path`, or "" for a model in a local folder.
+    chat: true if the model's local folder has a chat template.
     """
 
     path: str
@@ -112,7 +112,7 @@ class _Model(NamedTuple):
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The command's."""
+    """Adds the arguments of `init`."""
     command.add_argument("folder", type=Path, metavar="FOLDER", help="new or empty")
     command.add_argument(
         "--data",
@@ -133,7 +133,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> None:
-    """Writes the folder and prints what was chosen and what to do next. Raises UserError."""
+    """Writes the folder, and prints the chosen settings and the next commands. Raises UserError."""
     folder: Path = args.folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
@@ -162,7 +162,7 @@ def run_command(args: argparse.Namespace) -> None:
 
 
 def _model(given: str | None) -> _Model | None:
-    """Returns the model that --model names; None for the tiny model. Raises UserError if --model
+    """Returns the model that --model names, or None for the tiny model. Raises UserError if --model
     does not name a model."""
     if given is None:
         return None
@@ -184,7 +184,8 @@ def _model(given: str | None) -> _Model | None:
 
 
 def _sums(columns: Columns | None) -> bool:
-    """Tells whether the problems are those that the tiny model was made for."""
+    """Tells whether all problems are sums of three numbers of two digits, for which the tiny model
+    was made."""
     return columns is None or all(_SUM.fullmatch(each.prompt) for each in columns.records)
 
 
@@ -254,7 +255,7 @@ def _write(folder: Path, model: _Model | None, data: str | None, columns: Column
 
 
 def _quoted(text: str) -> str:
-    """Returns the text as a quoted YAML string. The quotes are those of JSON. Characters beyond
+    """Returns the text as a quoted YAML string. The text is quoted as in JSON. Characters beyond
     ASCII stay unescaped, because YAML reads JSON's escapes of characters beyond 16 bits
     differently."""
     return json.dumps(text, ensure_ascii=False)

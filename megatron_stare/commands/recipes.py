@@ -1,5 +1,5 @@
-"""`megatron-stare recipes`: lists the recipes of published runs, or compares one with its published
-values."""
+"""`megatron-stare recipes` lists the recipes of published runs, or compares one recipe with its
+published values."""
 
 from __future__ import annotations
 

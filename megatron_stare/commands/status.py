@@ -1,7 +1,8 @@
-"""Status of a run, read from its files: progress, rates, alerts, and the command that resumes it.
+"""Reads the status of a run from the run's files. The status has progress, rates, alerts, and the
+command that resumes the run.
 
-Used by `megatron-stare status`, also for runs on other machines. Changes nothing. Reads running,
-killed and resumed runs as well as finished ones. Does not import torch.
+Used by `megatron-stare status`, also for runs on other machines. Changes no files. Reads running,
+killed, resumed and finished runs. Does not import torch.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ RECENT = 20  # steps over which rates are averaged
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The newest result on a task. If `task` is "", the result is a result on the run's own
-    task."""
+    """The newest result on a task. If `task` is "", the result is for the run's own task."""
 
     task: str
     step: int
@@ -40,17 +40,18 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Status:
-    """Status of a run at one moment. None or "" means unknown unless stated otherwise.
+    """Status of a run at one moment. A value of None or "" is unknown, unless stated otherwise.
 
     state, host, beat_age_s: see liveness.Liveness.
     pid: process id of the driver on `host`.
-    process: last state of the driver seen by the run's watcher: "running", "stopped", ...
-    phase, phase_s: the driver's phase and the seconds since its begin.
+    process: the last state of the driver's process that the run's watcher saw: "running",
+        "stopped", ...
+    phase, phase_s: the phase of the driver, and the seconds since the phase began.
     limit_s: seconds within which the phase must make progress.
-    done, total: finished and wanted responses of the phase.
+    done, total: the numbers of finished and of wanted responses of the phase.
     step, steps: finished and planned steps.
     steps_per_h, tokens_per_s, samples_per_s: mean rates of the newest steps, without evaluations
-        and checkpoints. Only tokens and samples that were trained on are counted.
+        and checkpoints. The rates count only tokens and samples that were trained on.
     left_s: seconds until the last step, estimated from the times of recent steps.
     planned: predicted and measured values of the run; see docs/planning.md.
     checkpoint, checkpoint_age_s: step and age of the newest complete checkpoint.
@@ -59,8 +60,8 @@ class Status:
     restarts, restart: number of automatic restarts after a process was lost, and reason of the last
         restart.
     alerts: alerts that are active after the newest step.
-    black_box: folder of the newest bundle; "" if there is none.
-    again: command that resumes the run; "" if the run is running or finished.
+    black_box: the folder of the newest black-box bundle, or "" if there is no bundle.
+    again: the command that resumes the run, or "" if the run is running or finished.
     """
 
     run: str
@@ -99,8 +100,8 @@ def status_of(run_dir: Path, now: float | None = None, here: str | None = None) 
     """Reads the status of a run.
 
     Args:
-        now: seconds since 1970; None: the current time.
-        here: name of this machine; None: its host name.
+        now: the time, seconds since 1970. None means the current time.
+        here: the name of this machine. None means the machine's host name.
 
     Raises:
         DataError: there is no run in this directory, or one of its files is damaged.

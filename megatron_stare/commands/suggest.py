@@ -1,4 +1,4 @@
-"""`megatron-stare suggest`: suggests STARE's target and weights from the first steps of a run."""
+"""`megatron-stare suggest` suggests STARE's target and weights from the first steps of a run."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def run_suggest(args: argparse.Namespace) -> None:
 def facts_of(rows: Sequence[Mapping[str, float]], where: str) -> Facts:
     """Reads the facts of the steps.
 
-    L+ and L- are those that STARE selected. A run of another method selects none: the tokens past
-    their critical surprisal stand for them.
+    In a run of STARE, L+ and L- are the sets of tokens that STARE selected. In a run of another
+    method, L+ and L- are the tokens above their critical surprisal.
 
     Raises:
-        UserError: there are too few steps, or they have no forecast.
+        UserError: there are too few steps, or the steps have no forecast.
     """
     if len(rows) < 2 * ENDS:
         raise UserError(
@@ -79,7 +79,7 @@ def facts_of(rows: Sequence[Mapping[str, float]], where: str) -> Facts:
 
 
 def as_text(facts: Facts, found: Suggestion, steps: int) -> str:
-    """Returns the suggestion as lines for the terminal: settings, then reasons."""
+    """Returns the suggestion as lines for the terminal, first the settings and then the reasons."""
     lines = [
         f"steps 1 to {steps}: entropy {facts.entropy:.3g} to {facts.entropy_now:.3g} nats, forecast"
         f" {facts.plain:+.2g} a unit step",
@@ -100,7 +100,8 @@ def _finite(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
 
 
 def _gain(rows: Sequence[Mapping[str, float]], side: str) -> float:
-    """Returns G+ ("plus") or G- ("minus"), nats a unit step, a mean over the steps."""
+    """Returns G+ for the side "plus", or G- for the side "minus", in nats per unit step. G+ and G-
+    are means over the steps."""
     selected = [
         -row[f"forecast/a_phi_{side}"] / row[TOKENS]
         for row in rows

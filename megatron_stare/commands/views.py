@@ -39,8 +39,8 @@ def add_status_arguments(status: argparse.ArgumentParser) -> None:
 
 
 def run_status(args: argparse.Namespace) -> int:
-    """Prints a run's status. Returns 0 if the run is running or finished, 1 if the run is dead or
-    silent. Raises UserError."""
+    """Prints a run's status. Returns 0 if the run is running or finished, and 1 if the run is dead
+    or silent. Raises UserError."""
     if args.watch is not None and not args.watch > 0:
         raise UserError(f"the interval must be above 0 s, not {args.watch:g} s", where="--watch")
     if not args.run_dir.is_dir():

@@ -1,1 +1,1 @@
-"""Typed configuration: `schema.py` defines the settings, `load.py` reads them."""
+"""Typed configuration. `schema.py` defines the settings, and `load.py` reads configurations."""

@@ -1,7 +1,7 @@
-"""The `algorithm` section: a union of the methods' settings, discriminated by `name`.
+"""The `algorithm` section is a union of the methods' settings, discriminated by `name`.
 
 A method's settings are the fields of its class, which may be a user's class. Method classes import
-torch, so reading a section imports torch. Importing this file does not.
+torch, so reading a section imports torch. Importing this file does not import torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AlgorithmConfig:
 
     @property
     def supervised(self) -> bool:
-        """True if the method learns from responses that others wrote; see Method."""
+        """Tells whether the method learns from responses that others wrote; see Method."""
         return self.method.supervised
 
     def settings(self) -> dict[str, Any]:
@@ -50,10 +50,12 @@ class AlgorithmConfig:
 
     @classmethod
     def read(cls, section: Any) -> AlgorithmConfig:
-        """Checks a section, which is a mapping of `name` and settings or only a name.
+        """Checks a section and returns the method with its settings. The section is a mapping of
+        `name` and settings, or only a name.
 
         Raises:
-            pydantic.ValidationError: unknown method or setting, or a value out of range.
+            pydantic.ValidationError: the method or a setting is unknown, or a value is out of
+                range.
         """
         if isinstance(section, cls):
             return section
@@ -141,8 +143,8 @@ def _options(settings_class: type, key: str) -> list[type]:
 def _refusal(
     error: ConfigError, loc: tuple[str, ...], value: Any, kind: str = "refused"
 ) -> ValidationError:
-    """Wraps a ConfigError so that pydantic reports it with the errors of other sections.
-    `config_error` unwraps it."""
+    """Wraps a ConfigError so that pydantic reports the error together with the errors of other
+    sections. `config_error` unwraps the error."""
     told = PydanticCustomError(kind, "{what}", {"what": error.what, "error": error})
     return ValidationError.from_exception_data(
         "algorithm", [InitErrorDetails(type=told, loc=loc, input=value)]

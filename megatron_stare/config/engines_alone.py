@@ -1,4 +1,4 @@
-"""Configuration of engines that run without a trainer beside them."""
+"""Configuration of engines that run without a trainer on the same GPUs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def engines_alone(config: Config, folder: str | None = None) -> Config:
 
     Args:
         folder: Hugging Face folder that replaces model.path, so that tokenizer and stop tokens
-            match the weights; None: keep model.path.
+            match the weights. None keeps model.path.
     """
     changed: dict[str, Any] = {
         "sglang": config.sglang.model_copy(update={"colocated": False}),
@@ -33,8 +33,8 @@ def engines_alone(config: Config, folder: str | None = None) -> Config:
 
 
 def synced_in(config: Config, run_dir: Path) -> Config:
-    """Sets sglang.sync_folder, if not set, to a folder in the run directory, which all nodes
-    share."""
+    """Sets sglang.sync_folder to a folder in the run directory, unless sglang.sync_folder is
+    already set. All nodes share the run directory."""
     if config.sglang.sync_folder is not None:
         return config
     sglang = config.sglang.model_copy(update={"sync_folder": str(run_dir.resolve() / SYNC_FOLDER)})
@@ -42,7 +42,8 @@ def synced_in(config: Config, run_dir: Path) -> Config:
 
 
 def evaluation_engines(config: Config) -> Config | None:
-    """Returns the configuration of the engines reserved for evaluation; None if there are none."""
+    """Returns the configuration of the engines that are reserved for evaluation, or None if no
+    engines are reserved."""
     if not config.eval.engines and not config.eval.urls:
         return None
     alone = engines_alone(config)

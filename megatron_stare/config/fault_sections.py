@@ -1,5 +1,5 @@
-"""The section `faults`: handling of failed requests, engines and runs, of abnormal metrics, and of
-hangs."""
+"""The section `faults` configures the handling of failed requests, engines and runs, of abnormal
+metrics, and of hangs."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ class RequestFaults(Section):
     )
 
     def request_limit(self, remote_call_s: float) -> float:
-        """Returns the timeout of one request in seconds; `remote_call_s` is runtime.timeout_s."""
+        """Returns the timeout of one request in seconds. `remote_call_s` is runtime.timeout_s."""
         return remote_call_s / self.attempts if self.request_s is None else self.request_s
 
     def collective_limit(self, remote_call_s: float) -> float:
-        """Returns the timeout of one collective in seconds; `remote_call_s` is
+        """Returns the timeout of one collective in seconds. `remote_call_s` is
         runtime.timeout_s."""
         return min(COLLECTIVE_S, remote_call_s) if self.collective_s is None else self.collective_s
 
     def check(self, remote_call_s: float) -> None:
-        """Raises ValueError if an operation's timeout exceeds that of the operation that contains
-        it; `remote_call_s` is runtime.timeout_s."""
+        """Raises ValueError if the timeout of an operation exceeds the timeout of the operation
+        that contains it. `remote_call_s` is runtime.timeout_s."""
         if self.collective_limit(remote_call_s) > remote_call_s:
             raise ValueError(
                 f"faults.requests.collective_s {self.collective_s:g} exceeds runtime.timeout_s"
@@ -165,9 +165,9 @@ class RunFaults(Section):
 
 
 class SpikeGuard(Section):
-    """Rule for when a metric counts as a spike. One spread is 1.4826 times the median absolute
-    deviation of the metric over the steps before. For normally distributed values, one spread is
-    the standard deviation."""
+    """Rule that decides when a metric counts as a spike. One spread is 1.4826 times the median
+    absolute deviation of the metric over the preceding steps. For normally distributed values, one
+    spread is the standard deviation."""
 
     action: Action = Field(
         "alert",

@@ -1,9 +1,9 @@
 """Format versions of a run's config.yaml and of the run_state.json in its checkpoints.
 
-Both files contain the number FORMAT under "format". A file without a number has format 1. Files of
-older releases are upgraded when read, one format at a time. Only a resumed run writes them again.
-An incompatible change of config.yaml or run_state.json needs one more entry in UPGRADES and no
-other code.
+Both files contain the number FORMAT under "format". A file without a number has format 1. When a
+file of an older release is read, it is upgraded one format at a time. Only a resumed run writes the
+upgraded files. An incompatible change of config.yaml or run_state.json needs one more entry in
+UPGRADES and no other code.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def _servers_that_are_used(config: Tree) -> Tree:
 
 
 def _cache_of_the_device(config: Tree) -> Tree:
-    """Removes cache_tokens if it has format 2's default, which was meant for CPU servers.
-    cache_tokens is now null by default, which means the same size on a CPU."""
+    """Removes cache_tokens if its value is the default of format 2, which was meant for CPU
+    servers. The default of cache_tokens is now null, which means the same size on a CPU."""
     sglang = config.get("sglang", {})
     if sglang.get("cache_tokens") != FORMER_CACHE_TOKENS:
         return config
@@ -72,13 +72,13 @@ def _cache_of_the_device(config: Tree) -> Tree:
 
 
 def _without_rollbacks(run_state: Tree) -> Tree:
-    """Adds an empty list of rollbacks, which runs of format 4 could not make."""
+    """Adds an empty list of rollbacks, because runs of format 4 could not roll back."""
     return {**run_state, "rollbacks": []}
 
 
 def with_new_names(config: Tree) -> Tree:
     """Moves every section of RENAMED to its new name, and the settings of `services` to their
-    sinks. Adds no sections that the configuration lacks."""
+    sinks. Adds no new section for a former section that the configuration lacks."""
     config = dict(config)
     if "services" in config:
         services, watched = config.pop("services") or {}, config.get("observability") or {}
@@ -95,8 +95,8 @@ def with_new_names(config: Tree) -> Tree:
 
 
 def _with_services(name: Any, services: Mapping[str, Any]) -> Any:
-    """Returns a sink's entry with its settings from the former section `services` that differ from
-    the defaults."""
+    """Returns the entry of a sink. The entry has the sink's settings in the former section
+    `services` that differ from the defaults."""
     settings = {
         setting: services[former]
         for former, (sink, setting, default) in SERVICES.items()
@@ -106,7 +106,7 @@ def _with_services(name: Any, services: Mapping[str, Any]) -> Any:
 
 
 def names_now(former: str) -> str:
-    """Returns the current name of a former setting; "" if the name is not a former one."""
+    """Returns the current name of a former setting, or "" if the name is not a former name."""
     section, _, setting = former.partition(".")
     if section in RENAMED:
         return f"{RENAMED[section]}.{setting}" if setting else RENAMED[section]
@@ -126,8 +126,9 @@ def names_met(config: Mapping[str, Any]) -> list[str]:
 
 
 def without_former_defaults(config: Tree) -> Tree:
-    """Removes a former default of server settings if the engine has no servers. A user's file
-    without a format number may be a copy of an old run's config.yaml."""
+    """Removes a former default of server settings if the engine has no servers. A user's file may
+    contain the default, because the file may be a copy of an old run's config.yaml without the
+    format number."""
     servers = config.get("sglang")
     return (
         _cache_of_the_device(config)
@@ -146,8 +147,8 @@ class Upgrade:
 
 
 def _of_unknown_inputs(run_state: Tree) -> Tree:
-    """Adds empty digests of prompt inputs. Format 3 did not record tokenizer and chat template,
-    nor checksums of checkpoints."""
+    """Adds empty digests of prompt inputs. Format 3 recorded neither the tokenizer and the chat
+    template nor the checksums of checkpoints."""
     return {**run_state, "inputs": {}}
 
 

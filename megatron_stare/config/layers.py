@@ -1,8 +1,8 @@
-"""A configuration as layers: the files in `defaults` lowest, then the file itself, then the
-command line's overrides.
+"""Builds a configuration from layers. The files in `defaults` are the lowest layers. The file
+itself is the next layer, and the overrides of the command line are the highest layers.
 
-Sections are merged key by key, and the upper layer wins. Exception: a layer that names another
-method or extension discards the settings of the previous one.
+Sections are merged key by key, and the upper layer wins. As an exception, a layer that names
+another method or extension discards the settings of the previous method or extension.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Layer:
     tree: dict[str, Any]
 
     def sets(self, setting: Sequence[str]) -> bool:
-        """Tells whether this layer sets the setting, a section around it, or something in it."""
+        """Tells whether this layer sets the setting, a section that contains the setting, or a key
+        inside the setting."""
         node: Any = self.tree
         for part in setting:
             if not isinstance(node, dict):
@@ -54,9 +55,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class Override:
-    """One `key.sub=value` of the command line; `source` is its text.
+    """One override `key.sub=value` of the command line. `source` is the text of the override.
 
-    value: the value, if a program gave the override; otherwise the value is read from `source`.
+    value: the value, if a program gave the override. Otherwise, the value is read from `source`.
     """
 
     source: str
@@ -64,11 +65,12 @@ class Override:
 
     @classmethod
     def of(cls, key: str, value: Any) -> Override:
-        """The override that sets a dotted key to a value."""
+        """Returns the override that sets a dotted key to a value."""
         return cls(f"{key}={value}", value)
 
     def sets(self, setting: Sequence[str]) -> bool:
-        """Tells whether the override sets the setting, a section around it, or something in it."""
+        """Tells whether the override sets the setting, a section that contains the setting, or a
+        key inside the setting."""
         keys = self.source.partition("=")[0].split(".")
         return all(mine == asked for mine, asked in zip(keys, setting, strict=False))
 
@@ -174,7 +176,7 @@ def read_yaml(path: str | Path, where: str | None = None) -> dict[str, Any]:
     """Reads a YAML mapping. Raises ConfigError if the file contains no mapping.
 
     Args:
-        where: name of the file in errors; None: its path.
+        where: the name of the file in error messages. None means the file's path.
     """
     path, where = Path(path), where or str(path)
     try:
@@ -216,7 +218,7 @@ def merged(layers: Iterable[Layer | Override]) -> dict[str, Any]:
 
 
 def _parent(tree: dict[str, Any], setting: str) -> dict[str, Any]:
-    """Returns the section that contains a dotted setting; {} if there is none."""
+    """Returns the section that contains a dotted setting, or {} if there is no such section."""
     for part in setting.split(".")[:-1]:
         tree = tree.get(part, {})
         tree = tree if isinstance(tree, dict) else {}
@@ -224,14 +226,15 @@ def _parent(tree: dict[str, Any], setting: str) -> dict[str, Any]:
 
 
 def _spell_out(tree: dict[str, Any], setting: str) -> None:
-    """Replaces the short form of a setting, a name, by {name: ...}."""
+    """Replaces the short form of a setting, which is only a name, by {name: ...}."""
     section, key = _parent(tree, setting), setting.rpartition(".")[2]
     if isinstance(name := section.get(key), str):
         section[key] = {"name": name}
 
 
 def _name_of(tree: dict[str, Any], setting: str) -> Any:
-    """Returns the name of the method or extension in a setting; None if it is not set."""
+    """Returns the name of the method or extension in a setting, or None if the setting is not
+    set."""
     section = _parent(tree, setting).get(setting.rpartition(".")[2])
     return section.get("name") if isinstance(section, dict) else section
 
@@ -254,8 +257,8 @@ def _value(text: str, override: str) -> Any:
 
 
 def _apply(tree: dict[str, Any], given: Override) -> None:
-    """Sets one `key.sub=value`; the value is read as YAML, so `1e-6`, `true` and `[1, 2]` mean what
-    they look like."""
+    """Applies one override `key.sub=value`. The value is read as YAML, so `1e-6` is a number,
+    `true` is a Boolean and `[1, 2]` is a list."""
     override = given.source
     key, eq, text = override.partition("=")
     if not eq or not key:

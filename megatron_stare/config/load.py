@@ -1,5 +1,5 @@
-"""Loads a checked Config from a YAML file and dotted overrides; raises one clear error for the
-first fault."""
+"""Loads a Config from a YAML file and dotted overrides, and checks the Config. Raises one error for
+the first fault."""
 
 from __future__ import annotations
 
@@ -51,17 +51,20 @@ def load_config(
     before_method: Callable[[], object] = lambda: None,
     beneath: Sequence[Layer] = (),
 ) -> Config:
-    """Reads `source` and the layers beneath it, applies `key.sub=value` overrides and validates.
+    """Reads `source` and the layers beneath it, applies the overrides `key.sub=value`, and
+    validates the result.
 
     Args:
-        source: a file; the name of a config that ships, whose files are then found wherever it is
-            used; or the sections themselves.
+        source: a file, the name of a configuration that ships with the package, or the sections
+            themselves. The files that a shipped configuration names are found from any folder.
         overrides: settings above all layers. Paths in overrides are relative to the current folder.
-        before_method: called when all but the method is checked; reading the method imports torch.
-        beneath: layers beneath those of `source`, lowest first.
+        before_method: a function that is called after everything but the method is checked. Reading
+            the method then imports torch.
+        beneath: layers beneath the layers of `source`, lowest first.
 
     Raises:
-        ConfigError: missing file, bad YAML, unknown key (with a suggestion), value out of range.
+        ConfigError: a file is missing or is not valid YAML, a key is unknown, or a value is out of
+            range. For an unknown key, the message suggests a known key.
     """
     layers = layers_of(source) if isinstance(source, Mapping) else read_layers(source)
     laid = (each if isinstance(each, Override) else Override(each) for each in overrides)
@@ -73,7 +76,7 @@ def load_section(path: str | Path, name: str) -> Any:
     checked.
 
     Raises:
-        ConfigError: missing file, bad YAML, or a value of the section that is wrong.
+        ConfigError: a file is missing or is not valid YAML, or a value of the section is wrong.
     """
     layers = read_layers(path)
     field = Config.model_fields[name]
@@ -86,7 +89,7 @@ def load_section(path: str | Path, name: str) -> Any:
 
 
 def load_recorded(path: str | Path) -> Config:
-    """Reads the config.yaml of a run, in any format up to today's.
+    """Reads the config.yaml of a run, in any format up to the current format.
 
     Raises:
         UserError: as in load_config, or a newer release wrote the file.
@@ -106,8 +109,8 @@ def former_names(path: str | Path) -> list[str]:
 
 
 def validate(tree: dict[str, Any], source: str) -> Config:
-    """Validates a tree of sections. Raises ConfigError for the first fault, with `source` as the
-    place."""
+    """Validates a tree of sections. Raises ConfigError for the first fault. The error gives
+    `source` as the place of the fault."""
     return _validated([Layer(source, tree)])
 
 
@@ -127,7 +130,8 @@ def build_method(settings: Mapping[str, Any] | str) -> Method:
     """Builds the method of an `algorithm` section without the rest of a configuration, for tests.
 
     Raises:
-        ConfigError: unknown method, unknown setting (with a suggestion), or a value out of range.
+        ConfigError: the method or a setting is unknown, or a value is out of range. For an unknown
+            setting, the message suggests a known setting.
     """
     try:
         return AlgorithmConfig.read(settings).method
@@ -232,7 +236,8 @@ def _having(name: str, model: type[BaseModel], above: str = "") -> list[str]:
 
 
 def _dotted(name: str, value: Any) -> list[str]:
-    """Returns the dotted names of all settings in a value; only `name` if it is no section."""
+    """Returns the dotted names of all settings in a value, or only `name` if the value is not a
+    section."""
     if not isinstance(value, Mapping) or not value:
         return [name]
     return [each for key, inner in value.items() for each in _dotted(f"{name}.{key}", inner)]
@@ -242,8 +247,8 @@ def _to_blame(wrong: ErrorDetails, layers: Sequence[Layer | Override]) -> str:
     """Returns the source of the last layer that sets the faulty setting.
 
     Several layers may set a whole section. If the fault is in a whole section, returns the source
-    of the last layer that causes the error: the layers below this layer, merged alone, do not have
-    the error. Returns the top file if no layer sets the faulty setting.
+    of the last layer that causes the error. The layers below such a layer, merged alone, do not
+    have the error. Returns the top file if no layer sets the faulty setting.
     """
     loc = [str(part) for part in wrong["loc"]]
     for number, layer in reversed(list(enumerate(layers))):
@@ -281,8 +286,8 @@ def _keys_at(loc: list[str]) -> list[str]:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """Makes the paths of all files and folders absolute. Keeps symbolic links, since the Python of
-    a virtual environment is one."""
+    """Makes the paths of all files and folders absolute. Keeps symbolic links, because the Python
+    of a virtual environment is a symbolic link."""
     data: dict[str, Any] = {}
     # a user's source may interpret these settings differently
     if reads_files(config.data.source.name):

@@ -1,12 +1,14 @@
-"""Settings of `performance`, one row each. The settings save time or memory without changing
-results.
+"""Settings of `performance`, one row per setting. The settings of `performance` save time or memory
+without changing results.
 
-A row contains Megatron's fields, the requirements, the tests that cover the setting, and the check
-of scripts/gpu_check.sh that proves it. `chosen` decides whether a setting left at null is on. On a
-GPU the setting is on if tests cover the setting (`covered`) or the result of the setting's check is
-committed (`proven`), and if device and run meet the requirements. tests/test_performance.py
-compares `proven` with the committed result. `performance.automatic: false` turns off all settings
-left at null. A new setting needs a row here and a field in config/training_sections.py.
+A row contains the fields of Megatron that the setting sets, the setting's requirements, the tests
+that cover the setting, and the check of scripts/gpu_check.sh that tests the setting. `chosen`
+decides whether a setting that is left at null is on. On a GPU, such a setting is on if it is
+tested, and if the device and the run meet the setting's requirements. A setting is tested if tests
+cover it (`covered`), or if the result of its check is committed (`proven`).
+tests/test_performance.py compares `proven` with the committed result. The value
+`performance.automatic: false` turns off all settings that are left at null. A new setting needs a
+row here and a field in config/training_sections.py.
 """
 
 from __future__ import annotations
@@ -57,10 +59,10 @@ class Feature:
         the fields are false or 0.
     needs: the requirements of the device, as keys of NEEDS.
     wants: other settings of the run that must be on.
-    covered: tests of the setting, here or upstream; "" if there are none, or if the setting is a
-        trade and not a gain.
+    covered: the tests of the setting, in this repository or upstream. The value is "" if there are
+        no tests, or if the setting is a trade-off and not only a gain.
     check: the check of scripts/gpu_check.sh that tests the setting.
-    proven: whether the check's committed result shows that the setting is correct and no slower.
+    proven: true if the check's committed result shows that the setting is correct and no slower.
     """
 
     name: str
@@ -165,7 +167,7 @@ def missing(feature: Feature, has: Collection[str] | None = None) -> list[str]:
     """Returns the names of the feature's requirements that a device does not meet.
 
     Args:
-        has: keys of NEEDS that the device meets; None: this process's device.
+        has: the keys of NEEDS that the device meets. None means the device of this process.
     """
     has = device_has() if has is None else has
     return [NEEDS[need][0] for need in feature.needs if need not in has]
@@ -174,11 +176,11 @@ def missing(feature: Feature, has: Collection[str] | None = None) -> list[str]:
 def chosen(
     config: Config, shape: ModelShape | None = None, has: Collection[str] | None = None
 ) -> PerformanceConfig:
-    """Returns the settings, each feature that is null replaced by true or false.
+    """Returns the settings of `performance`, with true or false for each feature that is null.
 
     Args:
-        shape: of the model; None: nothing depends on it.
-        has: keys of NEEDS that the device meets; None: this process's device.
+        shape: the shape of the model. If `shape` is None, no feature depends on the shape.
+        has: the keys of NEEDS that the device meets. None means the device of this process.
     """
     off = reasons(config, shape, has)
     values = {
@@ -192,7 +194,7 @@ def chosen(
 def reasons(
     config: Config, shape: ModelShape | None = None, has: Collection[str] | None = None
 ) -> dict[str, str]:
-    """Returns, by the feature's name, the reason why a feature is off. Features that are on are not
+    """Returns the reason why a feature is off, by the feature's name. Features that are on are not
     included. Arguments as in `chosen`."""
     has = device_has() if has is None else has
     found: dict[str, str] = {}
@@ -211,7 +213,7 @@ def _reason(
     has: Collection[str],
     off: Collection[str],
 ) -> str:
-    """Returns why a feature that is null stays off; "" if it is on.
+    """Returns the reason why a feature that is null stays off, or "" if the feature is on.
 
     Args:
         off: names of features in earlier rows that are off.
@@ -287,7 +289,7 @@ def keeps_graph(config: Config, micro_batches: int) -> bool:
     with the changed weights. Pipeline stages and replayed routing need a forward in each pass.
 
     Args:
-        micro_batches: of a rank, in the log-prob pass.
+        micro_batches: the number of micro-batches of a rank in the log-prob pass.
     """
     return (
         config.performance.keep_graph
@@ -318,10 +320,10 @@ def shares_prompts(config: Config) -> bool:
 
 
 def check_performance(config: Config, shape: ModelShape | None = None) -> None:
-    """Raises ConfigError for settings that do not go together, on any device.
+    """Raises ConfigError for settings that cannot be combined, whatever the device.
 
     Args:
-        shape: of the model; None: checks of the model are left out.
+        shape: the shape of the model. If `shape` is None, the checks of the model are left out.
     """
     performance = config.performance
     if performance.rope_fusion and shape is not None and shape.latent is not None:
@@ -381,7 +383,7 @@ def check_performance(config: Config, shape: ModelShape | None = None) -> None:
 
 
 def check_device_performance(performance: PerformanceConfig) -> None:
-    """Raises ConfigError if a setting is true and this process's device does not meet its
+    """Raises ConfigError if a setting is true and this process's device does not meet the setting's
     requirements."""
     for feature in FEATURES:
         if getattr(performance, feature.name) and (lacking := missing(feature)):
@@ -402,8 +404,9 @@ def check_device_performance(performance: PerformanceConfig) -> None:
 
 
 def hints(config: Config) -> list[str]:
-    """Returns one line for --dry-run about every setting that is off on this process's device, with
-    the reason and how to turn it on, or why it is not offered."""
+    """Returns lines for --dry-run, one for each setting that is off on this process's device. A
+    line gives the reason, and the way to turn the setting on. If a setting is not offered, the line
+    gives only the reason."""
     lines = [
         f"off: performance.{name}, {reason}; performance.{name}=true turns it on"
         for name, reason in reasons(config).items()

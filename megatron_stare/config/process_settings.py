@@ -1,8 +1,8 @@
 """Environment variables and ports of trainer ranks and servers, and checks for conflicts.
 
 All members of an NCCL group must agree on NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE; otherwise the
-group hangs or fails. Before its first collective an SGLang server sets each variable to 0 if it is
-not set. A server with a flag in AGREED always sets the flag's variables to 1.
+group hangs or fails. Before its first collective, an SGLang server sets each of these variables to
+0 if the variable is not set. A server with a flag in AGREED always sets the flag's variables to 1.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def _of_servers(config: Config, name: str) -> str:
 
 
 def _forced(config: Config, name: str) -> str | None:
-    """Returns the server flag in use that sets a variable of AGREED to 1; None if there is none."""
+    """Returns the server flag in use that sets a variable of AGREED to 1, or None if no such flag
+    is in use."""
     return next((flag for flag in AGREED[name] if flag in config.sglang.flags), None)
 
 
@@ -118,8 +119,8 @@ def _check_allocators(config: Config) -> None:
 
 
 def check_ports(config: Config, replicas: int, nodes: int = 1) -> None:
-    """Raises ConfigError if runtime.ports is too small. Trainer ranks and every replica's node
-    need two ports each."""
+    """Raises ConfigError if runtime.ports is too small. The trainer ranks together need two ports,
+    and each node of each replica needs two ports."""
     if not config.runtime.ports:
         return
     first, last = config.runtime.ports
@@ -134,7 +135,7 @@ def check_ports(config: Config, replicas: int, nodes: int = 1) -> None:
 
 
 def port_share(config: Config, number: int, processes: int) -> range | None:
-    """Returns the ports of one owner; None if no port range is set. Owner number 0 is the group of
-    the trainer's ranks, and owner number n is replica process n - 1. A replica has one process per
-    node."""
+    """Returns the ports of one owner, or None if no port range is set. Owner number 0 is the group
+    of the trainer's ranks, and owner number n is replica process n - 1. A replica has one process
+    per node."""
     return config.runtime.port_share(number, processes + 1)

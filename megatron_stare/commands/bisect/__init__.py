@@ -1,2 +1,2 @@
-"""`megatron-stare bisect`: repeats steps of a run with one cause changed at a time, and names the
-cause that explains the record."""
+"""Repeats steps of a run with one cause changed at a time, and names the cause that explains the
+record (`megatron-stare bisect`)."""

@@ -1,4 +1,5 @@
-"""`megatron-stare bisect`: its arguments and its run. Imports torch only when it runs."""
+"""Defines the arguments of `megatron-stare bisect` and runs the command. Imports torch only when
+the command runs."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def run_command(args: argparse.Namespace) -> int:
     """Repeats the steps and prints the explanation.
 
     Returns:
-        0 if the record matches the configuration; 1 if a cause is named or the record cannot be
+        0 if the record matches the configuration, or 1 if a cause is named or the record cannot be
         explained.
 
     Raises:
@@ -88,7 +89,8 @@ def bisect(
     out: Path | None = None,
     say: Any = _say,
 ) -> Explanation:
-    """Repeats steps `first` + 1 to `last`, unchanged and with each change, and explains the record.
+    """Repeats steps `first` + 1 to `last`, once unchanged and once with each change. Explains the
+    run's record by comparing it with the repeated steps.
 
     Raises:
         UserError: the run, checkpoint or record is missing, the folder is not empty, or the run

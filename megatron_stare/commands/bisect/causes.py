@@ -1,10 +1,10 @@
-"""Possible causes of a record that does not match its configuration, and the changes that simulate
-them.
+"""Possible causes of a run's record that does not match the run's configuration, and the changes
+that simulate these causes.
 
 A change may replace a method's gate, draws or importance correction. The change is applied to the
-method object after preflight, so that the rest of the run stays the same. Ranks receive a changed
-method pickled as the original plus the change. A late engine reports the newest weights but samples
-with the previous weights.
+method object after preflight, so that the rest of the run stays the same. A changed method is
+pickled for the ranks as the original method plus the change. A late engine reports the newest
+weights but samples with the previous weights.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ CAUSES = ("gate", "correction", "staleness", "layout", "engine")
 class Change:
     """One change of a cause.
 
-    name: name of the change and of its re-run's folder.
-    says: describes the change, for messages.
-    settings: settings of the re-run that replace the run's, by dotted key.
-    method: changes the method after the configuration is checked.
-    harmless: in a correct run the change affects its first step only by rounding.
+    name: the name of the change, and of the folder of its re-run.
+    says: a description of the change, for messages.
+    settings: settings by dotted key, which replace the run's settings in the re-run.
+    method: a function that changes the method after the configuration is checked, or None.
+    harmless: true if the change affects the first step of a correct run only by rounding.
     """
 
     name: str
@@ -216,9 +216,9 @@ def _engine(config: Config, kind: type) -> list[Change]:
 
 @dataclass(frozen=True)
 class ChangedRun(ResolvedRun):
-    """A run whose method differs from the one in its configuration.
+    """A run whose method differs from the method in the run's configuration.
 
-    changed: the method in use; None: the configured one.
+    changed: the method that the run uses. If `changed` is None, the run uses the configured method.
     """
 
     changed: Method | None = None
@@ -305,7 +305,7 @@ def draws(method: Method) -> bool:
 
 
 class LateEngine(LocalEngine):
-    """Engine that samples with the previous weights, but reports and verifies the newest as
+    """Engine that samples with the previous weights, but reports and verifies the newest weights as
     LocalEngine does."""
 
     # the previous weights

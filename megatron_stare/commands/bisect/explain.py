@@ -2,9 +2,9 @@
 every step.
 
 `explain` answers three questions in this order. Do the repeated unchanged steps reproduce the
-record? If the unchanged steps do not reproduce the record, which change reproduces more steps bit
-for bit, or brings every figure that differs back to the record? Does a harmless change, such as
-another layout, affect the first step by more than rounding, or does the record contradict its
+record? If the unchanged steps do not reproduce the record, does a change reproduce more steps bit
+for bit, or bring every figure that differs back to the record? Does a harmless change, such as
+another layout, affect the first step by more than rounding, or does the record contradict the
 configuration?
 """
 
@@ -49,8 +49,8 @@ ROUNDING = {"float32": (1e-3, 1e-5), "bfloat16": (0.1, 1e-2), "float16": (0.05, 
 class Remade:
     """Repeated steps.
 
-    rows: metrics of each step; [] if the re-run failed.
-    failed: reason of the failure; "" if there is none.
+    rows: the metrics of each step. The list is empty if the re-run failed.
+    failed: the reason why the re-run failed, or "" if the re-run succeeded.
     """
 
     change: Change | None  # None: nothing was changed
@@ -66,12 +66,12 @@ class Remade:
 class Line:
     """Result of one re-run.
 
-    equal: number of steps, counted from the first step, whose metrics equal the record bit for bit.
-    medians: median of each figure over the steps; NaN for a figure without values.
+    equal: the number of steps, from the first step on, whose metrics equal the record bit for bit.
+    medians: the median of each figure over the steps. A figure without values has the median NaN.
     moved: distance of each figure from the unchanged steps, in standard errors.
     missed: distance of each figure from the record, in standard errors.
     breaks: metrics that a harmless change affects in the first step by more than rounding.
-    failed: reason why the re-run failed; "" if the re-run succeeded.
+    failed: the reason why the re-run failed, or "" if the re-run succeeded.
     """
 
     name: str
@@ -89,10 +89,10 @@ class Line:
 class Explanation:
     """Result of a bisection.
 
-    reproduced: whether the unchanged steps equal the record bit for bit. For a run that is not
-        exact, steps within the run's noise also count as equal.
-    cause, change: names of the cause and of the change that explain the record; "" if nothing
-        explains the record.
+    reproduced: true if the repeated unchanged steps equal the record bit for bit. For a run that is
+        not exact, steps within the run's noise also count as equal.
+    cause, change: the names of the cause and of the change that explain the record, or "" if
+        nothing explains the record.
     why: the conclusion in a sentence.
     lines: results of the re-runs; the re-run without a change comes first.
     record: median of each figure in the record.
@@ -123,10 +123,10 @@ def explain(
     Args:
         before: metrics of earlier steps of the run, used with `record` to estimate noise.
         record: metrics of the steps in question.
-        remade: re-runs of the same steps, the unchanged one first.
+        remade: the re-runs of the same steps. The unchanged re-run comes first.
         left_out: causes without a change.
-        exact: whether unchanged steps must reproduce the record bit for bit.
-        dtype: of the trained model.
+        exact: true if unchanged steps must reproduce the record bit for bit.
+        dtype: the dtype of the trained model.
         contradicted: contradictions between record and configuration, by cause.
     """
     noise = {figure: _noise(figure, [*before, *record]) for figure in FIGURES}
@@ -229,9 +229,9 @@ def _line(
 
 
 def equal_steps(one: Sequence[Row], other: Sequence[Row]) -> int:
-    """Returns how many steps, counted from the first step, are equal in two series of steps. A step
-    is equal if all metrics that both series have are equal, except for the metrics in NOT_COMPARED,
-    such as times."""
+    """Returns the number of equal steps at the beginning of two series of steps. A step is equal if
+    all metrics that both series have are equal, except for the metrics in NOT_COMPARED, such as
+    times."""
     for number, (a, b) in enumerate(zip(one, other, strict=False)):
         if not all(name in a and name in b for name in FINGERPRINT):
             return number
@@ -279,7 +279,7 @@ def _median(figure: str, rows: Sequence[Row]) -> float:
 
 def _noise(figure: str, rows: Sequence[Row]) -> float:
     """Returns the noise of a figure as a standard deviation, estimated from the differences between
-    successive steps, so that a trend does not count."""
+    successive steps, so that a trend does not count as noise."""
     values = _values(figure, rows)
     steps = [b - a for a, b in itertools.pairwise(values)]
     if not steps:

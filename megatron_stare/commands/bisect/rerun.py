@@ -50,10 +50,11 @@ SETTINGS: dict[str, Any] = {
 
 def prepare(run: Path, checkpoint: Path, folder: Path, settings: Mapping[str, Any]) -> None:
     """Makes a run directory that continues from another run's checkpoint. The new run directory
-    links the checkpoint's files, which are never written to.
+    links to the checkpoint's files, because these files are never written to.
 
     Args:
-        settings: settings that replace the run's, by dotted key. The value None means the default.
+        settings: settings by dotted key, which replace the run's settings. The value None means the
+            default.
 
     Raises:
         UserError: the folder cannot be written, or the settings conflict.
@@ -112,10 +113,10 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
 
 
 def make_again(folder: Path, change: str, last: int) -> list[dict[str, Any]]:
-    """Runs the steps up to `last` in a separate process and returns their metrics.
+    """Runs the steps up to `last` in a separate process. Returns the metrics of the steps.
 
     Raises:
-        UserError: the process failed. The message is its last error or output.
+        UserError: the process failed. The message is the last error or output of the process.
     """
     command = [
         sys.executable,
@@ -153,7 +154,7 @@ def main(folder: Path, change: str, last: int) -> int:
 
 
 def run_steps(folder: Path, change: str, last: int) -> None:
-    """Runs the steps of the run in this folder up to `last`. Schedules, such as that of the
+    """Runs the steps of the run in this folder up to `last`. Schedules, such as the schedule of the
     learning rate, still follow the run's full length."""
     config = load_recorded(folder / CONFIG)
     inputs = read_inputs(config)
@@ -170,7 +171,8 @@ def run_steps(folder: Path, change: str, last: int) -> None:
 
 
 class _UpTo(Session):
-    """Session that ends after step `last`, without the checkpoint or evaluation due then.
+    """Session that ends after step `last`, without the checkpoint or evaluation that is due after
+    this step.
 
     The session lifts the agreement limits, so that a change such as late weights does not end the
     session.

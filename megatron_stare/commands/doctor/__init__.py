@@ -1,5 +1,5 @@
-"""`megatron-stare doctor`: reports what a machine or cluster lacks for a run, with a remedy for
-each finding.
+"""Reports what a machine or cluster lacks for a run, with a remedy for each finding
+(`megatron-stare doctor`).
 
 `facts.py` and `node_probe.py` collect facts. `checks_*.py` mostly judge these facts. `examine.py`
 runs both.

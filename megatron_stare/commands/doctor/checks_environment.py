@@ -27,7 +27,7 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 def check_environment(facts: Facts, config: Config, addresses: Sequence[str] = ()) -> list[Finding]:
     """Checks the environment variables that a rank or server on this machine would get.
 
-    The run's own variables override the machine's.
+    Variables that the run sets override the machine's variables.
 
     Args:
         addresses: addresses of all nodes of a cluster.
@@ -48,8 +48,8 @@ def check_environment(facts: Facts, config: Config, addresses: Sequence[str] = (
 
 
 def _performance(facts: Facts, config: Config) -> list[Finding]:
-    """Lists which settings of `performance` are on, and which settings are off with the reason.
-    Returns [] for a machine without GPUs."""
+    """Lists the settings of `performance` that are on, and the settings that are off with the
+    reason. Returns [] for a machine without GPUs."""
     if not facts.gpus:
         return []
     has = {"cuda"}

@@ -27,7 +27,8 @@ FAR = ("SYS", "NODE", "PHB")
 
 
 def check_sandbox(config: Config) -> list[Finding]:
-    """Checks that programs of the policy can be isolated here, if the run lets it write any."""
+    """Checks that this machine can isolate the programs that the policy writes. Returns [] if the
+    run does not let the policy write programs."""
     from megatron_stare.environments.tools import sandboxed  # needs torch and transformers
 
     settings = None
@@ -88,12 +89,12 @@ def check_shared_memory(facts: Facts) -> Finding:
 
 
 def check_clock(asked: float, told: float, answered: float) -> Finding:
-    """Compares a node's clock with this machine's. All times are seconds since 1970.
+    """Compares a node's clock with this machine's clock. All times are seconds since 1970.
 
     Args:
-        asked: time of the request, by this clock.
+        asked: time of the request, by this machine's clock.
         told: the node's time.
-        answered: time of the answer, by this clock.
+        answered: time of the answer, by this machine's clock.
     """
     skew = told - asked if told < asked else max(told - answered, 0.0)
     if abs(skew) > SKEW_S:
@@ -128,8 +129,8 @@ def check_topology(facts: Facts, tensor: int) -> Finding:
 
 
 def parse_topology(table: str) -> list[list[str]]:
-    """Returns the matrix of connections between GPUs: 'X', 'NV18', 'PIX', 'PXB', 'PHB', 'NODE' or
-    'SYS'."""
+    """Returns the matrix of connections between GPUs. An entry is 'X', 'NV18', 'PIX', 'PXB', 'PHB',
+    'NODE' or 'SYS'."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", table)  # removes the underlining of the header
     rows = [
         line.split() for line in plain.splitlines() if re.match(r"GPU\d+\s", line) and "\t" in line

@@ -31,7 +31,8 @@ ALIKE = (
 
 
 def check_versions(facts: Facts, config: Config | None) -> list[Finding]:
-    """Checks the package versions on one machine, against the run in `config` if given."""
+    """Checks the package versions on one machine. If `config` is given, also checks that the
+    versions suit its run."""
     versions = facts.versions
     found = [_python(versions), _megatron(versions)]
     found += [_pinned(name, versions, wanted) for name, wanted in PINNED.items()]
@@ -170,8 +171,8 @@ def _apex(facts: Facts) -> list[Finding]:
 
 
 def check_server_version(version: str | None, supported: Sequence[str]) -> Finding:
-    """Checks the server release in the environment of rollout servers; None: no server is
-    installed."""
+    """Checks the server release in the environment of the rollout servers. `version` is None if no
+    server is installed."""
     if version is None:
         return fault(
             "server environment",

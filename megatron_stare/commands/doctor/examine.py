@@ -1,4 +1,4 @@
-"""Runs all checks of the doctor on this machine or on every node of a cluster, and prints the
+"""Runs all checks of the doctor on this machine or on every node of a cluster, and formats the
 findings."""
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def examine(config: Config | None, *, bandwidth: bool) -> list[Finding]:
 
 
 def served_by(config: Config | None) -> str | None:
-    """Returns the Python of the servers that a run starts on its nodes.
+    """Returns the Python interpreter of the servers that a run starts on its nodes.
 
     Returns None if the run starts no servers, or if the servers' environment is not found. Another
     check of the doctor reports that the servers' environment is missing.
@@ -76,7 +76,7 @@ def served_by(config: Config | None) -> str | None:
 
 
 def of_machine(facts: Facts, config: Config | None, addresses: Sequence[str] = ()) -> list[Finding]:
-    """Runs the checks that only need one machine's facts."""
+    """Runs the checks that need only the facts of one machine."""
     tensor = config.parallel.tensor if config else 1
     found = [*check_versions(facts, config), *check_limits(facts), check_shared_memory(facts)]
     if facts.gpus:
@@ -165,7 +165,8 @@ def as_json(found: Sequence[Finding]) -> str:
 
 
 def as_text(found: Sequence[Finding]) -> str:
-    """Returns one line per finding, faults last, each followed by its remedy."""
+    """Returns one line per finding, with the faults last. The line of a finding's remedy follows
+    the finding."""
     order = sorted(found, key=lambda each: ("ok", "warning", "fault").index(each.level))
     width = max(len(each.subject) for each in found)
     lines = []

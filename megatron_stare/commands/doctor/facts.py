@@ -1,5 +1,5 @@
-"""Collects facts about one machine without judging them: versions, limits, devices, environment,
-and a folder's capabilities."""
+"""Collects facts about one machine, without judging the facts. The facts are versions, limits,
+devices, environment variables and the capabilities of a folder."""
 
 from __future__ import annotations
 
@@ -83,18 +83,19 @@ print(json.dumps({name: found[name] for name in ("torch", "sglang") if name in f
 class Facts:
     """The facts of one machine.
 
-    versions: versions of installed packages, 'python', 'cuda' (PyTorch's), 'nccl' (as loaded) and
-        'driver'. Versions that cannot be found are left out.
-    apex_is_nvidias: whether NVIDIA's compiled optimizers (amp_C) are installed.
+    versions: the versions of installed packages, 'python', 'cuda' (of PyTorch's build), 'nccl' (of
+        the loaded library) and 'driver'. Versions that cannot be found are left out.
+    apex_is_nvidias: true if NVIDIA's compiled optimizers (amp_C) are installed.
     gpus: memory of each GPU, bytes.
-    topology: the table of `nvidia-smi topo -m`; empty without GPUs.
-    limits: soft limits by name; -1: no limit.
-    shared_memory: free and total size of /dev/shm, bytes; 0 if there is none.
+    topology: the table of `nvidia-smi topo -m`, which is empty if there are no GPUs.
+    limits: the soft limits by name. A limit of -1 means that there is no limit.
+    shared_memory: the free and total size of /dev/shm, bytes. Both sizes are 0 if there is no
+        /dev/shm.
     interfaces: IPv4 addresses by interface.
     infiniband: names of adapters.
     clock: the machine's time, seconds since 1970.
-    served: versions of 'torch', 'nccl' and 'sglang' in the servers' environment; empty if the run
-        starts no server or the environment is missing.
+    served: versions of 'torch', 'nccl' and 'sglang' in the servers' environment. The mapping is
+        empty if the run starts no server or the environment is missing.
     """
 
     host: str
@@ -112,10 +113,11 @@ class Facts:
 
 
 def local_facts(served_by: str | None = None) -> Facts:
-    """Collects the facts of this machine, as this process sees it.
+    """Collects the facts about this machine that this process can see.
 
     Args:
-        served_by: Python of the servers' environment; None: the run starts no server.
+        served_by: the Python interpreter of the servers' environment, or None if the run starts no
+            server.
     """
     return Facts(
         host=socket.gethostname(),
@@ -169,9 +171,11 @@ def _versions() -> dict[str, str]:
 
 
 def loaded_nccl() -> str | None:
-    """Returns the release of the NCCL library that this process loads; None if there is none.
+    """Returns the release of the NCCL library that this process loads, or None if there is no such
+    library.
 
-    It may differ from torch.cuda.nccl.version(), which is the release PyTorch was built with.
+    The release may differ from torch.cuda.nccl.version(), which is the release that PyTorch was
+    built with.
     """
     number = ctypes.c_int()
     try:
@@ -188,7 +192,7 @@ def _smi(query: str) -> str:
 
 
 def _output(tool: str, *arguments: str) -> str:
-    """Returns a tool's output; "" if it is missing or fails."""
+    """Returns a tool's output, or "" if the tool is missing or fails."""
     path = shutil.which(tool)
     if path is None:
         return ""
@@ -209,10 +213,10 @@ def _shared_memory() -> tuple[int, int]:
 class FolderSeen:
     """Capabilities of a folder.
 
-    renames: a renamed folder appears at once.
-    locks: a second process cannot take a lock that is held.
+    renames: true if a renamed folder appears under its new name at once.
+    locks: true if a second process cannot take a lock that another process holds.
     mb_s: speed of writing with sync, 10^6 bytes/s.
-    error: reason why nothing could be tested.
+    error: the reason why the folder could not be tested.
     """
 
     path: str
@@ -239,8 +243,8 @@ def look_at_folder(path: Path) -> FolderSeen:
 
 @contextlib.contextmanager
 def marker(path: Path) -> Iterator[Path | None]:
-    """Context manager with a temporary file in the folder, for other nodes to find; yields None if
-    it cannot be written."""
+    """Context manager that creates a temporary file in the folder, for other nodes to find. Yields
+    the file's path, or None if the file cannot be written."""
     there = next(each for each in (path, *path.absolute().parents) if each.is_dir())
     try:
         handle, name = tempfile.mkstemp(prefix=".doctor-", dir=there)

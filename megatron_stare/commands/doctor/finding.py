@@ -16,7 +16,7 @@ class Finding:
     level: 'ok', 'warning' or 'fault'. A fault is a problem that ends or spoils a run. A warning is
         about a problem that may cost time, or that matters only on some clusters.
     seen: the observed value.
-    mend: the remedy; "" if ok.
+    mend: the remedy, or "" if the check found no problem.
     """
 
     subject: str
@@ -25,7 +25,7 @@ class Finding:
     mend: str = ""
 
     def of(self, node: str) -> Finding:
-        """Returns the finding with the node's name before its subject."""
+        """Returns the finding with the node's name before the finding's subject."""
         return Finding(f"{node}: {self.subject}", self.level, self.seen, self.mend)
 
 

@@ -1,4 +1,4 @@
-"""The doctor's worker on each node of a cluster: collects the node's facts and takes part in the
+"""The doctor's worker on each node of a cluster. Collects the node's facts and takes part in the
 bandwidth measurement."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class NodeProbe:
         return local_facts(served_by)
 
     def sees(self, path: str) -> bool:
-        """Returns True if a path that another node wrote exists on this node."""
+        """Tells whether a file that another node wrote exists on this node."""
         return Path(path).exists()
 
     def ports(self, ports: list[int]) -> Finding:

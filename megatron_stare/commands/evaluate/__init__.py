@@ -1,2 +1,2 @@
-"""`megatron-stare eval`: evaluates a run or model folder on problems, and resumes interrupted
+"""`megatron-stare eval` evaluates a run or model folder on problems, and resumes interrupted
 evaluations."""

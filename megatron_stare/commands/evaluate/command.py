@@ -1,5 +1,5 @@
-"""`megatron-stare eval`: its arguments and its run. Torch is imported only when the command
-runs."""
+"""Defines the arguments of `megatron-stare eval` and runs the command. Imports torch only when the
+command runs."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _shown(task: str) -> Callable[[int, int], None]:
-    """Returns a callback that prints a task's progress: one updated line on a terminal, else up to
-    _PARTS + 1 lines."""
+    """Returns a callback that prints a task's progress. On a terminal, the callback updates one
+    line. Without a terminal, the callback prints up to _PARTS + 1 lines."""
     last = -1
 
     def told(done: int, wanted: int) -> None:

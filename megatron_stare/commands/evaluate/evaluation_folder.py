@@ -1,4 +1,5 @@
-"""The folder of one `megatron-stare eval`: description of the evaluation, responses and results.
+"""The folder of one `megatron-stare eval` holds the description of the evaluation, the responses
+and the results.
 
     evaluation.json   checkpoint, tasks, decoding and seeds
     config.yaml       the resolved configuration
@@ -8,7 +9,8 @@
     heartbeat.json    progress of the evaluation
     blackbox/         bundle written if it hangs (docs/black_box.md)
 
-After a kill the same command resumes from the folder. Every response in the folder is complete.
+After a kill, the same command resumes the evaluation from the folder. The folder contains only
+complete responses.
 """
 
 from __future__ import annotations
@@ -33,11 +35,12 @@ Key = tuple[int, int]  # cursor of the prompt, number of the sample
 
 
 class EvaluationFolder:
-    """The folder of an evaluation, locked by one process at a time.
+    """The folder of an evaluation. Only one process at a time can lock the folder.
 
     Args:
-        what: everything that responses depend on, by name, with the entry `tasks` by task. A folder
-            only takes responses with equal values. Tasks may be added.
+        what: the values that responses depend on, by name. The entry `tasks` has one entry per
+            task. A folder accepts only responses that were sampled with equal values, but tasks may
+            be added.
         config: the resolved configuration as YAML.
 
     Raises:
@@ -79,7 +82,7 @@ class EvaluationFolder:
             ) from error
 
     def _written(self, what: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the new content of evaluation.json: the old content plus new tasks.
+        """Returns the new content of evaluation.json, which is the old content plus new tasks.
 
         Raises UserError if the folder contains files that do not belong to an evaluation, or
         responses that were sampled with other settings.
@@ -138,7 +141,7 @@ class EvaluationFolder:
 
     def add(self, task: str, greedy: bool, response: Response) -> None:
         """Appends a response and flushes it to the kernel, so that a kill of this process does not
-        lose it."""
+        lose the response."""
         row = {"task": task, "greedy": greedy, **response.record()}
         assert self._file is not None
         try:

@@ -1,8 +1,8 @@
-"""`megatron-stare eval`: evaluates a checkpoint on tasks without a trainer.
+"""`megatron-stare eval` evaluates a checkpoint on tasks without a trainer.
 
 `read` checks configuration, checkpoint and problems before any process starts. `run` starts
-engines, loads the weights and samples the missing responses. evaluation/evaluate.py, which training
-uses too, computes the results.
+engines, loads the weights and samples the missing responses. evaluation/evaluate.py computes the
+results, for this command and for training.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Checkpoint:
     """The weights to evaluate.
 
     path: a Hugging Face folder or a distributed checkpoint.
-    distributed: whether it is a distributed checkpoint.
-    step: training steps that produced the weights; 0 if unknown.
+    distributed: true if `path` is a distributed checkpoint.
+    step: the number of training steps that produced the weights, or 0 if the number is unknown.
     """
 
     path: Path
@@ -76,8 +76,8 @@ class Checkpoint:
         return cls(path, True, RunState.read(path).step if (path / RUN_STATE).exists() else 0)
 
     def identity(self) -> dict[str, Any]:
-        """Returns the identity of the weights: path, step, and a digest of file names, sizes and
-        modification times."""
+        """Returns the identity of the weights, which is the path, the step, and a digest of file
+        names, sizes and modification times."""
         files = sorted(
             file for file in self.path.iterdir() if file.suffix in (".safetensors", ".distcp")
         )
@@ -96,7 +96,7 @@ class Opened:
     evaluations: dict[str, Evaluation]
 
     def what(self) -> dict[str, Any]:
-        """Returns everything that a response depends on, except for the engine's release and
+        """Returns all values that a response depends on, except for the engine's release and
         rounding."""
         config = self.config
         return {
@@ -114,7 +114,8 @@ def read(config: Config, checkpoint: Path, tasks: Sequence[str]) -> Opened:
 
     Args:
         checkpoint: a Hugging Face folder, a run directory or a distributed checkpoint.
-        tasks: names of the tasks to evaluate; empty: all tasks of the configuration.
+        tasks: the names of the tasks to evaluate. If `tasks` is empty, all tasks of the
+            configuration are evaluated.
 
     Raises:
         UserError: the first fault found.
@@ -154,12 +155,12 @@ def read(config: Config, checkpoint: Path, tasks: Sequence[str]) -> Opened:
 def run(
     opened: Opened, out: Path, shown: Shown, note: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
-    """Evaluates every task and returns the records by name. Does not sample stored responses in
-    `out` again.
+    """Evaluates every task and returns the records by name. Does not sample a response again that
+    is already stored in `out`.
 
     Raises:
-        UserError: the folder belongs to another evaluation; or engines, verifiers or the disk fail.
-            Responses stay stored.
+        UserError: `out` belongs to another evaluation, or engines, verifiers or the disk fail.
+            Responses that were sampled before the failure stay stored.
     """
     config, step = opened.config, opened.checkpoint.step
     records: dict[str, dict[str, Any]] = {}
@@ -217,7 +218,7 @@ class _Missing:
 
 
 def _missing(folder: EvaluationFolder, name: str, evaluation: Evaluation) -> _Missing:
-    """Counts the responses that a task needs, and how many of them the folder lacks."""
+    """Counts the responses that a task needs, and the needed responses that the folder lacks."""
     task = evaluation.task
     wanted = left = 0
     for greedy, samples in ((False, task.samples), (True, int(task.config.eval.greedy))):
@@ -268,7 +269,7 @@ def _chosen(config: Config, names: Sequence[str]) -> dict[str, Task]:
 
 
 def _what(evaluation: Evaluation) -> dict[str, Any]:
-    """Returns everything that a task's responses depend on. The returned dict does not contain the
+    """Returns all values that a task's responses depend on. The returned dict does not contain the
     number of samples, so that a resumed evaluation may ask for more samples."""
     task, prompts = evaluation.task, evaluation.prompts
     decoding = {name: value for name, value in task.decoding().items() if name != "samples"}

@@ -1,1 +1,2 @@
-"""`megatron-stare train`, and `megatron_stare.run`, which is the same from Python."""
+"""Trains from the command line as `megatron-stare train`, and from Python as
+`megatron_stare.run`."""

@@ -1,7 +1,8 @@
-"""The commands `megatron-stare train` and `megatron-stare sft`, and their arguments. Torch is
-imported only when a command runs.
+"""Defines the commands `megatron-stare train` and `megatron-stare sft`, and the arguments of both.
+Imports torch only when a command runs.
 
-`sft` is `train` with other defaults: its method learns from conversations, and nothing is sampled.
+The command `sft` is `train` with other defaults. With the defaults of `sft`, the method learns from
+conversations, and no responses are sampled.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ def read_config(
     beneath: Sequence[Layer] = (),
 ) -> Config:
     """Returns the configuration of a run that begins. Prints a message before the method is read,
-    because reading the method imports torch, which takes long.
+    because reading the method imports torch, which takes some time.
 
     Raises:
         UserError: as load_config.
@@ -224,7 +225,8 @@ def train_and_tell(
     dump_step: int | None = None,
     limit: TimeLimit | None = None,
 ) -> Path:
-    """Trains, prints the run's figures and files, and returns its directory. Raises as `train`."""
+    """Trains, prints the run's figures and files, and returns the run directory. Raises the same
+    errors as `train`."""
     from megatron_stare.observability.metrics.figures import closing
     from megatron_stare.train import train  # imports torch and transformers: seconds
 

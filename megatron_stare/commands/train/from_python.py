@@ -1,4 +1,4 @@
-"""`megatron_stare.run`: a run from a notebook or a program."""
+"""Defines `megatron_stare.run`, which trains from a notebook or a program."""
 
 from __future__ import annotations
 
@@ -27,25 +27,26 @@ def run(
     from_step: int | None = None,
     **settings: Any,
 ) -> Path:
-    """Trains as `megatron-stare train` does, with its checks, and returns the run directory.
+    """Trains as `megatron-stare train` does, with the same checks, and returns the run directory.
 
-    `run` may be called from any thread, also while an event loop runs in the thread, as in a
+    `run` may be called from any thread. An event loop may be running in that thread, as in a
     notebook. In the main thread the first Ctrl-C, or a notebook's interrupt, saves the last whole
-    step and raises KeyboardInterrupt; a second interrupt ends the process.
+    step and raises KeyboardInterrupt. A second interrupt ends the process.
 
     Args:
-        config: a YAML file, the name of a config that ships, or the sections as a dict; paths in it
-            are relative to the current folder.
-        overrides: values by dotted setting, such as {"run.steps": 2}.
-        resume: continue the newest checkpoint of the run in run.dir, or of the newest run of its
-            name.
-        from_step: continue the checkpoint of this step instead; later checkpoints are set aside.
-        settings: more overrides, for `**{...}`.
+        config: a YAML file, the name of a configuration that ships with the package, or a dict of
+            sections. Paths in the configuration are relative to the current folder.
+        overrides: values by the dotted name of a setting, such as {"run.steps": 2}.
+        resume: true continues from the newest checkpoint of the run in run.dir. If run.dir is not
+            set, the newest run of the same name is continued.
+        from_step: the step whose checkpoint the run continues from, instead of the newest
+            checkpoint. Later checkpoints are set aside.
+        settings: more overrides, which are given as `**{...}`.
 
     Raises:
-        UserError: a setting, file or worker that cannot be used; or another run is under way in
-            this process.
-        KeyboardInterrupt: the run was told to end; `resume=True` continues it.
+        UserError: a setting, file or worker cannot be used, or another run is in progress in this
+            process.
+        KeyboardInterrupt: the run was told to end. `resume=True` continues the run.
     """
     given = [
         Override.of(key, _plain(value)) for key, value in {**(overrides or {}), **settings}.items()
@@ -74,9 +75,9 @@ def run(
 
 
 def _beside_any_loop(body: Any) -> None:
-    """Calls `body` on this thread if this thread is the main thread. Otherwise calls `body` on a
-    new thread, which has no event loop. On the main thread, `body` handles signals and starts a
-    separate thread for the run."""
+    """Calls `body` on this thread if this thread is the main thread. On any other thread, calls
+    `body` on a new thread, which has no event loop. On the main thread, `body` handles signals and
+    starts a separate thread for the run."""
     if threading.current_thread() is threading.main_thread():
         body()
         return
@@ -106,7 +107,7 @@ def _how_far(interruption: Interruption) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value with paths as text."""
+    """Returns the value with every path converted to text."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):
