@@ -23,10 +23,10 @@ class PartialFlow:
     """Mean flow of partial rollouts.
 
     rounds: rounds per step.
-    growing: number of responses that grow in a round. continued: number of responses per step that
-        the previous step cut. carried: total tokens that the continued responses of a step already
-        have when they continue. held: total tokens of a round's growing responses at the end of the
-        round.
+    growing: number of responses that grow in a round.
+    continued: number of responses per step that the previous step cut.
+    carried: total tokens that the continued responses of a step already have when they continue.
+    held: total tokens of a round's growing responses at the end of the round.
     """
 
     rounds: float

@@ -11,8 +11,8 @@ from typing import Any
 
 
 def say_loading(*, always: bool = False) -> None:
-    """Says that the libraries of a run are imported next. Says nothing if the process has already
-    imported torch.
+    """Prints that the libraries of a run are imported next. Prints nothing if the process has
+    already imported torch.
 
     Args:
         always: print also if stderr is not a terminal.
@@ -22,7 +22,7 @@ def say_loading(*, always: bool = False) -> None:
 
 
 def unsaid(text: str) -> Any:
-    """Accepts a line and prints nothing; for callers that must stay silent."""
+    """Accepts a line and prints nothing. Callers that must stay silent use this function."""
 
 
 def counted(number: int, what: str) -> str:
