@@ -20,8 +20,8 @@ class PlanRules:
 
     data_parallel: number of data-parallel ranks, each of which takes different samples.
     budget: largest number of tokens in a micro-batch, padding included.
-    packed: True: a micro-batch lays its sequences end to end. False: sequences are right-padded to
-        the longest sequence of the micro-batch.
+    packed: if True, a micro-batch lays its sequences end to end. If False, sequences are
+        right-padded to the longest sequence of the micro-batch.
     multiple: every rank's number of micro-batches is a multiple of `multiple`. For virtual
         pipelines, `multiple` is the number of stages.
     each: every sequence is padded to a multiple of `each` tokens. For context parallelism, `each`

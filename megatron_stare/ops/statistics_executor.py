@@ -6,8 +6,9 @@ layout. Methods depend on no other distributed code.
 
 Thresholds are exact. Six all-reduced histograms of eleven bits each find the k-th largest 64-bit
 key over all ranks. No keys are gathered or compacted, and the host reads no values. Keys are
-unique, so there are no ties, and the same tokens are selected in every layout. // Shape legend: S
-selections that are answered together, N positions that this rank holds.
+unique, so there are no ties, and the same tokens are selected in every layout.
+
+Shape legend: S selections that are answered together, N positions that this rank holds.
 """
 
 from __future__ import annotations

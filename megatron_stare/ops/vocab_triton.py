@@ -7,8 +7,9 @@ with h = (m_old - m_new) / temperature: s becomes exp(h) s, t becomes exp(h) (t 
 exp(h)^2 q, and u becomes exp(h)^2 (u + h q). Only the log-prob pass requests q and u, but the
 training pass runs the same kernel. A kernel compiled without q and u might round the other sums
 differently, and the ratios of the first update would not be exactly 1. According to instruction
-counts, the kernel is memory-bound with and without q and u. // Shape legend: N tokens, V vocabulary
-columns of this rank.
+counts, the kernel is memory-bound with and without q and u.
+
+Shape legend: N tokens, V vocabulary columns of this rank.
 """
 
 from __future__ import annotations

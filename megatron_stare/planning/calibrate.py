@@ -82,7 +82,7 @@ def calibrate(
     `calibrate` also fits the part of a phase's time that does not grow with matrix products.
 
     Args:
-        prompt: mean number of tokens of a prompt, because the metrics lack this number. None: the
+        prompt: mean number of tokens of a prompt. The metrics do not contain this number. None: the
             `plan.prompt_tokens` of each run.
 
     Raises:

@@ -88,8 +88,9 @@ def body_matrices(shape: ModelShape) -> int:
 
 
 def forward_flops(shape: ModelShape, prompt: float, response: float) -> float:
-    """Returns the forward FLOPs of one sequence. Causal attention covers half of the sequence on
-    average. The output layer is counted at response positions only."""
+    """Returns the forward FLOPs of all layers and the output layer for one sequence. Causal
+    attention covers half of the sequence on average. The output layer counts at response positions
+    only."""
     length = prompt + response
     matrices = 2 * body_matrices(shape) * length
     # scores and values, half masked
@@ -285,8 +286,8 @@ def rollout_seconds(
     lengths: Lengths,
     served: ServedMemory | None,
 ) -> float:
-    """Returns the seconds that one engine needs for its share of the responses. The engine first
-    does the prefill. Memory or compute then bounds the decoding."""
+    """Returns the seconds that one engine needs for its share of the responses. The seconds are
+    those of the prefill and of the decoding, which is bound by memory or compute."""
     batch, rollout, flow = config.batch, config.rollout, flow_of(config, lengths)
     engines, gpus = replica_count(config), max(replica_gpus(config), 1)
     if not engines:

@@ -230,8 +230,8 @@ def check_optimizer(config: Config) -> None:
 def check_reference(
     config: Config, method: Method, shape: ModelShape, *, published: bool = False
 ) -> None:
-    """Raises UserError if a reference policy is set but the method does not use it, the policy's
-    weights are missing, or its shape differs from the model's shape.
+    """Raises UserError if a reference policy is set but the method uses no reference policy, the
+    reference's weights are missing, or the reference's shape differs from the model's shape.
 
     Args:
         published: as in `check`.

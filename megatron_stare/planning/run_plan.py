@@ -1,7 +1,8 @@
 """Makes the plan of a run, as text or as JSON. The plan contains the memory, the times of a step,
 and similar layouts that fit.
 
-This module imports torch and Megatron. command.py must not import either for its arguments alone.
+This module imports torch and Megatron. command.py must be able to add its arguments without these
+imports.
 """
 
 from __future__ import annotations
@@ -339,8 +340,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 def for_launch(plan: Plan) -> str:
     """Returns the values that a launch script needs, with one name and value per line. `nodes` is
-    the number of nodes. A run must be told to save `grace_s` seconds before its time limit. Each
-    setting of the layout has a `layout` line.
+    the number of nodes. A launch script must tell a run to save `grace_s` seconds before the run's
+    time limit. Each setting of the layout has a `layout` line.
 
     `grace_s` includes the time of two steps, because a step with dynamic sampling may take several
     rounds and may therefore last longer than predicted. Raises UserError if the run does not fit

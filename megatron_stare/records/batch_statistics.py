@@ -2,8 +2,9 @@
 these requests. Torch is the only library that this module imports.
 
 A method names its requests. `ops/statistics_executor.py` answers the requests over the right
-process groups, so every method is exact over the global batch in every layout. // Shape legend: N
-response positions held by this rank.
+process groups, so every method is exact over the global batch in every layout.
+
+Shape legend: N response positions held by this rank.
 """
 
 from __future__ import annotations

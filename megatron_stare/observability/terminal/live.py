@@ -55,8 +55,8 @@ class LiveDisplay(RunDisplay):
     Args:
         total_steps: number of the run's last step.
         console: output.
-        auto_refresh: True: a thread redraws the panel. False: the panel is redrawn only when a line
-            is printed or the display is closed.
+        auto_refresh: if True, a thread redraws the panel. If False, the panel is redrawn only when
+            a line is printed or the display is closed.
         now: monotonic clock, seconds.
     """
 
