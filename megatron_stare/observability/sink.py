@@ -38,10 +38,10 @@ class Alert:
     """A problem that the user should look into.
 
     name: the problem, in words that do not depend on the measured values.
-    text: the measurement at the last step at which the problem was seen.
+    text: the measurement at the last step with the problem.
     metric, value: the metric that shows the problem most directly, and the metric's value at the
-        last step at which the problem was seen. If no single metric shows the problem, `metric` is
-        "" and `value` is NaN.
+        last step with the problem. If no single metric shows the problem, `metric` is "" and
+        `value` is NaN.
     """
 
     name: str
@@ -77,9 +77,9 @@ class Sink:
     Every check of a run constructs the run's sinks, even `--dry-run`, so a sink must open nothing
     before `start`. A sink's settings are the keyword-only parameters of the sink's constructor. All
     calls come from the driver's thread. An error in `start` or `resume` ends the run before
-    training begins. An error in a later call is reported once, and the run continues. The sink is
+    training begins. An error in any other call is reported once, and the run continues. The sink is
     still called after an error, because a full disk or a lost network may recover. If the sink is
-    `essential`, an error in a later call ends the run.
+    `essential`, an error in any call ends the run.
     """
 
     essential: ClassVar[bool] = False  # its errors end the run
@@ -100,7 +100,7 @@ class Sink:
         self.start(run)
 
     def step(self, step: int, metrics: Mapping[str, float], batch: RolloutBatch) -> None:
-        """Receives the metrics of a finished step, and the step's training data with
+        """Receives the metrics of a finished step, and the step's training data including
         `batch.trajectories`."""
 
     def alerts(self, changed: Sequence[Alert], active: Sequence[Alert]) -> None:

@@ -1,12 +1,15 @@
 """Computes log-probs and entropies from hidden states, with the output layer in one of three modes.
 ops/vocab_parallel.py computes log-probs and entropies from the output layer's logits.
 
-    materialised         all logits at once; backward overwrites them with their gradient
-    gradient_in_forward  chunk by chunk; forward computes a chunk's gradients too, from the slope of
-                         a token-local loss, before the next chunk overwrites its logits
-    recompute            chunk by chunk; backward computes every chunk's logits again
+    materialised         computes all logits at once. Backward overwrites the logits with their
+                         gradient.
+    gradient_in_forward  computes the logits chunk by chunk. Forward also computes a chunk's
+                         gradients, from the slope of a token-local loss, before the next chunk
+                         overwrites the chunk's logits.
+    recompute            computes the logits chunk by chunk. Backward computes every chunk's logits
+                         again.
 
-'materialised' holds all [n, V] logits in memory; the two chunked modes hold the logits of one
+'materialised' holds all [n, V] logits in memory. The two chunked modes hold the logits of one
 chunk. 'materialised' and 'gradient_in_forward' need 3 matrix products, and 'recompute' needs 4.
 Each matrix product takes n * H * V multiplications. The chunked modes sum the gradient of the
 output layer's weight over chunks in float32. The gradient with respect to the hidden states covers
@@ -59,8 +62,8 @@ class LinearHead:
     def compute_log_probs(
         self, hidden: Tensor, weight: Tensor, targets: Tensor
     ) -> tuple[Tensor, ...]:
-        """Returns the log-probs and entropies of the rows, [n] each, without gradient. The outputs
-        are bit-identical to the outputs that `loss` passes to `loss_of`.
+        """Returns the log-probs and entropies of the rows, [n] each, without gradient. The returned
+        values are bit-identical to the values that `loss` passes to `loss_of`.
 
         Args:
             hidden: [n, H].
@@ -88,9 +91,10 @@ class LinearHead:
 
         Args:
             loss_of: computes the loss from log-probs and entropies. `loss` calls the function once.
-                gradient_in_forward also calls the function once per chunk, with 0 for the log-probs
-                and entropies of later chunks, and uses only the slopes of the chunk's tokens. A
-                token's slope must not depend on other tokens' log-probs or entropies.
+                In the mode gradient_in_forward, `loss` also calls the function once per chunk, with
+                0 for the log-probs and entropies of later chunks. Only the slopes of the chunk's
+                own tokens are then used. A token's slope must not depend on other tokens' log-probs
+                or entropies.
             weight_gradient: [V, H] float32 buffer to which the chunked modes add the weight's
                 gradient. gradient_in_forward adds the gradient before backward. If the buffer is
                 given, autograd returns no gradient for the weight. None: autograd returns the

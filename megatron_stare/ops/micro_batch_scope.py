@@ -1,10 +1,11 @@
 """Computes statistics within each micro-batch of each rank. Published code computes selection
 thresholds this way, and these statistics serve only to compare with published code.
 
-Thresholds and quantiles come from one micro-batch alone, and so do the counts and means from which
-thresholds and quantiles are computed. Two kinds of statistics still cover the whole batch: the
-number of tokens by which the loss is divided, and sums over a response or a prompt group. A prompt
-group may span micro-batches, so a sum within one micro-batch would miss a part of the group.
+Thresholds and quantiles are computed from one micro-batch alone. The counts and means behind a
+threshold or quantile also come from this micro-batch alone. Two kinds of statistics still cover the
+whole batch: the number of tokens by which the loss is divided, and sums over a response or a prompt
+group. A prompt group may span micro-batches, so a sum within one micro-batch would miss a part of
+the group.
 """
 
 from __future__ import annotations

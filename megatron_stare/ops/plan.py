@@ -19,7 +19,7 @@ class PlanRules:
     """Rules of a micro-batch plan.
 
     data_parallel: number of data-parallel ranks, each of which takes different samples.
-    budget: largest number of tokens in a micro-batch, padding included.
+    budget: largest number of tokens in a micro-batch, including padding.
     packed: if True, a micro-batch lays its sequences end to end. If False, sequences are
         right-padded to the longest sequence of the micro-batch.
     multiple: every rank's number of micro-batches is a multiple of `multiple`. For virtual
@@ -44,12 +44,12 @@ class PlanRules:
 def plan_micro_batches(lengths: Sequence[int], rules: PlanRules) -> MicroBatchPlan:
     """Returns the plan of one batch. Equal arguments give equal plans.
 
-    Samples are assigned longest first, each to the rank with the least work so far. Each rank then
-    fills micro-batches. A rank with fewer micro-batches gets additional empty micro-batches, whose
-    loss has coefficient 0.
+    Samples are assigned longest first. Each sample goes to the rank with the least work so far.
+    Each rank then fills micro-batches. A rank with fewer micro-batches gets additional empty
+    micro-batches, whose loss has coefficient 0.
 
     Args:
-        lengths: tokens of every sample, prompt included.
+        lengths: number of tokens of every sample, including the prompt.
 
     Raises:
         ConfigError: a sample is longer than the budget.
@@ -84,7 +84,7 @@ def plan_mini_batches(
     steps. No micro-batch mixes samples of two mini-batches.
 
     Args:
-        lengths: tokens of every sample, prompt included.
+        lengths: number of tokens of every sample, including the prompt.
         groups: number of every sample's prompt group, from 0 without gaps. Consecutive groups form
             a mini-batch.
 

@@ -55,7 +55,8 @@ def log_prob_and_entropy(
     """Returns log-prob and entropy of every row.
 
     Args:
-        logits: [N, V] this rank's columns; rank r of `group` holds columns r V to (r + 1) V.
+        logits: [N, V] logits of this rank's columns. Rank r of `group` holds columns r V to (r + 1)
+            V - 1.
         targets: [N] int64, indices into the whole vocabulary, below vocab_size.
         vocab_size: number of real columns. All further columns are padding and have probability 0.
         temperature: divisor of the logits, above 0.
@@ -64,17 +65,17 @@ def log_prob_and_entropy(
             costs nothing in backward.
         second_moment: whether to return the sums of the entropy sensitivity too. These sums never
             carry a gradient.
-        body: implementation to use; auto: the Triton kernels on GPUs that can run them, else the
-            chunked body.
+        body: implementation to use. 'auto' uses the Triton kernels on GPUs that can run these
+            kernels, else the chunked body.
         overwrite_logits: backward overwrites the logits with their gradient, so no later code may
             need the logits. Backward increments autograd's version counter, so another backward
             that needs the logits raises an error. Code that only reads the logits gets the gradient
             without an error.
 
     Returns:
-        log_prob [N] and entropy [N] in nats, float32 (float64 for float64 logits), equal on every
-        rank of `group`; with `second_moment` also sum p^2 [N] and sum p^2 ln p [N] over the
-        vocabulary.
+        log_prob [N] and entropy [N] in nats, equal on every rank of `group`. The dtype is float32,
+        or float64 for float64 logits. With `second_moment`, the function also returns sum p^2 [N]
+        and sum p^2 ln p [N] over the vocabulary.
 
     Raises:
         ValueError: backward would overwrite logits that are a leaf, or the body does not support

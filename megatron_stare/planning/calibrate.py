@@ -50,11 +50,11 @@ def solve(runs: Sequence[Seen], least: float) -> tuple[float, float]:
     errors.
 
     The two summands cannot be separated if there is only one run, or if the runs' ratios `other` /
-    `ideal` differ by less than a factor of `APART`. In these two cases the coefficient `times` is
-    0. The coefficients `inverse` and `times` are at least 0. If the coefficient `times` is above 0,
-    the coefficient `inverse` is at least `least`. If the coefficient `times` is 0, the coefficient
-    `inverse` may be below `least`. An `inverse` below `least` means that the runs were faster than
-    the peak rate.
+    `ideal` differ by less than a factor of `APART`. If the two summands cannot be separated, the
+    coefficient `times` is 0. The coefficients `inverse` and `times` are at least 0. If the
+    coefficient `times` is above 0, the coefficient `inverse` is at least `least`. If the
+    coefficient `times` is 0, the coefficient `inverse` may be below `least`. An `inverse` below
+    `least` means that the runs were faster than the peak rate.
     """
     ideal, other = np.array([(run.ideal / run.seconds, run.other / run.seconds) for run in runs]).T
     ones = np.ones(len(runs))

@@ -68,7 +68,7 @@ class Needs:
     """Bytes on one GPU.
 
     optimizer: main parameters and moments.
-    reference: the reference policy; 0 if there is none.
+    reference: the reference policy, or 0 without a reference policy.
     forward: activations of a forward-only pass.
     activations: activations kept for backward, plus the activations that backward recomputes at one
         time.

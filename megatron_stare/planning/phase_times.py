@@ -286,8 +286,8 @@ def rollout_seconds(
     lengths: Lengths,
     served: ServedMemory | None,
 ) -> float:
-    """Returns the seconds that one engine needs for its share of the responses. The seconds are
-    those of the prefill and of the decoding, which is bound by memory or compute."""
+    """Returns the seconds that one engine needs for its share of the responses. The seconds include
+    the prefill and the decoding. Memory or compute bounds the decoding."""
     batch, rollout, flow = config.batch, config.rollout, flow_of(config, lengths)
     engines, gpus = replica_count(config), max(replica_gpus(config), 1)
     if not engines:

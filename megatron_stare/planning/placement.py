@@ -1,10 +1,10 @@
 """Plans the node of every trainer rank and engine replica from the nodes' free GPUs. Raises an
 error if the ranks and replicas do not fit. The module does not depend on Ray.
 
-Megatron's rank order varies the tensor-parallel index fastest, then context, data, pipeline. The
-ranks of a tensor-parallel group are therefore consecutive, and the ranks of an expert-parallel
-group are consecutive too. Nodes get blocks of consecutive ranks that contain whole parallel groups,
-and ranks are numbered node by node.
+In Megatron's rank order, the tensor-parallel index varies fastest, then the context-parallel,
+data-parallel and pipeline-parallel index. The ranks of a tensor-parallel group are therefore
+consecutive, and the ranks of an expert-parallel group are consecutive too. Each node gets blocks of
+consecutive ranks, and a block contains whole parallel groups. Ranks are numbered node by node.
 """
 
 from __future__ import annotations

@@ -137,7 +137,8 @@ def check(config: Config, *, published: bool = False) -> ResolvedRun:
     """Resolves a configuration, makes its paths absolute, and makes the checks of CONFIGURATION.
 
     Args:
-        published: as in resolve_run. Skips checks that need the files of an absent model.
+        published: as in resolve_run. If True, checks that need the files of an absent model are
+            skipped.
 
     Raises:
         UserError: a check finds a fault in method, model, layout, lengths or engine. The first
@@ -257,8 +258,8 @@ def check_reference(
 
 
 def check_supervised(config: Config) -> None:
-    """Raises ConfigError if supervised fine-tuning is combined with a setting of sampled responses,
-    or if a source of conversations is used without supervised fine-tuning."""
+    """Raises ConfigError if supervised fine-tuning is combined with a setting for sampled
+    responses, or if a source of conversations is used without supervised fine-tuning."""
     factory, _ = find_source(config)
     written = getattr(factory, "demonstrates", False)
     if not config.supervised:

@@ -7,8 +7,8 @@ the tokens of L-. The suggested weights are the weights nearest to 1 that satisf
 
     P + (W - 1) G+ + (M - 1) G- = -MARGIN P,
 
-with W in [1, AMPLIFY_MAX] and M in [ATTENUATE_MIN, 1]. If no weights in these ranges make up for P,
-and G+ is too near 0 to tell its sign, W is AMPLIFY_MAX, which may help.
+with W in [1, AMPLIFY_MAX] and M in [ATTENUATE_MIN, 1]. If no weights in these ranges compensate for
+P, and G+ is too near 0 to tell its sign, W is AMPLIFY_MAX, which may help.
 benchmarks/laboratory/held_out.py compares the suggestions with a sweep.
 """
 

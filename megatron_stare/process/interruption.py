@@ -163,8 +163,8 @@ class Interruption:
             return TICK_S
 
     def _look(self) -> None:
-        """If the recorded signal may raise KeyboardInterrupt now, wakes the driver's thread and
-        sets the deadline by which the driver's thread must poll."""
+        """Wakes the driver's thread and sets the deadline by which this thread must poll, if the
+        recorded signal may raise KeyboardInterrupt now."""
         if not self._may_raise():
             self._heard_by = None
             return
@@ -273,8 +273,8 @@ def on_driver_thread(
     Args:
         body: the command, which returns the exit code. A signal raises KeyboardInterrupt at a poll
             inside the command.
-        last_words: returns the message to print when the process ends at once, after a second
-            Ctrl-C or because the driver's thread does not poll.
+        last_words: returns the message to print if the process ends at once. The process ends at
+            once after a second Ctrl-C, or if the driver's thread does not poll.
 
     Raises:
         BaseException: the exception that the command raised.
@@ -399,8 +399,8 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 def poll() -> None:
     """Raises KeyboardInterrupt if a signal was received that may end the command at this point.
 
-    If no signal came, `poll` costs almost nothing. On threads other than the driver's thread,
-    `poll` does nothing.
+    If no signal was received, `poll` costs almost nothing. On threads other than the driver's
+    thread, `poll` does nothing.
     """
     _current.poll()
 
@@ -445,9 +445,9 @@ def makes_steps(grace_s: float | None) -> None:
 
 @contextlib.contextmanager
 def open_to(*numbers: int) -> Iterator[None]:
-    """Inside this context, the signals in `numbers` raise KeyboardInterrupt although the run makes
-    steps. If one of these signals was received before the context begins, KeyboardInterrupt is
-    raised at the beginning of the context."""
+    """Inside this context, the signals in `numbers` raise KeyboardInterrupt even while the run
+    makes steps. If one of these signals was received before the context begins, KeyboardInterrupt
+    is raised at the beginning of the context."""
     _current.open_to(numbers)
     try:
         poll()

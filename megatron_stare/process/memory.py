@@ -75,8 +75,8 @@ def keep_freed() -> None:
 
 
 def freeze() -> None:
-    """Excludes all current objects from future garbage collections. Collects garbage before that,
-    because a frozen object is never freed by the collector."""
+    """Excludes all current objects from future garbage collections. Collects garbage first, because
+    the collector never frees a frozen object."""
     gc.collect()
     gc.freeze()
 
@@ -99,8 +99,8 @@ def tree_pss_bytes(pid: int | None = None, extra_pids: Iterable[int] = ()) -> in
 
     Args:
         pid: root of the tree; default this process.
-        extra_pids: roots of further trees that do not descend from `pid` (a cluster started
-            elsewhere).
+        extra_pids: roots of further trees that do not descend from `pid`, such as a cluster that
+            was started elsewhere.
     """
     if not hasattr(psutil.Process().memory_full_info(), "pss"):
         return None

@@ -49,8 +49,8 @@ def keep_own_output(role: str) -> Path | None:
             training_ranks_3.log.
 
     Returns:
-        The file; None if there is no output folder, or this node cannot write to the folder. If
-            None is returned, the output goes where it went before.
+        The path of the file. The path is None if there is no output folder, or if this node cannot
+            write to the folder. stdout and stderr are then unchanged.
     """
     file = _file(role)
     if file is None:

@@ -30,8 +30,8 @@ class RecoveryRule:
 
     @classmethod
     def of(cls, section: Any) -> RecoveryRule:
-        """Makes the rule from the `faults.run` section, given as the section's pydantic model or as
-        a dict read from a config.yaml. Missing fields keep their defaults."""
+        """Makes the rule from the section `faults.run`. The section is a pydantic model, or a dict
+        that was read from a config.yaml. Missing fields keep their defaults."""
         values = section if isinstance(section, dict) else vars(section)
         return cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
 
@@ -41,7 +41,7 @@ class Attempts:
 
     A restart no longer counts towards `attempts` once the run is `window_steps` steps beyond the
     furthest step before that restart. Repeated steps are not progress. If a run always dies before
-    it reaches the next checkpoint, the run only repeats steps. The restarts of this run keep
+    it reaches the next checkpoint, the run only repeats steps. The restarts of such a run keep
     counting, so the run is not restarted again after `attempts` restarts.
     """
 

@@ -1,8 +1,8 @@
 """Finds files that ship with the project besides its code: `configs/`, `assets/` and `tools/`.
 
-In a checkout these folders are beside the package. A wheel contains these folders in its `share/`
-(setup.py copies the folders into `share/`). Shipped configs name files relative to the folder that
-contains `configs/`, so shipped configs work from any working directory.
+In a checkout these folders are beside the package. A wheel contains these folders in its `share/`,
+because setup.py copies the folders into `share/`. Shipped configs name files relative to the folder
+that contains `configs/`, so shipped configs work from any working directory.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ def say_loading(*, always: bool = False) -> None:
     already imported torch.
 
     Args:
-        always: print also if stderr is not a terminal.
+        always: print even if stderr is not a terminal.
     """
     if "torch" not in sys.modules:
         say("loading PyTorch and Megatron ...", always=always)
@@ -35,7 +35,7 @@ def say(text: str, *, always: bool = False) -> None:
     """Prints a line to stderr if stderr is a terminal.
 
     Args:
-        always: print also if stderr is not a terminal.
+        always: print even if stderr is not a terminal.
     """
     with contextlib.suppress(OSError, ValueError):  # of a terminal that is gone
         if always or sys.stderr.isatty():

@@ -70,7 +70,7 @@ class Workers(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the workers, which clean up first if they can. Closing twice is allowed."""
+        """Ends the workers. A worker cleans up first if it can. Closing twice is allowed."""
 
     def start(self, method: str, *args: Any) -> list[Handle]:
         """Starts a call on every worker."""

@@ -6,9 +6,9 @@ A sample is a response. A sample has one branch, or several branches with a cont
 
 Shape legend: B samples; S branches; N response positions of all samples, concatenated; T positions
 of all branches with their contexts, concatenated; R runs of consecutive tokens sampled by one
-weight version; L layers; K experts a token in a mixture of experts. Samples are in canonical order:
-by prompt cursor, then by sample number. Branches are in the order of samples, then of tokens. For a
-RankShare, n, t and r count only the branches of the rank.
+weight version; L layers; K experts per token in a mixture of experts. Samples are in canonical
+order: by prompt cursor, then by sample number. Branches are in the order of samples, then of
+tokens. For a RankShare, n, t and r count only the branches of the rank.
 """
 
 from __future__ import annotations

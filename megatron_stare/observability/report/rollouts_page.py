@@ -7,8 +7,8 @@ loads no other file. The page and the report show a response in the same token v
 (`token_view.*`).
 
 The page contains the list of responses. Texts and token numbers are in packed blocks, and the page
-unpacks a block on demand. A page with tens of thousands of responses therefore opens quickly. A
-block is gzipped JSON in base64 with at most BLOCK responses.
+unpacks a block on demand. A block is gzipped JSON in base64 with at most BLOCK responses. These
+blocks let a page with tens of thousands of responses open quickly.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class Stored:
         into `prompts` and `tasks`. The column `at` contains [index of the response's block in
         `texts`, place of the response in the block]. The column `numbers` contains the index of the
         response's block in `numbers`, or -1 if the page has no token numbers of the response.
-    keys: one tuple (task, prompt, step, sample) per row. `pairs` uses these tuples to find the
-        matching response of another run.
+    keys: one tuple (task, prompt, step, sample) per row. The function `pairs` uses these tuples to
+        find the matching response of another run.
     texts, numbers: blocks of response texts, and blocks of token numbers.
     reasons: the reasons why tokens were selected, by step.
     left_out: number of responses that do not fit into the page, and number of responses whose token

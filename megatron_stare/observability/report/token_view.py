@@ -32,7 +32,7 @@ class TokenView:
 
 def token_view(responses: Sequence[SampledResponse], about: str = "") -> TokenView:
     """Makes a view of the responses that have token numbers, with at most MOST_TOKENS tokens. The
-    first response is shown even if it is longer."""
+    first response is shown even if this response has more than MOST_TOKENS tokens."""
     known = [response for response in responses if response.tokens]
     shown: list[dict[str, Any]] = []
     tokens = 0

@@ -1,11 +1,12 @@
 """Delivers reports of a run to a service without delaying training.
 
-`Background` makes calls that may hang or fail, in order, on a separate thread. `Delivered` is a
-small file in the run directory that lists what the service has received. Subclasses of `Service`
-write the file before they send a step. If the run is killed in between, the service may lack the
-step, but never has the step twice. The webhook writes the file after it posts the alerts of a step.
-If the run is killed in between, the service may receive these alerts twice. The file is not part of
-checkpoints, because going back to a checkpoint does not take data back from a service.
+`Background` makes calls in order on a separate thread, because a call may hang or fail. `Delivered`
+is a small file in the run directory that lists what the service has received. Subclasses of
+`Service` write the file before they send a step. If the run is killed between writing and sending,
+the service lacks the step, but never has the step twice. The webhook writes the file after it posts
+the alerts of a step. If the run is killed between posting and writing, the service may receive
+these alerts twice. The file is not part of checkpoints, because going back to a checkpoint does not
+take data back from a service.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Background:
         made.
 
         Raises:
-            Exception: the error of an earlier call that no `call` has raised yet.
+            Exception: an error of a queued call that `call` has not raised yet.
         """
         self.closing.set()
         try:

@@ -35,7 +35,7 @@ def need(package: str, sink: str) -> None:
 
 
 class Service(Sink):
-    """Implements the parts that services share.
+    """Implements the parts that are common to all services.
 
     name: name of the sink. package: import name of the package that the sink needs.
     """

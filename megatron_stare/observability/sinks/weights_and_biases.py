@@ -28,7 +28,7 @@ _WHOLE, _LAST = 1, 4
 
 
 class WeightsAndBiases(Service):
-    """Logs one row per step and one per evaluation, over the axis `step`.
+    """Logs one row per step and one row per evaluation. The axis of all rows is `step`.
 
     Online, a resumed run continues the same W&B run. W&B cannot continue an offline run, so each
     offline start is a separate W&B run. The W&B runs of all starts are in one group, and no step is
