@@ -1,7 +1,8 @@
-"""Interface of sinks, which record what a run reports: files, terminals, services.
+"""Defines the interface of sinks. A sink records a run's reports in files, on a terminal or in a
+service.
 
-`monitor.py` calls the sinks. Built-in sinks are in `sinks/`; a user's own sink is named by its
-dotted path.
+`monitor.py` calls the sinks. Built-in sinks are in `sinks/`. The configuration names a user's own
+sink by a dotted path.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ SINKS = {
 class Alert:
     """A problem that the user should look into.
 
-    name: the problem, in words that stay true while the measured values change.
-    text: the measurement at the last step at which the problem was seen.
-    metric, value: the metric that shows the problem most directly, and its value at the last step
-        at which the problem was seen; "" and NaN if no single metric shows the problem.
+    name: the problem, in words that do not depend on the measured values.
+    text: the measurement at the last step with the problem.
+    metric, value: the metric that shows the problem most directly, and the metric's value at the
+        last step with the problem. If no single metric shows the problem, `metric` is "" and
+        `value` is NaN.
     """
 
     name: str
@@ -51,7 +53,7 @@ class Alert:
     value: float = math.nan
 
     def announce(self) -> str:
-        """Returns a line for a log about the alert's beginning or end."""
+        """Returns a log line that says that the alert began or ended."""
         if not self.over:
             return f"step {self.first_step}: {self.text}"
         once = self.last_step == self.first_step
@@ -72,12 +74,12 @@ class RunOutline:
 class Sink:
     """Records what a run reports. Subclasses override only the methods they need.
 
-    A sink is constructed whenever a run is checked, so by `--dry-run` too; it must open nothing
+    Every check of a run constructs the run's sinks, even `--dry-run`, so a sink must open nothing
     before `start`. A sink's settings are the keyword-only parameters of the sink's constructor. All
-    calls come from the driver's thread. An error in `start` or `resume` ends the run before the run
-    costs anything. An error in a later call is reported once; the run continues, and the sink is
-    still called, because a full disk or a lost network may recover. If the sink is `essential`, an
-    error in a later call ends the run.
+    calls come from the driver's thread. An error in `start` or `resume` ends the run before
+    training begins. An error in any other call is reported once, and the run continues. The sink is
+    still called after an error, because a full disk or a lost network may recover. If the sink is
+    `essential`, an error in any call ends the run.
     """
 
     essential: ClassVar[bool] = False  # its errors end the run
@@ -86,26 +88,28 @@ class Sink:
         """Begins a new run."""
 
     def resume(self, run: RunOutline, step: int, rows: Sequence[Mapping[str, float]]) -> None:
-        """Replaces `start` when a run resumes after `step`. The sink must drop all records of steps
-        and evaluations after `step`, because the run repeats these steps and evaluations.
+        """Begins a run that resumes after `step`. The run calls `resume` instead of `start`. The
+        sink must drop all records of steps and evaluations after `step`, because the run repeats
+        these steps and evaluations.
 
         Args:
-            step: 0 for a run that ended before its first checkpoint.
-            rows: metrics of the steps up to `step`, oldest first, each with its number under
-                "step".
+            step: last step that the run keeps; 0 if the run ended before its first checkpoint.
+            rows: metrics of the steps up to `step`, oldest first. The key "step" of a row contains
+                the step's number.
         """
         self.start(run)
 
     def step(self, step: int, metrics: Mapping[str, float], batch: RolloutBatch) -> None:
-        """Receives a finished step: its metrics, and its training data with
+        """Receives the metrics of a finished step, and the step's training data including
         `batch.trajectories`."""
 
     def alerts(self, changed: Sequence[Alert], active: Sequence[Alert]) -> None:
-        """Receives, after every step, the alerts that began or ended with it, and all active alerts
-        with their newest values."""
+        """Receives the alerts after every step. `changed` contains alerts that began or ended with
+        the step. `active` contains all active alerts with their newest values."""
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        """Receives a finished evaluation; see evaluation/evaluate.py for the record."""
+        """Receives the record of a finished evaluation. evaluation/evaluate.py defines the
+        record."""
 
     def note(self, text: str) -> None:
         """Receives a remark for the user."""
@@ -115,26 +119,28 @@ class Sink:
         be nested."""
 
     def end_phase(self, name: str) -> None:
-        """Ends the innermost phase, which may have failed."""
+        """Ends the innermost phase, even if the phase failed."""
 
     def progress(self, done: int, total: int) -> None:
-        """Receives how many responses of the current phase are finished, and how many the phase
-        needs in total."""
+        """Receives the number of finished responses in the current phase, and the number of
+        responses that the phase needs in total."""
 
     def finish(self, run: RunOutline) -> None:
         """Ends a run that has made all its steps. If `--resume` finds that the run has finished
         already, `finish` is the only call that the sink receives."""
 
     def close(self) -> None:
-        """Closes the sink, however the run ended, and even after a failed `start`."""
+        """Closes the sink at the end of every run, even after an error or a failed `start`."""
 
 
 def make_sinks(listed: Sequence[Extension | str]) -> dict[str, Sink]:
-    """Makes the sinks of these names or dotted paths, with their settings.
+    """Makes the listed sinks with their settings. A list entry names a built-in sink, or contains
+    the dotted path of a user's own sink.
 
     Raises:
         ConfigError: a sink does not exist, is no Sink, cannot be constructed, has a wrong setting,
-            or needs a package that is not installed; or no sink keeps the run's record.
+            or needs a package that is not installed; or no sink in the list writes the record that
+            resume and report read.
     """
     sinks: dict[str, Sink] = {}
     for extension in map(Extension.read, listed):

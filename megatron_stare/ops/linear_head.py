@@ -1,16 +1,20 @@
 """Computes log-probs and entropies from hidden states, with the output layer in one of three modes.
 ops/vocab_parallel.py computes log-probs and entropies from the output layer's logits.
 
-    materialised         all logits at once; backward overwrites them with their gradient
-    gradient_in_forward  chunk by chunk; forward computes a chunk's gradients too, from the slope of
-                         a token-local loss, before the next chunk overwrites its logits
-    recompute            chunk by chunk; backward computes every chunk's logits again
+    materialised         computes all logits at once. Backward overwrites the logits with their
+                         gradient.
+    gradient_in_forward  computes the logits chunk by chunk. Forward also computes a chunk's
+                         gradients, from the slope of a token-local loss, before the next chunk
+                         overwrites the chunk's logits.
+    recompute            computes the logits chunk by chunk. Backward computes every chunk's logits
+                         again.
 
-'materialised' holds all [n, V] logits in memory; the two chunked modes hold the logits of one
+'materialised' holds all [n, V] logits in memory. The two chunked modes hold the logits of one
 chunk. 'materialised' and 'gradient_in_forward' need 3 matrix products, and 'recompute' needs 4.
-Each matrix product takes n * H * V multiplications. The chunked modes sum the weight's gradient
-over chunks in float32. The gradient in the hidden states covers this rank's columns only;
-megatron/model/head.py sums the gradient over the ranks of the group.
+Each matrix product takes n * H * V multiplications. The chunked modes sum the gradient of the
+output layer's weight over chunks in float32. The gradient with respect to the hidden states covers
+only this rank's vocabulary columns. This gradient is summed over the ranks of the group in
+megatron/model/head.py.
 
 Shape legend: n rows, H hidden size, V vocabulary columns of this rank.
 """
@@ -58,13 +62,13 @@ class LinearHead:
     def compute_log_probs(
         self, hidden: Tensor, weight: Tensor, targets: Tensor
     ) -> tuple[Tensor, ...]:
-        """Returns the outputs of log_prob_and_entropy, [n] each, without gradient. The outputs are
-        bit-identical to the outputs that `loss` passes to `loss_of`.
+        """Returns the log-probs and entropies of the rows, [n] each, without gradient. The returned
+        values are bit-identical to the values that `loss` passes to `loss_of`.
 
         Args:
             hidden: [n, H].
             weight: [V, H] of the output layer.
-            targets: [n] int64, columns of the whole vocabulary.
+            targets: [n] int64, indices into the whole vocabulary.
         """
         with torch.no_grad():
             parts = [
@@ -86,20 +90,23 @@ class LinearHead:
         respect to `hidden` and `weight`.
 
         Args:
-            loss_of: computes the loss from log-probs and entropies; called once.
-                gradient_in_forward also calls it once per chunk, with the log-probs of the chunks
-                so far and 0 for the others, and uses only the chunk's slopes. A token's slope must
-                not depend on other tokens' log-probs or entropies.
+            loss_of: computes the loss from log-probs and entropies. `loss` calls the function once.
+                In the mode gradient_in_forward, `loss` also calls the function once per chunk, with
+                0 for the log-probs and entropies of later chunks. Only the slopes of the chunk's
+                own tokens are then used. A token's slope must not depend on other tokens' log-probs
+                or entropies.
             weight_gradient: [V, H] float32 buffer to which the chunked modes add the weight's
-                gradient (gradient_in_forward before backward); autograd then returns no gradient
-                for the weight. None: autograd returns the weight's gradient.
-            stand_in: beside weight_gradient, autograd returns uninitialised memory as the weight's
-                gradient. On a GPU autograd runs the hooks of a parameter without gradient in the
-                calling thread, beside the thread that runs all other hooks.
+                gradient. gradient_in_forward adds the gradient before backward. If the buffer is
+                given, autograd returns no gradient for the weight. None: autograd returns the
+                weight's gradient.
+            stand_in: if True, autograd returns uninitialised memory as the weight's gradient
+                although weight_gradient is given. Without any gradient for the weight, autograd on
+                a GPU would run the weight's hooks in the calling thread, in parallel with the
+                thread that runs all other hooks.
 
         Raises:
-            RuntimeError: with gradient_in_forward, the loss couples tokens, or was scaled before
-                backward although weight_gradient is given.
+            RuntimeError: with gradient_in_forward, the loss couples tokens, or the loss was scaled
+                before backward although weight_gradient is given.
         """
         if self.mode == "gradient_in_forward":
             return self._gradient_in_forward(
@@ -124,8 +131,8 @@ class LinearHead:
         return loss_of(log_prob, entropy)
 
     def _logits(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yields, for every chunk, the slice of its rows and its logits. The next chunk's logits
-        overwrite the chunk's logits. If there are no rows, one empty chunk is yielded."""
+        """Yields the row slice and the logits of every chunk. The logits of a chunk overwrite the
+        logits of the chunk before. If there are no rows, one empty chunk is yielded."""
         n = hidden.shape[0]
         if self.mode == "materialised":
             yield slice(0, n), torch.nn.functional.linear(hidden, weight)
@@ -182,8 +189,8 @@ class LinearHead:
     def _slopes(
         self, log_prob: Tensor, entropy: Tensor, loss_of: Loss
     ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
-        """Returns the loss, the tensors that `loss_of` logs, and the loss's slopes [n] in the
-        log-probs and in the entropies."""
+        """Returns the loss, the tensors that `loss_of` logs, and the slopes [n] of the loss with
+        respect to the log-probs and the entropies."""
         log_prob = log_prob.clone().requires_grad_()
         entropy = entropy.clone().requires_grad_(self.problem.entropy_gradient)
         with torch.enable_grad():
@@ -206,8 +213,8 @@ class LinearHead:
         of_hidden: Tensor,
         of_weight: Tensor,
     ) -> None:
-        """Writes a chunk's gradient into `of_hidden` and adds to `of_weight`; overwrites the
-        logits."""
+        """Writes the gradient of a chunk's hidden states into `of_hidden`, and adds the weight's
+        gradient to `of_weight`. Overwrites the logits."""
         of_entropy = grad_entropy if self.problem.entropy_gradient else None
         write_gradient(logits, seen, self.problem, grad_log_prob, of_entropy, out=logits)
         torch.mm(logits, weight, out=of_hidden)
@@ -216,8 +223,8 @@ class LinearHead:
 
 class _Attached(torch.autograd.Function):
     """A loss whose gradients were already computed in forward. If `of_weight` is None, the weight's
-    gradient was already added to a buffer, and backward returns none, or a stand-in; see
-    LinearHead.loss."""
+    gradient was already added to a buffer. Backward then returns None or a stand-in as the weight's
+    gradient; see LinearHead.loss."""
 
     @staticmethod
     def forward(
@@ -312,8 +319,8 @@ def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
 
 
 def _check_local(used: Tensor, slope: Tensor) -> None:
-    """Raises RuntimeError (on a GPU: at the next synchronisation) if a token's slope changed when
-    later tokens were added."""
+    """Raises RuntimeError if a token's slope changed when later tokens were added. On a GPU, the
+    error is raised at the next synchronisation."""
     if slope.numel():
         moved = (used - slope).abs() > _SAME * slope.abs().nan_to_num(posinf=0.0).amax()
         message = (

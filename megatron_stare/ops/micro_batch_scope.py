@@ -1,8 +1,8 @@
-"""Computes statistics within each micro-batch and rank, because published code computes selection
-thresholds this way. The statistics serve only to compare with published code.
+"""Computes statistics within each micro-batch of each rank. Published code computes selection
+thresholds this way, and these statistics serve only to compare with published code.
 
-The inputs of a selection come from the micro-batch alone: thresholds, quantiles, and the counts and
-means from which thresholds and quantiles are computed. Two kinds of statistics still cover the
+Thresholds and quantiles are computed from one micro-batch alone. The counts and means behind a
+threshold or quantile also come from this micro-batch alone. Two kinds of statistics still cover the
 whole batch: the number of tokens by which the loss is divided, and sums over a response or a prompt
 group. A prompt group may span micro-batches, so a sum within one micro-batch would miss a part of
 the group.
@@ -42,11 +42,11 @@ def gather_by_micro_batch(
     """Returns the statistics of every micro-batch, as answers to a method's requests.
 
     Args:
-        asks: a method's `requests`, bound to each micro-batch of this rank; all request the same
-            names.
-        group: ranks that hold other tokens; None: this rank holds all.
+        asks: a method's function `requests`, bound to each micro-batch of this rank. All
+            micro-batches request the same names.
+        group: ranks that hold other tokens; None: this rank holds all tokens.
         micro_batch_group: ranks that hold other tokens of the same micro-batches; None: this rank
-            holds its micro-batches whole.
+            holds whole micro-batches.
 
     Raises:
         RuntimeError: the method still makes new requests after MAX_ROUNDS rounds.
@@ -77,12 +77,14 @@ def summary(
     group: ProcessGroup | None,
     micro_batch_group: ProcessGroup | None = None,
 ) -> Statistics:
-    """Returns `whole` for the log, with the selections replaced by those of the micro-batches.
+    """Returns a copy of `whole` for the log, in which the selections of the micro-batches replace
+    the selections of the whole batch.
 
     The numbers of selected tokens are summed over the micro-batches. Thresholds are averaged over
     the micro-batches that have a threshold. An averaged threshold is only logged and never used to
-    select tokens, so its key is 0. The groups are those of `gather_by_micro_batch`; of ranks that
-    share micro-batches, only the first contributes.
+    select tokens, so its key is 0. `group` and `micro_batch_group` mean the same as in
+    `gather_by_micro_batch`. If ranks share micro-batches, only the first of these ranks
+    contributes.
     """
     speaks = micro_batch_group is None or micro_batch_group.rank() == 0
     asked: dict[str, Request] = {}

@@ -1,8 +1,8 @@
 """Cuts a rollout batch into micro-batches of a bounded number of tokens, balanced over
 data-parallel ranks.
 
-The plan is made once per rollout batch, from lengths alone, for both the log-prob pass and
-training.
+The plan is made once per rollout batch, and depends only on the lengths of the samples. The
+log-prob pass and the training pass use the same plan.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class PlanRules:
     """Rules of a micro-batch plan.
 
     data_parallel: number of data-parallel ranks, each of which takes different samples.
-    budget: largest number of tokens in a micro-batch, padding included.
-    packed: whether a micro-batch lays its sequences end to end. If not, sequences are right-padded
-        to the longest sequence.
+    budget: largest number of tokens in a micro-batch, including padding.
+    packed: if True, a micro-batch lays its sequences end to end. If False, sequences are
+        right-padded to the longest sequence of the micro-batch.
     multiple: every rank's number of micro-batches is a multiple of `multiple`. For virtual
         pipelines, `multiple` is the number of stages.
     each: every sequence is padded to a multiple of `each` tokens. For context parallelism, `each`
@@ -42,14 +42,14 @@ class PlanRules:
 
 
 def plan_micro_batches(lengths: Sequence[int], rules: PlanRules) -> MicroBatchPlan:
-    """Returns the plan of one batch, deterministic in its arguments.
+    """Returns the plan of one batch. Equal arguments give equal plans.
 
-    Samples are taken longest first; each goes to the rank with the least work so far. Each rank
-    then fills micro-batches. Ranks with fewer micro-batches get empty ones, which run with
-    coefficient 0.
+    Samples are assigned longest first. Each sample goes to the rank with the least work so far.
+    Each rank then fills micro-batches. A rank with fewer micro-batches gets additional empty
+    micro-batches, whose loss has coefficient 0.
 
     Args:
-        lengths: tokens of every sample, prompt included.
+        lengths: number of tokens of every sample, including the prompt.
 
     Raises:
         ConfigError: a sample is longer than the budget.
@@ -80,13 +80,13 @@ def plan_micro_batches(lengths: Sequence[int], rules: PlanRules) -> MicroBatchPl
 def plan_mini_batches(
     lengths: Sequence[int], groups: Sequence[int], rules: PlanRules
 ) -> MicroBatchPlan:
-    """Returns one plan for a rollout batch that several optimizer steps share; no micro-batch mixes
-    two mini-batches.
+    """Returns one plan for a rollout batch that is split into mini-batches for several optimizer
+    steps. No micro-batch mixes samples of two mini-batches.
 
     Args:
-        lengths: tokens of every sample, prompt included.
-        groups: prompt group of every sample, from 0 without gaps; consecutive groups form a
-            mini-batch.
+        lengths: number of tokens of every sample, including the prompt.
+        groups: number of every sample's prompt group, from 0 without gaps. Consecutive groups form
+            a mini-batch.
 
     Raises:
         ConfigError: a sample is longer than the budget.
@@ -107,8 +107,8 @@ def plan_mini_batches(
 
 
 def _fill_padded(samples: list[int], lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
-    """Fills padded micro-batches. Samples come longest first, so the first of a micro-batch sets
-    its padded length."""
+    """Fills padded micro-batches. Samples come longest first, so the first sample of a micro-batch
+    sets the padded length."""
     micro_batches: list[tuple[int, ...]] = []
     current: list[int] = []
     for sample in samples:
@@ -122,7 +122,7 @@ def _fill_padded(samples: list[int], lengths: Sequence[int], budget: int) -> lis
 def _fill_packed(samples: list[int], lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
     """Fills packed micro-batches. Samples come longest first, and each sample goes into the first
     micro-batch with enough room. The result has at most 11/9 of the smallest possible number of
-    micro-batches."""
+    micro-batches, plus 6/9."""
     micro_batches: list[list[int]] = []
     # free tokens of the micro-batches that can still hold the shortest sample
     room: dict[int, int] = {}

@@ -1,12 +1,14 @@
-"""Answers a method's requests about the whole batch, locally or over the ranks that share it.
+"""Answers a method's requests for statistics of the whole batch, on one rank or over all ranks that
+share the batch.
 
 Methods (algorithms/) name requests, and this executor answers the requests identically in every
 layout. Methods depend on no other distributed code.
 
-Thresholds are exact: six all-reduced histograms of eleven bits determine a 64-bit key, the k-th
-largest over all ranks. Nothing is gathered, compacted or read by the host. Keys are unique, so
-there are no ties, and the same tokens are selected in every layout. Shape legend: S selections that
-are answered together, N positions that this rank holds.
+Thresholds are exact. Six all-reduced histograms of eleven bits each find the k-th largest 64-bit
+key over all ranks. No keys are gathered or compacted, and the host reads no values. Keys are
+unique, so there are no ties, and the same tokens are selected in every layout.
+
+Shape legend: S selections that are answered together, N positions that this rank holds.
 """
 
 from __future__ import annotations
@@ -44,13 +46,13 @@ _SMALLEST, _LARGEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 def gather_statistics(
     ask: Callable[[Statistics], Mapping[str, Request]], group: ProcessGroup | None
 ) -> Statistics:
-    """Calls `ask(known)` until `ask` makes no new request; a request may build on the answers in
-    `known`.
+    """Calls `ask(known)` and answers its requests, until `ask` makes no new request. Returns all
+    answers. A request may build on earlier answers in `known`.
 
     Args:
         ask: a method's `requests`, bound to its batch.
         group: ranks that hold different tokens of the batch (data and context parallel); None: one
-            rank holds all.
+            rank holds all tokens.
 
     Raises:
         RuntimeError: the method still makes new requests after MAX_ROUNDS rounds.
@@ -65,8 +67,8 @@ def gather_statistics(
 
 
 def answer(requests: Mapping[str, Request], group: ProcessGroup | None) -> Statistics:
-    """Answers one round of requests: one all-reduce for all sums and counts, one for all sums by
-    segment, one for all maxima, and six for all selections and quantiles together."""
+    """Answers one round of requests. A round needs one all-reduce for all sums and counts, one for
+    all segment sums, one for all maxima, and six for all selections and quantiles together."""
     sums = _sums(requests, group)
     answers: Statistics = {}
     selects: dict[str, TopK | Quantile] = {}
@@ -101,8 +103,8 @@ def answer(requests: Mapping[str, Request], group: ProcessGroup | None) -> Stati
 def _sums(
     requests: Mapping[str, Request], group: ProcessGroup | None
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns (masked sum, masked count) by name, as float64 scalars: exact for counts, and stable
-    in every layout."""
+    """Returns (masked sum, masked count) by name, as float64 scalars. In float64, counts are exact,
+    and sums hardly depend on the layout."""
     rows = []
     for request in requests.values():
         mask = request.mask
@@ -157,8 +159,8 @@ def _select(
     counts: Mapping[str, Tensor],
     group: ProcessGroup | None,
 ) -> Statistics:
-    """Answers TopK and Quantile requests in one call of `kth_largest`: a TopK is one order
-    statistic, a Quantile one or two."""
+    """Answers TopK and Quantile requests in one call of `kth_largest`. A TopK needs one order
+    statistic, and a Quantile needs one or two."""
     keys, masks, k = [], [], []
     for name, request in requests.items():
         n = counts[name]
@@ -200,7 +202,8 @@ def _select(
 
 
 def _place(request: Quantile, n: Tensor) -> Tensor:
-    """0-dim float64 position of the quantile among the n sorted values; 0 if there are none."""
+    """Returns the position of the quantile among the n sorted values, as a 0-dim float64 tensor.
+    The position is 0 if n is 0."""
     return (n - 1).clamp_min(0).to(torch.float64) * request.q
 
 
@@ -232,17 +235,17 @@ def _interpolate(request: Quantile, n: Tensor, values: Tensor) -> Tensor:
 def kth_largest(
     keys: list[Tensor], masks: list[Tensor], k: Tensor, group: ProcessGroup | None
 ) -> Tensor:
-    """Returns one key for every selection s: the k[s]-th largest of the selection's masked keys
-    over all ranks of `group`.
+    """Returns one key for every selection s. The key is the k[s]-th largest of the selection's
+    masked keys over all ranks of `group`.
 
     Args:
         keys: S tensors [N_s] int64, unique among the masked positions of all ranks.
         masks: S tensors [N_s] bool.
         k: [S] int64, from 0 to the number of masked positions of all ranks.
-        group: ranks that hold different positions; None: this rank holds them all.
+        group: ranks that hold different positions; None: this rank holds all positions.
 
     Returns:
-        [S] int64; for k = 0 the largest int64, which selects nothing.
+        [S] int64 keys. If k is 0, the key is the largest int64, which selects nothing.
     """
     # k is at most the number of masked keys, so unmasked keys may all become the smallest
     keys = [torch.where(mask, key, _SMALLEST) for key, mask in zip(keys, masks, strict=True)]

@@ -1,10 +1,10 @@
-"""Implements ops/vocab_parallel.py for CPUs: PyTorch over blocks of rows that stay in cache,
-without a buffer of the logits' size.
+"""Implements ops/vocab_parallel.py for CPUs, in PyTorch over blocks of rows that stay in cache. No
+buffer has the size of the logits.
 
-A block goes through half a dozen elementwise operations, and all operations but the first find the
-block in cache. If the operations ran over the whole tensor, every operation would read the tensor
-from memory. The block size depends on the shape alone, so two passes over the same logits give the
-same bits.
+A block goes through half a dozen elementwise operations. All operations except the first one find
+the block in cache. If the operations ran over the whole tensor, every operation would read the
+tensor from memory. The block size depends on the shape alone, so two passes over the same logits
+give the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOWEST = -1000.0
 def sums(
     logits: Tensor, local: Tensor, real: int, temperature: float, second_moment: bool
 ) -> Tensor:
-    """Computes the sums by blocks; see vocab_reference.py."""
+    """Computes the sums that vocab_reference.sums defines, block by block."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     out = torch.zeros(6 if second_moment else 4, logits.shape[0], dtype=dtype, device=logits.device)
     if real == 0:
@@ -63,7 +63,7 @@ def gradient(
     hit: Tensor,
     out: Tensor,
 ) -> None:
-    """Writes the gradient into `out` by blocks; see vocab_reference.py."""
+    """Writes the gradient that vocab_reference.gradient defines into `out`, block by block."""
     out[:, real:] = 0.0
     if real == 0:
         return
@@ -85,7 +85,8 @@ def gradient(
 def _blocks(
     logits: Tensor, real: int, dtype: torch.dtype
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yields slices of rows with two work buffers of the block's shape, reused for every block."""
+    """Yields the row slice of every block, and two work buffers of the block's shape. All blocks
+    use the same buffers."""
     most = BLOCK if logits.device.type == "cpu" else BLOCK_CUDA
     height = max(ROWS, most // real)
     d = torch.empty(min(height, logits.shape[0]), real, dtype=dtype, device=logits.device)
@@ -96,12 +97,14 @@ def _blocks(
 
 
 def _widened(block: Tensor, buffer: Tensor) -> Tensor:
-    """Returns the block at the buffer's precision; the block itself if its dtype is the same."""
+    """Returns the block in the buffer's dtype. If the block has this dtype already, returns the
+    block itself."""
     return block if block.dtype == buffer.dtype else buffer.copy_(block)
 
 
 def _exponents(z: Tensor, m: Tensor, temperature: float, out: Tensor) -> None:
-    """Writes (z - m) / temperature, clamped below at _LOWEST, into `out`, which may be z."""
+    """Writes (z - m) / temperature into `out`, with values below _LOWEST raised to _LOWEST. `out`
+    may be z."""
     torch.sub(z, m[:, None], out=out)
     if temperature != 1.0:
         out.div_(temperature)

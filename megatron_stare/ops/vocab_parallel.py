@@ -1,23 +1,24 @@
-"""Computes the log-prob of the taken token and the entropy of the distribution, over logits whose
-vocabulary is split over ranks.
+"""Computes the log-prob of the target token and the entropy of the distribution. The vocabulary of
+the logits may be split over ranks.
 
 One pass computes log-prob and entropy. The pass applies the temperature, masks padded vocabulary
-columns, accumulates in float32, and needs one collective of four numbers a token. In the formulas,
-z are the logits, m is the row maximum of z over all ranks, and d is (z - m) / temperature:
+columns, accumulates in float32, and needs one collective of four numbers per token. In the
+formulas, z are the logits, m is the row maximum of z over all ranks, and d is (z - m) /
+temperature:
 
     s = sum_v exp(d_v)                t = sum_v d_v exp(d_v)
     log p_y = d_y - ln s              H = ln s - t / s
     d log p_y / dd = 1[y] - p         dH / dd = -p (ln p + H)
 
-The entropy sensitivity (algorithms/sensitivity.py) needs two more sums, q and u. The pass and the
-collective above provide q and u too:
+The entropy sensitivity (algorithms/sensitivity.py) needs two more sums, q and u. The same pass and
+the same collective also provide q and u:
 
     q = sum_v exp(d_v)^2              u = sum_v d_v exp(d_v)^2
     sum_v p_v^2 = q / s^2             sum_v p_v^2 ln p_v = (u - q ln s) / s^2
 
-A body is an implementation that touches the [N, V] logits, one file each: vocab_reference.py in
-plain PyTorch, vocab_chunked.py in PyTorch by blocks that stay in cache, vocab_triton.py in kernels
-that read every logit once.
+A body is an implementation of the operations on the [N, V] logits. Each body has its own file.
+vocab_reference.py uses plain PyTorch. vocab_chunked.py uses PyTorch over blocks that stay in cache.
+vocab_triton.py uses kernels that read every logit once.
 
 Shape legend: N tokens, V vocabulary columns of this rank, R ranks.
 """
@@ -54,29 +55,31 @@ def log_prob_and_entropy(
     """Returns log-prob and entropy of every row.
 
     Args:
-        logits: [N, V] this rank's columns; rank r of `group` holds columns r V to (r + 1) V.
-        targets: [N] int64, columns of the whole vocabulary, below vocab_size.
-        vocab_size: number of real columns; columns from there on are padding and have probability
-            0.
-        temperature: divides the logits, above 0.
+        logits: [N, V] logits of this rank's columns. Rank r of `group` holds columns r V to (r + 1)
+            V - 1.
+        targets: [N] int64, indices into the whole vocabulary, below vocab_size.
+        vocab_size: number of real columns. All further columns are padding and have probability 0.
+        temperature: divisor of the logits, above 0.
         group: tensor-parallel ranks; None: this rank holds every column.
-        entropy_gradient: whether entropy carries gradient; without it entropy costs nothing in
-            backward.
-        second_moment: whether to return the sums of the entropy sensitivity, which never carry
-            gradient.
-        body: implementation to use; auto: the Triton kernels on GPUs that can run them, else the
-            chunked body.
-        overwrite_logits: backward writes the gradient over the logits, so nothing may need them by
-            then. Autograd's version counter is raised: another backward that needs the logits
-            raises an error, but code that merely reads them silently gets the gradient.
+        entropy_gradient: whether the entropy carries a gradient. Without a gradient, the entropy
+            costs nothing in backward.
+        second_moment: whether to return the sums of the entropy sensitivity too. These sums never
+            carry a gradient.
+        body: implementation to use. 'auto' uses the Triton kernels on GPUs that can run these
+            kernels, else the chunked body.
+        overwrite_logits: backward overwrites the logits with their gradient, so no later code may
+            need the logits. Backward increments autograd's version counter, so another backward
+            that needs the logits raises an error. Code that only reads the logits gets the gradient
+            without an error.
 
     Returns:
-        log_prob [N] and entropy [N] in nats, float32 (float64 for float64 logits), equal on every
-        rank of `group`; with `second_moment` also sum p^2 [N] and sum p^2 ln p [N] over the
-        vocabulary.
+        log_prob [N] and entropy [N] in nats, equal on every rank of `group`. The dtype is float32,
+        or float64 for float64 logits. With `second_moment`, the function also returns sum p^2 [N]
+        and sum p^2 ln p [N] over the vocabulary.
 
     Raises:
-        ValueError: a leaf would be overwritten, or the body cannot take these logits.
+        ValueError: backward would overwrite logits that are a leaf, or the body does not support
+            these logits.
     """
     if overwrite_logits and logits.is_leaf and logits.requires_grad:
         raise ValueError("logits that are a leaf would be overwritten by their own gradient")
@@ -86,7 +89,7 @@ def log_prob_and_entropy(
 
 @dataclass(frozen=True)
 class Problem:
-    """Arguments of log_prob_and_entropy that define the computation; see there."""
+    """Arguments of log_prob_and_entropy that define the computation, with the same meaning."""
 
     vocab_size: int
     temperature: float = 1.0
@@ -96,8 +99,8 @@ class Problem:
     body: Body = "auto"
 
     def columns(self, width: int) -> tuple[int, int]:
-        """Returns the first column of this rank, and how many of the rank's `width` columns are
-        real."""
+        """Returns the index of this rank's first column, and the number of real columns among the
+        rank's `width` columns."""
         start = (self.group.rank() if self.group is not None else 0) * width
         return start, min(max(self.vocab_size - start, 0), width)
 
@@ -108,8 +111,8 @@ class Rows:
 
     local: int64 column of the target token on this rank; -1: another rank holds the target's
         column.
-    m: row maximum over all ranks, as in the formulas. The dtype is the dtype of the sums, which
-        represents m exactly.
+    m: row maximum over all ranks, as in the formulas. m has the dtype of the sums, which represents
+        m exactly.
     s, entropy: the values s and H of the formulas, over all ranks, in float64.
     """
 
@@ -126,7 +129,7 @@ class Rows:
 
 
 def measure(logits: Tensor, targets: Tensor, problem: Problem) -> tuple[tuple[Tensor, ...], Rows]:
-    """Returns the outputs of log_prob_and_entropy, outside autograd, and the rows that
+    """Returns the outputs of log_prob_and_entropy without gradient, and the `Rows` that
     `write_gradient` needs.
 
     Every rank of the group must call `measure`, because `measure` runs the collective.
@@ -161,8 +164,8 @@ def write_gradient(
     the logits.
 
     With d = (z - m) / temperature and e = exp(d), the gradient is e (a + b d), plus grad_log_prob /
-    temperature at the target. The factors a and b are values of a row. Both factors are computed in
-    float64 and rounded once.
+    temperature at the target. The factors a and b have one value per row. Both factors are computed
+    in float64 and rounded once.
 
     Args:
         grad_log_prob: [N].
@@ -219,8 +222,8 @@ def _body(name: Body, logits: Tensor) -> ModuleType:
 
 
 def _runs_triton(logits: Tensor) -> bool:
-    """Tells whether the kernels can take these logits: bfloat16, float16 or float32, on sm_80 or
-    newer."""
+    """Returns True if the Triton kernels support these logits: bfloat16, float16 or float32, on a
+    GPU of sm_80 or newer."""
     if (
         logits.device.type != "cuda"
         or logits.dtype == torch.float64
@@ -231,8 +234,9 @@ def _runs_triton(logits: Tensor) -> bool:
 
 
 def _merge(sums: Tensor, problem: Problem) -> tuple[Tensor, ...]:
-    """Combines every rank's (m, s, t, z_target), and (q, u) if given, [4 or 6, N], after one
-    all-gather of 16 or 24 bytes a token and rank. The returned m is 0 if the maximum is not finite.
+    """Combines the row sums [4 or 6, N] of all ranks: m, s, t and z_target, and also q and u if
+    given. One all-gather exchanges 16 or 24 bytes per token and rank. The returned m is 0 if the
+    maximum is not finite.
 
     The merge and all computations after the merge use float64. float32 would add as much rounding
     error as the sums contain, and float64 is cheap because the merged tensors have only N elements

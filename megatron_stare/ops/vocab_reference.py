@@ -1,5 +1,5 @@
-"""Implements ops/vocab_parallel.py in plain PyTorch over whole [N, V] tensors, as the most readable
-version.
+"""Implements ops/vocab_parallel.py in plain PyTorch over whole [N, V] tensors. This implementation
+is the most readable one.
 
 The other implementations are tested against this module. Every implementation has the functions
 `sums` and `gradient`.
@@ -14,8 +14,8 @@ from torch import Tensor
 def sums(
     logits: Tensor, local: Tensor, real: int, temperature: float, second_moment: bool
 ) -> Tensor:
-    """Returns this rank's m, s, t and z_target, and with `second_moment` also q and u: [4 or 6, N],
-    at least float32.
+    """Returns this rank's m, s, t and z_target in one tensor [4 or 6, N] of at least float32. With
+    `second_moment`, the tensor also contains q and u.
 
     Args:
         logits: [N, V].
@@ -47,12 +47,12 @@ def gradient(
     hit: Tensor,
     out: Tensor,
 ) -> None:
-    """Writes the gradient into `out`, which may be logits: e (a + b d), plus `hit` at the target,
-    with d = (z - m) / temperature and e = exp(d).
+    """Writes the gradient into `out`, which may be the tensor of the logits. The gradient is e (a +
+    b d), plus `hit` at the target, with d = (z - m) / temperature and e = exp(d).
 
     Args:
         m: [N], over all ranks.
-        a, b: [N]; b None: 0.
+        a, b: [N]. If b is None, b counts as 0.
         hit: [N].
     """
     d = (_widened(logits[:, :real]) - m[:, None]) / temperature

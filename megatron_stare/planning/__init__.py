@@ -1,2 +1,2 @@
-"""Checks and forecasts made before a run starts: preflight, placement, memory by rank, time by
-phase, layouts that fit."""
+"""Contains the checks and forecasts that are made before a run starts: preflight, placement, memory
+per rank, time per phase, and layouts that fit."""

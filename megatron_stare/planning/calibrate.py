@@ -35,7 +35,7 @@ class Seen:
     time.
 
     ideal: seconds that the phase takes at a rate of 1.
-    other: seconds that the phase's second term takes per unit of the second term's coefficient.
+    other: seconds of the phase's second term if the coefficient of this term is 1.
     seconds: measured seconds of the phase, above 0.
     """
 
@@ -50,11 +50,11 @@ def solve(runs: Sequence[Seen], least: float) -> tuple[float, float]:
     errors.
 
     The two summands cannot be separated if there is only one run, or if the runs' ratios `other` /
-    `ideal` differ by less than a factor of `APART`. In these two cases the coefficient `times` is
-    0. The coefficients `inverse` and `times` are at least 0. If the coefficient `times` is above 0,
-    the coefficient `inverse` is at least `least`. If the coefficient `times` is 0, the coefficient
-    `inverse` may be below `least`. An `inverse` below `least` means that the runs were faster than
-    the peak rate.
+    `ideal` differ by less than a factor of `APART`. If the two summands cannot be separated, the
+    coefficient `times` is 0. The coefficients `inverse` and `times` are at least 0. If the
+    coefficient `times` is above 0, the coefficient `inverse` is at least `least`. If the
+    coefficient `times` is 0, the coefficient `inverse` may be below `least`. An `inverse` below
+    `least` means that the runs were faster than the peak rate.
     """
     ideal, other = np.array([(run.ideal / run.seconds, run.other / run.seconds) for run in runs]).T
     ones = np.ones(len(runs))
@@ -82,12 +82,12 @@ def calibrate(
     `calibrate` also fits the part of a phase's time that does not grow with matrix products.
 
     Args:
-        prompt: mean tokens of a prompt, which the metrics lack; None: each run's
-            `plan.prompt_tokens`.
+        prompt: mean number of tokens of a prompt. The metrics do not contain this number. None: the
+            `plan.prompt_tokens` of each run.
 
     Raises:
-        UserError: a directory is no run, or its run has too few steps or was faster than the model
-            allows.
+        UserError: a directory contains no run, a run has too few steps, or a run was faster than
+            the time model allows.
     """
     seen: dict[str, list[Seen]] = {
         phase: [] for phase in ("log_probs", "update", "sync", "rollout")
@@ -121,8 +121,8 @@ def calibrate(
 def _parts(
     run_dir: Path, metrics: dict[str, float], gpu: Gpu, start: Coefficients, prompt: float | None
 ) -> dict[str, Seen]:
-    """Returns work and time of the phases that took time. Raises ConfigError if a phase took less
-    time than its communication alone needs."""
+    """Returns the work and the measured time of every phase that took time. Raises ConfigError if a
+    phase took less time than its communication alone needs."""
     config = load_recorded(run_dir / CONFIG)
     lengths = Lengths.of(config, prompt, metrics["response/length_mean"])
     run = resolve_run(config)
@@ -161,7 +161,7 @@ def _parts(
 
 
 def medians(run_dir: Path) -> dict[str, float]:
-    """Returns the medians of a run's time and length metrics, without the first steps. Raises
+    """Returns the medians of a run's time and length metrics. The first steps are left out. Raises
     DataError if too few steps remain."""
     path = run_dir / "metrics.jsonl"
     try:

@@ -1,5 +1,5 @@
-"""`megatron-stare plan`: its arguments and its run. Imports torch and Megatron only when it
-runs."""
+"""Implements the command `megatron-stare plan`. Torch and Megatron are imported only when the
+command runs."""
 
 from __future__ import annotations
 

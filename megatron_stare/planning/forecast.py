@@ -1,4 +1,5 @@
-"""Finds a run's kind of GPU and its memory, and predicts the times of a step on it."""
+"""Finds the kind of GPU of a run and the GPU's memory, and predicts the times of a step on this
+GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def gpu_of(config: Config) -> Gpu:
     """Returns the kind of GPU of a run.
 
     Raises:
-        ConfigError: the GPU is unknown, or belongs to a cluster and this machine has none.
+        ConfigError: the kind of GPU is unknown, or the run uses a cluster and this machine has no
+            GPU.
     """
     if config.plan.gpu:
         return find_gpu(config.plan.gpu, "plan.gpu")

@@ -1,6 +1,7 @@
-"""Numbers of a GPU that a plan uses: data sheet values with their source, and coefficients.
+"""Defines the numbers of a GPU that a plan uses: data sheet values with their source, and
+coefficients.
 
-Coefficients are numbers that the time model needs and no data sheet contains. Coefficients are
+Coefficients are numbers that the time model needs but that no data sheet contains. Coefficients are
 assumed, or fitted to a run and stored in a JSON file.
 """
 
@@ -23,7 +24,7 @@ class Gpu:
     bandwidth: memory bandwidth, bytes/s.
     link: bandwidth to the other GPUs of the node, bytes/s in one direction. Data sheets give the
         sum of a link's two directions.
-    source: where these numbers are published.
+    source: publication that contains these numbers.
     """
 
     name: str
@@ -82,16 +83,16 @@ def named(name: str) -> Gpu:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Achieved shares of a device's peak, and additional times.
+    """Shares of a device's peak rates that a run achieves, and additional times.
 
     log_prob_mfu, update_mfu: share of peak FLOP/s that a rank reaches in matrix products.
-    log_prob_moves, update_moves: number of hidden states per token and layer that operations other
-        than matrix products move through memory at full bandwidth. 0: log_prob_mfu and update_mfu
-        include the time of these moves.
+    log_prob_moves, update_moves: number of hidden states that operations other than matrix products
+        move through memory at full bandwidth, per token and layer. If the number is 0, log_prob_mfu
+        and update_mfu include the time of these moves.
     prefill_mfu: share of peak FLOP/s that servers reach in prefill, and in compute-bound decoding.
     decode_efficiency: share of memory bandwidth that decoding reaches.
-    decode_layer_s: seconds that a decoding step takes per layer in addition, at any batch size; 0:
-        decode_efficiency includes these seconds.
+    decode_layer_s: additional seconds per layer of a decoding step, at any batch size. If the value
+        is 0, decode_efficiency includes these seconds.
     link_efficiency: share of link bandwidth that collectives reach.
     sync_bytes_s: bytes/s of a whole weight sync, which includes gathering and loading the weights.
     fixed_s: seconds of a step that belong to no phase.
@@ -139,8 +140,8 @@ class Fitted:
 
 
 def read_coefficients(path: Path, gpu: str) -> Fitted:
-    """Reads the coefficients fitted for a device; returns the assumed coefficients if the file has
-    none.
+    """Reads the coefficients that were fitted for a device. Returns the assumed coefficients if the
+    file contains none for this device.
 
     Raises:
         DataError: `store` did not write the file.
@@ -157,7 +158,7 @@ def read_coefficients(path: Path, gpu: str) -> Fitted:
 
 
 def store(path: Path, gpu: str, fitted: Fitted) -> None:
-    """Writes a device's coefficients to the file; keeps the coefficients of other devices."""
+    """Writes a device's coefficients to the file, and keeps the coefficients of other devices."""
     entries = _entries(path) if path.exists() else {}
     entries[gpu] = {"run": fitted.run, "coefficients": asdict(fitted.coefficients)}
     part = path.with_name(f"{path.name}.part")
@@ -166,9 +167,9 @@ def store(path: Path, gpu: str, fitted: Fitted) -> None:
 
 
 def changed(start: Coefficients, found: dict[str, float]) -> Coefficients:
-    """Returns a copy of `start`. In the copy, every coefficient that `found` names has the value
-    from `found`. Raises ConfigError if a share of the GPU's peak is above 1: the run then used a
-    faster GPU than the named GPU."""
+    """Returns a copy of `start`, in which every coefficient in `found` has the value from `found`.
+    Raises ConfigError if a share of the GPU's peak is above 1, because the run then used a faster
+    GPU than the named GPU."""
     for name, value in found.items():
         if name.endswith(("_mfu", "_efficiency")) and value > 1:
             raise ConfigError(

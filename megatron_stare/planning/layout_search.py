@@ -1,4 +1,4 @@
-"""Searches for layouts that fit a run's GPUs, near the run's own layout."""
+"""Searches for layouts that fit a run's GPUs and differ little from the run's own layout."""
 
 from __future__ import annotations
 

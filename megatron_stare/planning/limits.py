@@ -1,9 +1,9 @@
 """Compares a run's time limits with the times that `megatron-stare plan` predicts, before any
 process starts.
 
-A limit below the predicted time is an error that contains both numbers: the run would time out at
-its planned size. Nothing is compared if the kind of GPU is unknown (`plan.gpu`), since the rates of
-a CPU are nominal.
+A limit below the predicted time is an error, because the run would time out at its planned size.
+The error contains the limit and the predicted time. Limits are not compared if the kind of GPU is
+unknown (`plan.gpu`), because the rates of a CPU are nominal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_stare.rollout.engines.replicas import replica_count, replica_gpus
 
 @dataclass(frozen=True)
 class Held:
-    """A time limit and the planned time of the work that it bounds, in seconds.
+    """A time limit, and the planned time of the work that the limit bounds, in seconds.
 
     where: name of the setting that contains the limit.
     what: name of the work whose planned time is `planned_s`.
@@ -76,7 +76,8 @@ def limits_not_checked(config: Config) -> list[str]:
 
 
 def held(run: ResolvedRun) -> Iterator[Held]:
-    """Yields the limits of a run with their planned times; none if the run has no plan."""
+    """Yields the time limits of a run with the planned times. Yields nothing if the run has no
+    plan."""
     config = run.config
     gpu = _gpu(config) if config.plan.enabled else None
     if gpu is None:

@@ -68,7 +68,7 @@ class Needs:
     """Bytes on one GPU.
 
     optimizer: main parameters and moments.
-    reference: the reference policy; 0 if there is none.
+    reference: the reference policy, or 0 without a reference policy.
     forward: activations of a forward-only pass.
     activations: activations kept for backward, plus the activations that backward recomputes at one
         time.
@@ -109,8 +109,8 @@ class Budget:
 
     @property
     def cache_room(self) -> int:
-        """Largest KV cache with which every phase that has a cache fits; below 0 if even an empty
-        cache does not fit."""
+        """Largest KV cache with which every phase that holds the cache fits. The value is below 0
+        if a phase does not fit even with an empty cache."""
         with_cache = [phase for phase, items in self.phases.items() if "cache" in items]
         return min(
             self.capacity - self.total(phase) + self.phases[phase]["cache"] for phase in with_cache
@@ -370,8 +370,9 @@ class Fit:
     def activations(
         self, run: ResolvedRun, tokens: int, longest: int, rows: int
     ) -> tuple[ActivationMemory | None, float]:
-        """Returns the activations of a micro-batch, and the elements per token that one layer
-        makes; (None, 0.0) for a mixture of experts, whose activations are not known in advance."""
+        """Returns the activations of a micro-batch, and the number of elements per token that one
+        layer creates. Returns (None, 0.0) for a mixture of experts, because its activations are not
+        known in advance."""
         config, shape = run.config, run.shape
         kept = activation_memory(config, shape, tokens, longest, rows)
         return kept, (
@@ -379,12 +380,12 @@ class Fit:
         )
 
     def served(self, run: ResolvedRun) -> ServedMemory | None:
-        """Returns the memory of a server's rank; None without servers on GPUs."""
+        """Returns the memory of a server's rank, or None if no servers run on GPUs."""
         return served_memory(run.config, run.shape, self.capacity)
 
     def stages(self, run: ResolvedRun) -> list[dict[str, int]]:
-        """Builds the first rank of each stage without data. Returns, for each of these ranks, the
-        bytes of every item. The other ranks of a stage need at most as many bytes as the stage's
+        """Builds the first rank of each stage without data. Returns the bytes of every item for
+        each of these ranks. The other ranks of a stage need at most as many bytes as the stage's
         first rank."""
         config, parallel = run.config, run.config.parallel
         key = "".join(each.model_dump_json() for each in (config.model, parallel, config.optimizer))
@@ -398,8 +399,8 @@ class Fit:
         return self._built[key]
 
     def _changes(self, run: ResolvedRun, found: Budget) -> Iterator[tuple[str, ResolvedRun]]:
-        """Yields single settings that reduce the memory of phases that do not fit, each with the
-        changed run; mildest changes first."""
+        """Yields single settings that reduce the memory of phases that do not fit. Each setting
+        comes with the changed run. The mildest changes come first."""
         config = run.config
         items = {item for phase in found.over for item in found.phases[phase]}
         served = self.served(run)
@@ -425,8 +426,9 @@ def micro_batches_held(parallel: ParallelConfig, stage: int) -> float:
     The schedule is 1F1B (D. Narayanan et al., arXiv 2104.04473, section 2.2). With virtual stages,
     the number of micro-batches follows from the chunks in the warm-up of megatron-core's
     interleaved schedule. A stage holds the activations of two chunks for each later stage. The
-    stage also holds the activations of all its chunks but the last, for as many micro-batches as
-    there are stages. In addition the stage holds the activations of one more chunk.
+    stage also holds the activations of all its chunks except the last one, for as many
+    micro-batches as there are stages. In addition the stage holds the activations of one more
+    chunk.
     """
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     if chunks == 1:
@@ -435,8 +437,8 @@ def micro_batches_held(parallel: ParallelConfig, stage: int) -> float:
 
 
 def logits_bytes(config: Config, shape: ModelShape) -> int:
-    """Returns the bytes of logits that the head holds at a time. For every value of `model.head`
-    but 'materialised', the head is assumed to compute large logits in chunks."""
+    """Returns the bytes of logits that the head holds at a time. The head is assumed to compute
+    large logits in chunks, unless `model.head` is 'materialised'."""
     whole = largest_logits(config, shape)
     if config.model.head == "materialised":
         return whole
@@ -502,8 +504,8 @@ class PlannedFit(Fit):
     def activations(
         self, run: ResolvedRun, tokens: int, longest: int, rows: int
     ) -> tuple[ActivationMemory | None, float]:
-        """See Fit. Assumes that every expert gets an equal share of tokens, and leaves out the
-        copies of tokens made for dispatch."""
+        """Works like `Fit.activations`, but assumes that every expert gets an equal share of
+        tokens. The copies of tokens for dispatch are left out."""
         return super().activations(
             ResolvedRun(run.config, balanced(run.shape)), tokens, longest, rows
         )

@@ -1,8 +1,8 @@
-"""The prediction of `megatron-stare plan` for a starting run, logged with every step beside the
-measured times and memory.
+"""Predicts the times and memory of a starting run, as `megatron-stare plan` does. The predictions
+are logged with every step beside the measured times and memory.
 
-`driver/held_run.py` makes the prediction once, before any process starts. The prediction becomes
-the metrics `plan/*`. If a run cannot be predicted, a note says why and the run continues.
+`driver/held_run.py` makes the prediction once, before any process starts. The prediction is logged
+as the metrics `plan/*`. If a run cannot be predicted, a note says why and the run continues.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ class OwnPlan:
 
 
 def own_plan(run: ResolvedRun) -> OwnPlan:
-    """Predicts a checked run. No process group may exist, since a layer of the model is built on
-    the meta device."""
+    """Predicts the times and memory of a run that passed its checks. No process group may exist
+    yet, because a layer of the model is built on the meta device."""
     if not run.config.plan.enabled:
         return OwnPlan()
     try:
@@ -170,8 +170,8 @@ def predicted(run: ResolvedRun) -> dict[str, float]:
 
 
 def _calibrated(step: Step, of: Coefficients) -> set[str]:
-    """Returns the phases whose rates were calibrated. Assumed rates may be off a hundredfold, most
-    of all on CPUs."""
+    """Returns the phases whose rates were calibrated. Assumed rates may be wrong by a factor of a
+    hundred, especially on CPUs."""
     fitted = {each.name for each in fields(of) if getattr(of, each.name) != each.default}
     found = {phase for phase, rate in RATES.items() if rate in fitted}
     needed = {phase for phase, seconds in step.phases.items() if seconds}

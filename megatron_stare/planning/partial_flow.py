@@ -1,11 +1,12 @@
-"""Average flow of partial rollouts: rounds per step, and the responses that are cut and continued,
-with their tokens.
+"""Predicts the average flow of partial rollouts: rounds per step, the number of responses that are
+cut and continued, and the tokens of these responses.
 
-Response lengths are assumed exponential with the planned mean, truncated at the maximum. A response
-is longer than t tokens with probability exp(-t / mean). A group of n responses is complete after t
-tokens with probability (1 - exp(-t / mean))^n. Groups begun in the same step form a cohort. The
-simulation tracks each cohort's expected number of groups round by round, with the rule of
-rollout/sources/partial_sampling.py, until the flow is stationary.
+Response lengths are assumed to be exponentially distributed with the planned mean, and truncated at
+the maximum. A response is longer than t tokens with probability exp(-t / mean). A group of n
+responses is complete after t tokens with probability (1 - exp(-t / mean))^n. Groups that begin in
+the same step form a cohort. The simulation tracks each cohort's expected number of groups round by
+round, until the flow is stationary. The simulation follows the rule of
+rollout/sources/partial_sampling.py.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ class PartialFlow:
     """Mean flow of partial rollouts.
 
     rounds: rounds per step.
-    growing: responses that grow in a round.
-    continued: responses per step that the previous step cut.
-    carried: total tokens of the continued responses when the responses continue.
+    growing: number of responses that grow in a round.
+    continued: number of responses per step that the previous step cut.
+    carried: total tokens that the continued responses of a step already have when they continue.
     held: total tokens of a round's growing responses at the end of the round.
     """
 
@@ -56,9 +57,9 @@ def partial_flow(
     """Simulates the flow of a run that trains on `groups` groups of `samples` responses per step.
 
     Args:
-        under_way: groups in flight at a time.
-        tokens: tokens that a response grows by in a round.
-        mean, longest: mean and maximum tokens of a response.
+        under_way: number of groups in flight at a time.
+        tokens: number of tokens by which a response grows in a round.
+        mean, longest: mean and maximum number of tokens of a response.
     """
 
     def longer(age: int) -> float:

@@ -79,8 +79,8 @@ def attention_matrices(shape: ModelShape) -> int:
 
 
 def body_matrices(shape: ModelShape) -> int:
-    """Returns the number of matrix entries that a token is multiplied with in all layers:
-    projections, router, feed-forward."""
+    """Returns the number of matrix entries that a token is multiplied with in all layers. The
+    entries belong to the projections, the router and the feed-forward part."""
     attention = attention_matrices(shape)
     layer = attention + 3 * shape.hidden * balanced(shape).ffn + shape.hidden * shape.experts
     dense = attention + 3 * shape.hidden * shape.ffn
@@ -88,8 +88,9 @@ def body_matrices(shape: ModelShape) -> int:
 
 
 def forward_flops(shape: ModelShape, prompt: float, response: float) -> float:
-    """Returns the forward FLOPs of one sequence: the layers, causal attention over half of its
-    tokens on average, and the output layer at response positions only."""
+    """Returns the forward FLOPs of all layers and the output layer for one sequence. Causal
+    attention covers half of the sequence on average. The output layer counts at response positions
+    only."""
     length = prompt + response
     matrices = 2 * body_matrices(shape) * length
     # scores and values, half masked
@@ -113,8 +114,8 @@ class Lengths:
     def of(
         cls, config: Config, prompt: float | None = None, response: float | None = None
     ) -> Lengths:
-        """Returns the lengths that the arguments give. If an argument is missing, uses the length
-        that the configuration expects."""
+        """Returns the lengths from the arguments. If an argument is missing, uses the length that
+        the configuration expects."""
         expected = config.expected_lengths
         return cls(prompt or expected[0], response or expected[1])
 
@@ -285,8 +286,8 @@ def rollout_seconds(
     lengths: Lengths,
     served: ServedMemory | None,
 ) -> float:
-    """Returns the seconds that one engine needs for its share of the responses: prefill, then
-    decoding bound by memory or compute."""
+    """Returns the seconds that one engine needs for its share of the responses. The seconds include
+    the prefill and the decoding. Memory or compute bounds the decoding."""
     batch, rollout, flow = config.batch, config.rollout, flow_of(config, lengths)
     engines, gpus = replica_count(config), max(replica_gpus(config), 1)
     if not engines:
@@ -328,7 +329,8 @@ def rollout_seconds(
 
 @dataclass(frozen=True)
 class RequestTime:
-    """Times of a request at a fully loaded server, in seconds from when the server admits it.
+    """Times of a request at a fully loaded server, in seconds since the server admitted the
+    request.
 
     beside: number of other requests in the batch.
     longest_s: time of a response of maximum length.
@@ -391,7 +393,7 @@ def _at_once(config: Config, growing: float, context: float, served: ServedMemor
 
 
 def flow_of(config: Config, lengths: Lengths) -> PartialFlow | None:
-    """Returns the flow of partial rollouts; None if partial rollouts are off."""
+    """Returns the flow of partial rollouts, or None if partial rollouts are off."""
     batch, partial = config.batch, config.partial
     if partial.tokens is None:
         return None
@@ -427,8 +429,8 @@ def _of(lengths: Lengths) -> tuple[float, float]:
 
 
 def _read_weights(shape: ModelShape, at_once: float) -> float:
-    """Returns the parameters that a decoding step reads. Only experts chosen by some response of
-    the batch are read."""
+    """Returns the parameters that a decoding step reads. A decoding step reads only the experts
+    that at least one response of the batch chooses."""
     if not shape.experts:
         return parameters(shape)
     missed = (1 - shape.experts_per_token / shape.experts) ** at_once
@@ -437,7 +439,8 @@ def _read_weights(shape: ModelShape, at_once: float) -> float:
 
 
 def _bubble(config: Config, lengths: Lengths, prompts: int) -> float:
-    """Returns the pipeline's idle time over its busy time (Narayanan et al. 2021, section 2.2)."""
+    """Returns the ratio of a pipeline's idle time to its busy time (Narayanan et al. 2021, section
+    2.2)."""
     parallel, batch = config.parallel, config.batch
     tokens = prompts * batch.samples_per_prompt * (lengths.prompt + lengths.response)
     micro_batches = max(math.ceil(tokens / (parallel.data * batch.micro_batch_tokens)), 1)
@@ -466,7 +469,7 @@ def _tensor_seconds(
     """Returns the seconds of tensor-parallel collectives on hidden states.
 
     Args:
-        times: number of passes, with a backward counted in forwards.
+        times: number of forward passes. A backward pass counts as two forward passes.
     """
     parallel = config.parallel
     tokens = sequences * (lengths.prompt + lengths.response) / parallel.replicas

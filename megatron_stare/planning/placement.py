@@ -1,10 +1,10 @@
 """Plans the node of every trainer rank and engine replica from the nodes' free GPUs. Raises an
 error if the ranks and replicas do not fit. The module does not depend on Ray.
 
-Megatron's rank order varies the tensor-parallel index fastest, then context, data, pipeline. The
-ranks of a tensor-parallel group are therefore consecutive, and the ranks of an expert-parallel
-group are consecutive too. Nodes get blocks of consecutive ranks that contain whole parallel groups,
-and ranks are numbered node by node.
+In Megatron's rank order, the tensor-parallel index varies fastest, then the context-parallel,
+data-parallel and pipeline-parallel index. The ranks of a tensor-parallel group are therefore
+consecutive, and the ranks of an expert-parallel group are consecutive too. Each node gets blocks of
+consecutive ranks, and a block contains whole parallel groups. Ranks are numbered node by node.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOST_SHOWN = 4  # lost nodes in a message; an old cluster remembers many
 
 
 class PlacementError(UserError):
-    """Error: the cluster lacks the resources of the layout, or has lost them."""
+    """Error for a cluster that lacks, or has lost, resources that the layout needs."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class Demand:
 
     @property
     def parts(self) -> int:
-        """Number of replica parts to place, one per replica and node; 0 if replicas take no
-        GPUs."""
+        """Number of replica parts to place. A replica has one part on each of its nodes. The number
+        is 0 if replicas use no GPUs."""
         return self.replicas * self.replica_nodes if self.replica_gpus else 0
 
     def blocks(self) -> list[int]:
@@ -152,8 +152,8 @@ class Plan:
     """Placement of a run.
 
     ranks: the node of every rank, by rank.
-    parts: the node of every replica part on GPUs: first the parts of replica 0, then of replica 1,
-        and so on.
+    parts: the node of every replica part on GPUs. The parts of replica 0 come first, then the parts
+        of replica 1, and so on.
     block: block size. Ranks n * block to (n + 1) * block - 1 are on one node.
     """
 
@@ -264,8 +264,8 @@ def _filled(demand: Demand, block: int, nodes: Sequence[Node], counts: Sequence[
 
 
 def check_possible(demand: Demand, nodes: Sequence[Node]) -> None:
-    """Raises ConfigError if the demand would not fit even with all GPUs free, so that waiting is
-    useless."""
+    """Raises ConfigError if the demand would not fit even if all GPUs were free. Waiting for free
+    GPUs is then useless."""
     largest = max((node.total for node in nodes if node.alive), default=0)
     if demand.tensor > largest:
         raise ConfigError(
@@ -337,7 +337,7 @@ def _refusal(demand: Demand, nodes: Sequence[Node]) -> PlacementError:
 
 
 def lost_node(nodes: Sequence[Node], now: Sequence[Node]) -> PlacementError | None:
-    """Returns an error that names the planned nodes that are lost; None if all planned nodes are
+    """Returns an error that names the lost nodes of the plan, or None if all planned nodes are
     alive."""
     alive = {node.id for node in now if node.alive}
     lost = [str(node) for node in nodes if node.id not in alive]
@@ -352,8 +352,8 @@ def lost_node(nodes: Sequence[Node], now: Sequence[Node]) -> PlacementError | No
 
 
 def still_pending(plan: Plan, now: Sequence[Node], waited_s: float) -> PlacementError:
-    """Returns the error for GPUs that were free when planned, but were not reserved in time, for
-    example because another job took the GPUs."""
+    """Returns the error for GPUs that the cluster did not reserve in time. These GPUs were free
+    when the plan was made, but another job may have taken them."""
     there = {node.id: node for node in now}
     short = [
         f"{node} has {there[node.id].free} free of the {plan.gpus_on(node)} that the plan needs"

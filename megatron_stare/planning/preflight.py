@@ -1,4 +1,4 @@
-"""The checks of a run before any process starts, in one list for `train` and `--dry-run`.
+"""Checks a run before any process starts. `train` and `--dry-run` make the same list of checks.
 
 driver/opening.py makes the checks that need the tokenizer, the data or the run directory.
 """
@@ -49,7 +49,7 @@ from megatron_stare.weights.files.torch_dist import TorchDist, check_checkpoint,
 
 @dataclass(frozen=True)
 class Asked:
-    """A resolved run, as passed to checks.
+    """A resolved run, as the checks receive it.
 
     published: as in `check`.
     """
@@ -137,10 +137,12 @@ def check(config: Config, *, published: bool = False) -> ResolvedRun:
     """Resolves a configuration, makes its paths absolute, and makes the checks of CONFIGURATION.
 
     Args:
-        published: as in resolve_run. Skips checks that need the files of an absent model.
+        published: as in resolve_run. If True, checks that need the files of an absent model are
+            skipped.
 
     Raises:
-        UserError: the first fault in method, model, layout, lengths or engine.
+        UserError: a check finds a fault in method, model, layout, lengths or engine. The first
+            fault ends the checks.
     """
     return _checked(config, CONFIGURATION, published)
 
@@ -229,7 +231,8 @@ def check_optimizer(config: Config) -> None:
 def check_reference(
     config: Config, method: Method, shape: ModelShape, *, published: bool = False
 ) -> None:
-    """Raises UserError if a reference policy is set but unused, missing, or of another shape.
+    """Raises UserError if a reference policy is set but the method uses no reference policy, the
+    reference's weights are missing, or the reference's shape differs from the model's shape.
 
     Args:
         published: as in `check`.
@@ -255,8 +258,8 @@ def check_reference(
 
 
 def check_supervised(config: Config) -> None:
-    """Raises ConfigError if supervised fine-tuning is combined with a setting of sampled responses,
-    or if a source of conversations is used without supervised fine-tuning."""
+    """Raises ConfigError if supervised fine-tuning is combined with a setting for sampled
+    responses, or if a source of conversations is used without supervised fine-tuning."""
     factory, _ = find_source(config)
     written = getattr(factory, "demonstrates", False)
     if not config.supervised:
@@ -374,8 +377,8 @@ def check_head(config: Config, method: Method) -> None:
 
 
 def check_branches(config: Config, method: Method) -> None:
-    """Raises ConfigError if the environment makes several branches of a response, and the method or
-    the replay of routing cannot train on them."""
+    """Raises ConfigError if the environment makes several branches of a response, but the method or
+    routing replay does not support branches."""
     environment, settings = find_environment(config.rollout.environment)
     if not environment.branches(settings):
         return
@@ -397,8 +400,8 @@ def check_branches(config: Config, method: Method) -> None:
 
 
 def check_aggregation(config: Config, method: Method) -> None:
-    """Raises ConfigError if the loss is divided by a micro-batch's tokens, of which a
-    context-parallel rank holds only a part."""
+    """Raises ConfigError if the loss is divided by the tokens of a micro-batch, but each
+    context-parallel rank holds only a part of these tokens."""
     aggregation = method.aggregation if isinstance(method, PolicyGradient) else ""
     if aggregation == "micro_batch_mean" and config.parallel.context > 1:
         raise ConfigError(
@@ -410,8 +413,8 @@ def check_aggregation(config: Config, method: Method) -> None:
 
 
 def prompt_files(config: Config) -> list[str]:
-    """Returns the prompt files of training and evaluation, each once, with the configuration's
-    paths."""
+    """Returns the paths of all prompt files of training and evaluation, as the configuration names
+    them. Each path appears once."""
     tasks = [task.config.data for task in evaluation_tasks(config)]
     trained: list[str | None] = [each.path for each in config.data.mixture] or [config.data.path]
     read = [*trained, *config.data.decontaminate] if reads_files(config.data.source.name) else []
@@ -424,7 +427,7 @@ def not_checked(config: Config) -> list[str]:
     Returns [] if the model is on this machine.
 
     Args:
-        config: passed to `check` with `published`.
+        config: a configuration that was passed to `check` with `published`.
     """
     path = config.model.path
     if published_shape(path) is None:
@@ -484,7 +487,7 @@ def check_tasks(config: Config, shape: ModelShape) -> None:
 def check_task(task: Task, shape: ModelShape) -> None:
     """Raises ConfigError if an evaluation's responses do not fit the model, if the responses do not
     fit an engine, or if a k of pass@k exceeds the number of responses to a problem. The micro-batch
-    size does not matter, since evaluations are not trained on."""
+    size does not matter, because evaluation responses are not used for training."""
     with task.blamed():
         check_positions(task.config, shape)
         check_engine(task.config, shape)
@@ -558,7 +561,7 @@ def check_checkpoint_of(path: Path, config: Config) -> ModelShape:
 
 
 def _shape_beside(path: Path) -> ModelShape | None:
-    """Returns the model's shape from the files beside its weights; None if there are no such
+    """Reads the model's shape from the files beside the weights. Returns None if there are no such
     files."""
     try:
         return read_shape(companions_of(path) if is_checkpoint(path) else path)
@@ -567,7 +570,8 @@ def _shape_beside(path: Path) -> ModelShape | None:
 
 
 def check_positions(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError if prompt and response exceed the model's positions."""
+    """Raises ConfigError if prompt and response together exceed the model's maximum number of
+    positions."""
     rollout = config.rollout
     if rollout.max_prompt_tokens >= shape.max_positions:
         raise ConfigError(

@@ -1,7 +1,8 @@
-"""The plan of a run, as text and as JSON: its memory, the times of a step, and similar layouts that
-fit.
+"""Makes the plan of a run, as text or as JSON. The plan contains the memory, the times of a step,
+and similar layouts that fit.
 
-Imports torch and Megatron, which command.py must not import for its arguments.
+This module imports torch and Megatron. command.py must be able to add its arguments without these
+imports.
 """
 
 from __future__ import annotations
@@ -227,7 +228,8 @@ class Plan:
 
     @property
     def growing_cache(self) -> float | None:
-        """Bytes of KV cache per server rank for all responses of a round of partial rollouts.
+        """Bytes of KV cache that a server's rank needs for all responses of a round of partial
+        rollouts.
 
         If these bytes exceed the KV cache, the servers decode only some of the responses at a time.
         The value is None if partial rollouts are off or no servers run on GPUs.
@@ -337,9 +339,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def for_launch(plan: Plan) -> str:
-    """Returns what a launch script needs, one name and value a line: `nodes`; `grace_s`, the
-    seconds before a time limit at which a run must be told to save; and a `layout` line for each
-    setting of the layout.
+    """Returns the values that a launch script needs, with one name and value per line. `nodes` is
+    the number of nodes. A launch script must tell a run to save `grace_s` seconds before the run's
+    time limit. Each setting of the layout has a `layout` line.
 
     `grace_s` includes the time of two steps, because a step with dynamic sampling may take several
     rounds and may therefore last longer than predicted. Raises UserError if the run does not fit
@@ -368,8 +370,8 @@ def days(plan: Plan) -> float:
 
 
 def _different(found: list[Candidate]) -> list[Candidate]:
-    """Returns the nearest candidate for each combination of layout and recomputation, without the
-    run's own."""
+    """Returns the nearest candidate for each combination of layout and recomputation. The run's own
+    layout is left out."""
     first: dict[str, Candidate] = {}
     for each in found:
         if each.distance:

@@ -1,14 +1,15 @@
-"""Suggests target, W and M of STARE from the first steps of a run. Pure arithmetic, without torch.
+"""Suggests the entropy target and the weights W and M of STARE from the first steps of a run. The
+module does not need torch.
 
-To first order the plain loss changes the entropy by P a unit step, each unit of W - 1 adds G+, the
-change that comes from L+, and each unit of M - 1 adds G-, the change that comes from L-. The
-suggested weights are those nearest to 1 with
+To first order, the plain loss changes the entropy by P per unit step. Each unit of W - 1 adds G+,
+the change that comes from the tokens of L+. Each unit of M - 1 adds G-, the change that comes from
+the tokens of L-. The suggested weights are the weights nearest to 1 that satisfy
 
     P + (W - 1) G+ + (M - 1) G- = -MARGIN P,
 
-within [1, AMPLIFY_MAX] and [ATTENUATE_MIN, 1]. If these do not make up for P, and G+ is too near 0
-to tell its sign, W is AMPLIFY_MAX, which may help. benchmarks/laboratory/held_out.py compares the
-suggestions with a sweep.
+with W in [1, AMPLIFY_MAX] and M in [ATTENUATE_MIN, 1]. If no weights in these ranges compensate for
+P, and G+ is too near 0 to tell its sign, W is AMPLIFY_MAX, which may help.
+benchmarks/laboratory/held_out.py compares the suggestions with a sweep.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Facts:
     """Means over the first steps of a run.
 
     entropy, entropy_now: mean entropy of the first and of the last of these steps, nats.
-    plain: P, nats a unit step.
-    plus, minus: G+ and G-, nats a unit step and unit of the weight.
+    plain: P, nats per unit step.
+    plus, minus: G+ and G-, nats per unit step and per unit of the weight.
     """
 
     entropy: float
@@ -39,9 +40,9 @@ class Facts:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Settings of STARE's variant C2, and the reasons, one sentence each.
+    """Settings of STARE's variant C2, and one sentence per reason.
 
-    holds: whether these weights bring the forecast above 0.
+    holds: whether the forecast entropy change with these weights is at least 0.
     """
 
     entropy_target: float
@@ -97,8 +98,8 @@ def suggest(facts: Facts) -> Suggestion:
 
 
 def _nearest(plus: float, minus: float, demand: float) -> tuple[float, float]:
-    """Returns the W and M nearest to 1 that meet the demand, or those that come closest to it
-    within the bounds.
+    """Returns the W and M nearest to 1 that meet the demand. If no W and M within the bounds meet
+    the demand, returns the W and M that come closest.
 
     Args:
         plus: G+, at least 0.

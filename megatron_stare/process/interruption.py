@@ -1,16 +1,17 @@
-"""Turns signals into an orderly end: the main thread receives signals, and the driver's thread
-stops at its next poll.
+"""Ends a command in an orderly way after a signal. The main thread receives the signal, and the
+driver's thread stops at its next poll.
 
-`on_driver_thread` runs a command on a separate thread. A signal raises nothing immediately: the
-main thread records the signal, and the driver's thread raises KeyboardInterrupt at its next `poll`.
-Between polls nothing is raised. A signal is therefore not lost in a destructor, in library code
-that holds a lock or during Ray's start, and does not interrupt the shutdown of processes.
+`on_driver_thread` runs a command on a separate thread. A signal raises no exception immediately.
+The main thread records the signal, and the driver's thread raises KeyboardInterrupt at its next
+`poll`. Between polls, a signal raises no exception. A signal is therefore not lost in a destructor,
+in library code that holds a lock, or while Ray starts. A signal also does not interrupt the
+shutdown of processes.
 
 While a run makes steps, the first SIGINT or SIGTERM ends the run after the current update, so that
 the run's last whole step can be saved. While responses are sampled, the first SIGINT or SIGTERM
-ends the run immediately. SIGUSR1 ends the run after the step. After a time limit (`makes_steps`)
-the run ends at the next poll, whatever the run is doing. A second Ctrl-C immediately ends the
-process and all processes that the process started, without saving.
+ends the run immediately. SIGUSR1 ends the run after the step. Once the time limit `grace_s` (see
+`makes_steps`) is over, the run ends at its next poll, whatever the run is doing. A second Ctrl-C
+immediately ends the process and all processes that the process started, without saving.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class Standing:
 
 
 class Interruption:
-    """The signal that ends this command, if any, and the points at which the command may end.
+    """State of a command that a signal may end: the signal, if any, and the points at which the
+    command may end.
 
     Fields without an underscore may be read from any thread. The lock protects the fields that the
     main thread and the driver's thread both change.
@@ -100,7 +102,7 @@ class Interruption:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of a run that this signal or --stop-after ended."""
+        """Exit code of a run that the signal or --stop-after ended."""
         if self.time_is_up or (
             self.number == AFTER_STEP and self.standing is not None and not self.gave_up
         ):
@@ -139,11 +141,11 @@ class Interruption:
             return False
 
     def look(self) -> float | None:
-        """Performs actions that are due. Returns the seconds until the main thread must call `look`
-        again; None: the main thread calls `look` again at the next signal.
+        """Performs the actions that are due. Returns the seconds until the main thread must call
+        `look` again. Returns None if the main thread need not call `look` before the next signal.
 
         Raises:
-            TimeoutError: the driver's thread does not poll.
+            TimeoutError: the driver's thread did not poll in time.
         """
         with self._lock:
             if self._guarding:
@@ -161,8 +163,8 @@ class Interruption:
             return TICK_S
 
     def _look(self) -> None:
-        """If the recorded signal may raise KeyboardInterrupt now, wakes the driver's thread and
-        sets the deadline by which the driver's thread must poll."""
+        """Wakes the driver's thread and sets the deadline by which this thread must poll, if the
+        recorded signal may raise KeyboardInterrupt now."""
         if not self._may_raise():
             self._heard_by = None
             return
@@ -189,7 +191,8 @@ class Interruption:
 
     @property
     def drives(self) -> bool:
-        """True on the driver's thread, which is the thread that a signal ends."""
+        """True if the calling thread is the driver's thread, which is the thread that a signal
+        ends."""
         return self._driver is threading.current_thread()
 
     def poll(self) -> None:
@@ -224,7 +227,7 @@ class Interruption:
             self._open_to = set(numbers)
 
     def closing(self, by: int) -> None:
-        """Counts sections that must not be interrupted."""
+        """Adds `by` to the number of open sections that must not be interrupted."""
         with self._lock:
             self._closing += by
 
@@ -263,13 +266,15 @@ def on_driver_thread(
     """Runs a command on a separate thread while the calling main thread handles SIGINT, SIGTERM and
     SIGUSR1.
 
-    An ignored signal (nohup, a shell's `&`) stays ignored. If the caller is not the main thread,
-    the command runs on the caller's thread and no signal is handled.
+    A signal that was ignored before, for example because of nohup or a shell's `&`, stays ignored.
+    If the caller is not the main thread, the command runs on the caller's thread and no signal is
+    handled.
 
     Args:
-        body: the command; receives KeyboardInterrupt at a poll. Returns the exit code.
-        last_words: returns the message to print when the process ends at once, after a second
-            Ctrl-C or because the driver's thread does not poll.
+        body: the command, which returns the exit code. A signal raises KeyboardInterrupt at a poll
+            inside the command.
+        last_words: returns the message to print if the process ends at once. The process ends at
+            once after a second Ctrl-C, or if the driver's thread does not poll.
 
     Raises:
         BaseException: the exception that the command raised.
@@ -360,7 +365,7 @@ def handlers_kept() -> Iterator[None]:
 
 
 def _end_at_once(interruption: Interruption, last_words: Callable[[Interruption], str]) -> None:
-    """Kills all child processes and ends this process, whatever they are doing."""
+    """Immediately kills the child processes and ends this process, without saving."""
     interruption.gave_up = True
     started = _below(psutil.Process())
     for process in started:  # top down: Ray's agent restarts a worker that has ended
@@ -392,23 +397,23 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 
 
 def poll() -> None:
-    """Raises KeyboardInterrupt if a signal came that may end the command here.
+    """Raises KeyboardInterrupt if a signal was received that may end the command at this point.
 
-    If no signal came, `poll` costs almost nothing. On threads other than the driver's thread,
-    `poll` does nothing.
+    If no signal was received, `poll` costs almost nothing. On threads other than the driver's
+    thread, `poll` does nothing.
     """
     _current.poll()
 
 
 def raise_if_received() -> None:
-    """Raises KeyboardInterrupt if any signal came, whatever the run is doing."""
+    """Raises KeyboardInterrupt if any signal was received, whatever the run is doing."""
     if _current.number is not None and _current.drives:
         _current.raised = True
         raise KeyboardInterrupt
 
 
 def pause(seconds: float) -> None:
-    """Sleeps, polling meanwhile."""
+    """Sleeps, and polls for signals while sleeping."""
     until = time.monotonic() + seconds
     poll()
     while (left := until - time.monotonic()) > 0:
@@ -417,7 +422,8 @@ def pause(seconds: float) -> None:
 
 
 def wait_for(future: Future[T], meanwhile: Callable[[], object] = lambda: None) -> T:
-    """Returns the future's result or raises its error; polls, and calls `meanwhile`, until then."""
+    """Returns the future's result, or raises the future's error. Until the future is done, polls
+    for signals and calls `meanwhile` repeatedly."""
     poll()
     meanwhile()
     while not wait([future], timeout=TICK_S).done:
@@ -427,21 +433,21 @@ def wait_for(future: Future[T], meanwhile: Callable[[], object] = lambda: None) 
 
 
 def makes_steps(grace_s: float | None) -> None:
-    """Tells that the run makes steps: from this call on, signals raise KeyboardInterrupt only when
-    the run's state is the state after a whole step.
+    """Declares that the run makes steps. From this call on, signals raise KeyboardInterrupt only at
+    points where the run's state is the state after a whole step.
 
     Args:
-        grace_s: seconds after SIGINT or SIGTERM until the run ends at its next poll; None: signals
-            raise at once again.
+        grace_s: seconds after SIGINT or SIGTERM until the run ends at its next poll; None: the run
+            makes no steps, and signals raise KeyboardInterrupt at every poll again.
     """
     _current.grace_s = grace_s
 
 
 @contextlib.contextmanager
 def open_to(*numbers: int) -> Iterator[None]:
-    """Inside this context, the signals in `numbers` raise KeyboardInterrupt although the run makes
-    steps. If one of these signals was received before the context begins, KeyboardInterrupt is
-    raised at the beginning of the context."""
+    """Inside this context, the signals in `numbers` raise KeyboardInterrupt even while the run
+    makes steps. If one of these signals was received before the context begins, KeyboardInterrupt
+    is raised at the beginning of the context."""
     _current.open_to(numbers)
     try:
         poll()
@@ -463,7 +469,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 def is_asked_to_end() -> bool:
-    """Returns True if a signal came, so that work for another step can be skipped."""
+    """Returns True if a signal was received, so that work for another step can be skipped."""
     return _current.number is not None
 
 
@@ -475,7 +481,7 @@ def is_to_be_saved() -> bool:
 
 
 def seconds_left() -> float | None:
-    """Returns the seconds left for work before closing; None: no limit."""
+    """Returns the seconds left for work before the run closes, or None if there is no limit."""
     return None if _current.deadline is None else max(_current.deadline - time.monotonic(), 0.1)
 
 
@@ -506,7 +512,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 class ClosingStack(contextlib.ExitStack):
-    """An ExitStack that no signal interrupts."""
+    """An ExitStack whose exit no signal interrupts."""
 
     def __exit__(self, *exception: object) -> bool:
         with uninterrupted():
@@ -514,8 +520,8 @@ class ClosingStack(contextlib.ExitStack):
 
 
 def run_whole(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Runs a coroutine to its end, like asyncio.run, and leaves no task behind. Signals act as in
-    `run_on`."""
+    """Runs a coroutine to its end, like asyncio.run, and leaves no task behind. Signals have the
+    same effect as in `run_on`."""
     loop = asyncio.new_event_loop()
     try:
         return run_on(loop, make)
@@ -550,13 +556,15 @@ def what_now(
     options: Sequence[str],
     ended: str | None = None,
 ) -> str:
-    """Formats two lines: where the run stopped, and the command that continues it.
+    """Formats two lines: the point at which the run stopped, and the command that continues the
+    run.
 
     Args:
-        ended: how the run ended, in a few words; None: by the signal or --stop-after.
-        command: command that starts the run, up to its overrides; without run.dir if the run had a
-            directory.
-        options: options after the overrides; without --resume if the run had a directory.
+        ended: how the run ended, in a few words. None: the signal or --stop-after ended the run.
+        command: command that starts the run, with its overrides. If the run had a directory, the
+            overrides must not contain run.dir.
+        options: options that follow the overrides. If the run had a directory, the options must not
+            contain --resume.
     """
     begun = ended or f"interrupted ({signal.Signals(interruption.number or signal.SIGINT).name})"
     if interruption.time_is_up:

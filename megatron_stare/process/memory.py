@@ -1,16 +1,17 @@
 """Measures the memory of processes, and keeps freed memory for reuse.
 
-`tree_pss_bytes` sums a run and its child processes, for the metric memory/tree_pss_gb. It uses
-proportional set size (Pss), which may be summed: a page shared by n processes, such as libtorch or
-Ray's object store, counts as 1/n in each. Resident size would count the page n times.
+`tree_pss_bytes` sums the memory of a run and its child processes, for the metric
+memory/tree_pss_gb. The sum uses the proportional set size (Pss). A page that n processes share,
+such as a page of libtorch or Ray's object store, counts as 1/n in the Pss of each process. Resident
+size would count the page n times.
 
-`freeze` hides long-lived objects from Python's garbage collector: libraries, models, settings. A
-full collection visits every object (a few hundred thousand from torch and transformers alone) in
-the middle of a step, and a rank that collects delays all others.
+`freeze` hides long-lived objects, such as libraries, models and settings, from Python's garbage
+collector. A full collection in the middle of a step visits every object. Torch and transformers
+alone create a few hundred thousand objects. A rank that collects garbage delays all other ranks.
 
 `keep_freed` keeps the memory that a training step on a CPU frees, so that the next step can reuse
 the memory. By default glibc returns freed memory to the system, which then clears every page again.
-The clearing takes a tenth of a small model's step.
+Clearing the pages takes a tenth of the step time of a small model.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ _mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack
 
 
 def take_peak_bytes() -> int | None:
-    """Returns this process's peak memory in bytes since the last call, and restarts the peak.
+    """Returns this process's peak memory in bytes since the last call, and resets the peak.
 
-    On CUDA the peak is that of torch's allocator. Without CUDA the peak is that of the resident
-    size, in which a page shared with other processes counts in full. Returns None if the kernel
-    does not report the resident size's peak; only Linux reports this peak.
+    On CUDA, the function returns the peak of torch's allocator. Without CUDA, the function returns
+    the peak of the resident size. A page that is shared with other processes counts in full.
+    Returns None if the kernel does not report the resident size's peak; only Linux reports this
+    peak.
     """
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
@@ -52,7 +54,7 @@ def take_peak_bytes() -> int | None:
 
 
 def device_used_bytes() -> int | None:
-    """Returns the bytes that all processes hold on this rank's GPU now; None without a GPU."""
+    """Returns the bytes that all processes now hold on this rank's GPU, or None without a GPU."""
     if not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info()
@@ -60,10 +62,12 @@ def device_used_bytes() -> int | None:
 
 
 def keep_freed() -> None:
-    """Keeps freed host memory in this process from now on, for later tensors.
+    """Makes this process keep freed host memory from now on, so that later tensors reuse the
+    memory.
 
-    Sets two limits of malloc, and needs both. M_MMAP_THRESHOLD makes allocations up to `_LARGEST`
-    come from the heap. M_TRIM_THRESHOLD keeps malloc from returning the heap's end to the system.
+    The function sets two limits of malloc, and both limits are needed. M_MMAP_THRESHOLD makes
+    allocations up to `_LARGEST` come from the heap. M_TRIM_THRESHOLD keeps malloc from returning
+    the heap's end to the system.
     """
     if _mallopt is not None:
         _mallopt(_M_MMAP_THRESHOLD, _LARGEST)
@@ -71,8 +75,8 @@ def keep_freed() -> None:
 
 
 def freeze() -> None:
-    """Excludes all current objects from future garbage collections. Collects garbage before that,
-    because a frozen object is never freed by the collector."""
+    """Excludes all current objects from future garbage collections. Collects garbage first, because
+    the collector never frees a frozen object."""
     gc.collect()
     gc.freeze()
 
@@ -87,16 +91,16 @@ def frozen_heap() -> Iterator[None]:
 
 
 def tree_pss_bytes(pid: int | None = None, extra_pids: Iterable[int] = ()) -> int | None:
-    """Returns the Pss of a process and its descendants in bytes; None if the kernel does not report
-    it (only Linux does).
+    """Returns the Pss of a process and its descendants in bytes. Returns None if the kernel does
+    not report the Pss. Only Linux reports the Pss.
 
     Ray's local head, raylet and actors descend from the driver that called ray.init(). Processes
     that vanish while being read, or belong to another user, count as 0.
 
     Args:
         pid: root of the tree; default this process.
-        extra_pids: roots of further trees that do not descend from `pid` (a cluster started
-            elsewhere).
+        extra_pids: roots of further trees that do not descend from `pid`, such as a cluster that
+            was started elsewhere.
     """
     if not hasattr(psutil.Process().memory_full_info(), "pss"):
         return None
@@ -122,8 +126,8 @@ def _pss_bytes(process: psutil.Process) -> int:
 
 
 class SharedMappings:
-    """Memory that a fork shares instead of copying on write: this process's shared mappings, as the
-    kernel lists them now (proc_pid_maps(5))."""
+    """Shared memory mappings of this process, as the kernel lists the mappings now
+    (proc_pid_maps(5)). A fork shares this memory instead of copying the memory on write."""
 
     def __init__(self) -> None:
         with open("/proc/self/maps") as lines:

@@ -36,8 +36,8 @@ def interface_address(name: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the name of this machine's network interface with an IPv4 address; None if there is
-    none."""
+    """Returns the name of this machine's network interface that has the given IPv4 address, or None
+    if no interface has this address."""
     for name, found in sorted(psutil.net_if_addrs().items()):
         if any(each.family == socket.AF_INET and each.address == address for each in found):
             return name
@@ -45,7 +45,8 @@ def interface_of(address: str) -> str | None:
 
 
 def require_own_address(host: str, where: str) -> None:
-    """Raises ConfigError, naming the setting `where`, if this machine does not have the address."""
+    """Raises ConfigError if this machine does not have the address `host`. The error names the
+    setting `where`."""
     try:
         with socket.socket() as probe:
             probe.bind((host, 0))
@@ -68,11 +69,11 @@ def require_own_address(host: str, where: str) -> None:
 
 
 def free_port(host: str, ports: Sequence[int]) -> int:
-    """Returns a free TCP port of this machine's address `host`, drawn at random from `ports`; 0
-    means any port.
+    """Returns a free TCP port of this machine's address `host`. The port is drawn at random from
+    `ports`. The number 0 in `ports` means any port.
 
     Raises:
-        ConfigError: none of the ports can be listened on.
+        ConfigError: none of the ports that were tried is free.
     """
     with _bound(host, ports) as held:
         port: int = held.getsockname()[1]
@@ -80,8 +81,9 @@ def free_port(host: str, ports: Sequence[int]) -> int:
 
 
 def reserve_port(host: str, ports: Sequence[int]) -> int:
-    """Does `free_port`, and keeps the port bound, so that no other program can take it, until
-    `reserved` hands it over or this process reserves another."""
+    """Returns a free port as `free_port` does, and keeps the port bound, so that no other program
+    can take the port. The port stays bound until `reserved` hands over the socket, or until this
+    process reserves another port."""
     held = _bound(host, ports)
     port: int = held.getsockname()[1]
     _reserved[:] = [(f"{host}:{port}", held)]  # an earlier one closes
@@ -89,8 +91,9 @@ def reserve_port(host: str, ports: Sequence[int]) -> int:
 
 
 def reserved(address: str) -> socket.socket | None:
-    """Returns the bound socket of a host:port that this process reserved, which the caller then
-    owns; None if it reserved none. A port reserved for another address is given up."""
+    """Returns the bound socket of a host:port that this process reserved, or None if this process
+    did not reserve this host:port. The caller then owns the socket. A port that was reserved at
+    another address is released."""
     found = [held for kept, held in _reserved if kept == address]
     _reserved.clear()
     return found[0] if found else None
@@ -115,12 +118,12 @@ def _bound(host: str, ports: Sequence[int]) -> socket.socket:
 
 
 def by_number(address: str) -> str:
-    """Returns host:port with the host's IPv4 address in the place of its name.
+    """Replaces the host's name in a host:port by the host's IPv4 address.
 
-    gRPC, by which Ray speaks, asks DNS servers for a name, and may not look into /etc/hosts, where
-    many clusters name their nodes. The address is what this machine's own resolver answers. A name
-    is kept if the resolver knows none but loopback addresses for it, and so is anything but
-    host:port.
+    Ray communicates by gRPC. gRPC asks DNS servers for a name, and may ignore /etc/hosts, where
+    many clusters name their nodes. The returned address comes from this machine's own resolver. A
+    name is kept if the resolver knows no address for the name, or only loopback addresses. An
+    argument in another form than host:port is returned unchanged.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "/" in host or host.startswith("["):
@@ -139,7 +142,7 @@ class Listener:
     Args:
         address: host:port. An address without a numeric port cannot be checked and counts as
             listening.
-        own: another address of this machine, tried too if the host is this machine.
+        own: another address of this machine. This address is also tried if the host is localhost.
     """
 
     def __init__(self, address: str, own: str) -> None:
@@ -155,8 +158,8 @@ class Listener:
         self._there = time.monotonic()  # last time that it was reachable
 
     def missing(self, timeout_s: float = CONNECT_S) -> Exception | None:
-        """Returns the reason if no connection to the listener can be made now; None if a connection
-        can be made."""
+        """Returns the reason why no connection to the listener can be made now, or None if a
+        connection can be made."""
         reason: Exception | None = None
         for host in self._hosts:
             try:

@@ -1,4 +1,4 @@
-"""Keeps the output of a run's workers in files beside its other results.
+"""Keeps the output of a run's workers in files beside the run's other results.
 
 Ray keeps its own output files in each node's /tmp, and these files vanish with the node. The driver
 therefore chooses a folder in the run directory, and passes the path of this folder to the workers
@@ -36,8 +36,8 @@ def kept_output(folder: Path) -> Iterator[None]:
 
 
 def carried_output() -> dict[str, str]:
-    """Returns the environment variable that names the output folder, with its value; {} if the
-    variable is not set."""
+    """Returns the name and the value of the environment variable for the output folder, or {} if
+    the variable is not set."""
     return {FOLDER: os.environ[FOLDER]} if FOLDER in os.environ else {}
 
 
@@ -45,11 +45,12 @@ def keep_own_output(role: str) -> Path | None:
     """Appends stdout and stderr of this process, and of processes that it starts, to a file.
 
     Args:
-        role: names the file: "training ranks 3" is written to training_ranks_3.log.
+        role: determines the name of the file. For example, the file of "training ranks 3" is
+            training_ranks_3.log.
 
     Returns:
-        The file; None if there is no output folder, or this node cannot write to the folder. If
-            None is returned, the output goes where it went before.
+        The path of the file. The path is None if there is no output folder, or if this node cannot
+            write to the folder. stdout and stderr are then unchanged.
     """
     file = _file(role)
     if file is None:
@@ -67,7 +68,7 @@ def keep_own_output(role: str) -> Path | None:
 
 
 def leave_tail(role: str, said: str) -> None:
-    """Appends the end of a log to a role's file, if there is a folder."""
+    """Appends the end of a log to a role's file, if there is an output folder."""
     if (file := _file(role)) is not None:
         with contextlib.suppress(OSError), file.open("ab") as log:
             log.write(said.encode(errors="replace")[-TAIL_BYTES:])

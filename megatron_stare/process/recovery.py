@@ -21,7 +21,7 @@ RESTARTS_FILE = "restarts.jsonl"
 
 @dataclass(frozen=True)
 class RecoveryRule:
-    """The settings of `faults.run`; documented in the configuration."""
+    """The settings of the section `faults.run`, which the configuration documents."""
 
     attempts: int = 3
     window_steps: int = 10
@@ -30,18 +30,18 @@ class RecoveryRule:
 
     @classmethod
     def of(cls, section: Any) -> RecoveryRule:
-        """Makes the rule from the `faults.run` section, given as the section's pydantic model or as
-        a dict read from a config.yaml. Missing fields keep their defaults."""
+        """Makes the rule from the section `faults.run`. The section is a pydantic model, or a dict
+        that was read from a config.yaml. Missing fields keep their defaults."""
         values = section if isinstance(section, dict) else vars(section)
         return cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
 
 
 class Attempts:
-    """The restarts of one run, as one process counts them.
+    """Counts the restarts of one run within one process.
 
     A restart no longer counts towards `attempts` once the run is `window_steps` steps beyond the
     furthest step before that restart. Repeated steps are not progress. If a run always dies before
-    it reaches the next checkpoint, the run only repeats steps. The restarts of this run keep
+    it reaches the next checkpoint, the run only repeats steps. The restarts of such a run keep
     counting, so the run is not restarted again after `attempts` restarts.
     """
 
@@ -56,8 +56,8 @@ class Attempts:
         return len(self._reached)
 
     def lost(self, step: int) -> float | None:
-        """Records that the run was lost after `step`. Returns the seconds until the run's restart,
-        and counts this restart; None if the run is not restarted."""
+        """Records that the run was lost after `step`. Returns the seconds to wait until the run's
+        restart, and counts this restart. Returns None if the run is not restarted."""
         rule = self.rule
         self.furthest = max(self.furthest, step)
         self._reached = [
@@ -71,7 +71,7 @@ class Attempts:
 
 
 def note_restart(run_dir: Path, by: str, why: str, step: int, wait_s: float) -> None:
-    """Adds a line to the run's restarts.jsonl; this process has written it when the call returns.
+    """Adds a line to the run's restarts.jsonl. The line is written when the call returns.
 
     Args:
         by: driver or supervisor.
@@ -94,7 +94,7 @@ def note_restart(run_dir: Path, by: str, why: str, step: int, wait_s: float) -> 
 
 
 def restarts_of(run_dir: Path) -> int:
-    """Returns how often a run was restarted after the run had died."""
+    """Returns the number of times that a run was restarted after a loss."""
     try:
         return (run_dir / RESTARTS_FILE).read_bytes().count(b"\n")
     except FileNotFoundError:

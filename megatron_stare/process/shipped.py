@@ -1,8 +1,8 @@
 """Finds files that ship with the project besides its code: `configs/`, `assets/` and `tools/`.
 
-In a checkout these folders are beside the package. A wheel contains these folders in its `share/`
-(setup.py copies the folders into `share/`). Shipped configs name files relative to the folder that
-contains `configs/`, so shipped configs work from any working directory.
+In a checkout these folders are beside the package. A wheel contains these folders in its `share/`,
+because setup.py copies the folders into `share/`. Shipped configs name files relative to the folder
+that contains `configs/`, so shipped configs work from any working directory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _PATHS = (("model", "path"), ("model", "reference_path"), ("data", "path"), ("da
 
 
 def find_config(path: str | Path, beside: str | Path = ".") -> Path:
-    """Returns `path`, relative to `beside`, if that file exists; else the shipped config of this
-    name, with or without `configs/` in front."""
+    """Returns `path` relative to `beside`. If this file does not exist, but a shipped config has
+    this name, returns the shipped config. The name of a shipped config may omit `configs/`."""
     here = Path(beside) / path
     for folder in (SHIPPED, SHIPPED / "configs"):
         shipped = (folder / path).resolve()
@@ -42,11 +42,12 @@ def find_config(path: str | Path, beside: str | Path = ".") -> Path:
 
 
 def resolve_paths(path: Path, tree: dict[str, Any]) -> None:
-    """Makes a shipped config's paths to shipped files absolute; does not change a user's config.
+    """Makes paths to shipped files absolute if the config is shipped too. Does not change a user's
+    config.
 
     Args:
         path: the config's file.
-        tree: its sections, changed in place.
+        tree: the config's sections, changed in place.
     """
     if not _is_config(path.resolve()):
         return
@@ -61,8 +62,8 @@ def resolve_paths(path: Path, tree: dict[str, Any]) -> None:
 
 
 def tool(name: str) -> Path:
-    """Returns the script of one of TOOLS. Run the file as a script, because the file imports files
-    in its own folder."""
+    """Returns the path of the script of a tool in TOOLS. The script must be run as a script,
+    because the script imports files in its own folder."""
     return SHIPPED / "tools" / f"{name}.py"
 
 

@@ -11,18 +11,18 @@ from typing import Any
 
 
 def say_loading(*, always: bool = False) -> None:
-    """Says that the libraries of a run are imported next. Says nothing if the process has already
-    imported torch.
+    """Prints that the libraries of a run are imported next. Prints nothing if the process has
+    already imported torch.
 
     Args:
-        always: print also if stderr is not a terminal.
+        always: print even if stderr is not a terminal.
     """
     if "torch" not in sys.modules:
         say("loading PyTorch and Megatron ...", always=always)
 
 
 def unsaid(text: str) -> Any:
-    """Accepts a line and prints nothing; for callers that must stay silent."""
+    """Accepts a line and prints nothing. Callers that must stay silent use this function."""
 
 
 def counted(number: int, what: str) -> str:
@@ -35,7 +35,7 @@ def say(text: str, *, always: bool = False) -> None:
     """Prints a line to stderr if stderr is a terminal.
 
     Args:
-        always: print also if stderr is not a terminal.
+        always: print even if stderr is not a terminal.
     """
     with contextlib.suppress(OSError, ValueError):  # of a terminal that is gone
         if always or sys.stderr.isatty():

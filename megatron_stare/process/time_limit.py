@@ -1,5 +1,5 @@
-"""Implements `--stop-after`: checks that one more step, and the save after it, fit into a run's
-time limit."""
+"""Implements `--stop-after`. Checks that one more step, and the save after the step, fit into a
+run's time limit."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class TimeLimit:
     the expected step time is zero. Until the first save ends, the expected save time is zero.
 
     Args:
-        limit_s: None: no limit.
-        begun: time on `clock`.
+        limit_s: time limit in seconds; None: no limit.
+        begun: time on `clock` at which the limit begins.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class TimeLimit:
 
     def begin_steps(self) -> None:
         """Starts a session's steps. The time since the last step of an earlier session does not
-        count as a step: that step was lost, and the run was reopened."""
+        count as a step, because that step was lost and the run was reopened."""
         self._step_begun = None
 
     def begin_step(self) -> None:
@@ -69,8 +69,8 @@ class TimeLimit:
         self._step_begun = now
 
     def passed_before_another(self, save_s: float) -> bool:
-        """Returns True if one more step and its save would exceed the limit; call it after
-        `begin_step`.
+        """Returns True if one more step and the save after the step would exceed the limit. Call
+        this method after `begin_step`.
 
         Args:
             save_s: longest save so far, seconds.

@@ -1,9 +1,9 @@
-"""Identifies the code and what it computes on: releases of packages, commit and digest of this
-package, the device.
+"""Identifies the code and the platform of a run: releases of packages, commit and digest of this
+package, and the device.
 
 Two runs with the same parallel layout and equal results of `computes_on` compute bit-equal numbers.
 The last bits of a number depend only on the layout and on the facts in the result of `computes_on`.
-Torch is imported only in functions, because the doctor may run without it.
+Torch is imported only in functions, because the command `doctor` may run without torch.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def code_digest() -> str:
 
 
 def computes_on() -> str:
-    """Returns the device, library releases, and a digest of this package's code. An upgrade of any
-    of them may change the order of sums."""
+    """Returns the device, library releases, and a digest of this package's code. An upgrade of a
+    library or of the code may change the order of sums."""
     import torch
 
     libraries = (f"{name} {release}" for name, release in versions(LIBRARIES).items())
@@ -79,7 +79,7 @@ def _cpu_info() -> str:
 
 
 def origin() -> dict[str, str]:
-    """Returns when, where and by which code a run's numbers were computed.
+    """Returns the date, the host and the code version with which a run's numbers are computed.
 
     The keys are `date` (local time with its offset, ISO 8601), `host`, `version`, and in a git
     checkout `commit`. The commit ends in `+changes` if tracked files differ from the commit.

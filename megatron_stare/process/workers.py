@@ -1,5 +1,5 @@
-"""One interface for workers of every kind. Runners (cluster/) implement the `Workers` interface.
-The trainer's group and the engines' pool use the interface."""
+"""Defines one interface for all kinds of workers. Runners (cluster/) implement the `Workers`
+interface. The trainer's group and the engines' pool use the interface."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Workers(ABC):
 
     @abstractmethod
     def start_on(self, worker: int, method: str, *args: Any) -> Handle:
-        """Starts a call on one worker; returns at once if the workers are processes."""
+        """Starts a call on one worker. If the workers are processes, returns before the call
+        ends."""
 
     @abstractmethod
     def wait(
@@ -39,15 +40,16 @@ class Workers(ABC):
         on_done: Callable[[int], None] | None = None,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Returns the results in order, or raises a worker's error.
+        """Returns the results in the order of `handles`, or raises a worker's error.
 
-        Calls `on_done` with a handle's number when that handle finishes. `timeout_s`, seconds,
-        replaces the longest wait for one call.
+        Calls `on_done` with the index of a handle in `handles` when the call of this handle
+        finishes. `timeout_s` replaces the usual time limit of one call, in seconds.
         """
 
     @abstractmethod
     async def result(self, handle: Handle) -> Any:
-        """Async `wait` for one handle; does not block the event loop if workers are processes.
+        """Async version of `wait` for one handle. Does not block the event loop if workers are
+        processes.
 
         Returns the result, or raises the worker's own error. Raises WorkerLostError if the worker
         died or the call exceeded the time limit of one call.
@@ -55,20 +57,20 @@ class Workers(ABC):
 
     @abstractmethod
     def share(self, value: Any) -> Handle:
-        """Stores a value once, where every worker can fetch it."""
+        """Stores a value once, so that every worker can fetch the value."""
 
     def replace(self, worker: int) -> None:
         """Ends one worker, whatever its state, and recreates the worker in the same place. Returns
         when the new worker is ready.
 
-        May be called from any thread, while nobody else calls this worker. Raises UserError if the
-        worker cannot be created.
+        Any thread may call `replace`, if no other thread calls this worker at the same time. Raises
+        UserError if the worker cannot be created.
         """
         raise WorkerLostError(f"{type(self).__name__} cannot make a worker anew")
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the workers, which clean up first if they can. Closing twice is allowed."""
+        """Ends the workers. A worker cleans up first if it can. Closing twice is allowed."""
 
     def start(self, method: str, *args: Any) -> list[Handle]:
         """Starts a call on every worker."""

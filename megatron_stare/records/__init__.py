@@ -1,2 +1,2 @@
-"""Records that travel between tasks, rollouts, rewards and training: flat columns, never a Python
-list per token."""
+"""Defines the records that travel between tasks, rollouts, rewards and training. Records store
+per-token values in flat columns, never in Python lists."""

@@ -1,4 +1,5 @@
-"""Prompts, a method's view of their responses, and the plan of micro-batches. Imports torch only.
+"""Defines prompts, a method's view of the responses to prompts, and the plan of micro-batches.
+Torch is the only library that this module imports.
 
 Shape legend: B samples of a rollout batch in canonical order (by prompt cursor, then by sample
 number); N response positions of some samples, concatenated.
@@ -20,9 +21,9 @@ FinishReason = Literal["stop", "length", "abort"]
 class Prompt:
     """One problem to be answered.
 
-    `cursor` counts the prompts drawn since the run began, so it is unique in a run and orders every
-    batch. Prompts with the same `problem` are rewordings of one problem. If `problem` is empty,
-    only prompts with the same text and answer are the same problem.
+    `cursor` counts the prompts drawn since the run began. Every cursor is unique in a run, and
+    every batch is ordered by cursor. Prompts with the same `problem` are rewordings of one problem.
+    If `problem` is empty, only prompts with the same text and answer are the same problem.
     """
 
     cursor: int
@@ -39,9 +40,9 @@ class Prompt:
 class Demonstration(Prompt):
     """One conversation to learn from. `token_ids` ends before the first token that carries loss.
 
-    response: ids of the remaining tokens, at least one.
-    loss_mask: tells for each of them whether the assistant wrote it.
-    written: text of the response; for people.
+    response: ids of the conversation's remaining tokens, at least one token.
+    loss_mask: True for each token of `response` that the assistant wrote.
+    written: text of the response, for people who read the conversation.
     """
 
     response: tuple[int, ...] = ()
@@ -51,8 +52,8 @@ class Demonstration(Prompt):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling settings of an engine. Every field is sent explicitly; `seed` keys the noise
-    (rollout/engines/sampling.py)."""
+    """Sampling settings of an engine. Every field is sent to the engine explicitly. `seed`
+    determines the sampling noise (rollout/engines/sampling.py)."""
 
     temperature: float
     max_new_tokens: int
@@ -87,9 +88,9 @@ class TokenBatch:
     """Response positions that a method works on. Each column ([N]) concatenates the positions of
     all responses of a rollout batch, a mini-batch or a micro-batch.
 
-    `log_prob` carries gradient in the training pass; everything else is detached. `index` numbers
-    every response position of the whole batch in canonical order, so ties break alike in every
-    layout.
+    In the training pass, `log_prob` and `current_entropy` carry a gradient. All other columns are
+    detached. `index` numbers every response position of the whole batch in canonical order, so ties
+    are broken in the same way in every layout.
     """
 
     log_prob: Tensor  # [N] under the current policy, nats
@@ -134,8 +135,8 @@ class TokenBatch:
 
     @property
     def surprisal(self) -> Tensor:
-        """[N] s = max(-ln p, 0) + 0.0 of the sampled token, detached; adding 0.0 turns -0.0 into
-        0.0."""
+        """[N] surprisal s = max(-ln p, 0) + 0.0 of the sampled token, detached. Adding 0.0 turns
+        -0.0 into 0.0."""
         return (-self.selected_by).clamp_min(0) + 0.0
 
     @property
@@ -147,9 +148,9 @@ class TokenBatch:
 
     @property
     def selecting_entropy(self) -> Tensor:
-        """[N] detached entropy in nats by which a method selects tokens. The entropy is
-        that of the policy whose log-probs `selected_by` holds. Engines return no entropies, so
-        beside an engine's log-probs it is the entropy of the log-prob pass."""
+        """[N] detached entropy in nats by which a method selects tokens. The entropy belongs to the
+        policy whose log-probs `selected_by` contains. Engines return no entropies. If `selected_by`
+        contains an engine's log-probs, the entropy comes from the log-prob pass."""
         chosen = self.entropy if self.selection_entropy is None else self.selection_entropy
         return chosen.detach()
 
@@ -166,12 +167,12 @@ class TokenBatch:
 @dataclass(frozen=True)
 class MicroBatchPlan:
     """The branches of every micro-batch on every data-parallel rank: `ranks[dp_rank][micro_batch]`
-    = branches. Nearly every sample is one branch (rollout_batch.Branches).
+    = branches. Most samples have one branch (rollout_batch.Branches).
 
     The log-prob pass and training share one plan, so on-policy ratios are exactly 1. Every rank has
-    the same number of micro-batches; an empty one is a dummy that runs with coefficient 0. The
-    micro-batches of a mini-batch (the batch of one optimizer step) are consecutive. `sizes` holds
-    the number of micro-batches of each mini-batch; () means one mini-batch.
+    the same number of micro-batches. An empty micro-batch is a dummy whose loss has coefficient 0.
+    The micro-batches of a mini-batch (the batch of one optimizer step) are consecutive. `sizes`
+    holds the number of micro-batches of each mini-batch; () means one mini-batch.
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]

@@ -1,9 +1,10 @@
-"""Requests for statistics that a method may make over the whole batch, and the answers to the
-requests. Imports torch only.
+"""Defines the requests that a method may make for statistics of the whole batch, and the answers to
+these requests. Torch is the only library that this module imports.
 
 A method names its requests. `ops/statistics_executor.py` answers the requests over the right
-process groups, so every method is exact over the global batch in every layout. Shape legend: N
-response positions held by this rank.
+process groups, so every method is exact over the global batch in every layout.
+
+Shape legend: N response positions held by this rank.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ Interpolation = Literal["linear", "lower", "higher", "nearest"]
 
 @dataclass(frozen=True)
 class TopK:
-    """Request for the k masked positions of largest `key`; ties go to the lower index.
+    """Request for the k masked positions with the largest `key`. If keys are equal, the lower index
+    comes first.
 
-    With n = the number of positions where `mask` is True: k = top_k_count(n, share), or k = min(n,
-    count) if `count` is given.
+    n is the number of positions where `mask` is True. k is top_k_count(n, share), or min(n, count)
+    if `count` is given.
     """
 
     key: Tensor  # [N] float32
@@ -34,13 +36,13 @@ class TopK:
 
 @dataclass(frozen=True)
 class Quantile:
-    """Request for the q-quantile of `x`, read as float32, over the masked positions; NaN if there
-    are none.
+    """Request for the q-quantile of `x` over the masked positions, with `x` converted to float32.
+    The quantile is NaN if no position is masked.
 
     The quantile is at position (n - 1) q of the sorted values. `interpolation` decides between two
-    values as in numpy; 'nearest' rounds half to the even position. Convert `x` to float32 before
-    comparing `x` with the quantile. Otherwise the token at the quantile may fall below the
-    quantile.
+    values as in numpy. 'nearest' rounds a position halfway between two values to the even position.
+    Convert `x` to float32 before comparing `x` with the quantile. Otherwise the token at the
+    quantile may fall below the quantile.
     """
 
     x: Tensor  # [N]
@@ -63,7 +65,7 @@ class SegmentSum:
 @dataclass(frozen=True)
 class Mean:
     """Request for the mean of `x` over the masked positions. The mean is NaN if no position is
-    masked; controllers ignore NaN."""
+    masked. Controllers ignore NaN."""
 
     x: Tensor  # [N]
     mask: Tensor  # [N] bool
@@ -79,7 +81,8 @@ class Sum:
 
 @dataclass(frozen=True)
 class Max:
-    """Request for the largest `x` of the masked positions; -inf if there are none."""
+    """Request for the largest `x` of the masked positions. The answer is -inf if no position is
+    masked."""
 
     x: Tensor  # [N]
     mask: Tensor  # [N] bool
@@ -97,8 +100,8 @@ Request = TopK | Quantile | SegmentSum | Mean | Sum | Max | Count
 
 @dataclass(frozen=True)
 class Threshold:
-    """Answer to TopK: every position with a key at or above `key` is selected. All tensors are
-    0-dim and stay on the device."""
+    """Answer to a TopK. Every masked position with a key at or above `key` is selected. All tensors
+    are 0-dim and stay on the device."""
 
     key: Tensor  # int64, the smallest selected ordering key (see ordering_key)
     k: Tensor  # int64, number of selected positions
@@ -131,9 +134,9 @@ def ordering_key(x: Tensor, index: Tensor) -> Tensor:
     """[N] int64 key ordered by (x ascending, index descending). The keys are unique if the indices
     are unique.
 
-    The high 32 bits hold float32 `x` made monotone (negative numbers complemented). The low 32 bits
-    hold the complement of `index`, so of two equal values the one with the lower index has the
-    larger key.
+    The high 32 bits hold `x` in float32, as an integer with the same order (the bits of negative
+    numbers are complemented). The low 32 bits hold the complement of `index`. If two values are
+    equal, the value with the lower index therefore has the larger key.
     """
     bits = (x.to(torch.float32) + 0.0).view(torch.int32).to(torch.int64)
     # int32 values in the order of the floats
@@ -156,8 +159,8 @@ def value_of_key(key: Tensor) -> Tensor:
 
 
 def top_k_count(n: Tensor, share: float) -> Tensor:
-    """k = 0 if n = 0 or share <= 0, else min(n, max(1, int(n share + 0.999999))): a ceiling that
-    ignores floating-point noise.
+    """Returns the number k of positions to select. k is 0 if n = 0 or share <= 0. Otherwise k is
+    min(n, max(1, int(n share + 0.999999))), a ceiling that ignores floating-point noise.
 
     Source: STARE's released code (arXiv 2606.19236).
     """

@@ -1,5 +1,5 @@
-"""Difference between a rollout engine's log-probs and the trainer's, as reported by the ranks that
-hold both."""
+"""Defines the difference between the log-probs of a rollout engine and of the trainer. The ranks
+that hold both log-probs report the difference."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class LogProbDifference:
-    """Engine minus trainer over all tokens of a batch's loss mask, nats.
+    """Log-prob of the engine minus log-prob of the trainer, over all tokens of a batch's loss mask,
+    in nats.
 
     everywhere: differences of all tokens. A token that no rank compared counts as NaN.
     lowest: the smallest signed difference; NaN if any difference is NaN.
@@ -43,8 +44,8 @@ class LogProbDifference:
     from_position: differences in ranges of positions, by the first position of each range. Ranges
         without tokens are left out.
     of_version: differences by the weight version that sampled the token.
-    longest: differences of the longest response's tokens. If several responses are longest, the
-        first is meant.
+    longest: differences of the longest response's tokens. If several responses have the largest
+        length, the first of them counts.
     likely: differences of tokens to which the trainer gives a probability of at least 1/1000.
     unlikely: differences of tokens to which the trainer gives a probability below 1/1000.
     """

@@ -1,5 +1,5 @@
-"""Description of a logged metric. The file that logs a metric describes it in METRICS, which
-tools/make_metric_docs.py collects."""
+"""Describes a logged metric. The file that logs a metric describes the metric in METRICS. These
+descriptions are collected by tools/make_metric_docs.py."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""The trajectories of one step as one flat batch, and each data-parallel rank's share of it.
-Imports torch only.
+"""Defines a flat batch of all trajectories of one step, and the share of this batch for one
+data-parallel rank. Torch is the only library that this module imports.
 
-A sample is a response. It has one branch, or several branches with a context each
-(trajectory.Branch). Branches pass through the model; methods count samples.
+A sample is a response. A sample has one branch, or several branches with a context each
+(trajectory.Branch). The model processes branches, and methods count samples.
 
 Shape legend: B samples; S branches; N response positions of all samples, concatenated; T positions
 of all branches with their contexts, concatenated; R runs of consecutive tokens sampled by one
-weight version; L layers; K experts a token in a mixture of experts. Samples are in canonical order:
-by prompt cursor, then by sample number. Branches are in the order of samples, then of tokens. For a
-RankShare, n, t and r count only the branches of the rank.
+weight version; L layers; K experts per token in a mixture of experts. Samples are in canonical
+order: by prompt cursor, then by sample number. Branches are in the order of samples, then of
+tokens. For a RankShare, n, t and r count only the branches of the rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_stare.records.trajectory import Trajectory, VersionRuns, covering,
 
 @dataclass(frozen=True)
 class Branches:
-    """The branches of a batch's samples. Each sample has at least one."""
+    """The branches of a batch's samples. Each sample has at least one branch."""
 
     samples: Tensor  # [S] int64, ascending
     contexts: Tensor  # [S] int64 tokens before the branch's part of the response
@@ -46,13 +46,13 @@ class Branches:
 
     @property
     def first(self) -> Tensor:
-        """[S] bool: the first branch of a sample."""
+        """[S] bool: True for the first branch of each sample."""
         first = torch.ones_like(self.samples, dtype=torch.bool)
         first[1:] = self.samples[1:] != self.samples[:-1]
         return first
 
     def of(self, samples: int) -> Branches:
-        """Returns the branches of the first samples."""
+        """Returns the branches of the first `samples` samples."""
         end = int((self.samples < samples).sum())
         return Branches(self.samples[:end], self.contexts[:end], self.responses[:end])
 
@@ -82,7 +82,7 @@ class _Columns:
 
     @property
     def lengths(self) -> Tensor:
-        """[S] tokens of every branch, its context included."""
+        """[S] number of tokens of every branch, including the branch's context."""
         branches = self.branches
         return branches.contexts + branches.responses
 
@@ -144,10 +144,11 @@ class RolloutBatch(_Columns):
         return replace(self, trajectories=self.trajectories[:samples], **columns)
 
     def share(self, branches: Sequence[int]) -> RankShare:
-        """Returns the share of a rank that takes these branches, given in ascending order.
+        """Returns the share of a rank that takes `branches`, which must be in ascending order.
 
-        Copies tensors, because serialising a view would serialise the view's whole tensor. If the
-        rank takes all branches, nothing is copied: the RankShare uses the batch's columns.
+        The share contains copies of tensors, because serialising a view would serialise the view's
+        whole tensor. If the rank takes all branches, nothing is copied, and the RankShare uses the
+        batch's columns.
         """
         (share,) = self.shares([branches])
         return share
@@ -184,7 +185,8 @@ class RolloutBatch(_Columns):
         return up_to[ends] - up_to[ends - self.response_lengths]
 
     def _flat(self, branches: Sequence[int]) -> dict[str, Tensor]:
-        """Returns the columns longer than S, restricted to some of the branches."""
+        """Returns the columns that can have several entries per branch, restricted to
+        `branches`."""
         lengths, responses, runs = (
             x.tolist() for x in (self.lengths, self.branches.responses, self.runs)
         )
@@ -201,9 +203,9 @@ class RolloutBatch(_Columns):
 
     @classmethod
     def from_trajectories(cls, trajectories: Iterable[Trajectory], step: int = 0) -> RolloutBatch:
-        """Builds the batch: sorts the trajectories into canonical order and concatenates them. The
-        batch takes over the column of the experts that each token was routed to, and removes this
-        column from the trajectories. The column of experts is by far the largest column.
+        """Builds the batch. The trajectories are sorted into canonical order and concatenated. By
+        far the largest column contains the experts that each token was routed to. The batch takes
+        over this column, and removes the column from the trajectories.
 
         Raises:
             DataError: the columns of a trajectory have different lengths, its branches are not in
@@ -290,15 +292,15 @@ class RankShare(_Columns):
     branched: Branches | None = None  # None: every sample is one branch
 
     def starts(self, lengths: Tensor) -> Tensor:
-        """[S] int64: the index at which each of the rank's branches starts in a column of this
-        share; 0 for branches of other ranks. `lengths` [S] contains, for each branch, the number of
-        entries in the column."""
+        """[S] int64 index at which each of the rank's branches starts in a column of this share.
+        The index is 0 for branches of other ranks. `lengths` [S] contains, for each branch, the
+        number of entries in the column."""
         own = lengths[self.own]
         return torch.zeros_like(lengths).index_copy_(0, self.own, own.cumsum(0) - own)
 
 
 class _Branch(NamedTuple):
-    """A branch as it is laid out."""
+    """A branch in the layout of a batch."""
 
     sample: int
     context: Tensor
@@ -309,7 +311,8 @@ class _Branch(NamedTuple):
 def _laid_out(
     sample: int, trajectory: Trajectory, prompts: Mapping[int, Tensor]
 ) -> Iterator[_Branch]:
-    """Yields the branches of a trajectory. A further branch without tokens is left out."""
+    """Yields the branches of a trajectory. Branches after the first one are left out if they have
+    no tokens."""
     prompt = prompts[trajectory.prompt.cursor]
     if not trajectory.branches:
         yield _Branch(sample, prompt, trajectory.tokens, trajectory.versions)

@@ -1,9 +1,11 @@
-"""Per-token values from the trainer for a few responses, for people who read the responses. Imports
-torch only.
+"""Defines per-token values that the trainer computes for a few responses, for people who read these
+responses. Torch is the only library that this module imports.
 
-Every rank that holds some of the tokens makes a TokenNumbers of its own tokens, called a part
-(`megatron/step/diagnostics.py`). The driver joins the parts and attaches each response's values to
-its trajectory. Shape legend: n tokens of one response, m tokens of a part.
+Every rank that holds some of the tokens makes a TokenNumbers of its own tokens. Such a TokenNumbers
+is called a part (`megatron/step/diagnostics.py`). The driver joins the parts, and attaches the
+values of each response to the response's trajectory.
+
+Shape legend: n tokens of one response, m tokens of a part.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ class TokenNumbers:
 
     In the part that one rank makes, `sample` and `position` locate each row's token in the rollout
     batch. In the TokenNumbers of a trajectory, every column has a row for each of the trajectory's
-    n tokens. The environment wrote the tokens outside the loss mask; the rows of these tokens are
+    n tokens. The environment wrote the tokens outside the loss mask. The rows of these tokens are
     NaN in float columns and 0 in integer columns.
     """
 
@@ -37,14 +39,14 @@ class TokenNumbers:
     rare: Tensor
 
     def to_host(self) -> TokenNumbers:
-        """Returns the columns on the CPU; waits for the device."""
+        """Returns the columns on the CPU, after waiting for the device."""
         return TokenNumbers(**{f.name: getattr(self, f.name).cpu() for f in fields(self)})
 
 
 def of_responses(
     parts: Sequence[TokenNumbers], loss_masks: Mapping[int, Tensor]
 ) -> dict[int, TokenNumbers]:
-    """Returns the values of whole responses, by sample, joined from the ranks' parts.
+    """Joins the parts of all ranks. Returns the values of whole responses, by sample.
 
     Args:
         loss_masks: [n] bool loss mask of each requested sample.

@@ -1,9 +1,9 @@
-"""The run report: one self-contained HTML file about a run's training.
+"""Writes the run report, one self-contained HTML file about the training of one or more runs.
 
 Turns the files of one or more run directories (config.yaml, metrics.jsonl, eval.jsonl) into
 report.html. The file loads nothing else, so it can be mailed, archived and opened offline. This
-module prepares the content. `page.html.jinja` lays the content out: the first screen, then folded
-parts. Without scripts only the token view is missing.
+module prepares the content. `page.html.jinja` lays the content out as a first screen, followed by
+folded parts. In a browser without JavaScript, only the token view is missing.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
         `out`.
 
     Raises:
-        DataError: no run directory is given, a directory contains no files of a run, `out` is the
-            own report of one of several runs, or `out` cannot be written.
+        DataError: `run_dirs` is empty, a directory contains no files of a run, `out` is the
+            report.html of one of several runs, or `out` cannot be written.
     """
     if not run_dirs:
         raise DataError("no run directory given")
@@ -157,8 +157,7 @@ def _told(row: Sequence[Figure | None]) -> bool:
 
 
 def _charts(runs: Sequence[RunRecord]) -> tuple[list[Chart], list[Chart]]:
-    """Returns two lists: the charts of the report's first screen, and all other charts of the
-    training."""
+    """Returns the charts of the report's first screen, and as a second list all other charts."""
     entropy, *near = _entropy(runs)
     first = [entropy, Chart("Reward", "mean over the batch", _lines(runs, "reward/mean")), *near]
     charts = [Chart(title, unit, _lines(runs, key)) for key, title, unit in _CHARTS]
@@ -201,8 +200,8 @@ def _charts(runs: Sequence[RunRecord]) -> tuple[list[Chart], list[Chart]]:
 
 
 def _more_of(title: str, evals: Sequence[tuple[str, int, Sequence[Record]]]) -> list[Chart]:
-    """Returns charts of the evaluations' further results, such as pass@k and maj@k, if every
-    problem is answered more than once."""
+    """Returns charts of further evaluation results, such as pass@k and maj@k. Returns no charts if
+    every problem is answered only once."""
     found = [[evaluation_figures(record) for record in records] for _, _, records in evals]
     named = list(dict.fromkeys(name for figures in found for each in figures for name in each))
     largest = {
@@ -266,7 +265,8 @@ def _entropy(runs: Sequence[RunRecord]) -> list[Chart]:
 
 
 def _samples(run: RunRecord) -> list[tuple[object, object, Record | None, Record | None]]:
-    """Returns each prompt with its answer and its samples before and after training."""
+    """Returns one tuple per prompt: the prompt, its reference answer, the sample before training,
+    and the sample after training."""
     before = {s.get("prompt"): s for s in (run.before or {}).get("samples") or []}
     after = {s.get("prompt"): s for s in (run.after or {}).get("samples") or []}
     return [
@@ -282,15 +282,15 @@ def _samples(run: RunRecord) -> list[tuple[object, object, Record | None, Record
 
 @dataclass(frozen=True)
 class Part:
-    """A phase's mean seconds per step, and its share of the step."""
+    """Mean seconds per step that one phase takes, and the phase's share of the step time."""
 
     seconds: float
     share: float
 
 
 def times(runs: Sequence[RunRecord]) -> list[tuple[str, list[Part | None]]]:
-    """Returns rows of (phase, its part in every run) in the order of a step; [] if no run has
-    timings."""
+    """Returns one row per phase, in the order of a step. A row contains the phase's name, and a
+    `Part` for every run. Returns [] if no run has timings."""
     columns = [_phases(run) for run in runs]
     names = dict.fromkeys(name for name in _ORDER if any(name in column for column in columns))
     names |= dict.fromkeys(name for column in columns for name in column if name != REST)
@@ -300,8 +300,8 @@ def times(runs: Sequence[RunRecord]) -> list[tuple[str, list[Part | None]]]:
 
 
 def _phases(run: RunRecord) -> dict[str, Part]:
-    """Returns a run's phases. The first step, which warms up, is left out if there are other
-    steps."""
+    """Returns the `Part` of every phase of a run. The first step warms up, so the averages leave
+    out the first step if the run has other steps."""
     rows = run.metrics[1:] or run.metrics
     sums: dict[str, float] = {}
     for row in rows:
@@ -318,7 +318,7 @@ def _phases(run: RunRecord) -> dict[str, Part]:
 
 
 def write_page(page: str, out: Path, what: str) -> Path:
-    """Writes a page atomically, so that readers see the old or the new page, and returns `out`.
+    """Writes a page atomically and returns `out`. Readers see either the old or the new page.
 
     Args:
         what: name of the page in an error.

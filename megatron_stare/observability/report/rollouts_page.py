@@ -1,14 +1,14 @@
-"""The page of sampled responses: one self-contained HTML file that lists, filters and shows them
-token by token.
+"""Writes the page of sampled responses, one self-contained HTML file. The page lists and filters
+responses, and shows a response token by token.
 
-Turns the files rollouts/, eval.jsonl, metrics.jsonl and config.yaml of a run directory into
-rollouts.html. For two run directories, rollouts.html shows the runs side by side. Like the report,
-rollouts.html loads no other file. The page shows a response with the report's view of tokens
+Turns rollouts/, eval.jsonl, metrics.jsonl and config.yaml of a run directory into rollouts.html.
+For two run directories, rollouts.html shows the runs side by side. Like the report, rollouts.html
+loads no other file. The page and the report show a response in the same token view
 (`token_view.*`).
 
-The page contains the list of responses, and blocks of texts and token numbers that the page unpacks
-on demand. A block is gzipped JSON in base64 with at most BLOCK responses, so a page with tens of
-thousands of responses opens quickly.
+The page contains the list of responses. Texts and token numbers are in packed blocks, and the page
+unpacks a block on demand. A block is gzipped JSON in base64 with at most BLOCK responses. These
+blocks let a page with tens of thousands of responses open quickly.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ HEAD, TAIL = 160, 70  # characters that the list shows of a prompt and of a resp
 
 
 def write_rollouts(run_dirs: Sequence[Path], out: Path) -> Path:
-    """Writes the sampled responses of a run, or of two runs with responses to the same prompts side
-    by side.
+    """Writes the page of a run's sampled responses. For two runs, the page shows responses to the
+    same prompt side by side.
 
     Returns:
         `out`.
@@ -100,15 +100,16 @@ def _left_out(stored: Stored, named: bool) -> list[str]:
 class Stored:
     """The responses of one run.
 
-    rows: content of the list of responses, by column. The columns `prompt` and `task` contain
-        indices into `prompts` and `tasks`. The column `at` contains the index of the block in
-        `texts`, and the response's place in the block. The column `numbers` contains the index of
-        the block in `numbers` with the tokens' numbers; -1: there are no numbers.
-    keys: for every row, a key that identifies the response's question in another run.
+    rows: columns of the list of responses, by name. The columns `prompt` and `task` contain indices
+        into `prompts` and `tasks`. The column `at` contains [index of the response's block in
+        `texts`, place of the response in the block]. The column `numbers` contains the index of the
+        response's block in `numbers`, or -1 if the page has no token numbers of the response.
+    keys: one tuple (task, prompt, step, sample) per row. The function `pairs` uses these tuples to
+        find the matching response of another run.
     texts, numbers: blocks of response texts, and blocks of token numbers.
-    reasons: for every step, the reasons why tokens were selected.
-    left_out: number of responses that are left out for lack of room, and number of responses whose
-        token numbers are left out for lack of room.
+    reasons: the reasons why tokens were selected, by step.
+    left_out: number of responses that do not fit into the page, and number of responses whose token
+        numbers do not fit.
     """
 
     name: str
@@ -136,8 +137,8 @@ class _Block:
 def stored_responses(
     run: RunRecord, text_bytes: int = TEXT_BYTES, number_bytes: int = NUMBER_BYTES
 ) -> Stored:
-    """Reads the responses of a run, oldest first. If the responses exceed the page's size, blocks
-    are dropped at even intervals over the run.
+    """Reads the responses of a run, oldest first. If the responses exceed the size limit of the
+    page, blocks are dropped at even intervals over the run.
 
     Raises:
         DataError: a rollout file is damaged.
@@ -168,13 +169,13 @@ def stored_responses(
 
 
 def pairs(runs: Sequence[Stored]) -> list[list[int]]:
-    """Returns the rows of the page's list of responses. With one run, a row contains a response's
-    index in the run. With two runs, a row pairs two responses to the same prompt, and contains the
-    index of one response in each run. If a run lacks the response, the index for this run is -1.
+    """Returns the rows of the page's list of responses. With one run, a row contains the index of a
+    response. With two runs, a row pairs two responses to the same prompt: [index in the first run,
+    index in the second run]. An index of -1 means that the run has no matching response.
 
-    In two runs, the same sample of a prompt at the same step is one row; the prompt's remaining
-    samples are paired in order. Rows are in the first run's order, then those that only the second
-    run has.
+    Two responses are paired first if their prompt, step and sample number are equal. The remaining
+    responses to a prompt are then paired in order. Rows follow the order of the first run. Rows
+    with responses of only the second run come last.
     """
     if len(runs) == 1:
         return [[place] for place in range(len(runs[0]))]
@@ -196,7 +197,7 @@ def pairs(runs: Sequence[Stored]) -> list[list[int]]:
 
 
 def packed(value: Any) -> str:
-    """Packs JSON with gzip and base64; equal values give equal texts."""
+    """Packs a value as gzipped JSON in base64. Equal values give equal texts."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
 
@@ -293,7 +294,8 @@ def _add(found: Stored, row: Mapping[str, Any], place: int, numbered: bool) -> N
 
 
 def _evenly(blocks: Sequence[_Block], sizes: Sequence[int], room: int) -> list[_Block]:
-    """Returns all blocks, or as many as fit, evenly spread; at least the first."""
+    """Returns all blocks if they fit into `room`. Otherwise returns the first block and as many
+    evenly spread blocks as fit."""
     total = sum(sizes)
     if total <= room:
         return list(blocks)

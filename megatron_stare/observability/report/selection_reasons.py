@@ -1,8 +1,8 @@
-"""Explains in words which tokens a method selected in a step, and why, from its settings and the
-step's logged numbers.
+"""Explains in words which tokens a method selected in a step, and why. The explanation uses the
+method's settings and the logged metrics of the step.
 
-Turns config.yaml and a row of metrics.jsonl into text for the page of sampled responses. Recomputes
-nothing: thresholds are those that the step's own selection used.
+Turns config.yaml and a row of metrics.jsonl into text for the page of sampled responses. The text
+shows the logged thresholds of the step's own selection, and recomputes no threshold.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Reasons:
     """Explanations of a selection.
 
     lines: sentences about the step.
-    sets: for every letter that `selected` can contain in a rollout file, a sentence why a token is
-        in the set with this letter.
+    sets: the reason why a token is in a set of selected tokens, by the set's letter. The field
+        `selected` of a rollout file contains these letters.
     """
 
     lines: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ def selection_reasons(algorithm: Any, row: Mapping[str, float] | None) -> Reason
     """Explains which tokens one step selected, and why.
 
     Args:
-        algorithm: the section of config.yaml, or only a method's name.
+        algorithm: the section `algorithm` of config.yaml, or only the method's name.
         row: the step's metrics; None if the run has no metrics of this step.
     """
     settings: Mapping[str, Any] = (

@@ -19,7 +19,7 @@ MOST_TOKENS = 40_000  # per page and run; about 25 bytes each
 
 @dataclass(frozen=True)
 class TokenView:
-    """Responses to choose from, and a text about those left out."""
+    """Responses that a reader of the page can choose from, and a text about responses left out."""
 
     responses: Sequence[dict[str, Any]]
     about: str
@@ -31,7 +31,8 @@ class TokenView:
 
 
 def token_view(responses: Sequence[SampledResponse], about: str = "") -> TokenView:
-    """Makes the view of the responses with token numbers, up to MOST_TOKENS tokens."""
+    """Makes a view of the responses that have token numbers, with at most MOST_TOKENS tokens. The
+    first response is shown even if this response has more than MOST_TOKENS tokens."""
     known = [response for response in responses if response.tokens]
     shown: list[dict[str, Any]] = []
     tokens = 0
@@ -50,10 +51,10 @@ def token_view(responses: Sequence[SampledResponse], about: str = "") -> TokenVi
 
 
 def view_of_run(directory: Path) -> TokenView | None:
-    """Makes the view of a run's rollouts with token numbers, from its first, middle and last
+    """Makes a view of a run's responses with token numbers, from the run's first, middle and last
     rollout file.
 
-    None if there is no such rollout.
+    Returns None if no response in these files has token numbers.
     """
     files = rollout_files(directory / "rollouts")
     read = [

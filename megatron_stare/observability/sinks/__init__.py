@@ -1,2 +1,2 @@
-"""The sinks that ship, one per file; `observability/sink.py` defines the interface and lists their
-names."""
+"""Contains the built-in sinks, one per file. `observability/sink.py` defines the interface of sinks
+and lists the built-in sinks' names."""

@@ -1,4 +1,5 @@
-"""Shows the run at the console: a live panel on a terminal that supports it, else plain lines."""
+"""Shows the run at the console, as a live panel if the terminal supports it, else as plain
+lines."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from megatron_stare.run_dir.run_files import EVAL_FILE, result_name
 
 
 class Console(Sink):
-    """Passes all reports to the display that suits stdout."""
+    """Passes all reports to a display that suits stdout: the live panel or plain lines."""
 
     def __init__(self) -> None:
         self._opened: RunDisplay | None = None
@@ -82,7 +83,8 @@ class Console(Sink):
 
 
 def _of_several(record: Mapping[str, Any]) -> str:
-    """Returns pass@k and maj@k of the largest k, if problems are answered more than once."""
+    """Returns a text with pass@k and maj@k for the largest k, or "" if problems are answered only
+    once."""
     told = {
         name.partition("@")[0]: f", {name} {each['value']:.3f}"
         for name, each in record.get("results", {}).items()

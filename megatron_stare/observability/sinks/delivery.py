@@ -1,10 +1,12 @@
-"""Delivers reports of a run to a service without delaying training. No report is delivered twice.
+"""Delivers reports of a run to a service without delaying training.
 
-`Background` makes calls that may hang or fail, in order, on a separate thread. `Delivered` is a
-small file in the run directory that lists what the service has received; it is written before a
-step is sent. If the run is killed after the file is written and before the step is sent, the
-service may lack the step, but never has the step twice. The list is not part of checkpoints: going
-back to a checkpoint does not take data back from a service.
+`Background` makes calls in order on a separate thread, because a call may hang or fail. `Delivered`
+is a small file in the run directory that lists what the service has received. Subclasses of
+`Service` write the file before they send a step. If the run is killed between writing and sending,
+the service lacks the step, but never has the step twice. The webhook writes the file after it posts
+the alerts of a step. If the run is killed between posting and writing, the service may receive
+these alerts twice. The file is not part of checkpoints, because going back to a checkpoint does not
+take data back from a service.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from megatron_stare.errors import DataError
 class Background:
     """A thread with a bounded queue of calls.
 
-    The next `call` raises errors of earlier calls, so that the caller can report them. The thread
-    is a daemon: a call that hangs does not keep the process alive.
+    The next `call` raises the error of an earlier call, so that the caller can report the error.
+    The thread is a daemon, so a call that hangs does not keep the process alive.
 
     Args:
         name: name of the thread.
-        room: calls that may wait; further calls are refused.
+        room: number of calls that may wait in the queue. Further calls are refused.
     """
 
     def __init__(self, name: str, room: int = 1000) -> None:
@@ -59,11 +61,11 @@ class Background:
             raise error
 
     def close(self, limit_s: float) -> bool:
-        """Waits at most `limit_s` seconds until all calls are made. Returns True if all calls were
+        """Waits at most `limit_s` seconds for the queued calls. Returns True if all calls were
         made.
 
         Raises:
-            Exception: the error of the last call.
+            Exception: an error of a queued call that `call` has not raised yet.
         """
         self.closing.set()
         try:
@@ -92,8 +94,8 @@ class Delivered:
     starts: number of times that the run was opened in the service.
     step: the newest step that was sent.
     evaluated: [step, task] of every evaluation that was sent.
-    redone: [first, last] of every range of steps that were sent and then repeated. The service
-        keeps the metrics that were sent first.
+    redone: [first, last] of every range of steps that were sent and then repeated after a resume.
+        The service keeps the metrics that were sent first.
     """
 
     file: Path
@@ -105,7 +107,7 @@ class Delivered:
 
     @classmethod
     def read(cls, file: Path) -> Delivered:
-        """Reads the file; nothing was delivered if the file does not exist.
+        """Reads the file. If the file does not exist, nothing was delivered yet.
 
         Raises:
             DataError: the file is damaged.
@@ -133,7 +135,7 @@ class Delivered:
         os.replace(temporary, self.file)
 
     def goes_on_after(self, step: int) -> None:
-        """Records that the run resumes after this step, so that later delivered steps are
-        repeated."""
+        """Records that the run resumes after `step`. The run repeats steps that were delivered
+        after `step`, so these steps are added to `redone`."""
         if step < self.step and [step + 1, self.step] not in self.redone:
             self.redone.append([step + 1, self.step])

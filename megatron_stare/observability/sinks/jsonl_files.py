@@ -1,4 +1,4 @@
-"""Writes the record of a run: metrics.jsonl, eval.jsonl, starts.jsonl and rollouts/ in its
+"""Writes the record of a run: metrics.jsonl, eval.jsonl, starts.jsonl and rollouts/ in the run
 directory.
 
 The report, a resumed run and users with `jq` read the record. A resumed run first truncates the
@@ -25,7 +25,7 @@ class JsonlFiles(Sink):
     """Appends a line per step to metrics.jsonl and a line per evaluation to eval.jsonl, and
     regularly writes a file of sampled rollouts.
 
-    When a call returns, this process has written the line to disk.
+    A call flushes its line to the operating system, so the line survives if the process is killed.
     """
 
     essential = True

@@ -20,12 +20,12 @@ _VALUE = 6000  # characters per parameter
 
 
 class MlflowRuns(Service):
-    """Logs metrics by step, under their own names as far as MLflow allows. A resumed run continues
-    the same MLflow run.
+    """Logs metrics by step. A metric keeps its name, except for characters that MLflow rejects. A
+    resumed run continues the same MLflow run.
 
     Args:
-        uri: tracking server, or file:/folder; None: MLFLOW_TRACKING_URI, else the folder mlflow in
-            the run directory.
+        uri: address of a tracking server, or file:/folder. None: MLFLOW_TRACKING_URI if it is set,
+            else the folder mlflow in the run directory.
         experiment: name of the MLflow experiment.
     """
 
@@ -87,8 +87,8 @@ class MlflowRuns(Service):
 
 
 def _named(metric: str) -> str:
-    """Renames a metric for MLflow: pass@4 becomes pass_at_4, other characters that it rejects
-    become `_`."""
+    """Renames a metric for MLflow. For example, pass@4 becomes pass_at_4. Other characters that
+    MLflow rejects become `_`."""
     return re.sub(r"[^\w\-. :/]", "_", metric.replace("@", "_at_"), flags=re.ASCII)
 
 

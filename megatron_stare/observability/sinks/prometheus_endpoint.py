@@ -19,12 +19,12 @@ PREFIX = "megatron_stare_"
 
 
 class PrometheusEndpoint(Sink):
-    """Serves one gauge per metric, with `_` for characters that Prometheus rejects and the
-    glossary's text as its description. All values of a step are replaced at once, so a scrape never
-    mixes two steps.
+    """Serves one gauge per metric. In a gauge's name, `_` replaces characters that Prometheus
+    rejects. A gauge's description is the glossary's text about the metric. All values of a step are
+    replaced at once, so a scrape never mixes two steps.
 
     Args:
-        host: address to serve on; 0.0.0.0: reachable from every machine.
+        host: address to serve on. With 0.0.0.0, the metrics are reachable from every machine.
         port: port to serve on.
     """
 
@@ -84,7 +84,8 @@ class PrometheusEndpoint(Sink):
         return int(self._server.server_port)
 
     def collect(self) -> Iterator[Any]:
-        """Yields the metric families of one scrape; called on the server's threads."""
+        """Yields the metric families of one scrape. The threads of the HTTP server call
+        `collect`."""
         from prometheus_client.core import GaugeMetricFamily
 
         given = {"run": self._name}

@@ -1,4 +1,4 @@
-"""Writes the report of a finished run, report.html in its directory."""
+"""Writes the report of a finished run as report.html in the run directory."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Base of sinks that report to a service. Every step and every evaluation is reported once, even if
-the run or the service fails.
+"""Base of sinks that report to a service. No step and no evaluation is reported twice, even if the
+run or the service fails.
 
-The monitor calls the sink. The sinks of W&B and MLflow implement the calls to their services; these
-calls run on a separate thread. On a resume, steps in the run's record that the service lacks are
-sent again.
+The monitor calls the sink. The sinks of W&B and MLflow implement the calls to their services. These
+calls run on a separate thread. A resumed run sends the recorded steps and evaluations that are not
+yet delivered.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def need(package: str, sink: str) -> None:
 
 
 class Service(Sink):
-    """Implements the parts that services share.
+    """Implements the parts that are common to all services.
 
-    name: name of the sink. package: import name of the package that it needs.
+    name: name of the sink. package: import name of the package that the sink needs.
     """
 
     name: ClassVar[str]
@@ -48,8 +48,8 @@ class Service(Sink):
         self._background: Background | None = None
 
     def look(self, run: RunOutline, delivered: Delivered) -> None:
-        """Removes from `delivered` all entries that the service evidently lacks. `look` is called
-        when a run resumes."""
+        """Removes from `delivered` all entries that the service has evidently not received. A
+        resumed run calls `look` before it continues."""
 
     @abstractmethod
     def open(self, run: RunOutline, delivered: Delivered) -> None:
@@ -57,11 +57,11 @@ class Service(Sink):
 
     @abstractmethod
     def send(self, step: int, figures: Mapping[str, float]) -> None:
-        """Sends a step's metrics; only finite values."""
+        """Sends the metrics of a step or an evaluation. `figures` contains only finite values."""
 
     @abstractmethod
     def end(self, finished: bool) -> None:
-        """Ends the run in the service. finished: whether all steps were made."""
+        """Ends the run in the service. `finished` is True if the run made all its steps."""
 
     def start(self, run: RunOutline) -> None:
         self._begin(run, 0, [])
@@ -92,7 +92,7 @@ class Service(Sink):
                 )
 
     def abandon(self) -> None:
-        """Stops a hanging service's processes that would keep this process alive."""
+        """Stops processes of a hanging service if these processes would keep this process alive."""
 
     def _begin(self, run: RunOutline, step: int, rows: Sequence[Mapping[str, float]]) -> None:
         self._finished = False
@@ -144,7 +144,8 @@ class Service(Sink):
 
 
 def under(task: str) -> str:
-    """Returns the prefix for metrics of an evaluation; task "" is the run's own evaluation."""
+    """Returns the prefix for the metrics of an evaluation. The task "" is the run's own
+    evaluation."""
     return f"eval/{task}/" if task else "eval/"
 
 

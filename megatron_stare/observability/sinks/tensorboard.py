@@ -1,4 +1,4 @@
-"""Writes metrics for TensorBoard, in tensorboard/ of the run directory."""
+"""Writes metrics for TensorBoard into tensorboard/ in the run directory."""
 
 from __future__ import annotations
 
@@ -61,12 +61,11 @@ class TensorBoard(Sink):
 
 
 def _await_later_name(folder: Path) -> None:
-    """Waits until the clock is later than the second in the newest file's name, for at most one
-    second.
+    """Waits at most one second until the name of a new file sorts after the newest file's name.
 
-    TensorBoard reads files in the order of their names, which contain the time in seconds. If a run
-    is resumed at once and does not wait, TensorBoard might read the resumed run's file before the
-    earlier file that the resumed run continues.
+    TensorBoard reads files in the order of their names, which contain the time in seconds. Without
+    the wait, a run that is resumed at once might create its file in the same second. TensorBoard
+    might then read the new file before the earlier file.
     """
     seconds = [int(found[1]) for path in folder.glob("*") if (found := _SECOND.search(path.name))]
     wait_s = max(seconds, default=0) + 1 - time.time()

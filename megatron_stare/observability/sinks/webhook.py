@@ -1,5 +1,5 @@
-"""Posts alerts to a service as JSON, with retries, without delaying training. An environment
-variable holds the address."""
+"""Posts alerts to a service as JSON, with retries and without delaying training. An environment
+variable holds the service's address."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ CLOSE_S = 10.0  # for alerts still waiting when the run ends
 
 
 class Webhook(Sink):
-    """Posts every alert when it begins and when it ends. The address is a secret: it appears in no
-    file and no message.
+    """Posts every alert when the alert begins and when the alert ends. The address is a secret, so
+    no file and no message contains the address.
 
     Args:
         env: name of the environment variable that holds the address.
         attempts: number of attempts to post an alert.
         timeout_s: seconds that the service may take to answer.
-        back_off_s: seconds before the second attempt; doubles with each further attempt.
+        back_off_s: seconds to wait before the second attempt. The wait doubles with each further
+            attempt.
     """
 
     def __init__(

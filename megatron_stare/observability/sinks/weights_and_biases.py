@@ -1,6 +1,6 @@
 """Reports steps and evaluations as a run of W&B, online or offline.
 
-W&B buffers up to a block of 32 KB, which is lost if the driver is killed. The resume of an offline
+W&B buffers up to a block of 32 KB. The buffer is lost if the driver is killed. A resumed offline
 run therefore continues after the last rows in W&B's files, not after the last steps sent. W&B's
 files are logs in LevelDB's format (github.com/google/leveldb, doc/log_format.md). A header of 7
 bytes precedes the log. The log's records are protocol buffers, which the wandb package defines.
@@ -28,17 +28,17 @@ _WHOLE, _LAST = 1, 4
 
 
 class WeightsAndBiases(Service):
-    """Logs one row per step and one per evaluation, over the axis `step`.
+    """Logs one row per step and one row per evaluation. The axis of all rows is `step`.
 
-    Online, a resumed run continues the same W&B run. W&B cannot continue offline runs, so each
-    start is a separate W&B run. The W&B runs of all starts are in one group, and no step is in two
-    W&B runs.
+    Online, a resumed run continues the same W&B run. W&B cannot continue an offline run, so each
+    offline start is a separate W&B run. The W&B runs of all starts are in one group, and no step is
+    in two W&B runs.
 
     Args:
         project: W&B project.
-        entity: W&B user or team; None: that of the login.
-        mode: 'offline' writes into the run directory, for `wandb sync`. None: WANDB_MODE, else
-            online.
+        entity: W&B user or team; None: the entity of the login.
+        mode: 'offline' writes files into the run directory for a later `wandb sync`. None:
+            WANDB_MODE if it is set, else 'online'.
     """
 
     name, package = "wandb", "wandb"
@@ -112,8 +112,8 @@ class WeightsAndBiases(Service):
 
 
 def offline_rows(run_dir: Path) -> list[dict[str, Any]] | None:
-    """Reads the rows of all starts of a run, oldest first, as logged; None if the run was not
-    offline."""
+    """Reads the logged rows of all starts of an offline run, oldest first. Returns None if the run
+    was not offline."""
     from wandb.proto import wandb_internal_pb2
 
     rows: list[dict[str, Any]] = []
@@ -134,7 +134,7 @@ def offline_rows(run_dir: Path) -> list[dict[str, Any]] | None:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """Yields complete records; drops a record that was cut off."""
+    """Yields the complete records of a W&B file. Drops a record that was cut off."""
     at, part = _HEADER, b""
     while at + _HEADER <= len(data):
         left = _BLOCK - at % _BLOCK

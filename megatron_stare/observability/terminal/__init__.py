@@ -1,1 +1,1 @@
-"""Shows a run on a terminal: plain lines of progress, or the live panel."""
+"""Shows a run on a terminal, as plain lines of progress or as the live panel."""

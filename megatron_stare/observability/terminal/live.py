@@ -1,9 +1,9 @@
 """Shows a run to users at a terminal, as a panel that stays in place. `make_display` chooses
 between the panel and plain lines.
 
-`sinks/console.py` calls the display. rich draws the panel from a snapshot a few times a second, on
-a separate thread; the driver's thread only stores values. Notes, warnings and alerts are also
-printed once above the panel, so that these lines remain when the panel is gone.
+`sinks/console.py` calls the display. The library rich draws the panel from a snapshot a few times a
+second, on a separate thread. The driver's thread only stores values. Notes, warnings and alerts are
+also printed once above the panel, so that these lines remain when the panel is gone.
 """
 
 from __future__ import annotations
@@ -49,12 +49,14 @@ def make_display(total_steps: int, out: TextIO | None = None) -> RunDisplay:
 
 
 class LiveDisplay(RunDisplay):
-    """Shows the panel from construction to `close`, or else until the interpreter exits.
+    """Shows the panel from construction until `close`, or until the interpreter exits without
+    `close`.
 
     Args:
         total_steps: number of the run's last step.
         console: output.
-        auto_refresh: redraw from a thread; False: only when something is printed or closed.
+        auto_refresh: if True, a thread redraws the panel. If False, the panel is redrawn only when
+            a line is printed or the display is closed.
         now: monotonic clock, seconds.
     """
 
@@ -146,7 +148,7 @@ class LiveDisplay(RunDisplay):
         self._live.stop()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds a finished step to numbers and charts."""
+        """Adds a finished step to the panel's numbers and charts."""
         with self._lock:
             now = self._now()
             self._remaining.add(metrics.get("time/step_s", now - self._last_call))

@@ -1,8 +1,7 @@
-"""Draws small pictures with characters: a line chart over a band, an on/off strip, bars, and trend
-arrows.
+"""Draws small pictures as text: a line chart over a band, an on/off strip, bars, and trend arrows.
 
-Turns series of metrics into plain strings for `live_panel.py`. The pictures have no colour, because
-the pictures must be readable without colour.
+Turns series of metrics into plain strings for `live_panel.py`. These strings contain no colour,
+because the pictures must be readable without colour.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ TREND_SHARE = 0.02  # share of the value below which a change is no trend, howev
 
 @dataclass(frozen=True)
 class Scale:
-    """The vertical axis of a chart. The lowest value is zero or negative, and the highest value is
-    round.
+    """Vertical axis of a chart. The axis begins at zero or a negative value, and ends at a round
+    value.
 
     low: value at the chart's lower edge. row: range of values that one character row covers.
     band_rows: rows that the chart's band touches; empty if the chart has no band.
-    ticks: round values to label, keyed by the number of the row, counted from the lowest row.
+    ticks: round values that label the axis, by row number. Row 0 is the lowest row.
     """
 
     low: float
@@ -47,8 +46,8 @@ class Scale:
 
 
 def scale_of(values: Sequence[float], band: tuple[float, float] | None, rows: int) -> Scale:
-    """Returns an axis that includes zero, the values and the band. A run with a target and a run
-    without a target get the same axis, so that the heights of their charts can be compared."""
+    """Returns an axis that includes zero, the values and the band. The axis includes zero even
+    without a band, so that charts of runs with and without a target can be compared."""
     known = [v for v in values if math.isfinite(v)]
     high = max([*known, *(band or ())], default=0.0)
     low = min([0.0, *known])
@@ -65,11 +64,11 @@ def scale_of(values: Sequence[float], band: tuple[float, float] | None, rows: in
 
 
 def line(values: Sequence[float], scale: Scale, width: int) -> list[str]:
-    """Draws the newest values as a line, two values per character. Values that do not fit are left
-    out. Returns the rows from top to bottom, each `width` characters wide.
+    """Draws the newest values as a line, two values per character. Older values that do not fit are
+    left out. Returns the rows from top to bottom, each `width` characters wide.
 
-    Values that are not finite leave a gap; values beyond the axis follow its edge. Unused
-    characters are spaces.
+    Values that are not finite leave a gap. Values beyond the axis are drawn at the axis's edge.
+    Unused characters are spaces.
     """
     columns = _columns(values, width)
     cells = [[0] * width for _ in range(scale.rows)]
@@ -94,8 +93,8 @@ def _columns(values: Sequence[float], width: int) -> list[float]:
 
 
 def strip(on: Sequence[float], width: int) -> str:
-    """Draws a 0/1 series as a line that is aligned with `line`. The line is heavy at values of 1,
-    light at values of 0 and blank at unknown values."""
+    """Draws a 0/1 series as a strip with the same columns as a chart of `line`. The strip is heavy
+    at values of 1, light at values of 0 and blank at unknown values."""
     columns = _columns(on, width)
     return "".join(
         " " if math.isnan(left) and math.isnan(right) else _STRIP[left >= 0.5][right >= 0.5]
@@ -105,8 +104,8 @@ def strip(on: Sequence[float], width: int) -> str:
 
 def bar(share: float, width: int) -> str:
     """Draws a horizontal bar that covers `share` of `width` characters. The bar's length is a
-    multiple of an eighth of a character, and not 0. The returned text is `width` characters
-    wide."""
+    multiple of an eighth of a character, and at least one eighth. The returned text is `width`
+    characters wide."""
     eighths = max(1, round(min(1.0, max(0.0, share)) * width * 8))
     full, rest = divmod(eighths, 8)
     return (_EIGHTHS[8] * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
@@ -122,8 +121,8 @@ def progress_bar(share: float, width: int) -> tuple[str, str]:
 
 
 def trend(values: Sequence[float]) -> str:
-    """Returns an arrow comparing the last TREND_STEPS values with those before; a space while too
-    few are known.
+    """Returns an arrow that compares the last TREND_STEPS values with the TREND_STEPS values before
+    them. Returns a space while too few values are known.
 
     A change is a trend only if the change exceeds two bounds: twice the standard error of the
     change, and the share TREND_SHARE of the earlier value. Smaller changes may be noise.

@@ -1,7 +1,7 @@
 """Draws the panel of a run from a snapshot, for any width and height.
 
-`live.py` collects the driver's reports in a `View`; rich shows the panel. Pure: the same view gives
-the same panel.
+`live.py` collects the driver's reports in a `View`. The library rich shows the panel. The same view
+always gives the same panel.
 """
 
 from __future__ import annotations
@@ -64,18 +64,20 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class View:
-    """A run at one moment, as far as it is known.
+    """Snapshot of a run at one moment.
 
     series: the latest values of every metric in SERIES, oldest first; NaN if a step lacked the
-    metric.
-    seconds: the newest duration of every phase.
-    phase, phase_s: the current phase and the seconds spent in it; "" between phases.
-    responses: numbers of finished and of needed responses in the current phase; None if responses
-        are not counted.
-    left_s, run_s: seconds until the last step, and since the display started.
+        metric.
+    seconds: the newest duration of every phase, in seconds.
+    phase, phase_s: the current phase, and the seconds spent in the phase. `phase` is "" between
+        phases.
+    responses: number of finished responses and number of needed responses in the current phase.
+        None if the phase does not count responses.
+    left_s, run_s: estimated seconds until the end of the last step, and seconds since the display
+        started.
     over: alerts that ended, newest last.
     evaluated: the newest result of every task, as (name, value, step).
-    closed: "" while the run continues, else how it ended.
+    closed: "" while the run continues, then a text that says how the run ended.
     """
 
     total: int
@@ -96,14 +98,14 @@ class View:
     shaded: bool = True  # the terminal has enough colours for a shaded band
 
     def values(self, key: str) -> Sequence[float]:
-        """Returns a series; empty if no step had a value."""
+        """Returns the series of a metric, or an empty series if no step had a value."""
         values = self.series.get(key, ())
         return values if any(map(math.isfinite, values)) else ()
 
 
 def build(view: View, width: int, height: int) -> RenderableType:
-    """Builds the panel, at most `width` wide and `height` high. Less important parts are dropped
-    first if space is short."""
+    """Builds the panel, at most `width` wide and `height` high. If space is short, less important
+    parts are dropped first."""
     width = min(width, MAX_WIDTH)
     inner = width - 4
     if height < 4 or inner < 36:  # no room for a frame: only the progress line
@@ -209,8 +211,9 @@ def _numbers(view: View, width: int) -> Text:
 
 
 def _body(view: View, width: int, room: int) -> list[Text]:
-    """Builds the charts, with the phases beside or instead of them. Charts use up to `room`
-    lines."""
+    """Builds the charts and the list of phases, at most `room` lines high. A wide panel shows the
+    phases beside the charts. A narrow panel shows only the charts. Without charts, only the phases
+    are shown."""
     phases = _phases(view, _SIDE)[:room]
     wide = width >= 70 and bool(phases)
     chart = _charts(view, width - _SIDE - 3 if wide else width, room)

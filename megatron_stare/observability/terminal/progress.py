@@ -1,8 +1,8 @@
-"""The interface of a run's display, and a plain version that prints one line per step.
+"""Defines the interface of a run's display, and a plain version that prints one line per step.
 
 `sinks/console.py` calls the display, and the display writes to stdout. The plain version prints
-plain text, so that logs of batch jobs can be read and grepped; colour appears only on a terminal.
-The panel for terminals is in `live.py`; `make_display` in `live.py` chooses between the panel and
+plain text, so that logs of batch jobs can be read and searched. Colour appears only on a terminal.
+The panel for terminals is in `live.py`. `make_display` in `live.py` chooses between the panel and
 plain lines.
 """
 
@@ -29,9 +29,9 @@ _OUTLIER = 3.0  # a longer step counts as this many medians
 class RemainingTime:
     """Estimates the remaining time from a moving average of recent step times.
 
-    The first step of a process warms up caches and compilers, so the first step is dropped once
-    there is another step. One long recent step (a stalled disk) is capped, so that the long step
-    changes the estimate little.
+    The first step of a process warms up caches and compilers, so its time is dropped once another
+    step is done. The time of one unusually long step is capped, so that a stalled disk changes the
+    estimate little.
 
     Args:
         window: number of steps in the average.
@@ -51,7 +51,7 @@ class RemainingTime:
         self._seen += 1
 
     def left(self, steps: int) -> float | None:
-        """Returns the seconds that `steps` more steps will take; None before the first step is
+        """Returns the estimated seconds for `steps` more steps, or None before the first step is
         done."""
         if not self._recent:
             return None
@@ -64,12 +64,12 @@ class RunDisplay(ABC):
     terminal."""
 
     def start(self, run_dir: str, algorithm: str) -> None:
-        """Shows which run this is."""
+        """Shows the run directory."""
         self.note(f"run directory {run_dir}")
 
     def restore(self, rows: Sequence[Mapping[str, float]]) -> None:  # noqa: B027 - a line printed then is not shown again
-        """Receives the earlier steps of a resumed run, as `metrics.read_metrics` returns them.
-        Shows nothing."""
+        """Receives the metrics of a resumed run's earlier steps, as `run_files.read_metrics`
+        returns them. Shows nothing."""
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -78,8 +78,8 @@ class RunDisplay(ABC):
         yield
 
     def rollout_progress(self, done: int, total: int) -> None:  # noqa: B027 - one line a step has no place for it
-        """Receives how many responses of the current phase are finished, and how many the phase
-        needs in total."""
+        """Receives the number of finished responses in the current phase, and the number of
+        responses that the phase needs in total."""
 
     def evaluated(self, name: str, value: float, step: int) -> None:  # noqa: B027 - a line is printed by `note`
         """Receives the newest result of an evaluation task: the result's name and value, and the
@@ -120,7 +120,7 @@ class RunDisplay(ABC):
 
 
 class StepPrinter(RunDisplay):
-    """Prints one aligned line per step, and notes, warnings and alerts between them.
+    """Prints one aligned line per step. Notes, warnings and alerts are printed between these lines.
 
     Args:
         total_steps: number of the run's last step.
@@ -165,8 +165,8 @@ class StepPrinter(RunDisplay):
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints the line of a finished step. Metrics that the method lacks get no column.
 
-        The remaining time assumes the recent pace of training steps; evaluations and checkpoints
-        come on top.
+        The remaining time assumes the recent pace of training steps. Evaluations and checkpoints
+        take additional time.
         """
         now = time.monotonic()
         self._remaining.add(metrics.get("time/step_s", now - self._last_call))
