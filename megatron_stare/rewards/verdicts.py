@@ -1,5 +1,5 @@
-"""Verifies answers as they arrive, in the caller's event loop, with the worker processes of a
-VerifierPool."""
+"""Verifies answers as they arrive. Runs in the caller's event loop and uses the worker processes of
+a VerifierPool."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ EARLY = 32
 
 
 class _Desk:
-    """Connects a pool to one event loop: assigns answers to workers and delivers verdicts, for all
-    current rollouts of the loop.
+    """Connects a pool to one event loop. Assigns answers to workers and delivers verdicts for all
+    current rollouts of the event loop.
 
     Drops an answer once its verdict is delivered.
     """
@@ -45,7 +45,7 @@ class _Desk:
     async def of(
         self, response: str | list[str], answer: str, columns: Mapping[str, Any] | None
     ) -> Verdict:
-        """Waits for the answer's verdict, or raises the pool's error."""
+        """Waits for an answer's verdict and returns it. Raises the pool's error after a failure."""
         if self._error is not None:
             raise self._error
         future = asyncio.get_running_loop().create_future()
@@ -141,7 +141,7 @@ class Verdicts:
     async def of(
         self, response: str, answer: str, columns: Mapping[str, Any] | None = None
     ) -> Verdict:
-        """Waits for the answer's verdict, or raises the pool's error.
+        """Waits for an answer's verdict and returns it. Raises the pool's error after a failure.
 
         Raises:
             TooManyFailuresError: more answers have failed than allowed.
