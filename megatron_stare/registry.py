@@ -40,7 +40,7 @@ MOVED = {
 
 @dataclass(frozen=True)
 class Extension:
-    """A named extension, built in or a user's own, with its settings.
+    """An extension, either built in or a user's own, with its name and settings.
 
     In YAML an extension is a name or `{name: ..., setting: value}`. The possible settings are
     parameters of the function or class that the extension names; see `settings_of`.
@@ -98,7 +98,7 @@ def settings_of(
 
     Args:
         reader: function or class that the extension names.
-        where: the configuration key, for errors.
+        where: configuration key that error messages name.
         given: keyword-only parameters that the run passes itself. These parameters are not
             settings.
 
@@ -171,7 +171,7 @@ def resolve(name: str, known: Mapping[str, str], where: str) -> Any:
         name: a key of `known`, `package.module.attribute` or `path/to/file.py:attribute`. A module
             may also be named by a former path that MOVED lists.
         known: dotted paths by short name.
-        where: the configuration key, for errors.
+        where: configuration key that error messages name.
 
     Raises:
         ConfigError: the name is unknown, or the import fails. The error suggests a known name, or

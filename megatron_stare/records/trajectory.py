@@ -30,11 +30,12 @@ NOT_SAMPLED = -1  # weight version of tokens that an environment wrote
 
 @dataclass(frozen=True)
 class Branch:
-    """Branch of a response, other than the first branch: tokens that follow a context of their own.
+    """A branch of a response after the first branch. The tokens of a branch follow a context of
+    their own.
 
     A response branches if its environment rewrites the history, or lets the policy act as several
-    agents. Each token of a response belongs to exactly one branch: the branch after whose context
-    the token was sampled. If the context of another branch repeats a token, the repeated token
+    agents. Each token of a response belongs to exactly one branch, and was sampled after the
+    context of this branch. If the context of another branch repeats a token, the repeated token
     carries no loss.
     """
 
@@ -93,7 +94,8 @@ class Trajectory:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Index of every branch's first token, and the index just after the branch's last token."""
+        """Returns, for every branch, the index of its first token and the index after its last
+        token."""
         return list(pairwise([0, *(branch.start for branch in self.branches), len(self)]))
 
     @property
@@ -108,7 +110,7 @@ class Trajectory:
 
 
 def runs_between(versions: VersionRuns, start: int, end: int) -> VersionRuns:
-    """Returns the version runs of the tokens from `start` up to, but not including, `end`."""
+    """Returns the (version, length) runs of the tokens from `start` to `end`, excluding `end`."""
     ends = list(accumulate(length for _, length in versions))
     cut = (
         (version, min(last, end) - max(last - length, start))
@@ -125,8 +127,8 @@ def sampled_trajectory(
     version: int = 0,
     finish_reason: FinishReason = "stop",
 ) -> Trajectory:
-    """Builds a single-turn trajectory from Python numbers, for tools and tests. The same weight
-    version has sampled all tokens."""
+    """Builds a single-turn trajectory from Python numbers, for tools and tests. `version` is the
+    weight version that sampled all tokens."""
     ids = torch.tensor([*tokens], dtype=torch.int32)
     return Trajectory(
         prompt=prompt,
@@ -146,7 +148,7 @@ def routing_column(numbers: np.ndarray, layers: int, each: int, experts: int) ->
     Args:
         numbers: expert numbers, ordered by token and then by layer.
         layers: L.
-        each: K, the experts a token is routed to.
+        each: K, the number of experts to which a token is routed.
         experts: number of experts in a layer.
 
     Raises:

@@ -97,11 +97,11 @@ class UpdateResult:
 
 def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
     """Combines the metrics of a training step's updates into the metrics of the training step.
-    `updates` is in the order of execution.
+    `updates` lists the updates in the order of execution.
 
     A maximum is taken over the updates, a count of tokens is summed, and any other metric is
-    averaged over the updates that report the metric. (Only the first update reports the metrics of
-    the rollout batch.) An average leaves out empty mini-batches and updates whose scaled gradient
+    averaged over the updates that report the metric. Only the first update reports the metrics of
+    the rollout batch. An average leaves out empty mini-batches and updates whose scaled gradient
     overflowed, if at least one other update reports the metric.
 
         update/count              optimizer steps taken
@@ -137,8 +137,9 @@ def skipped_after(
     updates: Sequence[UpdateResult], skipped: int, step: int, most: int = MAX_SKIPPED
 ) -> int:
     """Returns the number of consecutive non-finite updates at the end of a training step. `skipped`
-    is the same number before the training step. Empty mini-batches and overflows do not change the
-    number: an empty mini-batch has no gradient, and a smaller loss scale cures an overflow.
+    is the number of consecutive non-finite updates before the training step. Empty mini-batches and
+    overflows do not change the number. An empty mini-batch has no gradient, and a smaller loss
+    scale cures an overflow.
 
     Raises:
         NonFiniteError: the loss or the gradient was not finite in `most` updates in a row.

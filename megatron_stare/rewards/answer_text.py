@@ -175,8 +175,8 @@ def word(text: str) -> str | None:
 
 
 def one_value(text: str) -> bool:
-    r"""Returns True if an answer is one value: no list, no union, no \pm, and no qualifying
-    words."""
+    r"""Returns True if an answer is a single value without qualifying words. Lists, unions and
+    answers with \pm are not single values."""
     return not (hedges(text) or re.search(r",(?!\d{3})|\\cup|\\pm", text))
 
 

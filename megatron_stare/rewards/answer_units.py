@@ -2,9 +2,10 @@ r"""Handles the units and words that follow a number. Decides which units are kn
 agree, and which words change the number.
 
 An answer may have a known unit even if the reference has no unit. If answer and reference both have
-a unit, the units must be the same or of the same kind. The number is converted between two units of
-the same kind. A word that changes the number, as in 7 million or 7 squared, is not a unit. A letter
-that is a variable, as in 7t, is not a unit either. Imports the standard library only.
+a unit, the units must be the same or of the same kind. If the units differ but are of the same
+kind, the number is converted. A word that changes the number, as in 7 million or 7 squared, is not
+a unit. A letter that is a variable, as in 7t, is not a unit either. Imports the standard library
+only.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ COUNT = "count"  # kind of countable nouns: 12 ways, 12 students
 
 @dataclass(frozen=True)
 class Quantity:
-    """A value as an answer writes it, and the unit of the value.
+    """A value in the notation of an answer, and the unit of the value.
 
     value: LaTeX, without the unit.
     kind: kind of the unit, such as length^2; None: no unit.
@@ -143,8 +144,8 @@ _SEVERAL = re.compile(
 
 
 def quantity(text: str) -> Quantity | None:
-    """Splits an answer into a value and its unit, which may be absent. Returns None if words follow
-    the value that change its meaning and are not a unit."""
+    """Splits an answer into a value and a unit. The unit may be absent. Returns None if the words
+    after the value are not a unit and change the meaning of the value."""
     if money := _MONEY.match(text):
         kind = {"€": "euro", "£": "pound"}.get(text[money.start()], "money")
         rest = quantity(text[money.end() :])

@@ -233,8 +233,8 @@ def _same_value(wanted: str, given: str, *written: str) -> bool:
     """Compares two single values with their units.
 
     Args:
-        written: both answers before their decoration was removed. Omitted if neither answer had
-            decoration.
+        written: both answers before their decoration was removed. `written` is omitted if neither
+            answer had decoration.
     """
     bare = [re.sub(r"\s*\\?%\s*$", "", text) for text in (wanted, given)]
     percents = [text != rest for text, rest in zip((wanted, given), bare, strict=True)]
@@ -277,7 +277,7 @@ def _dollar(text: str) -> str:
 
 
 def _sum(found: re.Match[str]) -> str:
-    """Rewrites a mixed number as a sum: 3 1/2 as 3 + 1/2."""
+    """Rewrites a mixed number as a sum, such as 3 1/2 as 3 + 1/2."""
     whole, part = (each for each in found.groups() if each)
     return f"({whole}+{part})"
 

@@ -9,7 +9,7 @@ from megatron_stare.rewards.answer_text import bare, number, quotient
 from megatron_stare.rewards.final_answer import final_answer, final_answer_start
 
 RELATIVE = 1e-6
-"""Largest relative difference from the reference at which an answer is right."""
+"""Largest relative difference between answer and reference at which the answer counts as right."""
 
 KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
     (r"\boxed{0.5}", "1/2", 1.0),

@@ -32,7 +32,7 @@ _RECEIVE_BYTES = 1 << 16
 
 def pack(message: Any) -> bytes:
     """Serializes one message. The JSON text is ASCII, so that a lone surrogate is sent as an
-    escape. A broken decode leaves lone surrogates, and UTF-8 cannot encode them."""
+    escape. UTF-8 cannot encode a lone surrogate, which a broken decode may leave in a text."""
     body = json.dumps(message).encode("ascii")
     return _LENGTH.pack(len(body)) + body
 

@@ -3,12 +3,13 @@ it.
 
 The answer's region is the text in the last <answer>. If there is no <answer>, the region is the
 text after the last </thinking> or </think>. If the region contains a mark such as 'Final Answer' or
-'Conclusion', the region is narrowed to the text after the mark, else to the last 300 characters.
-The first method reads the region with math-verify. The second method reads the last box in the
-region with math-verify. The third method compares the content of the last box with the reference.
-For the third method, the released code (hp-luo/STARE, verl/utils/reward_score/math_stare.py, lines
-32-82 and 212-230) uses mathruler; this module uses rewards/math_verifier.py. No box is required: a
-bare number at the end is an answer. Runs in reward workers.
+'Conclusion', only the text after the mark counts. Otherwise only the last 300 characters of the
+region count. The first method reads the region with math-verify. The second method reads the last
+box in the region with math-verify. The third method compares the content of the last box with the
+reference. For the third method, the released code (hp-luo/STARE,
+verl/utils/reward_score/math_stare.py, lines 32-82 and 212-230) uses mathruler; this module uses
+rewards/math_verifier.py. No box is required, and a bare number at the end counts as an answer. Runs
+in reward workers.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def verify(response: str, answer: str) -> float:
 
 
 def answer_region(response: str) -> str:
-    """Returns the part of a response that contains its answer."""
+    """Returns the part of a response that contains the answer."""
     if "<answer>" in response:
         region = response.rpartition("<answer>")[2].partition("</answer>")[0]
     else:
@@ -77,7 +78,7 @@ def normal_answer(response: str) -> str:
 
 
 def _read(text: str, answer: str) -> bool:
-    """Returns True if math-verify reads an answer in a text that equals the reference."""
+    """Returns True if the answer that math-verify reads in a text equals the reference."""
     found = parse(text, parsing_timeout=None)
     if len(found) < 2:  # success yields an expression and its text; fewer items mean failure
         return False

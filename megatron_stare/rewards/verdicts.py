@@ -45,7 +45,8 @@ class _Desk:
     async def of(
         self, response: str | list[str], answer: str, columns: Mapping[str, Any] | None
     ) -> Verdict:
-        """Waits for an answer's verdict and returns it. Raises the pool's error after a failure."""
+        """Waits for an answer's verdict and returns the verdict. Raises the pool's error if the
+        pool has failed."""
         if self._error is not None:
             raise self._error
         future = asyncio.get_running_loop().create_future()
@@ -116,8 +117,9 @@ class _Desk:
 
 
 class Verdicts:
-    """Holds the answers of one rollout and the verdicts on these answers. `async with
-    verdicts(...)` opens and closes a Verdicts.
+    """Holds the answers of one rollout and the verdicts on these answers.
+
+    `async with verdicts(...)` opens and closes a Verdicts.
 
     Args:
         most_failures: number of this rollout's answers that may fail by a timeout or a crash; None:
@@ -142,7 +144,8 @@ class Verdicts:
     async def of(
         self, response: str, answer: str, columns: Mapping[str, Any] | None = None
     ) -> Verdict:
-        """Waits for an answer's verdict and returns it. Raises the pool's error after a failure.
+        """Waits for an answer's verdict and returns the verdict. Raises the pool's error if the
+        pool has failed.
 
         Raises:
             TooManyFailuresError: more of the rollout's answers have failed than are allowed.

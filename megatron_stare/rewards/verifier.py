@@ -15,11 +15,11 @@ The verifier's module may also define:
   has no answer. Answers that differ only in notation have the same normal form. A normal form can
   serve as a reference answer. Majority votes compare normal forms (docs/evaluation.md).
 
-The function's keyword-only parameters are its settings, such as tolerance in the YAML value `{name:
-my_pkg.verify, tolerance: 0.1}`. The run itself sets two parameters. A keyword-only parameter
-`columns` receives a dict of the data row's columns that `data.columns` names. A first parameter
-called `responses` receives a list of all responses to a prompt, and the function then returns a
-list of rewards.
+The function's keyword-only parameters are its settings. An example in YAML with one setting is
+`{name: my_pkg.verify, tolerance: 0.1}`. The run itself sets two of the function's parameters. A
+keyword-only parameter `columns` receives a dict of the data row's columns that `data.columns`
+names. A first parameter called `responses` receives a list of all responses to a prompt, and the
+function then returns a list of rewards.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ def rewards_of(
 
 
 def make_verifier(verifier: Extension | str) -> Verifier:
-    """Makes the verifier that a name refers to, with its settings. Tests the verifier on the known
-    answers of the verifier's module, if the module has known answers.
+    """Makes the verifier that a name refers to, with the verifier's settings. Tests the verifier on
+    the known answers of the verifier's module, if the module has known answers.
 
     Args:
         verifier: one of VERIFIERS, the dotted path of a function, 'file.py:function', the URL of a
@@ -190,13 +190,13 @@ def make_verifier(verifier: Extension | str) -> Verifier:
 
 def answer_start_of(verify: Verifier) -> AnswerStart | None:
     """Returns the `answer_start` function of the verifier or of the verifier's module. Returns None
-    if neither has such a function."""
+    if neither verifier nor module has this function."""
     return getattr(verify, "answer_start", None) or getattr(_module(verify), "answer_start", None)
 
 
 def normal_answer_of(verify: Verifier) -> NormalAnswer | None:
     """Returns the `normal_answer` function of the verifier or of the verifier's module. Returns
-    None if neither has such a function."""
+    None if neither verifier nor module has this function."""
     return getattr(verify, "normal_answer", None) or getattr(_module(verify), "normal_answer", None)
 
 

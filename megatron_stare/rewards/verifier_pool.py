@@ -37,12 +37,12 @@ class Verdict:
     the reason.
 
     An answer whose verifier exceeds its time limit counts as wrong (reward 0), so that a policy
-    gains nothing by answers that hang. If the verifier is a server, the server may have caused the
-    delay, so the answer gets no reward.
+    gains nothing by answers that hang. An answer gets no reward if its verifier is a server that
+    exceeds the time limit, because the server may have caused the delay.
 
-    `answer_at` is the index of the character where the answer begins. The value -1 means that the
-    response has no answer in the right format. The value None means that the verifier does not
-    report the position. `answer` is the normal form of the response's answer (rewards/verifier.py),
+    `answer_at` is the index of the character where the answer begins. If the response has no answer
+    in the right format, `answer_at` is -1. If the verifier does not report the position,
+    `answer_at` is None. `answer` is the normal form of the response's answer (rewards/verifier.py),
     or "" if the response has no answer. If the verifier does not report normal forms, `answer` is
     None.
     """
@@ -114,7 +114,7 @@ class Answers:
 
 
 class TooManyFailuresError(Exception):
-    """More answers failed verification than the caller allows.
+    """Raised if more answers failed verification than the caller allows.
 
     Args:
         failed: verdicts of the failed answers, in order of failure.
@@ -182,7 +182,7 @@ class VerifierPool:
 
         Args:
             most_failures: number of answers that may fail by a timeout or a crash; None: unlimited.
-                One more failure ends the wait.
+                The wait ends when one more answer fails.
 
         Raises:
             TooManyFailuresError: more answers failed than `most_failures`.
@@ -225,8 +225,8 @@ class VerifierPool:
             raise
 
     def fileno(self) -> int:
-        """Returns a file descriptor that is readable when `turn` has something to do, for event
-        loops. Raises ValueError if the pool is closed."""
+        """Returns a file descriptor for event loops, which is readable when `turn` has something to
+        do. Raises ValueError if the pool is closed."""
         if self._closed:
             raise ValueError("the reward pool is closed")
         return self._selector.fileno()
@@ -252,8 +252,8 @@ class VerifierPool:
         self.close()
 
     def _hand_out(self, answers: Answers) -> None:
-        """Sends every idle worker some of the remaining answers. The fewer answers remain, the
-        fewer are sent to each worker, so that no worker finishes much later than the others."""
+        """Sends every idle worker some of the remaining answers. If few answers remain, a worker
+        gets few answers at a time, so that no worker finishes much later than the others."""
         for slot in self._slots:
             if not answers.queue:
                 return

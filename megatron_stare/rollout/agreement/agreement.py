@@ -125,9 +125,9 @@ def agreement_metrics(difference: LogProbDifference, step: int) -> dict[str, flo
 
 
 def _by_likelihood(prefix: str, differences: Sequence[LogProbDifference]) -> dict[str, float]:
-    """Computes the mean difference of every element of `differences`, over likely and over unlikely
-    tokens. Returns the largest mean for likely tokens and the largest for unlikely tokens. A kind
-    of token that does not occur is left out."""
+    """Computes, for every element of `differences`, the mean over likely tokens and the mean over
+    unlikely tokens. Returns the largest mean for likely tokens and the largest for unlikely tokens.
+    The mean over likely or unlikely tokens is left out if there are no such tokens."""
     found = {}
     for name in ("likely", "unlikely"):
         parts: list[Sizes] = [getattr(difference, name) for difference in differences]
@@ -170,7 +170,7 @@ def canary_verdict(
     agree. `differences` has one element per engine.
 
     Args:
-        engines: the number of each engine. None numbers the engines 0, 1, and so on.
+        engines: number of each engine; None: the engines have the numbers 0, 1, and so on.
     """
     wrong = [i for i, difference in enumerate(differences) if limits.canary_passed(difference)]
     if not wrong:
@@ -253,8 +253,8 @@ def require_agreement(what: str, passed: str, verdict: str, where: str) -> None:
 
 
 def summary(differences: Sequence[LogProbDifference]) -> dict[str, float]:
-    """Returns the canary's metrics. One metric is the largest difference of any engine. The others
-    are the largest mean difference of any engine over likely tokens, and the largest over unlikely
-    tokens."""
+    """Returns the canary's metrics. One metric is the largest difference of any engine. The other
+    two metrics are the largest mean difference of any engine over likely tokens, and the largest
+    mean difference of any engine over unlikely tokens."""
     largest = max((d.largest for d in differences), default=0.0, key=_nan_first)
     return {"agreement/canary_max": largest, **_by_likelihood("agreement/canary_", differences)}

@@ -1,8 +1,9 @@
-"""Sets limits on the difference between the log-probs of engine and trainer, by compute dtype.
-Pure.
+"""Sets limits on the difference between the log-probs of engine and trainer, for each compute
+dtype. Pure.
 
-In float32 the limit applies to the token that differs most. In 16-bit dtypes, limits apply to the
-mean, to high quantiles, and to the growth of the mean over a run (observability/metrics/rules.py).
+In float32, a limit applies to the token whose log-probs differ most. In 16-bit dtypes, limits apply
+to the mean, to high quantiles, and to the growth of the mean over a run
+(observability/metrics/rules.py).
 """
 
 from __future__ import annotations
@@ -69,15 +70,15 @@ class Limits:
         return bool(self.bounds)
 
     def passed(self, difference: LogProbDifference) -> str:
-        """Describes the limits that the differences of sampled tokens exceed; "" if no limit is
-        exceeded."""
+        """Describes the limits that the differences of sampled tokens exceed. Returns "" if no
+        limit is exceeded."""
         found = {"mean": difference.everywhere.mean, **difference.quantiles}
         return self._words(difference.largest, {name: found[name] for name in self.bounds})
 
     def canary_passed(self, difference: LogProbDifference) -> str:
-        """Describes the limits that a canary's differences exceed; "" if no limit is exceeded. A
-        canary has too few tokens for quantiles. In 16 bits the mean difference of the canary's
-        likely tokens is judged instead."""
+        """Describes the limits that a canary's differences exceed. Returns "" if no limit is
+        exceeded. A canary has too few tokens for quantiles. In 16 bits the mean difference of the
+        canary's likely tokens is judged instead."""
         judged = (
             difference.likely
             if difference.likely.tokens >= ENOUGH_LIKELY

@@ -105,9 +105,9 @@ def decode_batch(
 def _ending(
     requests: Sequence[GenerateRequest], stop_token_ids: Sequence[int], vocabulary: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns two tensors. The first, [k, V] bool, has one row for each of the k distinct sets of
-    stop tokens in the requests; True marks the tokens that end a response. The second, [B],
-    contains for each request the index of the row with the request's stop tokens."""
+    """Returns two tensors. The first tensor, [k, V] bool, has one row for each of the k distinct
+    sets of stop tokens in the requests. True marks the tokens that end a response. The second
+    tensor, [B], contains for each request the index of the row with the request's stop tokens."""
     sets = {
         ids: number for number, ids in enumerate(dict.fromkeys(r.stop_token_ids for r in requests))
     }
@@ -160,9 +160,9 @@ def _forward(model: Any, ids: Tensor, positions: Tensor, mask: Tensor | None, ca
 
 
 def growing_cache(config: object) -> DynamicCache:
-    """Makes an empty cache for a model of this config. New keys and values are written into the
+    """Makes an empty cache for a model with this config. New keys and values are written into the
     cache in place; transformers' own cache copies itself at every token. Sliding-window layers and
-    other special layers remain the layers of transformers."""
+    other special layers are not replaced."""
     cache = DynamicCache(config=config)
     cache.layers = [
         GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers
@@ -228,7 +228,8 @@ def attend(
     torch's CPU kernel starts a matrix product for every head of every row. With a single query per
     row, starting a matrix product costs more than computing the product. This function uses two
     batched products for all rows. Any input other than one float32 token per row on a CPU is passed
-    to "sdpa". The arguments are the same as in every transformers attention function.
+    to transformers' function for "sdpa". The arguments are the same as in every transformers
+    attention function.
 
     Args:
         query: [b, n, 1, d].

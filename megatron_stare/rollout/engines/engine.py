@@ -135,7 +135,7 @@ class Engine(ABC):
         request is returned exactly once, either finished or lost.
 
         Args:
-            wait_s: time after which an empty result is returned. An in-process engine ignores
+            wait_s: seconds after which an empty result is returned. An in-process engine ignores
                 wait_s.
         """
 
@@ -146,8 +146,7 @@ class Engine(ABC):
     @abstractmethod
     def begin_weight_update(self, version: int, prove: bool = True) -> None:
         """Opens an update session. The engine generates nothing until the session ends
-        successfully. When the session has ended successfully, unanswered requests continue with the
-        new weights.
+        successfully. After a successful session, unanswered requests continue with the new weights.
 
         Args:
             prove: True: compare the values that the engine holds with the values that were sent.
@@ -166,8 +165,8 @@ class Engine(ABC):
         engine's compute dtype.
 
         Raises:
-            WeightUpdateError: a name is unknown or repeated, or a shape is wrong. The session is
-                then closed and the engine is DIRTY.
+            WeightUpdateError: a name is unknown or repeated, or a shape is wrong. After this error
+                the session is closed and the engine is DIRTY.
             EngineStateError: no session is open.
         """
 
@@ -181,14 +180,14 @@ class Engine(ABC):
             the update is not verified.
 
         Raises:
-            WeightUpdateError: parameters are missing. The session is then closed and the engine is
-                DIRTY.
+            WeightUpdateError: parameters are missing. After this error the session is closed and
+                the engine is DIRTY.
             EngineStateError: no session is open.
         """
 
     @abstractmethod
     def model_info(self) -> ModelInfo:
-        """Returns the engine's state and limits. The call works in every state."""
+        """Returns the engine's state and limits. The call works in every state of the engine."""
 
     def check(self) -> None:  # noqa: B027 - an in-process engine lives as long as its worker
         """Raises EngineLostError if the engine can no longer work."""
@@ -275,7 +274,7 @@ class ServedEngine(Engine):
 
     def drop_weight_update(self) -> None:
         """Aborts the open update and sets the engine's state to DIRTY. Does nothing if no update is
-        open."""
+        open. Raises EngineStateError if ranks cannot send weights to this kind of engine."""
         raise EngineStateError("an update that ranks did not send cannot be given up")
 
     @abstractmethod

@@ -206,7 +206,8 @@ class WeightLedger:
     """Records the parameters of one weight update. Checks that every parameter of `expected`, which
     maps names to shapes, arrives exactly once.
 
-    Real engines report success for an update of an unknown name, so completeness is checked here.
+    Real engines report success for an update of an unknown name, so this class checks names and
+    completeness.
     """
 
     def __init__(self, version: int, expected: Mapping[str, torch.Size]) -> None:

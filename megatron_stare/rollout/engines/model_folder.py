@@ -18,8 +18,8 @@ from megatron_stare.rollout.engines.engine import GenerateResult
 
 
 def read_model_config(model_path: str) -> Any:
-    """Returns the folder's transformers config. Raises DataError if the folder has no
-    config.json."""
+    """Returns the folder's transformers config. Raises DataError if the folder has no config.json,
+    or if the config.json cannot be loaded."""
     if not (Path(model_path) / "config.json").is_file():
         raise DataError(
             "no config.json here",

@@ -58,7 +58,7 @@ class ReplicaPart(ABC):
 
     @abstractmethod
     def start(self, meeting: str) -> None:
-        """Starts the part, after ending an earlier one.
+        """Starts the part. If the part was started before, ends it first.
 
         Args:
             meeting: host:port of the rendezvous for all parts of the replica.
@@ -180,7 +180,7 @@ class Replica(ABC):
         None if the run starts no server.
 
         Raises:
-            ConfigError: the environment is not known.
+            ConfigError: the environment of the servers is not known.
         """
         return None
 
@@ -193,7 +193,7 @@ class Replica(ABC):
 
     @classmethod
     def gpus(cls, config: Config) -> int:
-        """Returns the number of a cluster's GPUs that a replica needs; 0 if a replica needs no
+        """Returns the number of GPUs that a replica needs in a cluster, or 0 if a replica needs no
         GPU."""
         return 0
 
@@ -299,7 +299,7 @@ def replica_count(config: Config) -> int:
 
 
 def replica_gpus(config: Config) -> int:
-    """Returns the number of GPUs that each replica of a run needs in a cluster with GPUs; 0 if a
+    """Returns the number of GPUs that each replica of a run needs in a cluster with GPUs, or 0 if a
     replica needs no GPU."""
     return _kind(config).gpus(config)
 

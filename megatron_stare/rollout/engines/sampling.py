@@ -51,7 +51,8 @@ def uniforms(keys: NDArray[np.uint64], position: int | Sequence[int] | NDArray[n
 def absorb(
     state: NDArray[np.uint64], word: int | Sequence[int] | NDArray[np.int64]
 ) -> NDArray[np.uint64]:
-    """Applies splitmix64 to the state and one more word, [B] or one number for all rows.
+    """Mixes one more word into the state with splitmix64. The word is [B] or one number for all
+    rows.
 
     For a given word the function is a bijection of the state, and for a given state it is a
     bijection of the word. Keys that differ in one component therefore never collide.

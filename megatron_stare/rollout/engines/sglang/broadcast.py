@@ -1,5 +1,5 @@
 """Broadcasts weights in a process group of a sender and all servers. The sender is rank 0 of the
-group. In the group, the ranks of the first server follow the sender, then the ranks of the second
+group. The next ranks of the group are the ranks of the first server, then the ranks of the second
 server, and so on. The order of the ranks does not depend on the servers' machines.
 
 Each sender makes its own group over a TCP store and does not register the group with
@@ -36,7 +36,7 @@ class BroadcastSync(WeightSync):
 
     Args:
         places: places of the servers. The ranks of a server may be on several machines. None: the
-            ranks of a server are all on the machine that answers.
+            ranks of a server are all on the machine that answers requests.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ def bound_store(address: str, world: int, timeout: timedelta) -> TCPStore:
 
 def flat_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenates the tensors' bytes. If the tensors are adjacent in memory, returns a view of
-    this memory and saves a copy of the bucket."""
+    this memory and does not copy the bucket."""
     pieces = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     start = pieces[0]
     end = start.data_ptr()

@@ -298,8 +298,8 @@ def _tags(parts: Collection[str]) -> list[str]:
 def collector_at_rest() -> Iterator[None]:
     """Disables Python's garbage collector during a `with` block. A parsed answer contains one list
     for every token, and no reference cycles. The garbage collector would therefore find nothing to
-    free in answers. It would still traverse the lists of every answer and, after every few answers,
-    all objects of the process."""
+    free in answers. Yet the garbage collector would traverse the lists of every answer and, after
+    every few answers, all objects of the process."""
     enabled = gc.isenabled()
     gc.disable()
     try:

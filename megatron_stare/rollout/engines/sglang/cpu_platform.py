@@ -21,7 +21,7 @@ ATTENTION = "torch_native"  # the only attention backend without a kernel packag
 
 def activate() -> str | None:
     """Returns the name of the platform class on a machine without CUDA. Returns None on a machine
-    with CUDA, to which SGLang's own platforms apply."""
+    with CUDA, where SGLang's own platforms apply."""
     if torch.cuda.is_available():
         return None
     from sglang.srt.arg_groups.choices import (

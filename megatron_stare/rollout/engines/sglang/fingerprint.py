@@ -25,9 +25,9 @@ Checksums = Mapping[str, str]  # of one rank, by SGLang's parameter name
 
 @dataclass
 class Stack:
-    """Unfinished hash of one parameter of a rank, to which the parts of the parameter are added as
-    they arrive. Several senders may each have some of a layer's experts. On servers with GPUs the
-    hash is a sum over positions, so the hashes of several senders can be merged."""
+    """Unfinished hash of one parameter of a rank. The parts of the parameter are added as they
+    arrive. Several senders may each have some of a layer's experts. On servers with GPUs the hash
+    is a sum over positions, so the hashes of several senders can be merged."""
 
     count: int | None
     digest: Digest

@@ -82,7 +82,8 @@ def check_precision(arguments: Mapping[str, Any], where: str) -> None:
 
 def check_speculation(arguments: Mapping[str, Any], device: str, where: str) -> None:
     """Raises ConfigError if the server uses speculative decoding whose tokens are not samples of
-    the model. Algorithms other than NGRAM are refused too, because their draft models have weights.
+    the model. Algorithms other than NGRAM are refused too, because a weight sync beside a draft
+    model was never tried.
 
     The agreement checks of engine and trainer would not detect such tokens, because the log-probs
     of the tokens are right. According to SGLang's source (eagle_utils.py, 0.5.23), verification on
@@ -141,8 +142,8 @@ def sampling_fields(
     max_new_tokens: int | None = None,
     stop_token_ids: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Returns every sampling field that affects a response. Therefore no default of the server's
-    release or of the model folder applies.
+    """Returns every sampling field that affects a response. Because every field is set, no default
+    of the server's release or of the model folder applies.
 
     Only evaluation truncates the distribution, and only by top-p. Top-k is set only for greedy
     decoding. Min-p, penalties, bias and grammars are never used. In training, truncation would make

@@ -50,7 +50,8 @@ CPU_CACHE_TOKENS = 20_000  # default, because a CPU server has no memory share t
 
 
 class SGLangReplica(Replica):
-    """One server of a run; see Replica. The run starts the server or attaches to the server."""
+    """One server of a run; see Replica. The run starts the server or attaches to a running
+    server."""
 
     def __init__(self, config: Config, number: int, site: Site = HERE) -> None:
         self._config = config
@@ -223,8 +224,8 @@ def server_flags(config: Config) -> dict[str, str]:
 
 
 def sglang_python(config: Config) -> str:
-    """Returns the Python interpreter of SGLang's environment. The setting names the interpreter,
-    else the environment variable, else the interpreter in the checkout is used.
+    """Returns the Python interpreter of SGLang's environment. The setting or the environment
+    variable names the interpreter. Otherwise the interpreter in the checkout is used.
 
     Raises:
         ConfigError: no source names an interpreter. A package that was installed from a wheel has
@@ -300,7 +301,7 @@ def served_dtype(config: Config) -> str:
 
 def server_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMemory:
     """Predicts the memory that one rank's shard of the weights and one rank's cache need on a GPU
-    of `capacity` bytes. The cache takes all of the server's share of the GPU that the weights leave
+    of `capacity` bytes. The cache takes the part of the server's GPU share that the weights leave
     free. If `sglang.cache_tokens` tokens need less memory, the cache takes only the memory of
     `sglang.cache_tokens` tokens."""
     asked, size = config.sglang, DTYPES[config.sglang.dtype or config.model.dtype].itemsize

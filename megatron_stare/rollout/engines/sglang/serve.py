@@ -1,5 +1,5 @@
-"""Runs SGLang's launcher in a server's process. Ends the server together with the process that
-started the server.
+"""Runs SGLang's launcher in a server's process. The server ends when the process that started the
+server ends.
 
 Started in SGLang's environment:
 
@@ -91,12 +91,12 @@ def _leave(code: int) -> NoReturn:
 
 
 def _guard(scratch: str) -> None:
-    """Forks a guard, a process outside this process group. The guard kills this process group once
-    the process that started the server is gone. Without the guard, some of SGLang's processes would
-    survive if this process were killed together with its starter. (Ray kills the processes that an
-    actor started.) The guard also kills the group when this process ends. If only this process has
-    ended, the server's log remains until the process that started the server closes standard
-    input."""
+    """Forks a guard process outside this process group. The guard kills this process group once the
+    process that started the server is gone. Without the guard, some of SGLang's processes would
+    survive if this process were killed together with its starter. Ray, for example, kills the
+    processes that an actor started. The guard also kills the group when this process ends. If only
+    this process has ended, the server's log remains until the process that started the server
+    closes standard input."""
     group = os.getpgid(0)
     # `ends` closes when this process ends, because its children do not inherit it
     lives, ends = os.pipe()

@@ -1,10 +1,10 @@
 """Computes, part by part, the parameter hashes that SGLang servers report. Servers on CPUs and
 servers on GPUs report different kinds of hashes.
 
-`/weights_checker` hashes a tensor on the tensor's device. On a CPU it uses SHA-256. On a GPU it
-uses a kernel of integer arithmetic (`sglang.kernels.ops.memory.gpu_tensor_hash` of the supported
-releases). This module expresses the kernel's formula in torch integer operations, so that any
-device can compute the hash.
+`/weights_checker` hashes a tensor on the tensor's device. On a CPU the hash is SHA-256. On a GPU a
+kernel computes the hash with integer arithmetic (`sglang.kernels.ops.memory.gpu_tensor_hash` of the
+supported releases). This module expresses the kernel's formula in torch integer operations, so that
+any device can compute the hash.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class TiledDigest:
         return both
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state for pickling, with only one sum per tile, in host memory. Digests are
-        pickled so that another process can join them."""
+        """Returns the state for pickling, which has only one sum per tile and is in host memory.
+        Digests are pickled so that another process can join them."""
         first, sums = self._tiles()
         return {
             "_words": self._words,

@@ -91,8 +91,8 @@ class ServerProcess:
         """Polls /model_info until the server answers.
 
         Args:
-            run: function that runs a coroutine in the engine's event loop. Its argument is a
-                function that makes the coroutine.
+            run: function that runs a coroutine in the engine's event loop. The argument of `run` is
+                a function that makes the coroutine.
 
         Raises:
             SGLangError: the server ended, or did not answer within the time limit.
@@ -140,8 +140,9 @@ class ServerProcess:
         return f"ended with {code}{why}; its last words:\n{self.last_words()}"
 
     def lost_rank(self) -> str | None:
-        """Looks for a rank whose process was killed without SGLang's launcher noticing. Returns a
-        report that quotes the last part of the log, or None if no killed rank is found."""
+        """Looks for a rank whose process was killed without being noticed by SGLang's launcher.
+        Returns a report that quotes the last part of the log, or None if no killed rank is
+        found."""
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self._process.pid).children():
                 if child.status() == psutil.STATUS_ZOMBIE and child.name().startswith(RANKS):

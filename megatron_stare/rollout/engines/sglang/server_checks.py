@@ -52,7 +52,7 @@ OFF = ("", "0", "-1", "false", "no", "off")
 
 
 def server_device(config: Config) -> str:
-    """Returns the device type of servers started here: cpu or cuda."""
+    """Returns the device type, cpu or cuda, of the servers that are started on this machine."""
     if config.sglang.device != "auto":
         return config.sglang.device
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -311,7 +311,8 @@ def check_sync(config: Config) -> None:
 def _beyond_a_cpu(
     config: Config, shape: ModelShape, options: ServerOptions
 ) -> Iterator[tuple[str, str, str]]:
-    """Yields the settings that a CPU server does not support: setting, problem and fix."""
+    """Yields the setting, the problem and the fix for every setting that a CPU server does not
+    support."""
     set_here, leave = config.sglang, "leave it out, or sglang.device=cuda"
     if options.attention_backend not in (None, CPU_ATTENTION):
         message = (

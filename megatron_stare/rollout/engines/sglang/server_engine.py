@@ -92,8 +92,8 @@ class CacheRoom:
 
     Args:
         cache_tokens: capacity of the server's cache.
-        expected: expected number of tokens in prompt and response of a request. The expectation has
-            the weight of EXPECTED observed requests.
+        expected: expected number of tokens in prompt and response of a request. This expected
+            number counts as much as EXPECTED observed requests.
     """
 
     def __init__(self, cache_tokens: int, most: int, expected: float) -> None:
@@ -528,7 +528,7 @@ def _in_event_loop() -> bool:
 async def probe_stop(client: SGLangClient, stop_token_ids: Sequence[int]) -> None:
     """Verifies that a server treats stop tokens in the way that training requires. Requests one
     short response for each stop token, and forces the stop token by a bias on the token's logit.
-    The bias forces the stop token whatever the model's weights are.
+    The bias forces the stop token for any weights of the model.
 
     A response must end with its stop token and that token's log-prob, because the token is sampled
     and therefore trained on.

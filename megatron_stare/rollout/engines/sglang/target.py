@@ -77,9 +77,10 @@ class ServersTarget(SyncTarget):
 
     @property
     def one_sender_at_a_time(self) -> bool:
-        """Returns False if weights go by disk or by shared devices, else True. A server handles one
-        update at a time, and receives and loads weights in one thread. Two senders at once would
-        deadlock if two servers received their broadcasts in different orders."""
+        """Returns False if the weights are sent through files or shared devices, else True. A
+        server handles one update at a time, and receives and loads weights in one thread. Two
+        senders at once would deadlock if two servers received their broadcasts in different
+        orders."""
         return self.method != "disk" and not self.shares_devices
 
     @property
