@@ -198,7 +198,7 @@ def _matched(wanted: list[str], given: list[str], same: Callable[[str, str], boo
 
 def _of_equations(wanted: str, given: str, same: Callable[[str, str], bool]) -> bool | None:
     """Compares two answers if at least one of them is an equation. Returns None if neither answer
-    is an equation. Returns None also if both answers are equations and at least one equation does
+    is an equation. Also returns None if both answers are equations and at least one equation does
     not assign a value to a name."""
     first, second = answer_parts.sides(wanted), answer_parts.sides(given)
     if len(first) == len(second) == 1:
@@ -283,7 +283,7 @@ def _sum(found: re.Match[str]) -> str:
 
 
 def _apart(text: str) -> bool:
-    """Returns True if a text must not be read as a number. Such a text has separate groups of
+    """Returns True if a text must not be read as a number, because the text has separate groups of
     digits, as in 3 4, or words that are not a unit."""
     return bool(_WORDS.search(text)) or _spaced(text)
 

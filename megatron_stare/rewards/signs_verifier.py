@@ -32,7 +32,7 @@ def verify(response: str, answer: str) -> float:
         answer: the problem, such as '33 8 5 2 = 38'.
 
     Raises:
-        ValueError: `answer` does not have the form of such a problem.
+        ValueError: `answer` does not have the form of a problem.
     """
     problem = _PROBLEM.fullmatch(answer)
     if not problem:

@@ -3,10 +3,10 @@ it.
 
 The answer's region is the text in the last <answer>. If there is no <answer>, the region is the
 text after the last </thinking> or </think>. If the region contains a mark such as 'Final Answer' or
-'Conclusion', only the text after the mark counts. Otherwise only the last 300 characters of the
-region count. The first method reads the region with math-verify. The second method reads the last
-box in the region with math-verify. The third method compares the content of the last box with the
-reference. For the third method, the released code (hp-luo/STARE,
+'Conclusion', only the text after the mark counts. In a region without a mark, only the last 300
+characters count. The first method reads the region with math-verify. The second method reads the
+last box in the region with math-verify. The third method compares the content of the last box with
+the reference. For the third method, the released code (hp-luo/STARE,
 verl/utils/reward_score/math_stare.py, lines 32-82 and 212-230) uses mathruler; this module uses
 rewards/math_verifier.py. No box is required, and a bare number at the end counts as an answer. Runs
 in reward workers.

@@ -56,8 +56,8 @@ def decode_batch(
     """Decodes the responses to all `requests` together. A response has at most
     `params.max_new_tokens` tokens, or fewer if the request has a lower limit.
 
-    The sampling noise of a row is keyed on the row's request. Therefore other rows, and the removal
-    of finished rows, do not change which token is drawn from a given distribution. (The
+    The sampling noise of a row is keyed on the row's request. Other rows and the removal of
+    finished rows therefore do not change which token is drawn from a given distribution. (The
     distribution itself changes by float rounding of about 1e-7 if the shape of the matrix products
     changes.)
     """

@@ -141,7 +141,7 @@ class Engine(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Drops all requests in flight; none of them will be answered."""
+        """Drops all requests in flight. The engine will not answer the dropped requests."""
 
     @abstractmethod
     def begin_weight_update(self, version: int, prove: bool = True) -> None:

@@ -310,8 +310,8 @@ def collector_at_rest() -> Iterator[None]:
 
 
 async def everywhere(*calls: Any) -> list[Any]:
-    """Waits for all calls, so that no call is left running. Then raises the first error if any call
-    failed."""
+    """Waits for all calls, so that no call is left running. If any call failed, raises the first
+    error."""
     done = await asyncio.gather(*calls, return_exceptions=True)
     for result in done:
         if isinstance(result, BaseException):

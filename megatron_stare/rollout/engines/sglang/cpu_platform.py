@@ -91,8 +91,8 @@ def _not_pinned(buffer: object, granularity: object = None) -> None:
 
 
 def _gathered(ranks: Any, output: Tensor, of: Tensor) -> None:
-    """Gathers tensors in the same way as SGLang's CPU engine. Without its CPU engine, SGLang calls
-    a CUDA operator."""
+    """Gathers tensors in the same way as SGLang's CPU engine. SGLang without its CPU engine would
+    call a CUDA operator."""
     ranks._all_gather_into_tensor(output, of)
 
 

@@ -2,9 +2,9 @@
 Pure.
 
 SGLang stacks some Hugging Face tensors into one parameter, and shards each parameter over the
-server's ranks. Each rank reports a hash of its shard of every parameter. So this module hashes the
-shards of the sent tensors in SGLang's stacking order. The hashes and the parameter names of every
-rank are compared, because a server reports success even for an unknown name.
+server's ranks. Each rank reports a hash of its shard of every parameter. This module therefore
+hashes the shards of the sent tensors in SGLang's stacking order. The hashes and the parameter names
+of every rank are compared, because a server reports success even for an unknown name.
 """
 
 from __future__ import annotations

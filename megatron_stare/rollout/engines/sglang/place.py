@@ -102,10 +102,10 @@ def require_reach(server: Place, sender: Place, url: str) -> None:
 def carriers(
     servers: Sequence[tuple[str, Place, ServerLayout]], ranks: Sequence[Place]
 ) -> list[tuple[int, ...]]:
-    """Assigns to every rank of every server one rank of the trainer, whose memory the server rank
-    can open. On GPUs a server rank opens the memory of the trainer's rank on the same GPU. For
-    servers on CPUs, the trainer's ranks on the server's machine are assigned to the server ranks in
-    turn.
+    """Assigns one rank of the trainer to every rank of every server. The server rank can open the
+    memory of the assigned rank. On GPUs a server rank opens the memory of the trainer's rank on the
+    same GPU. For servers on CPUs, the trainer's ranks on the server's machine are assigned to the
+    server ranks in turn.
 
     Args:
         servers: URL, place and layout of each server. The place of a server on GPUs lists the GPUs

@@ -225,7 +225,8 @@ def server_flags(config: Config) -> dict[str, str]:
 
 def sglang_python(config: Config) -> str:
     """Returns the Python interpreter of SGLang's environment. The setting or the environment
-    variable names the interpreter. Otherwise the interpreter in the checkout is used.
+    variable names the interpreter. If neither names an interpreter, the interpreter in the checkout
+    is used.
 
     Raises:
         ConfigError: no source names an interpreter. A package that was installed from a wheel has

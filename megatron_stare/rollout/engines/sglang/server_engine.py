@@ -92,8 +92,8 @@ class CacheRoom:
 
     Args:
         cache_tokens: capacity of the server's cache.
-        expected: expected number of tokens in prompt and response of a request. This expected
-            number counts as much as EXPECTED observed requests.
+        expected: expected number of tokens in prompt and response of a request. In the average, the
+            expected number counts as much as EXPECTED observed requests.
     """
 
     def __init__(self, cache_tokens: int, most: int, expected: float) -> None:

@@ -29,8 +29,8 @@ class ServerLayout:
     """Device of one server, and sharding of the model over the server's tensor-parallel ranks.
     Experts are sharded over the same ranks.
 
-    With SGLang's attention DP, groups of ranks attend to separate requests. Attention and the
-    embedding are then sharded over the ranks of a group, in the same way in each group.
+    With SGLang's attention DP, groups of ranks attend to separate requests. With attention DP,
+    every group shards attention and the embedding over its ranks in the same way.
     """
 
     device: str = "cpu"

@@ -20,9 +20,9 @@ KEPT_BYTES = 2**30  # freed memory that a CPU server may keep for reuse
 
 
 def share_of_ports(number: int, processes: int) -> Sequence[int]:
-    """Returns the share of PORTS, at least two ports, from which one of a run's server processes
-    draws its ports. A server binds its ports minutes after the draw, so two servers that drew from
-    the same share could draw the same port."""
+    """Returns the ports from which one of a run's server processes draws its ports. The ports are a
+    share of PORTS, with at least two ports. A server binds its ports minutes after the draw, so two
+    servers that drew from the same share could draw the same port."""
     shares = min(processes, len(PORTS) // 2)
     return PORTS[number % shares :: shares]
 
