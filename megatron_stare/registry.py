@@ -1,5 +1,5 @@
-"""Finds the object that a configuration names, by a short name of this package or a user's dotted
-path. Does not import torch."""
+"""Finds the object that a configuration names. The name is a short name of this package, or a path
+to a user's own object. The module does not import torch."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ MOVED = {
 
 @dataclass(frozen=True)
 class Extension:
-    """A named extension, built in or a user's own, with its settings.
+    """An extension, either built in or a user's own, with its name and settings.
 
-    In YAML an extension is a name or `{name: ..., setting: value}`. The function or class that the
-    extension names determines which settings exist; see `settings_of`.
+    In YAML an extension is a name or `{name: ..., setting: value}`. The possible settings are
+    parameters of the function or class that the extension names; see `settings_of`.
 
     name: a short name, or a path for `resolve`.
     settings: unchecked settings.
@@ -66,12 +66,12 @@ class Extension:
 
     @classmethod
     def parse(cls, text: str) -> Extension:
-        """Returns the extension whose `str` is this text."""
+        """Parses the text that `str` returns for an extension."""
         return cls.read(json.loads(text) if text.startswith("{") else text)
 
     def written(self) -> str | dict[str, Any]:
-        """Returns a YAML value from which `read` makes this extension: the name alone if the
-        extension has no settings, else a mapping."""
+        """Returns a YAML value that `read` turns back into this extension. The value is the name
+        alone if the extension has no settings, else a mapping."""
         return {"name": self.name, **self.settings} if self.settings else self.name
 
     def __str__(self) -> str:
@@ -98,15 +98,17 @@ def settings_of(
 
     Args:
         reader: function or class that the extension names.
-        where: the configuration key, for errors.
-        given: keyword-only parameters that the run passes itself, so they are not settings.
+        where: configuration key that error messages name.
+        given: keyword-only parameters that the run passes itself. These parameters are not
+            settings.
 
     Returns:
-        The settings in the configuration, by name. Parameters that it lacks keep their defaults.
+        The settings in the configuration, by name. Settings that the configuration lacks keep their
+        defaults.
 
     Raises:
-        ConfigError: a setting is unknown (with a suggestion) or missing, or its value has the wrong
-            type or is out of range.
+        ConfigError: a setting is unknown or missing, or the value of a setting has the wrong type
+            or is out of range. The error for an unknown setting suggests a known setting.
     """
     parameters: Collection[inspect.Parameter] = ()
     with contextlib.suppress(TypeError, ValueError):  # no Python signature
@@ -166,14 +168,14 @@ def resolve(name: str, known: Mapping[str, str], where: str) -> Any:
     """Returns the object called `name`.
 
     Args:
-        name: a key of `known`, `package.module.attribute` or `path/to/file.py:attribute`. The
-            module may have a former path from MOVED.
+        name: a key of `known`, `package.module.attribute` or `path/to/file.py:attribute`. A module
+            may also be named by a former path that MOVED lists.
         known: dotted paths by short name.
-        where: the configuration key, for errors.
+        where: configuration key that error messages name.
 
     Raises:
-        ConfigError: the short name is unknown (with a suggestion), or the import fails (with the
-            failing line).
+        ConfigError: the name is unknown, or the import fails. The error suggests a known name, or
+            names the failing line.
     """
     path, _, attribute = name.rpartition(":")
     if path.endswith(".py") and name not in known:
@@ -196,8 +198,8 @@ def _attribute(module: ModuleType, name: str, where: str) -> Any:
 
 
 def _imported_file(path: str, where: str) -> ModuleType:
-    """Imports a file as a module, once per process. The module gets a name that no import statement
-    can name, so the module shadows no other module."""
+    """Imports a file as a module, once per process. The module's name cannot occur in an import
+    statement, so the module shadows no other module."""
     file = Path(path).expanduser().resolve()
     name = f"file:{file}"
     if name in sys.modules:
@@ -220,7 +222,8 @@ def _imported_file(path: str, where: str) -> ModuleType:
 
 
 def _not_imported(module: str, error: Exception, where: str) -> ConfigError:
-    """Returns an error that says whether the module is missing, or which line of it failed."""
+    """Returns an error that says either that the module is missing, or which line of the module
+    failed."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     # rows of MOVED whose former module is the missing module or lies in the missing package
     if missing and (

@@ -1,7 +1,8 @@
-"""One response to one prompt, of one or more turns, as columns. Imports torch only.
+"""Defines `Trajectory`, one response to one prompt in one or more turns, stored as columns. The
+only third-party imports are numpy and torch.
 
-Shape legend: n tokens of the response, sampled by an engine or inserted by an environment; L
-layers; K experts a token in a mixture of experts.
+Shape legend: n tokens of the response; L layers; K experts to which a mixture of experts routes a
+token. An engine samples the tokens of a response, or an environment inserts them.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ NOT_SAMPLED = -1  # weight version of tokens that an environment wrote
 
 @dataclass(frozen=True)
 class Branch:
-    """A further branch of a response: some of its tokens, after a context of their own.
+    """A branch of a response after the first branch. The tokens of a branch follow a context of
+    their own.
 
     A response branches if its environment rewrites the history, or lets the policy act as several
-    agents. Each token of a response is in one branch, that whose context it was sampled after.
-    Where the context of another branch repeats it, it carries no loss.
+    agents. Each token of a response belongs to exactly one branch, and was sampled after the
+    context of this branch. If the context of another branch repeats a token, the repeated token
+    carries no loss.
     """
 
     start: int  # index in the response of the branch's first token
@@ -42,10 +45,10 @@ class Branch:
 
 @dataclass
 class Trajectory:
-    """Response that an environment made to a prompt, with the verifier's reward.
+    """Response that an environment produced for a prompt, and the reward that the verifier gave.
 
-    The environment sets loss_mask, the tokens that carry loss. Loss, quantiles, gate, counts and
-    forecast all use only the tokens in loss_mask.
+    The environment sets loss_mask, which marks the tokens that carry loss. The loss, the quantiles,
+    the gate, the counts and the forecast use only the tokens that loss_mask marks.
     """
 
     prompt: Prompt
@@ -83,7 +86,7 @@ class Trajectory:
 
     @property
     def said(self) -> str:
-        """Text of the policy alone, without the environment's words.
+        """Text that the policy wrote, without the environment's words.
 
         Verifiers and all code that counts words or answers read this text.
         """
@@ -91,13 +94,14 @@ class Trajectory:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """The first token of every branch, and the token after its last."""
+        """Returns, for every branch, the index of its first token and the index after its last
+        token."""
         return list(pairwise([0, *(branch.start for branch in self.branches), len(self)]))
 
     @property
     def judged(self) -> bool:
-        """Tells whether the trajectory has a reward to compare with others. A verifier that times
-        out gives reward 0."""
+        """Tells whether the trajectory has a reward that can be compared with other rewards. A
+        timeout of the verifier gives reward 0, or no reward if the verifier is a server."""
         return self.reward is not None and self.reward_status in ("ok", "timeout")
 
     @property
@@ -106,7 +110,7 @@ class Trajectory:
 
 
 def runs_between(versions: VersionRuns, start: int, end: int) -> VersionRuns:
-    """Returns the runs of the tokens from `start` to before `end`."""
+    """Returns the (version, length) runs of the tokens from `start` to `end`, excluding `end`."""
     ends = list(accumulate(length for _, length in versions))
     cut = (
         (version, min(last, end) - max(last - length, start))
@@ -123,8 +127,8 @@ def sampled_trajectory(
     version: int = 0,
     finish_reason: FinishReason = "stop",
 ) -> Trajectory:
-    """Builds a single-turn trajectory from Python numbers, with every token sampled by one weight
-    version; for tools and tests."""
+    """Builds a single-turn trajectory from Python numbers, for tools and tests. `version` is the
+    weight version that sampled all tokens."""
     ids = torch.tensor([*tokens], dtype=torch.int32)
     return Trajectory(
         prompt=prompt,
@@ -138,17 +142,18 @@ def sampled_trajectory(
 
 
 def routing_column(numbers: np.ndarray, layers: int, each: int, experts: int) -> Tensor:
-    """[m, L, K] experts, one byte an entry if the model has at most 255 experts, else two; see
-    `unknown`.
+    """Returns a tensor [m, L, K] of expert numbers. Each entry has one byte if the model has at
+    most 255 experts, else two bytes; see `unknown`.
 
     Args:
-        numbers: expert numbers, token by token, then layer by layer.
+        numbers: expert numbers, ordered by token and then by layer.
         layers: L.
-        each: K, the experts a token is routed to.
+        each: K, the number of experts to which a token is routed.
         experts: number of experts in a layer.
 
     Raises:
-        ValueError: the numbers do not fill whole tokens, or an expert is not one of the model's.
+        ValueError: the numbers do not fill a whole number of tokens, or an expert number is out of
+            range.
     """
     if numbers.size % (layers * each):
         raise ValueError(
@@ -161,16 +166,16 @@ def routing_column(numbers: np.ndarray, layers: int, each: int, experts: int) ->
 
 
 def unknown(dtype: torch.dtype) -> int:
-    """Returns the number that stands for an unknown expert; no expert has this number. The
-    trainer's router chooses the experts that are unknown."""
+    """Returns the number that stands for an unknown expert; no expert has this number. If an expert
+    is unknown, the trainer's router chooses the expert."""
     return torch.iinfo(dtype).max
 
 
 def covering(column: Tensor, tokens: int) -> Tensor:
-    """[tokens, L, K] experts of all tokens of a sequence. `column` [m, L, K] gives the experts of
-    the first m <= tokens tokens; the experts of the later tokens are unknown. The experts of a
-    response's last token are always unknown, because the engine never runs its model on the last
-    token."""
+    """Returns the experts [tokens, L, K] of all tokens of a sequence. `column` [m, L, K] holds the
+    experts of the first m tokens, m <= tokens. The experts of the later tokens are unknown. The
+    experts of a response's last token are always unknown, because the engine never runs its model
+    on the last token."""
     more = torch.full(
         (tokens - len(column), *column.shape[1:]), unknown(column.dtype), dtype=column.dtype
     )

@@ -1,5 +1,5 @@
-"""Results of the optimizer steps of one rollout batch, and the combination of their metrics into
-those of the step."""
+"""Defines the result of an optimizer step, and combines the metrics of all optimizer steps on one
+rollout batch into the metrics of the training step."""
 
 from __future__ import annotations
 
@@ -60,26 +60,28 @@ COUNTS = ("tokens", "selected")
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """Result of one optimizer step: its metrics, and the method's state from which the next
-    training step starts."""
+    """Result of one optimizer step: the metrics of the optimizer step, and the method's state at
+    the start of the next training step."""
 
     metrics: dict[str, float]
     state: dict[str, float]
 
     @property
     def finite(self) -> bool:
-        """Tells whether the gradient was finite; if not, no step was taken."""
+        """Tells whether the gradient was finite. If the gradient was not finite, no optimizer step
+        was taken."""
         return bool(self.metrics["update/finite"])
 
     @property
     def empty(self) -> bool:
-        """Tells whether no token of the mini-batch had a loss, so that no step was taken."""
+        """Returns True if no optimizer step was taken because no token of the mini-batch had a
+        loss."""
         return bool(self.metrics["update/empty"])
 
     @property
     def skipped(self) -> bool:
-        """Tells whether the loss scale was too large for the gradient, so that no step was taken;
-        float16 only."""
+        """Returns True if no optimizer step was taken because the loss scale was too large for the
+        gradient. Only float16 training has a loss scale."""
         return bool(self.metrics.get("update/skipped", 0.0))
 
     @property
@@ -88,17 +90,19 @@ class UpdateResult:
 
     @property
     def held(self) -> bool:
-        """Tells whether the gradient norm was above its limit, so that no step was taken."""
+        """Returns True if no optimizer step was taken because the gradient norm was above its
+        limit."""
         return bool(self.metrics.get("update/held", 0.0))
 
 
 def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
-    """Combines the metrics of a training step's updates, in order, into those of the step.
+    """Combines the metrics of a training step's updates into the metrics of the training step.
+    `updates` lists the updates in the order of execution.
 
-    Maxima are taken over the updates, counts of tokens are summed, and everything else is averaged
-    over the updates that report it. (Metrics of the rollout batch are reported by the first update
-    alone.) Averages ignore empty mini-batches and updates whose scaled gradient overflowed, if any
-    other update reports the metric.
+    A maximum is taken over the updates, a count of tokens is summed, and any other metric is
+    averaged over the updates that report the metric. Only the first update reports the metrics of
+    the rollout batch. An average leaves out empty mini-batches and updates whose scaled gradient
+    overflowed, if at least one other update reports the metric.
 
         update/count              optimizer steps taken
         update/finite             0 if any gradient was not finite
@@ -132,12 +136,13 @@ def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
 def skipped_after(
     updates: Sequence[UpdateResult], skipped: int, step: int, most: int = MAX_SKIPPED
 ) -> int:
-    """Returns the number of consecutive non-finite updates at the end of a training step; `skipped`
-    is that number before the step. Empty mini-batches have no gradient, and a smaller loss scale
-    cures overflows, so neither of these two kinds of updates changes the number.
+    """Returns the number of consecutive non-finite updates at the end of a training step. `skipped`
+    is the number of consecutive non-finite updates before the training step. Empty mini-batches and
+    overflows do not change the number. An empty mini-batch has no gradient, and a smaller loss
+    scale cures an overflow.
 
     Raises:
-        NonFiniteError: loss or gradient of `most` updates in a row was not finite.
+        NonFiniteError: the loss or the gradient was not finite in `most` updates in a row.
     """
     for update in updates:
         if update.empty or update.skipped:

@@ -1,7 +1,7 @@
-"""Counts words in responses: case-insensitively, and whole words only. Pure.
+"""Counts whole words in responses and ignores case. Pure.
 
-Counts words that the configuration names (`finder`), words of an evaluation's categories
-(`reflection_counts`), and tokens by category (`tokens_by_category`).
+`finder` finds the words that the configuration names. `reflection_counts` counts words by category
+for an evaluation. `tokens_by_category` finds the tokens of every category.
 """
 
 from __future__ import annotations
@@ -154,35 +154,37 @@ BEHAVIOURS: dict[str, tuple[str, ...]] = {
 
 
 def finder(words: Iterable[str]) -> Callable[[str], list[str]]:
-    """Makes a function that finds the words in a text: each occurrence, in lower case, in order.
+    """Makes a function that returns every occurrence of the words in a text, in lower case and in
+    order.
 
-    If several words begin at one place, the longest counts. Typographic apostrophes equal plain
-    ones.
+    If several words begin at the same character, only the longest word counts. A typographic
+    apostrophe matches a plain apostrophe.
 
     Args:
-        words: at least one; none is empty.
+        words: at least one word; no word may be empty.
     """
     found_in = places(words)
     return lambda text: [word for _, _, word in found_in(text)]
 
 
 def places(words: Iterable[str]) -> Callable[[str], list[tuple[int, int, str]]]:
-    """Makes a function like `finder` that returns (begin, end, word) for each occurrence, in
-    characters from the start."""
+    """Makes a function that finds the same words as `finder` and returns (begin, end, word) for
+    each occurrence. The positions count characters from the start of the text."""
     longest_first = sorted((re.escape(_plain(word)) for word in words), key=len, reverse=True)
     pattern = re.compile(rf"(?<!\w)(?:{'|'.join(longest_first)})(?!\w)", re.IGNORECASE)
     return lambda text: [(*each.span(), each[0].lower()) for each in pattern.finditer(_plain(text))]
 
 
 def reflection_counts(text: str) -> dict[str, int]:
-    """Counts a text's words by category of BEHAVIOURS; every category is a key."""
+    """Counts how many words of a text belong to each category of BEHAVIOURS. Every category is a
+    key of the result."""
     found = Counter(_BEHAVIOUR[word] for word in _behaviours_in(text))
     return {category: found[category] for category in BEHAVIOURS}
 
 
 def tokens_by_category(pieces: Sequence[str]) -> dict[str, set[int]]:
-    """Returns, by category of CATEGORIES, the tokens that hold at least one character of a category
-    word.
+    """Returns the indices of the tokens that belong to each category of CATEGORIES. A token belongs
+    to a category if the token holds at least one character of a word from the category.
 
     Args:
         pieces: the text of each token of a response.

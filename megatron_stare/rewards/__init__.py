@@ -1,1 +1,1 @@
-"""Verifiers, and the worker processes that run them."""
+"""Contains the verifiers, and the worker processes that run the verifiers."""

@@ -1,5 +1,5 @@
-r"""Parses mathematical answers: non-ASCII characters, names and equations, lists, tuples, sets and
-intervals, times of day, and statements that there is no answer. Imports the standard library
+r"""Parses mathematical answers. Recognises non-ASCII characters, names, equations, lists, tuples,
+sets, intervals, times of day, and statements that there is no answer. Imports the standard library
 only."""
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ _FUNCTIONS = re.compile(
 
 
 def readable(text: str) -> str:
-    """Converts an answer to ASCII and LaTeX: Unicode signs, powers, fractions and roots to
-    commands, millions to powers of ten, repeating decimals to fractions, and degrees in
-    trigonometric functions to radians."""
+    """Converts an answer to ASCII and LaTeX. Unicode signs, powers, fractions and roots become
+    LaTeX commands. Words such as million become powers of ten, and repeating decimals become
+    fractions. Degrees in trigonometric functions become radians."""
     text = _ROOT.sub(_root, text)
     found, raised = [], ""
     for character in text:
@@ -184,7 +184,7 @@ def nothing(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class Clock:
-    """A time of day. half: a (am) or p (pm); None: not given."""
+    """A time of day. `half` is "a" for am, "p" for pm, or None if the answer states neither."""
 
     hour: int
     minute: int
@@ -193,7 +193,7 @@ class Clock:
 
 
 def clock(text: str) -> Clock | None:
-    """Returns the time of day that an answer states; None for anything else."""
+    """Returns the time of day that an answer states, or None if the answer is not a time of day."""
     plain = re.sub(r"\\(?:text|mathrm|mbox|textbf)(?![A-Za-z])|[{}~]|\\[,;:! ]", " ", text).strip()
     found = _CLOCK.fullmatch(re.sub(r"\s+", " ", re.sub(r"\s*:\s*", ":", plain)))
     if not found:
@@ -211,8 +211,8 @@ def sides(text: str) -> list[str]:
 
 
 def is_name(text: str) -> bool:
-    """Returns True if a side of an equation names a quantity: a letter, f(x), an angle, V_1:V_2, a
-    tuple of names."""
+    """Returns True if one side of an equation is the name of a quantity. A name is, for example, a
+    letter, f(x), an angle, V_1:V_2, or a tuple of names."""
     text = re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text).strip()
     if text.startswith("(") and text.endswith(")"):
         return all(is_name(part) for part in split(text[1:-1], (",",)))
@@ -228,7 +228,8 @@ def is_name(text: str) -> bool:
 
 
 def split(text: str, marks: tuple[str, ...]) -> list[str]:
-    """Splits a text at marks outside brackets. Does not split at the '=' of <=, >= and !=."""
+    """Splits a text at marks outside brackets. The '=' in <=, >= and != does not count as a
+    mark."""
     found, depth, start, at = [], 0, 0, 0
     while at < len(text):
         if text[at] == "\\" and text[at + 1 : at + 2] in ("{", "}"):
@@ -260,8 +261,8 @@ _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 def items(text: str) -> list[str]:
     r"""Splits a list without brackets at commas, semicolons, 'and' and 'or'. Splits an item that
-    contains one \pm into two items, with + and with -. Returns one item if the text is not a list.
-    A number with thousands' commas is one item."""
+    contains one \pm into two items, one with + and one with -. Returns one item if the text is not
+    a list. A number with commas between thousands counts as one item."""
     text = _JOINED.sub(",", text)
     if _THOUSANDS.fullmatch(text.strip()):
         return [text]
@@ -286,10 +287,10 @@ def items(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Bracketed:
-    """Content of the bracket that encloses a whole answer.
+    """Content of the brackets that enclose a whole answer.
 
-    opened, closed: '(' and ')' for a tuple or an open end of an interval, '[' and ']' for a closed
-        end, '{' and '}' for a set.
+    opened, closed: the enclosing brackets. '(' and ')' stand for a tuple or an open end of an
+        interval, '[' and ']' for a closed end of an interval, '{' and '}' for a set.
     """
 
     opened: str
@@ -298,8 +299,8 @@ class Bracketed:
 
 
 def bracketed(text: str) -> Bracketed | None:
-    """Returns the parts of a tuple, an interval or a set; None for anything else. ]1,2[ is read as
-    (1,2)."""
+    """Returns the brackets and parts of a tuple, an interval or a set. Returns None for any other
+    answer. Reads ]1,2[ as (1,2)."""
     text = re.sub(r"\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?)(?![A-Za-z])\s*", "", text).strip()
     text = (
         text.replace(r"\lbrace", r"\{")

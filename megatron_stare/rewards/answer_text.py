@@ -1,6 +1,6 @@
-r"""Normalises the notation of mathematical answers: removes LaTeX that does not affect the meaning,
-and detects notation that affects it but that math-verify ignores. Imports the standard library
-only."""
+r"""Normalises the notation of mathematical answers. Removes LaTeX that does not affect the meaning
+of an answer. Detects notation that affects the meaning but that math-verify ignores. Imports the
+standard library only."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
 def bare(text: str) -> str:
-    """Removes decoration from an answer: dollars, spacing, fonts, colours, labels, check marks, a
-    modulus, the letter of a choice before its value, a full stop. Rewrites 1e5 as a power of
-    ten."""
+    """Removes decoration from an answer. Decoration means dollar signs, spacing, fonts, colours,
+    labels, check marks, a modulus, the letter of a choice before the choice's value, and a final
+    full stop. Rewrites 1e5 as a power of ten."""
     text = text.replace("\\$", "").replace("$", "").replace("\u2212", "-").replace("\0", "").strip()
     text = _COLOUR.sub(lambda found: found[1] or "", text)
     text = _LABEL.sub("", text)
@@ -68,7 +68,8 @@ def bare(text: str) -> str:
 
 
 def without_name(text: str) -> str:
-    """Returns the right side of 'x = ...' and 'f(x) = ...'; any other text unchanged."""
+    """Returns the right side of an answer such as 'x = ...' or 'f(x) = ...'. Returns any other text
+    unchanged."""
     found = _NAMED.match(text)
     return text[found.end() :] if found and text.count("=") == 1 else text
 
@@ -80,23 +81,24 @@ def without_fonts(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    r"""Reduces an answer to characters for comparison. Replaces font commands by their contents,
-    and \dfrac and \tfrac by \frac. Removes spaces and the commands \left and \right."""
+    r"""Reduces an answer to the characters that matter for a comparison. Replaces font commands by
+    their contents, and \dfrac and \tfrac by \frac. Removes spaces and the commands \left and
+    \right."""
     text = without_fonts(text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text.replace(r"\left", "").replace(r"\right", ""))
     return re.sub(r"\s+", "", text)
 
 
 def tidy(text: str) -> str:
-    """Reduces an answer in the same way as `plain`, but keeps the answer valid LaTeX: a space that
-    ends a command's name stays."""
+    """Reduces an answer in the same way as `plain`, but keeps the answer valid LaTeX. Spaces that
+    end the name of a LaTeX command stay."""
     text = re.sub(r"(\\[A-Za-z]+)\s+(?=[A-Za-z])", "\\1\0", without_fonts(text))
     return plain(text).replace("\0", " ")
 
 
 def number(text: str) -> Decimal | None:
-    """Returns the value of a number in digits; thousands' commas, powers of ten and a unit are
-    allowed. None for anything else."""
+    """Returns the value of a number that is written in digits. The number may have commas between
+    thousands, a power of ten and a unit. Returns None for any other text."""
     text = _UNIT.sub("", re.sub(r"\s+|\\left|\\right", "", text))
     if (
         not any(map(str.isdigit, text))
@@ -112,8 +114,8 @@ def number(text: str) -> Decimal | None:
 
 
 def quotient(text: str) -> Fraction | None:
-    """Returns the value of a fraction of integers; None for anything else, or if the denominator is
-    0."""
+    """Returns the value of a fraction of integers. Returns None if the text is not such a fraction,
+    or if the denominator is 0."""
     if not (found := _QUOTIENT.fullmatch(text)):
         return None
     sign, *parts = (part for part in found.groups() if part is not None)
@@ -123,24 +125,25 @@ def quotient(text: str) -> Fraction | None:
 
 
 def exact_value(text: str) -> Fraction | None:
-    """Returns the value of a number in digits or of a fraction of integers; None for anything else,
-    or beyond 10^100."""
+    """Returns the value of a number in digits or of a fraction of integers. Returns None for any
+    other text, and for values beyond 10^100."""
     if (value := number(text)) is not None:
         return Fraction(value) if not value or abs(value.adjusted()) <= _DIGITS else None
     return quotient(text)
 
 
 def same_number(wanted: Decimal, given: Decimal) -> bool:
-    """Compares two integers exactly. Compares other numbers with a tolerance of 1e-6, multiplied by
-    the reference's absolute value if this value is below 1."""
+    """Compares two integers exactly. Compares other numbers with a tolerance of 1e-6. If the
+    absolute value of the reference is below 1, the tolerance is multiplied by this absolute
+    value."""
     if wanted == wanted.to_integral_value() and given == given.to_integral_value():
         return wanted == given
     return abs(wanted - given) <= Decimal("1e-6") * min(Decimal(1), abs(wanted))
 
 
 def intervals(text: str) -> str | None:
-    """Converts inequalities joined by or, such as 'x < -2 or x > 1', to a union of intervals; None
-    for anything else."""
+    """Converts inequalities that are joined by 'or', such as 'x < -2 or x > 1', to a union of
+    intervals. Returns None for any other text."""
     parts = [_interval(part) for part in _OR.split(re.sub(r"\s+|\\left|\\right", "", text))]
     return r"\cup".join(filter(None, parts)) if len(parts) > 1 and all(parts) else None
 
@@ -165,27 +168,27 @@ def _sign(relation: str) -> str:
 
 
 def word(text: str) -> str | None:
-    """Returns an answer in words, such as a name or a choice, in lower case and without brackets;
-    None for anything else."""
+    """Returns an answer that consists of words, such as a name or a choice, in lower case and
+    without brackets. Returns None for any other answer."""
     text = plain(text).strip("().")
     return text.lower() if _WORDS.fullmatch(text) else None
 
 
 def one_value(text: str) -> bool:
-    r"""Returns True if an answer is one value: no list, no union, no \pm, and no qualifying
-    words."""
+    r"""Returns True if an answer is a single value without qualifying words. Lists, unions and
+    answers with \pm are not single values."""
     return not (hedges(text) or re.search(r",(?!\d{3})|\\cup|\\pm", text))
 
 
 def hedges(text: str) -> bool:
-    r"""Returns True if words qualify an answer, as in 3\text{ or 4}; math-verify may read them as a
-    unit."""
+    r"""Returns True if words qualify an answer, as in 3\text{ or 4}. math-verify may read such
+    words as a unit."""
     return bool(_HEDGE.search(text))
 
 
 def must_be_written_alike(wanted: str, given: str) -> bool:
-    """Tells whether two answers must be compared as text, because an answer is a number with a base
-    or a time of day.
+    """Returns True if two answers must be compared as text, because at least one answer is a time
+    of day or a number with a base.
 
     math-verify would ignore the difference between two numbers in different bases, or between two
     times of day.
@@ -202,21 +205,21 @@ def alike(wanted: str, given: str) -> bool:
 
 
 def ends_in_a_name(text: str) -> bool:
-    """Returns True if an answer ends in a letter that is a variable: the t of 'cos 2t' is not a
-    tonne."""
+    """Returns True if an answer ends in a letter that is a variable. For example, the t in 'cos 2t'
+    is a variable and does not mean tonne."""
     return bool(re.search(r"(?<![A-Za-z\\])[A-Za-z]$", text))
 
 
 def of_another_kind(wanted: str, given: str) -> bool:
-    r"""Returns True if one answer is a set \{...\} and the other an interval or tuple, which
-    math-verify treats as equal."""
+    r"""Returns True if one answer is a set \{...\} and the other answer is an interval or a tuple.
+    math-verify would treat the two answers as equal."""
     kinds = {_outer_bracket(plain(wanted)), _outer_bracket(plain(given))}
     return "{" in kinds and bool(kinds & {"(", "["})
 
 
 def _outer_bracket(text: str) -> str:
-    """Returns the opening sign of the pair of brackets that encloses the whole text. Returns '' if
-    no single pair encloses the whole text, as in (1)(2)."""
+    """Returns the opening bracket of the pair that encloses the whole text. Returns '' if no single
+    pair encloses the whole text, as in (1)(2)."""
     text = text.replace("\\{", "{").replace("\\}", "}")
     if not text or text[0] not in _PAIRS or text[-1] not in ")]}":
         return ""

@@ -1,10 +1,11 @@
-r"""Handles units and words after a number: which are known, which agree, and which change the
-number.
+r"""Handles the units and words that follow a number. Decides which units are known, which units
+agree, and which words change the number.
 
-An answer may have a known unit if the reference has none. If answer and reference both have a unit,
-the units must be the same or of the same kind. Between two units of the same kind, the number is
-converted. A word that changes the number (7 million, 7 squared) is not a unit, nor is a letter that
-is a variable (7t). Imports the standard library only.
+An answer may have a known unit even if the reference has no unit. If answer and reference both have
+a unit, the units must be the same or of the same kind. If the units differ but are of the same
+kind, the number is converted. A word that changes the number, as in 7 million or 7 squared, is not
+a unit. A letter that is a variable, as in 7t, is not a unit either. Imports the standard library
+only.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ COUNT = "count"  # kind of countable nouns: 12 ways, 12 students
 
 @dataclass(frozen=True)
 class Quantity:
-    """A value in its notation, and its unit.
+    """A value in the notation of an answer, and the unit of the value.
 
     value: LaTeX, without the unit.
     kind: kind of the unit, such as length^2; None: no unit.
-    size: size of the unit, relative to the first of its kind.
+    size: size of the unit, relative to the unit of the same kind that has size 1.
     """
 
     value: str
@@ -31,7 +32,7 @@ class Quantity:
 
 
 def _table() -> dict[str, tuple[str, Fraction]]:
-    """Returns kind and size of each unit, by name."""
+    """Returns the kind and the size of every unit, by the name of the unit."""
     lines = """
     length 1 m meter meters metre metres
     length 1/100 cm centimeter centimeters centimetre centimetres
@@ -143,8 +144,8 @@ _SEVERAL = re.compile(
 
 
 def quantity(text: str) -> Quantity | None:
-    """Splits an answer into a value and its unit, which may be absent. Returns None if the value is
-    followed by words that are not a unit and change the meaning."""
+    """Splits an answer into a value and a unit. The unit may be absent. Returns None if the words
+    after the value are not a unit and change the meaning of the value."""
     if money := _MONEY.match(text):
         kind = {"€": "euro", "£": "pound"}.get(text[money.start()], "money")
         rest = quantity(text[money.end() :])
@@ -203,8 +204,8 @@ def _of_several(text: str) -> Quantity | None:
 
 
 def _unit(words: str, *, set_as_text: bool) -> tuple[str, Fraction] | None:
-    """Returns kind and size of a unit that is written in words or in symbols. Returns None if the
-    text is not a unit."""
+    """Returns the kind and the size of a unit that is written in words or in symbols. Returns None
+    if the text is not a unit."""
     bare = words.strip()
     if (
         (set_as_text or len(bare) > 1)
@@ -295,8 +296,8 @@ _FACTOR = re.compile(r"([A-Za-z]+)\s*(?:\^?\s*\{?\s*([+-]?\d)\s*\}?)?")
 
 
 def _symbols(text: str) -> tuple[str, Fraction] | None:
-    r"""Returns kind and size of a unit that is written in symbols, such as kg m^2/s or W m^{-2}.
-    Returns None if the text is not a unit."""
+    r"""Returns the kind and the size of a unit that is written in symbols, such as kg m^2/s or W
+    m^{-2}. Returns None if the text is not a unit."""
     text = (
         re.sub(r"\\(?:cdot|times)(?![A-Za-z])|[~*]|\\[,;:! ]", " ", text)
         .replace("\\mu", "u")
@@ -378,8 +379,8 @@ def _countable(singular: tuple[str, ...]) -> bool:
 
 
 def agree(wanted: Quantity, given: Quantity) -> Fraction | None:
-    """Returns the factor by which to multiply the given value before comparing it with the wanted
-    value; None if the units do not agree."""
+    """Returns the factor by which the given value is multiplied before the comparison with the
+    wanted value. Returns None if the units do not agree."""
     if given.kind is None:
         return Fraction(1)
     several = (wanted.kind or "").endswith(" of several"), given.kind.endswith(" of several")

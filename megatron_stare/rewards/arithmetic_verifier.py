@@ -1,4 +1,5 @@
-"""Verifies answers to `data/arithmetic.py`. Runs in reward workers; imports nothing heavy."""
+"""Verifies answers to the problems of `data/arithmetic.py`. Runs in reward workers and imports only
+the standard library."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ _LAST_INTEGER = re.compile(r"\s*(-?)0*([0-9]+)\s*")
 
 
 def verify(response: str, answer: str) -> float:
-    """Returns 1.0 if the response ends in '=' and the integer `answer`, followed by nothing but
-    whitespace; else 0.0.
+    """Returns 1.0 if the response ends in '=' and the integer `answer`, else 0.0. The integer may
+    have leading zeros and whitespace around it.
 
     Raises:
         ValueError: `answer` is not an integer.
@@ -28,8 +29,8 @@ def answer_start(response: str) -> int:
 
 
 def normal_answer(response: str) -> str:
-    """Returns the integer at the end of the response, without leading zeros; "" if the response
-    does not end in '=' and an integer."""
+    """Returns the integer at the end of the response, without leading zeros. Returns "" if the
+    response does not end in '=' and an integer."""
     match = _answer(response)
     return match[1] + match[2] if match else ""
 

@@ -1,5 +1,5 @@
-r"""Verifies multiple-choice answers by the letters of the final answer. Runs in reward workers;
-imports nothing heavy."""
+r"""Verifies multiple-choice answers by comparing the letters of the final answer. Runs in reward
+workers and does not import torch."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ answer_start = final_answer_start
 
 
 def normal_answer(response: str) -> str:
-    """Returns the letters of the final answer in alphabetical order; "" if it names none."""
+    """Returns the letters of the final answer in alphabetical order, or "" if the final answer
+    names no choice."""
     return ",".join(sorted(_letters(final_answer(response) or "") or ()))
 
 
 def _letters(text: str) -> frozenset[str] | None:
-    """Returns the choices that a text names; None if a part of the text names none."""
+    """Returns the choices that a text names. Returns None if a part of the text names no choice."""
     text = without_fonts(text).replace("$", "").strip()
     parts = [_LETTER.fullmatch(plain(part)) for part in _SEPARATOR.split(text)]
     return frozenset(part[1].upper() for part in parts if part) if all(parts) else None

@@ -16,8 +16,8 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """Returns 1.0 if the content of the last box equals the answer after normalisation of both,
-    else 0.0."""
+    """Returns 1.0 if the normalised content of the last box equals the normalised answer, else
+    0.0."""
     given = last_boxed(response)
     return float(given is not None and normalised(given) == normalised(answer))
 
@@ -30,6 +30,6 @@ def answer_start(response: str) -> int:
 
 
 def normal_answer(response: str) -> str:
-    """Returns the normalised content of the last box; "" if the response has no box, or if the last
-    box has no closing brace."""
+    """Returns the normalised content of the last box. Returns "" if the response has no box, or if
+    the last box has no closing brace."""
     return normalised(last_boxed(response) or "")

@@ -3,10 +3,11 @@ reference.
 
 Answer and reference are normalised as in Minerva (Lewkowycz et al., arXiv 2206.14858, appendix
 D.1), with the lists that DAPO (arXiv 2503.14476) published. The normalised texts must be equal,
-character by character. Only the last 300 characters of a response count. The reward is 1 for right
-and 0 for wrong; DAPO uses 1 and -1. Rewards of 1 and 0 give the same advantages as rewards of 1 and
--1. Any addition to the reward, such as the overlong punishment, must be halved (`overlong.factor:
-0.5`). Runs in reward workers.
+character by character. Only the last 300 characters of a response count. The reward is 1 for a
+right answer and 0 for a wrong answer; DAPO uses 1 and -1. Rewards of 1 and 0 give the same
+advantages as rewards of 1 and -1. Because the range of rewards is half of DAPO's range, a term that
+is added to the reward, such as the overlong punishment, must be halved (`overlong.factor: 0.5`).
+Runs in reward workers.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """Returns 1.0 if the text after the last 'Answer:' equals the answer after normalisation of
-    both, else 0.0."""
+    """Returns 1.0 if the normalised text after the last 'Answer:' equals the normalised answer,
+    else 0.0."""
     found = _ANSWER.findall(response[-_SEEN:])
     return float(bool(found) and normalised(found[-1]) == normalised(answer))
 
@@ -90,8 +91,8 @@ def answer_start(response: str) -> int:
 
 
 def normal_answer(response: str) -> str:
-    """Returns the normalised text after the last 'Answer:'; "" if the last 300 characters contain
-    no 'Answer:'."""
+    """Returns the normalised text after the last 'Answer:'. Returns "" if the last 300 characters
+    contain no 'Answer:'."""
     found = _ANSWER.findall(response[-_SEEN:])
     return normalised(found[-1]) if found else ""
 

@@ -1,5 +1,5 @@
-r"""Verifies answers by exact comparison of characters. Runs in reward workers; imports nothing
-heavy."""
+r"""Verifies answers by exact comparison of characters. Runs in reward workers and does not import
+torch."""
 
 from __future__ import annotations
 
@@ -24,5 +24,6 @@ answer_start = final_answer_start
 
 
 def normal_answer(response: str) -> str:
-    """Returns the final answer without spaces at its ends; "" if there is none."""
+    """Returns the final answer without spaces at both ends, or "" if the response has no final
+    answer."""
     return (final_answer(response) or "").strip()

@@ -1,5 +1,5 @@
-"""Finds the final answer of a response: in a box, or in <answer>...</answer>. Imports the standard
-library only."""
+"""Finds the final answer of a response, which is in a box or between <answer> and </answer>.
+Imports the standard library only."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ class Box(NamedTuple):
 
 
 def last_box(text: str) -> Box | None:
-    """Returns the last box of a text, the innermost if boxes are nested; None if there is none.
+    """Returns the last box of a text, or None if the text has no box. If boxes are nested, the
+    innermost box is returned.
 
-    Time is linear in the length of the text, because braces are counted only after the last box.
+    The run time is linear in the length of the text, because braces are counted only from the start
+    of the last box.
     """
     found = None
     for found in _BOX.finditer(text):  # noqa: B007 - the last one is wanted
@@ -50,7 +52,7 @@ def _braced(text: str, start: int) -> str | None:
     r"""Returns the text between the opening brace just before `start` and the matching closing
     brace. Returns None if the matching brace is missing.
 
-    \{ and \} are printed characters and need no partner.
+    The escapes \{ and \} are printed characters and do not count as braces.
     """
     at, depth = start, 1
     while at < len(text):

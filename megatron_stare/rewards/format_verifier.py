@@ -1,8 +1,8 @@
-r"""Grades the form of a response, whether the answer is right or wrong: if the response has
+r"""Grades the form of a response, and ignores whether the answer is right. If the response has
 thoughts, </think> must precede the final answer.
 
-This verifier is meant for a sum of rewards, such as `math + 0.1 * format`. Runs in reward workers;
-imports nothing heavy.
+This verifier is meant for a sum of rewards, such as `math + 0.1 * format`. Runs in reward workers
+and does not import torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Calls a verifier over HTTP. The verifier may run on another machine, be written in another
 language, or use a model as judge.
 
-The reply to POST {"response": ..., "answer": ...} is a number or {"reward": number}. Runs in reward
-workers, whose wall-clock limit (`reward.timeout_s`) covers all attempts for an answer.
+The server receives POST {"response": ..., "answer": ...} and replies with a number or {"reward":
+number}. The module runs in reward workers. The workers' wall-clock limit (`reward.timeout_s`)
+covers all attempts for one answer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from collections.abc import Mapping
 from typing import Any
 
 ATTEMPTS = 5
-"""Attempts to send an answer. A retry follows a failed connection or a status that asks for one."""
+"""Maximum number of attempts to send an answer. A retry follows a failed connection or an HTTP
+status that allows a retry."""
 
 _FIRST_PAUSE_S = 0.1  # wait before the second attempt; doubled before each further one
 _LATER = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -28,7 +30,8 @@ class HttpVerifier:
 
     Args:
         url: http://... or https://...
-        first_pause_s: seconds before the second attempt, doubled before each further one.
+        first_pause_s: pause before the second attempt, seconds. The pause doubles before each
+            further attempt.
     """
 
     def __init__(self, url: str, first_pause_s: float = _FIRST_PAUSE_S) -> None:

@@ -1,5 +1,5 @@
-"""Tests a run's verifier before the run's first step. A user lists answers with their known
-rewards, and a pool of verifier processes judges these answers."""
+"""Tests the verifier of a run before the first step of the run. A user lists answers with their
+known rewards, and a pool of verifier processes judges these answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def read_known_answers(path: str | Path) -> list[tuple[str, str, float]]:
     "answer": ..., "reward": ...}.
 
     Raises:
-        ConfigError: the file cannot be read, is empty, or has an invalid line (file:line).
+        ConfigError: the file cannot be read, is empty, or has an invalid line, which the error
+            names as file:line.
     """
     try:
         lines = Path(path).read_bytes().split(b"\n")
@@ -36,12 +37,13 @@ def read_known_answers(path: str | Path) -> list[tuple[str, str, float]]:
 
 
 def open_pool(verifier: Extension | str, config: Config, workers: int) -> VerifierPool:
-    """Opens a pool whose verifier has been tested on its own known answers. The run's verifier is
-    also tested on the answers in the file `reward.known_answers`.
+    """Opens a pool of verifier processes. Each process tests the verifier on the known answers of
+    the verifier's module. The run's verifier is also tested on the answers in the file
+    `reward.known_answers`.
 
     Raises:
-        ConfigError: as `VerifierPool` and `prove`, or the run cannot provide the verifier's inputs;
-            no process is left running then.
+        ConfigError: for the reasons of `VerifierPool` and `prove`, or because the run cannot
+            provide the verifier's inputs. No process is left running after an error.
     """
     verifier, reward = Extension.read(verifier), config.reward
     pool = VerifierPool(verifier, workers, reward.timeout_s)
@@ -76,10 +78,12 @@ def _check_given(pool: VerifierPool, verifier: Extension, config: Config) -> Non
 
 
 def prove(pool: VerifierPool, path: str | Path) -> None:
-    """Makes the pool judge the answers of a file. The pool's time limit applies to each answer.
+    """Checks a pool's rewards for the known answers in a file. The pool's time limit applies to
+    each answer.
 
     Raises:
-        ConfigError: as `read_known_answers`, or a verdict is missing or differs from the file.
+        ConfigError: for the reasons of `read_known_answers`, or because a reward is missing or
+            differs from the reward in the file.
     """
     known = read_known_answers(path)
     verdicts = pool.verify([(response, answer) for response, answer, _ in known])

@@ -1,10 +1,11 @@
-r"""Verifies mathematical answers: compares the last box of a response with the reference, using
+r"""Verifies mathematical answers by comparing the last box of a response with the reference, using
 math-verify.
 
-Strict about where the answer is: an answer outside a box earns nothing, so that a policy gains
-nothing by listing guesses. Lenient about notation: 1/2, 0.5 and \frac{1}{2} are equal. This module
-handles the notations that math-verify reads wrongly, before it calls math-verify (see
-`rewards/answer_text.py`). Runs in reward workers; no torch.
+The verifier is strict about the place of the answer. An answer outside a box earns nothing, so a
+policy gains nothing by listing guesses. The verifier is lenient about notation: 1/2, 0.5 and
+\frac{1}{2} are equal. Before this module calls math-verify, it handles the notations that
+math-verify reads wrongly (see `rewards/answer_text.py`). Runs in reward workers and does not import
+torch.
 """
 
 from __future__ import annotations
@@ -64,17 +65,17 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
     (r"\boxed{7\text{ million}}", "7", 0.0),
     (r"\boxed{0.\overline{3}}", r"\frac{1}{3}", 1.0),
 )
-"""(response, reference, reward) that every worker grades when it starts. math-verify reports its
-own failures, such as a wrong parser version, as "not equal", which would look like a policy that
-never learns."""
+"""Triples (response, reference, reward) that every worker grades when it starts. math-verify
+reports its own failures, such as a wrong parser version, as "not equal". Without this test, such a
+failure would look like a policy that never learns."""
 
 
 def verify(response: str, answer: str) -> float:
     r"""Returns 1.0 if the content of the response's last box equals `answer`, else 0.0.
 
-    This function sets no time limit. math-verify's own limit uses signal.alarm, which raises
-    outside the main thread, so that every answer would be graded wrong. The reward pool's
-    wall-clock limit bounds the call.
+    This function sets no time limit. math-verify's own time limit uses signal.alarm. Outside the
+    main thread, signal.alarm raises an error and every answer would be graded wrong. The reward
+    pool's wall-clock limit bounds the call.
     """
     given, wanted = last_boxed(response), last_boxed(answer) or answer
     return float(given is not None and equal(wanted, given))
@@ -92,8 +93,8 @@ def equal(wanted: str, given: str) -> bool:
 
 
 def _same(wanted: str, given: str, deeper: int) -> bool:
-    """Compares two LaTeX answers as `equal` does; `deeper` bounds the depth to which they are
-    split."""
+    """Compares two LaTeX answers in the same way as `equal`. `deeper` is the number of levels to
+    which the answers may still be split into parts."""
     in_words = r"\text" in wanted
     written = wanted, given  # still with the currency signs that `bare` removes
     wanted, given = answer_text.bare(wanted), answer_text.bare(given)
@@ -124,8 +125,8 @@ def _same(wanted: str, given: str, deeper: int) -> bool:
 
 
 def _in_parts(wanted: str, given: str, deeper: int) -> bool | None:
-    """Compares lists, unions, sets, tuples, intervals and equations part by part. Returns whether
-    the answers are equal; None if neither answer has parts."""
+    """Compares lists, unions, sets, tuples, intervals and equations part by part. Returns True if
+    the answers are equal, False if they differ, and None if neither answer has parts."""
 
     def same(one: str, other: str) -> bool:
         return _same(one, other, deeper - 1)
@@ -183,7 +184,7 @@ def _same_tuples(
 
 
 def _matched(wanted: list[str], given: list[str], same: Callable[[str, str], bool]) -> bool:
-    """Compares two lists regardless of order, respecting duplicates."""
+    """Compares two lists in any order. An entry must occur equally often in both lists."""
     if len(wanted) != len(given) or len(wanted) > _LONGEST_LIST:
         return False
     left = list(given)
@@ -196,9 +197,9 @@ def _matched(wanted: list[str], given: list[str], same: Callable[[str, str], boo
 
 
 def _of_equations(wanted: str, given: str, same: Callable[[str, str], bool]) -> bool | None:
-    """Compares answers of which at least one is an equation. Returns None if neither answer is an
-    equation. Returns None also if both answers are equations and at least one equation does not
-    assign a value to a name."""
+    """Compares two answers if at least one of them is an equation. Returns None if neither answer
+    is an equation. Also returns None if both answers are equations and at least one equation does
+    not assign a value to a name."""
     first, second = answer_parts.sides(wanted), answer_parts.sides(given)
     if len(first) == len(second) == 1:
         return None
@@ -213,8 +214,8 @@ def _of_equations(wanted: str, given: str, same: Callable[[str, str], bool]) -> 
 
 
 def _named(sides: list[str], same: Callable[[str, str], bool]) -> tuple[str, str] | None:
-    """Returns the name and value that an equation defines, as in x = 5 and 5 = x, and in x = 2 + 3
-    = 5 if the values are equal.
+    """Returns the name and the value that an equation such as x = 5 or 5 = x defines. In a chain
+    such as x = 2 + 3 = 5, all values after the name must be equal.
 
     Returns None if the sides do not define a name's value.
     """
@@ -232,7 +233,8 @@ def _same_value(wanted: str, given: str, *written: str) -> bool:
     """Compares two single values with their units.
 
     Args:
-        written: both answers before their decoration was removed; omitted if they had none.
+        written: both answers before their decoration was removed. `written` is omitted if neither
+            answer had decoration.
     """
     bare = [re.sub(r"\s*\\?%\s*$", "", text) for text in (wanted, given)]
     percents = [text != rest for text, rest in zip((wanted, given), bare, strict=True)]
@@ -269,25 +271,26 @@ def _same_value(wanted: str, given: str, *written: str) -> bool:
 
 
 def _dollar(text: str) -> str:
-    r"""Removes all dollar signs of an amount but the leading \$: \$5$ becomes \$5."""
+    r"""Removes all dollar signs from an amount except the leading \$. For example, \$5$ becomes
+    \$5."""
     return rf"\${text[2:].strip('$ ')}" if text.startswith(r"\$") else text
 
 
 def _sum(found: re.Match[str]) -> str:
-    """Rewrites a mixed number as a sum: 3 1/2 as 3 + 1/2."""
+    """Rewrites a mixed number as a sum, such as 3 1/2 as 3 + 1/2."""
     whole, part = (each for each in found.groups() if each)
     return f"({whole}+{part})"
 
 
 def _apart(text: str) -> bool:
-    """Returns True if a text must not be read as a number: it has separate groups of digits, as in
-    3 4, or words that are not a unit."""
+    """Returns True if a text must not be read as a number, because the text has separate groups of
+    digits, as in 3 4, or words that are not a unit."""
     return bool(_WORDS.search(text)) or _spaced(text)
 
 
 def _spaced(text: str) -> bool:
-    """Returns True if a space separates digits, as in 3 4, unless it groups thousands or precedes a
-    fraction."""
+    """Returns True if a space separates digits, as in 3 4. A space between thousands or before a
+    fraction does not count."""
     spaced = _SPACED.search(_MIXED.sub(_sum, text))
     return spaced is not None and not re.fullmatch(r"[-+]?\d{1,3}(?:\s\d{3})+(?:\.\d+)?", text)
 
@@ -301,9 +304,9 @@ def _by_math_verify(wanted: str, given: str) -> bool:
 
 
 def normal_answer(response: str) -> str:
-    """Returns a normal form of the last box's content; "" if the box is empty or missing. A number
-    or a fraction of integers becomes its value, words become lower case, and anything else only
-    loses its decoration."""
+    """Returns a normal form of the last box's content, or "" if the box is empty or missing. A
+    number or a fraction of integers becomes its value. Words become lower case. Any other answer
+    only loses its decoration."""
     given = last_boxed(response)
     if given is None:
         return ""

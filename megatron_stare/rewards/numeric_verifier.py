@@ -1,5 +1,5 @@
-r"""Verifies answers that are one number, within a tolerance. Runs in reward workers; imports
-nothing heavy."""
+r"""Verifies answers that consist of one number, within a tolerance. Runs in reward workers and does
+not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_stare.rewards.answer_text import bare, number, quotient
 from megatron_stare.rewards.final_answer import final_answer, final_answer_start
 
 RELATIVE = 1e-6
-"""Largest relative difference from the reference."""
+"""Largest relative difference between answer and reference at which the answer counts as right."""
 
 KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
     (r"\boxed{0.5}", "1/2", 1.0),
@@ -40,7 +40,8 @@ answer_start = final_answer_start
 
 
 def normal_answer(response: str) -> str:
-    """Returns the final answer as a number in Python's notation; "" if it is not a number."""
+    """Returns the final answer as a number in Python's notation, or "" if the final answer is not a
+    number."""
     value = _value(final_answer(response) or "")
     return "" if value is None else repr(value + 0.0).removesuffix(".0")  # + 0.0 turns -0 into 0
 

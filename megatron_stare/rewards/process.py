@@ -1,13 +1,13 @@
-"""Manages one verifier process and the parent's end of its socket, and defines the message format
-of both ends.
+"""Manages one verifier process and the parent's end of the socket between parent and process.
+Defines the message format of both ends.
 
-`rewards/verifier_pool.py` decides what to send to the process and when to kill it; the process runs
-`rewards/worker.py`. The verifier process is a plain subprocess, because multiprocessing would
-import the parent's __main__ module again. The parent's __main__ module may be a console script, a
-Ray worker or pytest.
+`rewards/verifier_pool.py` decides which messages to send to the process and when to kill the
+process. The process runs `rewards/worker.py`. The verifier process is a plain subprocess, because
+multiprocessing would import the parent's __main__ module again. The parent's __main__ module may be
+a console script, a Ray worker or pytest.
 
-Messages are JSON with a length prefix. The messages are not pickled: a worker's code processes text
-that a model wrote, and the parent must not execute anything that a worker sends back. This module
+Messages are JSON with a length prefix. The messages are not pickled, because the parent must not
+execute anything that a worker sends back. A worker processes text that a model wrote. This module
 imports only the standard library and `registry`, because the worker imports this module too.
 """
 
@@ -31,14 +31,14 @@ _RECEIVE_BYTES = 1 << 16
 
 
 def pack(message: Any) -> bytes:
-    """Serializes one message. The JSON text is ASCII, so that a lone surrogate, which a broken
-    decode leaves and UTF-8 cannot encode, is sent as an escape."""
+    """Serializes one message. The JSON text is ASCII, so that a lone surrogate is sent as an
+    escape. UTF-8 cannot encode a lone surrogate, which a broken decode may leave in a text."""
     body = json.dumps(message).encode("ascii")
     return _LENGTH.pack(len(body)) + body
 
 
 class Unpacker:
-    """Reassembles messages from a stream that may be split anywhere."""
+    """Reassembles messages from a stream of chunks that may end anywhere in a message."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -58,11 +58,12 @@ class Unpacker:
 
 
 class WorkerProcess:
-    """A running worker. `kill` is the only method that blocks: `kill` returns once the kernel has
-    ended the process.
+    """A running worker process. `kill` is the only method that blocks. `kill` returns once the
+    kernel has ended the process.
 
     Args:
-        verifier: as in `make_verifier`; the worker imports it through this process's sys.path.
+        verifier: as in `make_verifier`. The worker imports the verifier through the sys.path of the
+            parent process.
     """
 
     def __init__(self, verifier: Extension) -> None:
@@ -107,7 +108,7 @@ class WorkerProcess:
 
     @property
     def sending(self) -> bool:
-        """True if `flush` has data left to send once the socket is writable."""
+        """Returns True if data is left that `flush` must send once the socket is writable."""
         return bool(self._outgoing)
 
     def fileno(self) -> int:
@@ -115,12 +116,12 @@ class WorkerProcess:
         return self._channel.fileno()
 
     def send(self, message: Any) -> None:
-        """Sends as much as the socket accepts at once; `flush` sends the rest."""
+        """Sends as much of the message as the socket accepts at once. `flush` sends the rest."""
         self._outgoing += pack(message)
         self.flush()
 
     def flush(self) -> None:
-        """Sends as much as the socket accepts."""
+        """Sends as much of the remaining data as the socket accepts."""
         try:
             while self._outgoing:
                 del self._outgoing[: self._channel.send(self._outgoing)]
@@ -131,7 +132,7 @@ class WorkerProcess:
             self._outgoing.clear()
 
     def receive(self) -> tuple[list[Any], bool]:
-        """Returns the messages that have arrived, and whether the worker has ended."""
+        """Returns the messages that have arrived, and True if the worker has ended."""
         messages: list[Any] = []
         try:
             while data := self._channel.recv(_RECEIVE_BYTES):
@@ -143,8 +144,8 @@ class WorkerProcess:
         return messages, True
 
     def kill(self) -> str:
-        """Kills the worker and its children if they still run, and returns how the worker ended.
-        Idempotent."""
+        """Kills the worker and its children if they still run. Returns a text that says how the
+        worker ended. Idempotent."""
         if self._fate is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)

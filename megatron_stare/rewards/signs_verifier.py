@@ -1,4 +1,5 @@
-"""Verifies answers to `data/signs.py`. Runs in reward workers; imports nothing heavy."""
+"""Verifies answers to the problems of `data/signs.py`. Runs in reward workers and imports only the
+standard library."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """Returns 1.0 if the steps after the last 'wait' lead from the first number to the total, else
-    0.0.
+    """Returns 1.0 if the steps after the last 'wait' lead from the problem's first number to the
+    problem's total, else 0.0.
 
     A step is a signed operand, optionally followed by a running total. Every operand must appear
     once, in the problem's order, and nothing else may appear. The running totals are not checked,
@@ -31,7 +32,7 @@ def verify(response: str, answer: str) -> float:
         answer: the problem, such as '33 8 5 2 = 38'.
 
     Raises:
-        ValueError: `answer` is not such a problem.
+        ValueError: `answer` does not have the form of a problem.
     """
     problem = _PROBLEM.fullmatch(answer)
     if not problem:
@@ -46,15 +47,16 @@ def verify(response: str, answer: str) -> float:
 
 def answer_start(response: str) -> int:
     """Returns the position at which the text after the last 'wait' starts, as a character index.
-    Returns -1 if this text contains no steps, or contains anything besides steps. A step is a
-    signed operand with an optional running total."""
+    Returns -1 if the text after the last 'wait' contains no steps, or contains anything besides
+    steps. A step is a signed operand with an optional running total."""
     start, steps = _last_attempt(response)
     return start if steps else -1
 
 
 def _last_attempt(response: str) -> tuple[int, list[str]]:
-    """Returns start and steps of the text after the last 'wait', or of the whole response without a
-    'wait'. The list of steps is empty if the text contains anything but steps."""
+    """Returns the start and the steps of the text after the last 'wait'. If the response has no
+    'wait', the text is the whole response. The list of steps is empty if the text contains anything
+    besides steps."""
     start = response.rfind("wait") + len("wait") if "wait" in response else 0
     start += len(response[start:]) - len(response[start:].lstrip())
     at, steps = start, []

@@ -1,14 +1,15 @@
 r"""Implements STARE's three-way scorer: an answer is right if at least one of three methods accepts
 it.
 
-The answer's region is the text in the last <answer>, or else after the last </thinking> or
-</think>. If the region contains a mark such as 'Final Answer' or 'Conclusion', the region is
-narrowed to the text after the mark, else to the last 300 characters. The three methods of scoring
-are: math-verify reads the region; math-verify reads the last box in the region; the content of this
-box is compared with the reference. For the comparison, the released code (hp-luo/STARE,
+The answer's region is the text in the last <answer>. If there is no <answer>, the region is the
+text after the last </thinking> or </think>. If the region contains a mark such as 'Final Answer' or
+'Conclusion', only the text after the mark counts. In a region without a mark, only the last 300
+characters count. The first method reads the region with math-verify. The second method reads the
+last box in the region with math-verify. The third method compares the content of the last box with
+the reference. For the third method, the released code (hp-luo/STARE,
 verl/utils/reward_score/math_stare.py, lines 32-82 and 212-230) uses mathruler; this module uses
-rewards/math_verifier.py. No box is required: a bare number at the end is an answer. Runs in reward
-workers.
+rewards/math_verifier.py. No box is required, and a bare number at the end counts as an answer. Runs
+in reward workers.
 """
 
 from __future__ import annotations
@@ -49,8 +50,7 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """Returns 1.0 if math-verify or the comparison of boxes accepts the response's answer, else
-    0.0."""
+    """Returns 1.0 if at least one of the three methods accepts the response's answer, else 0.0."""
     region = answer_region(response)
     boxed = last_boxed(region)
     if _read(region, answer):
@@ -59,7 +59,7 @@ def verify(response: str, answer: str) -> float:
 
 
 def answer_region(response: str) -> str:
-    """Returns the part of a response that contains its answer."""
+    """Returns the part of a response that contains the answer."""
     if "<answer>" in response:
         region = response.rpartition("<answer>")[2].partition("</answer>")[0]
     else:
@@ -72,13 +72,13 @@ def answer_region(response: str) -> str:
 
 
 def normal_answer(response: str) -> str:
-    """Returns the normal form of the answer in the region, by math_verifier.normal_answer; "" if
-    the region has no box."""
+    """Returns the normal form that math_verifier.normal_answer gives to the answer's region, or ""
+    if the region has no box."""
     return math_verifier.normal_answer(answer_region(response))
 
 
 def _read(text: str, answer: str) -> bool:
-    """Returns True if math-verify finds the answer in a text."""
+    """Returns True if the answer that math-verify reads in a text equals the reference."""
     found = parse(text, parsing_timeout=None)
     if len(found) < 2:  # success yields an expression and its text; fewer items mean failure
         return False

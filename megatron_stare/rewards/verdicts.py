@@ -1,5 +1,5 @@
-"""Verifies answers as they arrive, in the caller's event loop, with the worker processes of a
-VerifierPool."""
+"""Verifies answers as they arrive. Runs in the caller's event loop and uses the worker processes of
+a VerifierPool."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ EARLY = 32
 
 
 class _Desk:
-    """Connects a pool to one event loop: assigns answers to workers and delivers verdicts, for all
-    current rollouts of the loop.
+    """Connects a pool to one event loop. Assigns answers to workers and delivers verdicts for all
+    current rollouts of the event loop.
 
     Drops an answer once its verdict is delivered.
     """
@@ -45,7 +45,8 @@ class _Desk:
     async def of(
         self, response: str | list[str], answer: str, columns: Mapping[str, Any] | None
     ) -> Verdict:
-        """Waits for the answer's verdict, or raises the pool's error."""
+        """Waits for an answer's verdict and returns the verdict. Raises the pool's error if the
+        pool has failed."""
         if self._error is not None:
             raise self._error
         future = asyncio.get_running_loop().create_future()
@@ -105,8 +106,8 @@ class _Desk:
 
     @contextlib.contextmanager
     def _heard(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        """Context in which messages of workers wake `_serve`. Raises ValueError if the pool is
-        closed."""
+        """Makes messages of workers wake `_serve` during the `with` block. Raises ValueError if the
+        pool is closed."""
         number = self._pool.fileno()
         loop.add_reader(number, self._something.set)
         try:
@@ -116,11 +117,13 @@ class _Desk:
 
 
 class Verdicts:
-    """The answers of one rollout and their verdicts. `async with verdicts(...)` opens and closes a
-    Verdicts.
+    """Holds the answers of one rollout and the verdicts on these answers.
+
+    `async with verdicts(...)` opens and closes a Verdicts.
 
     Args:
-        most_failures: allowed number of this rollout's answers without a reward; None: unlimited.
+        most_failures: number of this rollout's answers that may fail by a timeout or a crash; None:
+            unlimited.
     """
 
     def __init__(self, desk: _Desk, most_failures: int | None) -> None:
@@ -130,7 +133,7 @@ class Verdicts:
 
     @property
     def unfinished(self) -> bool:
-        """True if some answers have no verdict yet."""
+        """Returns True if some answers have no verdict yet."""
         return self._known < self._asked
 
     @property
@@ -141,10 +144,11 @@ class Verdicts:
     async def of(
         self, response: str, answer: str, columns: Mapping[str, Any] | None = None
     ) -> Verdict:
-        """Waits for the answer's verdict, or raises the pool's error.
+        """Waits for an answer's verdict and returns the verdict. Raises the pool's error if the
+        pool has failed.
 
         Raises:
-            TooManyFailuresError: more answers have failed than allowed.
+            TooManyFailuresError: more of the rollout's answers have failed than are allowed.
         """
         self._asked += 1
         verdict = await self._desk.of(response, answer, columns)
@@ -173,8 +177,8 @@ _DESKS: dict[VerifierPool, _Desk] = {}  # by pool, for pools with current rollou
 
 @contextlib.asynccontextmanager
 async def verdicts(pool: VerifierPool, most_failures: int | None = None) -> AsyncIterator[Verdicts]:
-    """Opens a Verdicts for the length of an `async with` block. Several Verdicts may be open at a
-    time, in one event loop.
+    """Opens a Verdicts for the length of an `async with` block. Several Verdicts may be open at the
+    same time in one event loop.
 
     Raises:
         ValueError: the pool is closed.

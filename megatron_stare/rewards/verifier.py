@@ -1,22 +1,25 @@
-"""Defines verifiers and looks them up by the names that a configuration contains. Runs in reward
-workers, so it does not import torch.
+"""Defines verifiers and looks them up by the names that a configuration contains. The module runs
+in reward workers, so it does not import torch.
 
-A verifier is any function `(response text, reference answer) -> reward`. It may be slow, hang or
-raise: `rewards/verifier_pool.py` runs it in a separate process with a time limit.
+A verifier is any function `(response text, reference answer) -> reward`. A verifier is allowed to
+be slow, to hang or to raise, because `rewards/verifier_pool.py` runs the verifier in a separate
+process with a time limit.
 
-The verifier's module may define more:
-- `KNOWN_ANSWERS`: triples (response, answer, reward) that every worker grades before anything else.
-- `self_test() -> list of faults`: a test of behaviour that triples cannot express.
-- `answer_start(response) -> int`: the character where the answer begins according to the verifier's
-  parser; -1 if there is no answer in the right format.
-- `normal_answer(response) -> str`: a normal form of the answer; "" if there is no answer. Answers
-  that differ only in notation have the same normal form, which can serve as a reference. Majority
-  votes compare normal forms (docs/evaluation.md).
+The verifier's module may also define:
+- `KNOWN_ANSWERS`: triples (response, answer, reward) that every worker grades before any other
+  answer.
+- `self_test() -> list of faults`: a test of behaviour that `KNOWN_ANSWERS` cannot express.
+- `answer_start(response) -> int`: the index of the character where the verifier's parser finds the
+  start of the answer, or -1 if the response has no answer in the right format.
+- `normal_answer(response) -> str`: a normal form of the response's answer, or "" if the response
+  has no answer. Answers that differ only in notation have the same normal form. A normal form can
+  serve as a reference answer. Majority votes compare normal forms (docs/evaluation.md).
 
-Keyword-only parameters of the function are its settings: `{name: my_pkg.verify, tolerance: 0.1}` in
-YAML. The run itself sets two parameters. A keyword-only `columns` is a dict of the row's columns
-that `data.columns` names. A first parameter called `responses` is a list of all responses to a
-prompt, for which the function returns a list of rewards.
+The function's keyword-only parameters are its settings. An example in YAML with one setting is
+`{name: my_pkg.verify, tolerance: 0.1}`. The run itself sets two of the function's parameters. A
+keyword-only parameter `columns` receives a dict of the data row's columns that `data.columns`
+names. A first parameter called `responses` receives a list of all responses to a prompt, and the
+function then returns a list of rewards.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ Verifier = Callable[..., Any]
 AnswerStart = Callable[[str], int]
 NormalAnswer = Callable[[str], str]
 KnownAnswer = tuple[Any, ...]
-"""(response, answer, reward), maybe with columns; for groups, lists of responses and rewards."""
+"""A tuple (response, answer, reward) or (response, answer, reward, columns). For a verifier of
+groups, response and reward are lists."""
 
 VERIFIERS = {
     "arithmetic": "megatron_stare.rewards.arithmetic_verifier.verify",
@@ -60,7 +64,7 @@ _TERM = re.compile(r"(?:([+-]?(?:\d+\.?\d*|\.\d+))\s+\*\s+)?(\S+)")
 
 @dataclass(frozen=True)
 class Asked:
-    """Inputs, besides response and answer, that a verifier's parameters ask for.
+    """Inputs that a verifier's parameters ask for, in addition to response and answer.
 
     groups: the verifier receives all responses to a prompt at once.
     columns: the verifier accepts columns of the prompt's data row.
@@ -73,11 +77,13 @@ class Asked:
 
 
 class WeightedSum:
-    """A verifier whose reward is a weighted sum of others' rewards, such as 'math + 0.1 * format'.
+    """A verifier whose reward is a weighted sum of the rewards of other verifiers, such as 'math +
+    0.1 * format'.
 
     Args:
-        terms: weights and verifiers. `answer_start` and `normal_answer` are taken from the first
-            verifier that has them.
+        terms: weights and verifiers. The sum takes `answer_start` from the first verifier that has
+            an `answer_start`, and `normal_answer` from the first verifier that has a
+            `normal_answer`.
     """
 
     def __init__(self, terms: Sequence[tuple[float, Verifier]]) -> None:
@@ -121,13 +127,14 @@ def rewards_of(
     answer: str,
     columns: Mapping[str, Any] | None = None,
 ) -> list[Any]:
-    """Calls a verifier, in the way its parameters require, on responses to one prompt.
+    """Calls a verifier on the responses to one prompt, with the inputs that the verifier's
+    parameters require.
 
     Returns:
         The reward of each response, as the verifier returned it.
 
     Raises:
-        ValueError: a verifier of groups returned a different number of rewards.
+        ValueError: a verifier of groups returned more or fewer rewards than there are responses.
     """
     if isinstance(verify, WeightedSum):
         parts = [
@@ -146,8 +153,8 @@ def rewards_of(
 
 
 def make_verifier(verifier: Extension | str) -> Verifier:
-    """Makes the verifier that a name refers to, with its settings. Tests the verifier on the known
-    answers of the verifier's module, if the module has known answers.
+    """Makes the verifier that a name refers to, with the verifier's settings. Tests the verifier on
+    the known answers of the verifier's module, if the module has known answers.
 
     Args:
         verifier: one of VERIFIERS, the dotted path of a function, 'file.py:function', the URL of a
@@ -155,8 +162,8 @@ def make_verifier(verifier: Extension | str) -> Verifier:
             with spaces around + and *.
 
     Raises:
-        ConfigError: unknown name or setting (with a suggestion), a module that does not import, not
-            a function, or a verifier that grades known answers wrong on this machine.
+        ConfigError: the name or a setting is unknown, the module cannot be imported, the name does
+            not refer to a function, or the verifier grades known answers wrong on this machine.
     """
     verifier = Extension.read(verifier)
     name = verifier.name
@@ -182,14 +189,14 @@ def make_verifier(verifier: Extension | str) -> Verifier:
 
 
 def answer_start_of(verify: Verifier) -> AnswerStart | None:
-    """Returns the `answer_start` function of the verifier or its module; None if neither has
-    one."""
+    """Returns the `answer_start` function of the verifier or of the verifier's module. Returns None
+    if neither verifier nor module has this function."""
     return getattr(verify, "answer_start", None) or getattr(_module(verify), "answer_start", None)
 
 
 def normal_answer_of(verify: Verifier) -> NormalAnswer | None:
-    """Returns the `normal_answer` function of the verifier or its module; None if neither has
-    one."""
+    """Returns the `normal_answer` function of the verifier or of the verifier's module. Returns
+    None if neither verifier nor module has this function."""
     return getattr(verify, "normal_answer", None) or getattr(_module(verify), "normal_answer", None)
 
 

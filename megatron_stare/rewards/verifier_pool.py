@@ -1,9 +1,9 @@
 """Judges answers in worker processes that may hang, crash or be killed without harm to the run.
 
-A caller passes answers all at once (`verify`) or as they arrive (`verdicts.py`) and receives one
-Verdict for each. Workers are independent processes (`rewards/process.py`) that judge one answer
-after the other and reply over a socket. The pool keeps a deadline for each worker's current answer.
-Imports no torch, so it can run in any process.
+A caller passes answers all at once (`verify`) or as they arrive (`verdicts.py`), and receives one
+Verdict for each answer. Workers are independent processes (`rewards/process.py`) that judge one
+answer after the other and reply over a socket. The pool keeps a deadline for each worker's current
+answer. The module does not import torch, so it can run in any process.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ _KILLED = f"was killed by {signal.SIGKILL.name}"  # see WorkerProcess.kill
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome for one answer. If there is no reward, `reward` is None and `detail` is the reason.
+    """Outcome of judging one answer. If there is no reward, `reward` is None and `detail` states
+    the reason.
 
     An answer whose verifier exceeds its time limit counts as wrong (reward 0), so that a policy
-    gains nothing by answers that hang. If the verifier is a server, the server rather than the
-    answer may have caused the delay. An answer whose delay a server may have caused gets no reward.
+    gains nothing by answers that hang. An answer gets no reward if its verifier is a server that
+    exceeds the time limit, because the server may have caused the delay.
 
-    `answer_at` is the character where the answer begins: -1 if the response has no answer in the
-    right format, None if the verifier does not report the position. `answer` is the normal form of
-    the response's answer (rewards/verifier.py): "" if the response has no answer, None if the
-    verifier does not report normal forms.
+    `answer_at` is the index of the character where the answer begins. If the response has no answer
+    in the right format, `answer_at` is -1. If the verifier does not report the position,
+    `answer_at` is None. `answer` is the normal form of the response's answer (rewards/verifier.py),
+    or "" if the response has no answer. If the verifier does not report normal forms, `answer` is
+    None.
     """
 
     reward: float | None
@@ -67,13 +69,14 @@ class _Slot:
 
 
 Asked = tuple[str | list[str], str, Mapping[str, Any] | None]
-"""A response or a group, the reference answer, and columns of the row."""
+"""One item to judge: a response or a group of responses, the reference answer, and columns of the
+data row."""
 
 
 @dataclass
 class Answers:
-    """The answers of one caller, the queue of answers that are not sent yet, and the verdicts that
-    are known so far."""
+    """Holds the answers of one caller, the queue of answers that are not sent yet, and the verdicts
+    that are known so far."""
 
     texts: dict[int, Asked] = field(default_factory=dict)
     queue: deque[int] = field(default_factory=deque)
@@ -87,7 +90,8 @@ class Answers:
     def add(
         self, response: str | list[str], answer: str, columns: Mapping[str, Any] | None = None
     ) -> int:
-        """Adds an answer, or a group that is judged as one. Returns its number."""
+        """Adds one item: an answer, or a group of responses that is judged as a whole. Returns the
+        number of the item."""
         number, self.added = self.added, self.added + 1
         self.texts[number] = response, answer, columns
         self.queue.append(number)
@@ -110,11 +114,12 @@ class Answers:
 
 
 class TooManyFailuresError(Exception):
-    """More answers failed verification than the caller allows.
+    """Raised if more answers failed verification than the caller allows.
 
     Args:
-        failed: their verdicts, in order of failure.
-        known: number of answers with a verdict of any kind; the others were not awaited.
+        failed: verdicts of the failed answers, in order of failure.
+        known: number of answers with a verdict of any kind. The pool did not wait for the other
+            answers.
     """
 
     def __init__(self, failed: Sequence[Verdict], known: int) -> None:
@@ -133,7 +138,7 @@ class VerifierPool:
             towards the limit.
 
     Raises:
-        ConfigError: the verifier cannot be loaded, or not within 60 seconds.
+        ConfigError: the verifier cannot be loaded, or does not load within 60 seconds.
     """
 
     def __init__(self, verifier: Extension | str, workers: int, timeout_s: float) -> None:
@@ -158,29 +163,29 @@ class VerifierPool:
 
     @property
     def pids(self) -> list[int]:
-        """Current process ids of the workers; a worker that replaces a killed one has another
-        id."""
+        """Returns the current process ids of the workers. A worker that replaces a killed worker
+        has another id."""
         return [slot.process.pid for slot in self._slots]
 
     def verify(
         self, texts: Sequence[tuple[str, str] | Asked], most_failures: int | None = None
     ) -> list[Verdict]:
-        """Returns one Verdict for each (response, answer), or (response, answer, columns), in
-        order.
+        """Returns one Verdict for each element of `texts`, in order. An element is (response,
+        answer) or (response, answer, columns).
 
         Waits for the workers, at most `timeout_s` for each answer. An answer that hangs or crashes
-        its worker does not affect others. If the worker is killed (SIGKILL), its answer is judged
-        once more by another worker.
+        its worker does not affect other answers. If a worker is killed by SIGKILL, another worker
+        judges the killed worker's answer once more.
 
         An exception, including Ctrl-C, closes the pool, because workers may still be judging
         answers that nobody waits for.
 
         Args:
-            most_failures: allowed number of answers without a reward; one more ends the wait. None:
-                unlimited.
+            most_failures: number of answers that may fail by a timeout or a crash; None: unlimited.
+                The wait ends when one more answer fails.
 
         Raises:
-            TooManyFailuresError: more answers failed than allowed.
+            TooManyFailuresError: more answers failed than `most_failures`.
             ConfigError: a worker could not be restarted.
             ValueError: the pool is closed.
         """
@@ -202,7 +207,7 @@ class VerifierPool:
                 process only what has already happened.
 
         Raises:
-            As `verify`; an exception, including Ctrl-C, closes the pool.
+            The same exceptions as `verify`. Any exception, including Ctrl-C, closes the pool.
         """
         if self._closed:
             raise ValueError("the reward pool is closed")
@@ -220,15 +225,15 @@ class VerifierPool:
             raise
 
     def fileno(self) -> int:
-        """Returns a file descriptor that is readable when `turn` has something to do, for event
-        loops. Raises ValueError if the pool is closed."""
+        """Returns a file descriptor for event loops, which is readable when `turn` has something to
+        do. Raises ValueError if the pool is closed."""
         if self._closed:
             raise ValueError("the reward pool is closed")
         return self._selector.fileno()
 
     def seconds_left(self) -> float | None:
-        """Returns the seconds until the first worker exceeds its time limit; None if no worker is
-        busy. The caller must call `turn` after this time."""
+        """Returns the seconds until the first worker exceeds its time limit, or None if no worker
+        is busy. The caller must call `turn` after this time."""
         deadline = min((slot.deadline for slot in self._slots), default=math.inf)
         return None if deadline == math.inf else max(0.0, deadline - time.monotonic())
 
@@ -247,8 +252,8 @@ class VerifierPool:
         self.close()
 
     def _hand_out(self, answers: Answers) -> None:
-        """Sends every idle worker some of the remaining answers. The fewer answers remain, the
-        fewer are sent to each worker, so that no worker finishes much later than the others."""
+        """Sends every idle worker some of the remaining answers. If few answers remain, a worker
+        gets few answers at a time, so that no worker finishes much later than the others."""
         for slot in self._slots:
             if not answers.queue:
                 return
@@ -264,8 +269,8 @@ class VerifierPool:
             slot.process.send([answers.texts[item] for item in slot.items])
 
     def _advance(self, answers: Answers, wait: bool = True) -> None:
-        """Waits until a worker sends a message, ends or exceeds its time limit, and handles
-        that."""
+        """Waits until a worker sends a message, ends or exceeds its time limit. Then handles this
+        event."""
         now = time.monotonic()
         for slot in self._slots:
             self._watch(slot)
@@ -353,8 +358,8 @@ class VerifierPool:
         return WorkerProcess(self._verifier), time.monotonic() + _START_LIMIT_S
 
     def _watch(self, slot: _Slot) -> None:
-        """Registers the selector events to wait for; makes no system call if nothing has
-        changed."""
+        """Registers the selector events that the pool waits for. Makes no system call if the events
+        have not changed."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if slot.process.sending else 0)
         if slot.process.fileno() in self._selector.get_map():
             self._selector.modify(slot.process, events)

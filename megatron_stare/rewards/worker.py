@@ -1,11 +1,12 @@
-"""The verifier process: `python -m megatron_stare.rewards.worker <verifier> <fd>`, started by
-`rewards/process.py`.
+"""Program of the verifier process, which `rewards/process.py` starts with the command
+`python -m megatron_stare.rewards.worker <verifier> <fd>`.
 
 Reads lists of [response, answer, columns] from the socket `fd`. Writes one message per answer, in
-order, as soon as the answer is judged. If an item has a list of responses in place of the response,
-the item is a group. The worker answers a group with one message, which is a list of messages. The
-first message is {"ready": {...}} with the inputs that the verifier needs, or {"failed": {...}}.
-Every later message is {"reward": x, "answer_at": n, "answer": text} or {"error": text}.
+order, as soon as the answer is judged. If an item contains a list of responses instead of one
+response, the item is a group. The worker answers a group with one message, which is a list of
+messages. The worker's first message is {"ready": {...}} with the inputs that the verifier needs, or
+{"failed": {...}} if the verifier cannot be loaded. Every later message is {"reward": x,
+"answer_at": n, "answer": text} or {"error": text}.
 
 The verifier runs in the main thread, where signal handlers work. A second thread does nothing but
 read the parent's messages. When the parent is gone, the stream ends and the second thread kills
@@ -53,7 +54,7 @@ _DETAIL_CHARACTERS = 500
 
 
 def main(verifier: str, fd: int) -> None:
-    """Serves until the parent closes its end of the socket `fd`."""
+    """Judges answers until the parent closes its end of the socket `fd`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     # A send fails once the parent is gone, shortly before the reading thread ends the process.
     with (
@@ -95,8 +96,9 @@ def judge(
     """Judges responses to one prompt.
 
     Returns:
-        For each response, {"reward": a finite float, "answer_at" and "answer": see
-        `verifier_pool.Verdict`}, or {"error": why there is no reward}.
+        One dict for each response. The dict has the keys "reward", "answer_at" and "answer", or the
+        key "error". The reward is a finite float. `verifier_pool.Verdict` explains "answer_at" and
+        "answer". The error states why there is no reward.
     """
     try:
         at = [None if answer_start is None else int(answer_start(each)) for each in responses]
@@ -122,13 +124,13 @@ def _message(reward: Any, answer_at: int | None, answer: str | None) -> dict[str
 
 
 def users_line(error: BaseException) -> str:
-    """Returns '(file:line, in function)' for the user's code that raised; '' if no such code was
-    running.
+    """Returns '(file:line, in function)' for the line of the user's code that raised an error.
+    Returns '' if no code outside this project was running.
 
     The line is taken from the traceback's innermost frame outside this project and outside
-    installed libraries. If json raises an error, for example, a user looks for the line of the
-    user's code that passed invalid text to json, not for a line inside json. If the verifier itself
-    is an installed library, the line is taken from the outermost frame outside this project.
+    installed libraries. If json raises an error, for example, the user needs the line that passed
+    invalid text to json, not a line inside json. If the verifier itself is an installed library,
+    the line is taken from the outermost frame outside this project.
     """
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OURS)

@@ -1,5 +1,5 @@
-"""Samples responses: rollout engines, the state of their weights, sampling noise, and the path from
-prompts to batches."""
+"""Samples responses. Contains the rollout engines, the state of the engines' weights, the sampling
+noise, and the path from prompts to batches."""
 
 from megatron_stare.process.vector_maths import settle
 

@@ -1,1 +1,1 @@
-"""Agreement between the log-probs of engine and trainer, and the limits on their difference."""
+"""Compares the log-probs of engine and trainer, and sets limits on the differences."""

@@ -2,9 +2,9 @@
 they differ too much. Pure.
 
 There are two comparisons. The rollout comparison covers the sampled tokens of every rollout, at the
-run's temperature. The canary comparison follows every weight sync and covers the canary, a fixed
-set of sequences, at temperature 1. The cause of a difference is inferred from the differences that
-only the rollout comparison or only the canary comparison shows. The ranks that hold the trainer's
+run's temperature. The canary comparison runs after every weight sync, at temperature 1. The canary
+is a fixed set of sequences. The likely cause is inferred from which of the two comparisons shows a
+difference, and from the positions of the differing tokens. The ranks that hold the trainer's
 log-probs compute the differences (megatron/step/differences.py); this module judges the
 differences.
 """
@@ -105,11 +105,12 @@ class AgreementError(UserError):
 
 
 def agreement_metrics(difference: LogProbDifference, step: int) -> dict[str, float]:
-    """Returns metrics of the differences' sizes: mean, quantiles, means over likely and unlikely
-    tokens, and maxima by position and by weight age in steps.
+    """Returns metrics that describe the sizes of the differences. The metrics are the mean, the
+    maximum, the quantiles, the means over likely and over unlikely tokens, and the maxima by
+    position and by weight age in steps.
 
     Args:
-        step: step of the rollout; tokens of the weights just before it have age 1.
+        step: step of the rollout. Tokens that the weights of the previous step sampled have age 1.
     """
     if not difference.everywhere.tokens:
         return {}
@@ -124,9 +125,9 @@ def agreement_metrics(difference: LogProbDifference, step: int) -> dict[str, flo
 
 
 def _by_likelihood(prefix: str, differences: Sequence[LogProbDifference]) -> dict[str, float]:
-    """Computes the mean difference of every element of `differences`, over likely and over unlikely
-    tokens. Returns the largest mean for likely tokens and the largest for unlikely tokens. A kind
-    of token that does not occur is left out."""
+    """Computes, for every element of `differences`, the mean over likely tokens and the mean over
+    unlikely tokens. Returns the largest mean for likely tokens and the largest for unlikely tokens.
+    The mean over likely or unlikely tokens is left out if there are no such tokens."""
     found = {}
     for name in ("likely", "unlikely"):
         parts: list[Sizes] = [getattr(difference, name) for difference in differences]
@@ -141,8 +142,8 @@ def _nan_first(value: float) -> tuple[bool, float]:
 
 
 def canary_batch(sequences: Sequence[Sequence[int]]) -> RolloutBatch:
-    """Makes a batch of the canary's token ids; see canary.py. Every token of a sequence but the
-    first counts as its response."""
+    """Makes a batch of the canary's token ids; see canary.py. Every token of a sequence except the
+    first counts as part of the sequence's response."""
     lengths = torch.tensor([len(tokens) for tokens in sequences], dtype=torch.int64)
     responses, count = lengths - 1, len(sequences)
     total = int(responses.sum())
@@ -165,11 +166,11 @@ def canary_batch(sequences: Sequence[Sequence[int]]) -> RolloutBatch:
 def canary_verdict(
     differences: Sequence[LogProbDifference], limits: Limits, engines: Sequence[int] | None = None
 ) -> str | None:
-    """Names the likely cause of the canary's differences; None if engines and trainer agree.
-    `differences` has one element per engine.
+    """Names the likely cause of the canary's differences. Returns None if engines and trainer
+    agree. `differences` has one element per engine.
 
     Args:
-        engines: number of each engine; None: 0, 1, and so on.
+        engines: number of each engine; None: the engines have the numbers 0, 1, and so on.
     """
     wrong = [i for i, difference in enumerate(differences) if limits.canary_passed(difference)]
     if not wrong:
@@ -202,8 +203,9 @@ def rollout_verdict(
     """Names the likely cause if the log-probs of sampled tokens differ although the canary agrees.
 
     Args:
-        sampled: difference from the trainer at the run's temperature.
-        unscaled: difference of the same tokens from the trainer at temperature 1.
+        sampled: differences between engine and trainer, with the trainer's log-probs at the run's
+            temperature.
+        unscaled: differences for the same tokens, with the trainer's log-probs at temperature 1.
     """
     everywhere, first = limits.size(sampled.everywhere), limits.size(_first_position(sampled))
     if (
@@ -251,7 +253,8 @@ def require_agreement(what: str, passed: str, verdict: str, where: str) -> None:
 
 
 def summary(differences: Sequence[LogProbDifference]) -> dict[str, float]:
-    """Returns the canary's metrics: the largest difference of any engine, the largest of the
-    engines' mean differences over likely tokens, and the largest over unlikely tokens."""
+    """Returns the canary's metrics. One metric is the largest difference of any engine. The other
+    two metrics are the largest mean difference of any engine over likely tokens, and the largest
+    mean difference of any engine over unlikely tokens."""
     largest = max((d.largest for d in differences), default=0.0, key=_nan_first)
     return {"agreement/canary_max": largest, **_by_likelihood("agreement/canary_", differences)}

@@ -1,8 +1,9 @@
-"""Sets limits on the difference between the log-probs of engine and trainer, by compute dtype.
-Pure.
+"""Sets limits on the difference between the log-probs of engine and trainer, for each compute
+dtype. Pure.
 
-In float32 the limit applies to the token that differs most. In 16 bits limits apply to the mean and
-high quantiles, and to the growth of the mean over a run (observability/metrics/rules.py).
+In float32, a limit applies to the token whose log-probs differ most. In 16-bit dtypes, limits apply
+to the mean, to high quantiles, and to the growth of the mean over a run
+(observability/metrics/rules.py).
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _AGREES = 0.1
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest differences at which a run continues, nats; None: unlimited.
+    """Largest differences, in nats, at which a run continues. None means unlimited.
 
-    largest: limit for a single token. The limit has a default in float32 only. In float32 the
-        differences that rounding alone makes are three orders of magnitude smaller than the
-        differences that any fault makes. In 16 bits the engine's and the trainer's log-probs of
+    largest: limit for a single token. Only float32 has a default for this limit. In float32,
+        rounding alone causes differences that are three orders of magnitude smaller than the
+        differences that any fault causes. In 16 bits the engine's and the trainer's log-probs of
         single tokens differ by tenths of a nat to several nats without any fault.
     bounds: limits on the mean and on high quantiles of the differences, by name; empty in float32.
     trend: limit on the growth of the mean difference over a run.
@@ -50,8 +51,8 @@ class Limits:
 
     @classmethod
     def of(cls, config: Config) -> Limits:
-        """Returns the configured limits, or else the defaults of the coarser of the trainer's and
-        engines' dtypes."""
+        """Returns the configured limits. A limit that is not configured takes its default from the
+        dtype of the trainer or of the engines, whichever is coarser."""
         asked, own = config.agreement, config.sglang.agreement_limit
         dtypes = {config.model.dtype, config.sglang.dtype or config.model.dtype}
         coarsest = next((dtype for dtype in BOUNDS if dtype in dtypes), None)
@@ -69,15 +70,15 @@ class Limits:
         return bool(self.bounds)
 
     def passed(self, difference: LogProbDifference) -> str:
-        """Describes the limits that the differences of sampled tokens exceed; "" if no limit is
-        exceeded."""
+        """Describes the limits that the differences of sampled tokens exceed. Returns "" if no
+        limit is exceeded."""
         found = {"mean": difference.everywhere.mean, **difference.quantiles}
         return self._words(difference.largest, {name: found[name] for name in self.bounds})
 
     def canary_passed(self, difference: LogProbDifference) -> str:
-        """Describes the limits that a canary's differences exceed; "" if no limit is exceeded. A
-        canary has too few tokens for quantiles. In 16 bits the mean difference of the canary's
-        likely tokens is judged instead."""
+        """Describes the limits that a canary's differences exceed. Returns "" if no limit is
+        exceeded. A canary has too few tokens for quantiles. In 16 bits the mean difference of the
+        canary's likely tokens is judged instead."""
         judged = (
             difference.likely
             if difference.likely.tokens >= ENOUGH_LIKELY
@@ -102,16 +103,16 @@ class Limits:
         return " and ".join(over)
 
     def size(self, part: Sizes) -> float:
-        """Returns the difference, in nats, by which a subset of tokens is judged: in 16 bits the
-        mean difference, in float32 the largest difference. NaN is ignored."""
+        """Returns the difference, in nats, by which a subset of tokens is judged. The returned
+        difference is the mean in 16 bits and the largest in float32. NaN is ignored."""
         return part.mean_number if self.in_16_bits else part.largest_number
 
     @property
     def same(self) -> float:
-        """Log-probs count as equal if their `size` is at most this value. The value is used to
-        infer the cause of a difference. In float32 the value is a tenth of the limit for a single
-        token. In 16 bits rounding makes up a large share of the limit on the mean, so the value is
-        the whole limit on the mean."""
+        """Value of `size` up to which log-probs count as equal when the cause of a difference is
+        inferred. In float32 the value is a tenth of the limit for a single token. In 16 bits
+        rounding makes up a large share of the limit on the mean, so the value is the whole limit on
+        the mean."""
         return self.wrong if self.in_16_bits else _AGREES * self.wrong
 
     @property

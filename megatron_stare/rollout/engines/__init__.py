@@ -1,1 +1,2 @@
-"""Engines: the interface, the in-process engine, SGLang's servers, and their replicas."""
+"""Contains the engine interface, the in-process engine, the engine on SGLang servers, and engine
+replicas."""

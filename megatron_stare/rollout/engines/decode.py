@@ -1,12 +1,12 @@
-"""Decodes one batch of requests with a transformers model: prefill, then one token per step until
-every row is finished.
+"""Decodes one batch of requests with a transformers model. After a prefill, every step samples one
+token per row until all rows are finished.
 
-LocalEngine calls `decode_batch` with checked requests. The module also registers `attend`, an
-attention function for models on CPUs, in transformers under the name ATTENTION.
+LocalEngine calls `decode_batch` with checked requests. The module also registers `attend` in
+transformers under the name ATTENTION. `attend` is an attention function for models on CPUs.
 
-Shape legend: B rows of the batch, b rows still in it, P longest prompt, R longest response; in
-attention n heads, g groups of heads that share keys and values, r heads of a group, L tokens in the
-cache, d head size.
+Shape legend: B rows of the batch, b rows still in the batch, P length of the longest prompt, R
+length of the longest response. Legend for attention: n heads, g groups of heads that share keys and
+values, r heads per group, L tokens in the cache, d head size.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Decoded:
 
 @dataclass
 class _Prompts:
-    """Left-padded prompts of the rows. `mask` is None if nothing is padded, which makes attention
-    cheaper."""
+    """Left-padded prompts of the rows. `mask` is None if no prompt is padded, because attention
+    without a mask is cheaper."""
 
     ids: Tensor  # [B, P]
     positions: Tensor  # [B, P]
@@ -53,12 +53,13 @@ class _Prompts:
 def decode_batch(
     model: Any, requests: Sequence[GenerateRequest], params: SamplingParams
 ) -> list[Decoded]:
-    """Decodes the responses of `requests` together, at most `params.max_new_tokens` tokens each, or
-    fewer if a request has a lower limit.
+    """Decodes the responses to all `requests` together. A response has at most
+    `params.max_new_tokens` tokens, or fewer if the request has a lower limit.
 
-    The sampling noise of a row is keyed on its request. So neither other rows nor the removal of
-    finished rows changes what is drawn from a given distribution. (The distribution itself changes
-    by float rounding, about 1e-7, with the shape of the matrix products.)
+    The sampling noise of a row is keyed on the row's request. Other rows and the removal of
+    finished rows therefore do not change which token is drawn from a given distribution. (The
+    distribution itself changes by float rounding of about 1e-7 if the shape of the matrix products
+    changes.)
     """
     steps = [params.step if r.noise_step is None else r.noise_step for r in requests]
     keys = row_keys(
@@ -104,9 +105,9 @@ def decode_batch(
 def _ending(
     requests: Sequence[GenerateRequest], stop_token_ids: Sequence[int], vocabulary: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns two tensors. The first, [k, V] bool, has one row for each of the k distinct sets of
-    stop tokens in the requests; True marks the tokens that end a response. The second, [B],
-    contains for each request the index of the row with the request's stop tokens."""
+    """Returns two tensors. The first tensor, [k, V] bool, has one row for each of the k distinct
+    sets of stop tokens in the requests. True marks the tokens that end a response. The second
+    tensor, [B], contains for each request the index of the row with the request's stop tokens."""
     sets = {
         ids: number for number, ids in enumerate(dict.fromkeys(r.stop_token_ids for r in requests))
     }
@@ -122,8 +123,8 @@ def _prefill(
     """Runs each distinct prompt once; the samples of a group share the prompt's cache.
 
     Returns:
-        [B, V] logits of the first token, the cache, [B, 1] position of the last prompt token, and
-        the mask [B, P + R] of the whole decode (None: nothing is padded).
+        The logits [B, V] of the first token, the cache, the position [B, 1] of the last prompt
+        token, and the mask [B, P + R] of the whole decode. The mask is None if no prompt is padded.
     """
     distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(r.input_ids for r in requests))}
     prompts = _pad(list(distinct))
@@ -159,9 +160,9 @@ def _forward(model: Any, ids: Tensor, positions: Tensor, mask: Tensor | None, ca
 
 
 def growing_cache(config: object) -> DynamicCache:
-    """Makes an empty cache for a model of this config. New keys and values are written into the
-    cache in place; transformers' own cache copies itself at every token. Sliding-window and other
-    special layers stay those of transformers."""
+    """Makes an empty cache for a model with this config. New keys and values are written into the
+    cache in place; transformers' own cache copies itself at every token. Sliding-window layers and
+    other special layers are not replaced."""
     cache = DynamicCache(config=config)
     cache.layers = [
         GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers
@@ -170,8 +171,8 @@ def growing_cache(config: object) -> DynamicCache:
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values [B, heads, length, head_dim] as views of larger buffers, which double when
-    full."""
+    """Cache layer whose keys and values [B, heads, length, head_dim] are views of larger buffers.
+    The buffers double in size when they are full."""
 
     keys: Tensor
     values: Tensor
@@ -197,8 +198,8 @@ class GrowingLayer(DynamicLayer):
 
 
 def _append(room: Tensor | None, held: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Appends `new` to the buffer, which is replaced by a larger one if needed. Returns the buffer
-    and the view of it that holds `held`, then `new`."""
+    """Appends `new` to the buffer, and replaces the buffer by a larger buffer if needed. Returns
+    the buffer, and the view of the buffer that holds `held` followed by `new`."""
     length = held.shape[-2] if held.numel() else 0
     total = length + new.shape[-2]
     if room is None or room.shape[-2] < total:
@@ -222,12 +223,13 @@ def attend(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Computes attention of one new token per row to its cache.
+    """Computes attention of one new token per row to the cache of the row.
 
     torch's CPU kernel starts a matrix product for every head of every row. With a single query per
     row, starting a matrix product costs more than computing the product. This function uses two
     batched products for all rows. Any input other than one float32 token per row on a CPU is passed
-    to "sdpa". The arguments are the same as in every transformers attention function.
+    to transformers' function for "sdpa". The arguments are the same as in every transformers
+    attention function.
 
     Args:
         query: [b, n, 1, d].

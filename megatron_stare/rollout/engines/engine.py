@@ -1,9 +1,9 @@
-"""Defines the rollout engine's interface, and its request and result records. An engine is one
-replica of the policy that samples responses.
+"""Defines the interface of rollout engines, and the records for requests and results. An engine is
+one replica of the policy that samples responses.
 
 Each engine has its own worker. The pool (engine_pool.py) sends requests and receives results. The
-weight sync sends weights, under Hugging Face names. LocalEngine (local.py) computes in its worker's
-process; other engines are clients of a server.
+weight sync sends weights under Hugging Face names. LocalEngine (local.py) computes in the process
+of the worker. The other engines are clients of a server.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_stare.weights.sync.target import SyncTarget
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """Request to sample a response, or the next part of one.
+    """Request to sample a response, or the next part of a response.
 
     A token's sampling noise depends only on the seed, `prompt_cursor`, `sample_index`, `noise_step`
     and the token's position in the response (sampling.py).
@@ -47,8 +47,8 @@ class GenerateRequest:
 
 @dataclass
 class GenerateResult:
-    """The n sampled tokens, including a stop token if there is one. Text and replica are filled in
-    after the engine returns."""
+    """Result of a request: n sampled tokens, including the stop token if the response has one. The
+    text and the replica are filled in after the engine returns."""
 
     rid: str
     output_ids: Tensor  # [n] int32
@@ -68,11 +68,11 @@ class GenerateResult:
 
 @dataclass(frozen=True)
 class LostRequest:
-    """A request that an engine accepted and will never answer; the caller may retry it.
+    """A request that an engine accepted and will never answer. The caller may retry the request.
 
     reason: what happened to the request, and where.
     late: True if the request's time limit passed.
-    gone: True if the server that was to answer is lost, with all its requests.
+    gone: True if the server that should have answered is lost, together with all its requests.
     """
 
     rid: str
@@ -86,13 +86,13 @@ class RequestLostError(UserError):
 
 
 class EngineLostError(UserError):
-    """Raised if an engine is lost: the engine's server has ended, no longer answers, or holds other
-    weights than the server received."""
+    """Raised if an engine is lost because the engine's server has ended, no longer answers, or
+    holds weights that differ from the weights that it received."""
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """State of an engine, and limits on its requests."""
+    """State of an engine, and limits on the requests to the engine."""
 
     # None unless the state is HEALTHY or UNPROVED; in other states the weights belong to no single
     # version
@@ -109,17 +109,18 @@ class ModelInfo:
 
 
 class WeightUpdateError(UserError):
-    """Raised if a weight update did not contain exactly the model's parameters. The engine's state
-    is then DIRTY."""
+    """Raised if a weight update did not contain exactly the model's parameters. After this error
+    the engine's state is DIRTY."""
 
 
 class Engine(ABC):
-    """Samples responses with the weights that it received. Starts DIRTY. One caller at a time."""
+    """Samples responses with the weights that the engine received. A new engine is DIRTY. Only one
+    caller may use an engine at a time."""
 
     @abstractmethod
     def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> None:
-        """Accepts requests for responses. Checks all requests first, and accepts none of the
-        requests if one is invalid.
+        """Accepts requests for responses. Checks all requests first. If one request is invalid, no
+        request is accepted.
 
         A response depends on the weights, the request and `params`, not on other requests.
 
@@ -130,26 +131,26 @@ class Engine(ABC):
 
     @abstractmethod
     def collect(self, wait_s: float) -> Sequence[GenerateResult | LostRequest]:
-        """Returns requests finished or lost since the last call, in any order; each request is
-        answered or lost once.
+        """Returns the requests that were finished or lost since the last call, in any order. Every
+        request is returned exactly once, either finished or lost.
 
         Args:
-            wait_s: time after which an empty result is returned; an in-process engine ignores it.
+            wait_s: seconds after which an empty result is returned. An in-process engine ignores
+                wait_s.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Drops all requests in flight; none of them will be answered."""
+        """Drops all requests in flight. The engine will not answer the dropped requests."""
 
     @abstractmethod
     def begin_weight_update(self, version: int, prove: bool = True) -> None:
         """Opens an update session. The engine generates nothing until the session ends
-        successfully. When the session has ended successfully, unanswered requests continue with the
-        new weights.
+        successfully. After a successful session, unanswered requests continue with the new weights.
 
         Args:
-            prove: True: compare the values that the engine holds with those sent. False: compare
-                names and counts only; the engine is UNPROVED afterwards.
+            prove: True: compare the values that the engine holds with the values that were sent.
+                False: compare only names and counts; the engine is UNPROVED after the update.
 
         Raises:
             EngineStateError: a session is open already, or the engine is DEAD.
@@ -157,46 +158,49 @@ class Engine(ABC):
 
     @abstractmethod
     def update_weights(self, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Receives one bucket of parameters under their Hugging Face names, not sharded.
+        """Receives one bucket of unsharded parameters under their Hugging Face names.
         `update_weights` may be called many times per session.
 
         With tied embeddings, `lm_head.weight` is not sent. The tensors are copied and cast to the
         engine's compute dtype.
 
         Raises:
-            WeightUpdateError: an unknown or repeated name, or a wrong shape; the session is closed,
-                the engine DIRTY.
+            WeightUpdateError: a name is unknown or repeated, or a shape is wrong. After this error
+                the session is closed and the engine is DIRTY.
             EngineStateError: no session is open.
         """
 
     @abstractmethod
     def end_weight_update(self) -> dict[str, str]:
-        """Checks that every parameter came exactly once and publishes the version.
+        """Checks that every parameter arrived exactly once, and publishes the weight version.
 
         Returns:
-            Checksum (weights/sync/stream.py), by name, of the weights that the engine now holds, in
-            the dtype in which they were sent; "" if the update is not verified.
+            Checksums (weights/sync/stream.py) of the weights that the engine now holds, by name. A
+            checksum is computed in the dtype in which the weight was sent. The checksums are "" if
+            the update is not verified.
 
         Raises:
-            WeightUpdateError: parameters are missing; the session is closed, the engine DIRTY.
+            WeightUpdateError: parameters are missing. After this error the session is closed and
+                the engine is DIRTY.
             EngineStateError: no session is open.
         """
 
     @abstractmethod
     def model_info(self) -> ModelInfo:
-        """Returns the engine's state and limits; works in every state."""
+        """Returns the engine's state and limits. The call works in every state of the engine."""
 
     def check(self) -> None:  # noqa: B027 - an in-process engine lives as long as its worker
         """Raises EngineLostError if the engine can no longer work."""
 
     @abstractmethod
     def close(self) -> None:
-        """Frees the model; the engine is DEAD. Idempotent."""
+        """Frees the model and makes the engine DEAD. Idempotent."""
 
     def generate(
         self, requests: Sequence[GenerateRequest], params: SamplingParams
     ) -> list[GenerateResult]:
-        """Submits requests and waits for all results, returned in the order of the requests.
+        """Submits requests, waits for all results, and returns the results in the order of the
+        requests.
 
         Raises:
             RequestLostError: a request was lost.
@@ -213,13 +217,14 @@ class Engine(ABC):
 
 
 class ServedEngine(Engine):
-    """An engine that is the client of a server. The server computes separately from the trainer, so
-    the log-probs of both are compared at every step, and its memory can be released while the
-    trainer computes."""
+    """An engine that is the client of a server. The server computes log-probs separately from the
+    trainer, so the log-probs of server and trainer are compared at every step. The server's memory
+    can be released while the trainer computes."""
 
     @abstractmethod
     def prompt_log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Returns the log-probs, at temperature 1, of all tokens but the first of every sequence.
+        """Returns the log-probs, at temperature 1, of all tokens of every sequence except the first
+        token.
 
         Raises:
             EngineStateError: the engine is not HEALTHY.
@@ -227,8 +232,8 @@ class ServedEngine(Engine):
 
     @abstractmethod
     def release_memory(self, parts: Collection[str] = MEMORY) -> None:
-        """Releases parts of rollout/engines/state.py's MEMORY. Without its weights the engine is
-        RELEASED; without its cache it computes nothing.
+        """Releases parts of the server's memory (MEMORY in rollout/engines/state.py). An engine
+        without weights is RELEASED. An engine without a cache computes nothing.
 
         Raises:
             EngineStateError: a weight update is open, or one of the parts is released already.
@@ -240,8 +245,8 @@ class ServedEngine(Engine):
         undefined after this call, so the engine's state is DIRTY.
 
         Raises:
-            EngineStateError: one of the parts is not released, or the cache would come before the
-                weights.
+            EngineStateError: one of the parts is not released, or the cache would be allocated
+                before the weights.
         """
 
     def sync_target(self) -> SyncTarget | None:
@@ -269,12 +274,13 @@ class ServedEngine(Engine):
 
     def drop_weight_update(self) -> None:
         """Aborts the open update and sets the engine's state to DIRTY. Does nothing if no update is
-        open."""
+        open. Raises EngineStateError if ranks cannot send weights to this kind of engine."""
         raise EngineStateError("an update that ranks did not send cannot be given up")
 
     @abstractmethod
     def memory_mb(self) -> float | None:
-        """Returns the current memory of the server, 10^6 bytes; None if unknown."""
+        """Returns the current memory use of the server in units of 10^6 bytes, or None if the
+        memory use is unknown."""
 
 
 def check_params(params: SamplingParams) -> None:
@@ -300,8 +306,8 @@ def check_params(params: SamplingParams) -> None:
 def check_requests(
     requests: Sequence[GenerateRequest], params: SamplingParams, info: ModelInfo
 ) -> None:
-    """Raises DataError for the first request that the model cannot take. A server would crash on an
-    invalid token id, and silently cut a prompt that is too long."""
+    """Raises DataError for the first request that the model cannot process. A server would crash on
+    an invalid token id, and silently cut a prompt that is too long."""
     if len({r.rid for r in requests}) != len(requests):
         raise DataError(
             "two requests of one call have the same rid",

@@ -1,5 +1,5 @@
-"""Runs a rollout engine in a worker: accepts requests, returns results, and receives weights as the
-trainer streams them."""
+"""Runs a rollout engine in a worker. The worker accepts requests, returns results, and receives the
+weights that the trainer streams."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron_stare.weights.sync.target import SyncTarget
 
 
 class EngineWorker:
-    """Holds one engine, replica `number` of the run. The constructor starts the engine and
+    """Holds one engine, which is replica `number` of the run. The constructor starts the engine and
     `bring_up` waits for the engine, so that all replicas start in parallel.
 
     Args:
@@ -69,8 +69,8 @@ class EngineWorker:
     def advance(
         self, requests: Sequence[GenerateRequest], params: SamplingParams, wait_s: float
     ) -> Sequence[GenerateResult | LostRequest]:
-        """Submits requests, then returns finished ones, with their text, and lost ones; see
-        Engine.submit and Engine.collect."""
+        """Submits requests. Then returns the finished requests with their text, and the lost
+        requests; see Engine.submit and Engine.collect."""
         if requests:
             self._engine.submit(requests, params)
         results = self._engine.collect(wait_s)
@@ -96,7 +96,7 @@ class EngineWorker:
         return self._engine.sync_target() if isinstance(self._engine, ServedEngine) else None
 
     def update_weights(self, number: int, flat: Tensor) -> None:
-        """Receives the bucket of this number."""
+        """Receives bucket `number` of the open update."""
         self._engine.update_weights(self._layouts[number].tensors(flat))
 
     def end_weight_update(self) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""Implements an in-process engine: a transformers model on the CPU, by default in float32. Suitable
-for models of a few million parameters; use a server for larger ones.
+"""Implements an in-process engine: a transformers model on the CPU, by default in float32. The
+engine is suitable for models of a few million parameters; use a server for larger models.
 
-Reads only the config of the Hugging Face folder; the weight sync sends the weights. The driver
-sends requests and receives results through engine.py.
+The engine reads only the config of the Hugging Face folder. The weight sync sends the weights. The
+driver sends requests and receives results through engine.py.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from megatron_stare.weights.sync.stream import tensor_checksum
 
 
 class LocalEngine(Engine):
-    """Batched decoding with a key/value cache.
+    """Engine that decodes requests in batches with a key/value cache.
 
     Args:
         model_path: Hugging Face folder; its weight files are not read.
         max_batch: maximum number of responses decoded together.
-        threads: CPU threads of torch, for the whole process; None: unchanged.
+        threads: number of torch's CPU threads in the whole process; None: unchanged.
         dtype: compute dtype.
 
     Raises:
@@ -203,10 +203,11 @@ class LocalEngine(Engine):
 
 
 class WeightLedger:
-    """Records one weight update, and checks that each parameter of `expected` (name to shape)
-    arrives once.
+    """Records the parameters of one weight update. Checks that every parameter of `expected`, which
+    maps names to shapes, arrives exactly once.
 
-    Real engines report success for an update of an unknown name, so completeness is checked here.
+    Real engines report success for an update of an unknown name, so this class checks names and
+    completeness.
     """
 
     def __init__(self, version: int, expected: Mapping[str, torch.Size]) -> None:
@@ -218,7 +219,7 @@ class WeightLedger:
         """Records one parameter.
 
         Raises:
-            WeightUpdateError: unknown or repeated name, or wrong shape.
+            WeightUpdateError: the name is unknown or repeated, or the shape is wrong.
         """
         if name not in self._expected:
             hint = (

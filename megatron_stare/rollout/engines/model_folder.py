@@ -18,8 +18,8 @@ from megatron_stare.rollout.engines.engine import GenerateResult
 
 
 def read_model_config(model_path: str) -> Any:
-    """Returns the folder's transformers config. Raises DataError if the folder has no
-    config.json."""
+    """Returns the folder's transformers config. Raises DataError if the folder has no config.json,
+    or if the config.json cannot be loaded."""
     if not (Path(model_path) / "config.json").is_file():
         raise DataError(
             "no config.json here",
@@ -33,11 +33,12 @@ def read_model_config(model_path: str) -> Any:
 
 
 def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
-    """Returns the tokens that end a response, ascending: the union of the end-of-sequence ids of
-    generation config, tokenizer and model config, because these disagree in published models.
+    """Returns the ids of the tokens that end a response, in ascending order. The ids are the union
+    of the end-of-sequence ids of generation config, tokenizer and model config, because these three
+    sources disagree in published models.
 
     Raises:
-        DataError: none of them names an id.
+        DataError: none of the three sources names an end-of-sequence id.
     """
     ids = {*model_stop_token_ids(model_path), *_as_ids(getattr(tokenizer, "eos_token_id", None))}
     if not ids:
@@ -50,8 +51,8 @@ def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 def model_stop_token_ids(model_path: str) -> tuple[int, ...]:
-    """Returns the ascending union of the end-of-sequence ids of the folder's model and generation
-    configs; may be empty.
+    """Returns the union of the end-of-sequence ids of the folder's model config and generation
+    config, in ascending order. The result may be empty.
 
     Raises:
         DataError: the folder has no readable model config.
@@ -82,8 +83,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, shape: ModelShape, path: str) -> None:
-    """Raises DataError if the tokenizer has ids beyond the model's embedding rows, on which a
-    lookup would crash the run."""
+    """Raises DataError if the tokenizer has ids beyond the model's embedding rows. The embedding
+    lookup of such an id would crash the run."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if largest >= shape.vocab_size:
         raise DataError(
@@ -104,7 +105,7 @@ def add_text(result: GenerateResult, tokenizer: PreTrainedTokenizerBase) -> None
 
 def text_of(ids: Tensor, finish_reason: FinishReason, tokenizer: PreTrainedTokenizerBase) -> str:
     """Decodes tokens [n] without special tokens and without the stop token. Some tokenizers do not
-    treat their stop token as special, and verifiers must not see it."""
+    treat their stop token as special, and verifiers must not see the stop token."""
     body = ids[:-1] if finish_reason == "stop" else ids
     return tokenizer.decode(body.tolist(), skip_special_tokens=True)
 
@@ -114,8 +115,8 @@ def sampled_text(
 ) -> str:
     """Decodes only the tokens that the policy sampled, without the environment's tokens, special
     tokens and stop tokens. If tokens of the environment or a new branch separate two parts of the
-    policy's text, the parts are put on separate lines. Otherwise the end of one part and the start
-    of the next could form an answer that the policy never wrote."""
+    policy's text, the parts are put on separate lines. Without separate lines, the end of one part
+    and the start of the next part could form an answer that the policy never wrote."""
     parts: list[list[int]] = [[]]
     for at, last in trajectory.spans:
         if parts[-1]:
@@ -133,9 +134,9 @@ def sampled_text(
 
 
 def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Returns the text of every token, special tokens included; their concatenation is the text of
-    the sequence. If several tokens share a character, the last of them has it and the others have
-    ""."""
+    """Returns the text of every token, including special tokens. The concatenation of these texts
+    is the text of the sequence. If several tokens share a character, the last of these tokens has
+    the character and the other tokens have ""."""
     texts, start, read = [], 0, 0
     for end in range(1, len(ids) + 1):
         # decoded together with the tokens before it, on which spaces and split characters depend

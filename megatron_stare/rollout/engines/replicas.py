@@ -31,7 +31,7 @@ class ServedMemory:
 
     token: bytes of the keys and values of one token in the cache.
     setting: full name of the setting that limits the cache, such as sglang.cache_tokens.
-    unit: bytes that one unit of the setting stands for.
+    unit: number of bytes in one unit of the setting.
     before: bytes that the setting covers in addition to the cache, such as the weights.
     digits: number of decimal places of the setting's value.
     """
@@ -52,15 +52,16 @@ class ServedMemory:
 
 
 class ReplicaPart(ABC):
-    """The part of a replica on a node other than that of the replica's own worker. A worker on the
-    part's node holds the part. The replica's own worker calls the worker that holds the part."""
+    """The part of a replica that is on a node other than the node of the replica's own worker. A
+    worker on the part's node holds the part. The replica's own worker calls the worker that holds
+    the part."""
 
     @abstractmethod
     def start(self, meeting: str) -> None:
-        """Starts the part, after ending an earlier one.
+        """Starts the part. If the part was started before, ends it first.
 
         Args:
-            meeting: host:port of the rendezvous of all parts.
+            meeting: host:port of the rendezvous for all parts of the replica.
         """
 
     @abstractmethod
@@ -87,8 +88,8 @@ class Site:
 
     parts: the workers that hold the replica's parts on the other nodes, in node order; None if the
         replica is on one node.
-    address: address of the node of the replica's own worker, at which the run's other processes
-        reach the replica.
+    address: address at which the run's other processes reach the replica. The address belongs to
+        the node of the replica's own worker.
     others: addresses of the replica's other nodes.
     """
 
@@ -102,11 +103,11 @@ HERE = Site()  # on this machine, like all processes that talk to it
 
 @dataclass(frozen=True)
 class Route:
-    """Path of the weights from ranks to replicas.
+    """Path of the weights from the trainer's ranks to the replicas.
 
     listens: True if each replica listens on a port to which ranks connect.
     host: address on which the replica listens; None: the address of the replica's node.
-    folder: folder through which the weights are passed; None: none.
+    folder: folder through which the weights are passed; None: no folder is used.
     """
 
     listens: bool
@@ -115,8 +116,8 @@ class Route:
 
 
 class Replica(ABC):
-    """An engine that is coming up. The constructor starts what takes long, so that all replicas of
-    a run start in parallel.
+    """An engine that is starting. The constructor starts whatever takes long to start, such as a
+    server, so that all replicas of a run start in parallel.
 
     Args:
         number: number of the replica in the run.
@@ -152,8 +153,8 @@ class Replica(ABC):
 
     @classmethod
     def memory(cls, config: Config, shape: ModelShape, capacity: int) -> ServedMemory | None:
-        """Predicts the memory that a server needs on a GPU of `capacity` bytes; None if the run
-        starts no server."""
+        """Predicts the memory that a server needs on a GPU of `capacity` bytes. Returns None if the
+        run starts no server."""
         return None
 
     @classmethod
@@ -169,53 +170,54 @@ class Replica(ABC):
 
     @classmethod
     def release(cls, config: Config) -> tuple[str | None, Sequence[str]] | None:
-        """Returns the release of the installed server software and the supported releases; None if
-        the run starts no server."""
+        """Returns the release of the installed server software and the supported releases. Returns
+        None if the run starts no server."""
         return None
 
     @classmethod
     def python(cls, config: Config) -> str | None:
-        """Returns the Python of the environment that servers are started in; None if a run starts
-        none.
+        """Returns the Python interpreter of the environment in which servers are started. Returns
+        None if the run starts no server.
 
         Raises:
-            ConfigError: the environment is not known.
+            ConfigError: the environment of the servers is not known.
         """
         return None
 
     @classmethod
     def without_install(cls, config: Config) -> Config | None:
-        """Returns the configuration reduced to what `check` can handle if the server software is
-        not installed on this machine; None if it is installed or the run starts no server here."""
+        """Returns a reduced configuration that `check` can handle if the server software is not
+        installed on this machine. Returns None if the server software is installed, or if the run
+        starts no server on this machine."""
         return None
 
     @classmethod
     def gpus(cls, config: Config) -> int:
-        """Returns the number of a cluster's GPUs that a replica needs; 0 if a replica needs no
+        """Returns the number of GPUs that a replica needs in a cluster, or 0 if a replica needs no
         GPU."""
         return 0
 
     @classmethod
     def nodes(cls, config: Config) -> int:
         """Returns the number of nodes over which a replica's GPUs are spread evenly. If there are
-        several nodes, `part` makes the replica's part on every node but the first; the replica's
-        Site lists the workers that hold these parts."""
+        several nodes, `part` makes the replica's part on every node except the first. The replica's
+        Site lists the workers that hold the parts."""
         return 1
 
     @classmethod
     def part(cls, config: Config, number: int, node: int, address: str) -> ReplicaPart:
         """Makes one part of a replica that spans several nodes. `number` is the index of the
         replica, `node` is the index of the node among the replica's nodes, and `address` is the
-        address of this node. Does not start the part. Node 0 is that of the replica's own worker,
-        so `node` is at least 1."""
+        address of this node. Does not start the part. Node 0 is the node of the replica's own
+        worker, so `node` is at least 1."""
         raise RuntimeError(f"{cls.__name__} is on one node, and was asked for a part on another")
 
 
 class InProcess(Replica):
     """An engine that is an object in its worker's process: LocalEngine or a user's subclass of
     Engine. The engine's class is called with `model_path`, `max_batch`, `threads`, the trainer's
-    `dtype`, and the engine's settings. The settings are the other keyword-only parameters of the
-    class. The engine computes on the CPU and sees no GPU."""
+    `dtype`, and the engine's settings. The engine's settings are the other keyword-only parameters
+    of the class. The engine computes on the CPU and sees no GPU."""
 
     def __init__(self, config: Config, number: int, kind: type[Engine]) -> None:
         made: Callable[..., Engine] = kind  # the constructors of subclasses differ
@@ -249,7 +251,7 @@ def resolve_engine(engine: Extension | str) -> type[Engine] | type[Replica]:
     """Returns the class that a name or dotted path refers to.
 
     Raises:
-        ConfigError: there is no such class, or it is neither an Engine nor a Replica.
+        ConfigError: the class does not exist, or is neither an Engine nor a Replica.
     """
     name = Extension.read(engine).name
     kind = resolve(name, ENGINES, WHERE)
@@ -292,12 +294,12 @@ def without_install(config: Config) -> Config | None:
 
 
 def replica_count(config: Config) -> int:
-    """Returns the number of replicas of a run; 0 if nothing is sampled."""
+    """Returns the number of replicas of a run, or 0 if the run samples no responses."""
     return 0 if config.supervised else _kind(config).count(config)
 
 
 def replica_gpus(config: Config) -> int:
-    """Returns the number of GPUs that each replica of a run needs in a cluster with GPUs; 0 if a
+    """Returns the number of GPUs that each replica of a run needs in a cluster with GPUs, or 0 if a
     replica needs no GPU."""
     return _kind(config).gpus(config)
 

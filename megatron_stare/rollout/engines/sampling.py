@@ -1,8 +1,8 @@
-"""Samples tokens with noise that is a function of (seed, step, prompt cursor, sample index,
-position) alone.
+"""Samples tokens with noise that depends only on (seed, step, prompt cursor, sample index,
+position).
 
-A response therefore depends neither on the batch, nor on the engine that sampled it, nor on a
-restart. The keys come from the requests, the logits from decode.py, which receives tokens and
+The noise of a response therefore does not depend on the batch, on the engine, or on a restart. The
+requests provide the keys of the noise. decode.py provides the logits and receives tokens and
 log-probs.
 """
 
@@ -25,10 +25,11 @@ _BLOCK = 1 << 22
 def row_keys(
     seed: int, step: int | Sequence[int], cursors: Sequence[int], sample_indices: Sequence[int]
 ) -> NDArray[np.uint64]:
-    """Returns [B], the part of the noise key that is the same at every position of a response.
+    """Returns, for every row [B], the part of the noise key that is the same at every position of a
+    response.
 
     Args:
-        step: step in which a response began; one for all or [B].
+        step: step in which a response began, one number for all rows or [B].
     """
     key = absorb(np.zeros(len(cursors), dtype=np.uint64), seed)
     key = absorb(key, step)
@@ -37,11 +38,12 @@ def row_keys(
 
 
 def uniforms(keys: NDArray[np.uint64], position: int | Sequence[int] | NDArray[np.int64]) -> Tensor:
-    """Returns [B] float64 in [0, 1), multiples of 2^-53.
+    """Returns the sampling noise [B], float64 in [0, 1), in multiples of 2^-53.
 
     Args:
         keys: [B], from row_keys.
-        position: position of the token in its response, from 0; one for all or [B].
+        position: position of the token in its response, counted from 0, one number for all rows or
+            [B].
     """
     return torch.from_numpy((absorb(keys, position) >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
@@ -49,10 +51,11 @@ def uniforms(keys: NDArray[np.uint64], position: int | Sequence[int] | NDArray[n
 def absorb(
     state: NDArray[np.uint64], word: int | Sequence[int] | NDArray[np.int64]
 ) -> NDArray[np.uint64]:
-    """Applies splitmix64 to the state and one more word ([B] or one for all).
+    """Mixes one more word into the state with splitmix64. The word is [B] or one number for all
+    rows.
 
-    The function is a bijection of the state for a given word, and of the word for a given state, so
-    keys that differ in one component never collide.
+    For a given word the function is a bijection of the state, and for a given state it is a
+    bijection of the word. Keys that differ in one component therefore never collide.
     """
     z = (state ^ np.asarray(word, dtype=np.int64).view(np.uint64)) + _GOLDEN
     z = (z ^ (z >> np.uint64(30))) * _MIX_1
@@ -68,10 +71,10 @@ def choose_tokens(
     Args:
         logits: [B, V].
         temperature: divides the logits.
-        noise: [B] float64 in [0, 1), inverted through the cumulative distribution; None: takes the
-            likeliest token.
-        top_p: samples only the likeliest tokens, as few as sum to at least this probability; 1:
-            all.
+        noise: [B] float64 in [0, 1), from which the inverse of the cumulative distribution finds
+            the token. None: choose the likeliest token.
+        top_p: sample only from the smallest set of likeliest tokens whose probabilities sum to at
+            least top_p; 1: sample from all tokens.
 
     Returns:
         [B] int64 tokens, and [B] float32 log-probs in nats of the temperature-scaled distribution.
@@ -112,9 +115,8 @@ def _choose(
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """Returns [B, V] probabilities, in which only the likeliest tokens keep their probabilities and
-    all other tokens have probability 0. The number of likeliest tokens is the smallest number of
-    tokens whose probabilities sum to at least top_p. Among equally likely tokens the lower id comes
-    first."""
+    all other tokens have probability 0. The likeliest tokens are the smallest set of tokens whose
+    probabilities sum to at least top_p. Among equally likely tokens the lower id comes first."""
     if top_p >= 1:
         return probabilities
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)

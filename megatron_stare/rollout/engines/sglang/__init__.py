@@ -1,1 +1,2 @@
-"""Rollouts from SGLang servers over HTTP: starts servers, sends requests, and updates weights."""
+"""Runs rollouts on SGLang servers over HTTP. Starts servers, sends requests, and updates
+weights."""

@@ -1,9 +1,9 @@
-"""Broadcasts weights in a process group with the servers. The sender is rank 0 of the group. In the
-group, the ranks of the first server follow the sender, then the ranks of the second server, and so
-on. The order does not depend on the servers' machines.
+"""Broadcasts weights in a process group of a sender and all servers. The sender is rank 0 of the
+group. The next ranks of the group are the ranks of the first server, then the ranks of the second
+server, and so on. The order of the ranks does not depend on the servers' machines.
 
-Each sender makes its own group over a TCP store, without registering it with torch.distributed,
-because the sender is a rank of the trainer and already has another default group.
+Each sender makes its own group over a TCP store and does not register the group with
+torch.distributed. The sender is a rank of the trainer and already has another default group.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ JOIN_S = 120.0  # time limit for all ranks to join; a server may be lost after i
 
 
 class BroadcastSync(WeightSync):
-    """Broadcasts each bucket once, to all servers. The group is made at the first update and kept
-    until a broadcast fails.
+    """Broadcasts each bucket once, to all servers. The process group is made at the first update
+    and kept until a broadcast fails.
 
     Args:
-        places: places of the servers, whose ranks may be on several machines; None: each server is
-            only on the machine that answers.
+        places: places of the servers. The ranks of a server may be on several machines. None: the
+            ranks of a server are all on the machine that answers requests.
     """
 
     def __init__(
@@ -165,8 +165,8 @@ def rank_offsets(layouts: Sequence[ServerLayout]) -> list[int]:
 
 
 def address_facing(urls: Sequence[str]) -> str:
-    """Returns this machine's address on the interface through which it reaches the servers; the
-    loopback address if all servers are on this machine.
+    """Returns this machine's address on the network interface that leads to the servers. Returns
+    the loopback address if all servers are on this machine.
 
     Raises:
         SGLangError: one of the servers is unreachable.
@@ -190,8 +190,8 @@ def address_facing(urls: Sequence[str]) -> str:
 
 
 def bound_store(address: str, world: int, timeout: timedelta) -> TCPStore:
-    """Makes a store that listens on one address; by default torch listens on all addresses of the
-    machine."""
+    """Makes a TCP store that listens only on `address`. By default a store of torch listens on all
+    addresses of the machine."""
     listening = socket.create_server((address, 0))
     port = listening.getsockname()[1]
     # the store owns the socket from here on
@@ -208,7 +208,7 @@ def bound_store(address: str, world: int, timeout: timedelta) -> TCPStore:
 
 def flat_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenates the tensors' bytes. If the tensors are adjacent in memory, returns a view of
-    them, which saves a copy of the bucket."""
+    this memory and does not copy the bucket."""
     pieces = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     start = pieces[0]
     end = start.data_ptr()

@@ -1,4 +1,5 @@
-"""Asynchronous client of one SGLang server. protocol.py makes the bodies and parses the answers.
+"""Asynchronous client of one SGLang server. protocol.py makes the request bodies and parses the
+answers.
 
 Answers are JSON; nothing from a server is unpickled.
 """
@@ -57,16 +58,17 @@ class NotJsonError(SGLangError):
 class SGLangClient:
     """HTTP client of one server.
 
-    Every method waits for one answer. The wait ends when the connection does, or after `timeout_s`.
+    Every method waits for one answer. The wait ends when the connection ends, or after `timeout_s`.
 
     Args:
         url: URL of the server, without a path.
-        api_key: sent as a bearer token; None: the server needs none.
+        api_key: key that is sent as a bearer token; None: the server needs no key.
         timeout_s: limit of one call, seconds.
-        transport: handles the requests instead of the network.
-        response_s: limit of one response; None: `timeout_s`. A response that takes longer is lost.
-        router: URL to which requests for responses go instead of to the server; any server behind
-            it may answer.
+        transport: object that handles the requests instead of an HTTP connection.
+        response_s: time limit of one response, seconds; None: `timeout_s`. A response that takes
+            longer than the limit is lost.
+        router: URL that receives the requests for responses instead of the server. Any server
+            behind the router may answer.
     """
 
     def __init__(
@@ -164,18 +166,19 @@ class SGLangClient:
         return answer
 
     async def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Generates one response. Cancelling the call leaves the request running on the server:
-        abort it."""
+        """Generates one response. Cancelling the call leaves the request running on the server, so
+        the caller must also abort the request."""
         return await self.post("/generate", body)
 
     async def generate_as(self, body: Mapping[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
-        """Generates a long response and returns `read(answer)`; `read` must keep no reference to
+        """Generates a long response and returns `read(answer)`. `read` must not keep a reference to
         the answer.
 
-        Uses the router if there is one.
+        The request goes to the router if there is a router.
 
         Raises:
-            UnansweredError: the response is lost; a retry, here or at another server, may succeed.
+            UnansweredError: the response is lost. A retry at this server or at another server may
+                succeed.
         """
         transport, path = self._router or self._transport, "/generate"
         got = await self._within(
@@ -190,8 +193,8 @@ class SGLangClient:
             return read(answer)
 
     async def model_info(self) -> dict[str, Any]:
-        """Returns the server's /model_info, which also works while generation is paused; /health
-        does not."""
+        """Returns the server's answer to /model_info. Unlike /health, /model_info also works while
+        generation is paused."""
         return await self.get("/model_info")
 
     async def asks_for_key(self) -> bool:
@@ -208,15 +211,16 @@ class SGLangClient:
         return await self.get("/server_info")
 
     async def abort(self, rid: str | None = None) -> None:
-        """Aborts one request, or all; each returns its tokens so far."""
+        """Aborts one request, or all requests if `rid` is None. An aborted request returns the
+        tokens that it has sampled so far."""
         await self._call(
             "POST", "/abort_request", {"rid": rid} if rid is not None else {"abort_all": True}
         )
 
     async def pause(self, mode: PauseMode) -> None:
         """Stops sampling. The mode `abort` ends requests in flight. The mode `retract` interrupts
-        requests in flight; when sampling resumes, the server recomputes the cache of these requests
-        and continues the requests."""
+        requests in flight. When sampling resumes, the server recomputes the cache of the
+        interrupted requests and continues them."""
         await self.post("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
@@ -226,8 +230,8 @@ class SGLangClient:
         """Drops the prefix cache.
 
         Args:
-            idle_s: time the server may take until no request is running or queued. An aborted
-                request is answered shortly before its batch ends.
+            idle_s: seconds that the server may take until no request is running or queued. An
+                aborted request is answered shortly before its batch ends.
 
         Raises:
             SGLangError: requests are still in flight.
@@ -261,9 +265,9 @@ class SGLangClient:
         )
 
     async def checksums(self) -> list[dict[str, str]]:
-        """Returns, for each tensor-parallel rank of all nodes, SGLang's checksums of its
-        parameters, by SGLang's names. With attention data parallelism, every group of ranks answers
-        for all ranks; the answers must agree."""
+        """Returns SGLang's checksums of the parameters of each tensor-parallel rank, on all nodes.
+        The keys are SGLang's parameter names. With attention data parallelism, every group of ranks
+        answers for all ranks, and the answers must agree."""
         answer = await self.post("/weights_checker", {"action": "checksum"})
         ranks: dict[int, dict[str, str]] = {}
         for each in answer["ranks"]:
@@ -292,10 +296,10 @@ def _tags(parts: Collection[str]) -> list[str]:
 
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """Context without garbage collection. A parsed answer contains one list for every token, and no
-    reference cycles. Python's garbage collector would therefore find nothing to free in answers.
-    The garbage collector would still traverse the lists of every answer, and after every few
-    answers all objects of the process."""
+    """Disables Python's garbage collector during a `with` block. A parsed answer contains one list
+    for every token, and no reference cycles. The garbage collector would therefore find nothing to
+    free in answers. Yet the garbage collector would traverse the lists of every answer and, after
+    every few answers, all objects of the process."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -306,7 +310,8 @@ def collector_at_rest() -> Iterator[None]:
 
 
 async def everywhere(*calls: Any) -> list[Any]:
-    """Waits for all calls, then raises the first error, so that no call is left running."""
+    """Waits for all calls, so that no call is left running. If any call failed, raises the first
+    error."""
     done = await asyncio.gather(*calls, return_exceptions=True)
     for result in done:
         if isinstance(result, BaseException):

@@ -1,6 +1,6 @@
-"""SGLang plug-ins for CPUs without kernel packages. The server loads them in SGLang's environment,
-through the entry-point groups `sglang.srt.platforms` and `sglang.srt.plugins`. The trainer never
-imports this module."""
+"""Defines SGLang plug-ins for CPUs without kernel packages. The server loads the plug-ins in
+SGLang's environment, through the entry-point groups `sglang.srt.platforms` and
+`sglang.srt.plugins`. The trainer never imports this module."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ATTENTION = "torch_native"  # the only attention backend without a kernel packag
 
 
 def activate() -> str | None:
-    """Returns the platform class's name on a machine without CUDA; None if SGLang's own platforms
-    apply."""
+    """Returns the name of the platform class on a machine without CUDA. Returns None on a machine
+    with CUDA, where SGLang's own platforms apply."""
     if torch.cuda.is_available():
         return None
     from sglang.srt.arg_groups.choices import (
@@ -38,13 +38,13 @@ def activate() -> str | None:
 
 
 def register_hooks() -> None:
-    """Replaces, through SGLang's own registry, functions that a CPU server of this project cannot
-    use unchanged.
+    """Uses SGLang's hook registry to replace functions that a CPU server of this project cannot use
+    unchanged.
 
-    SGLang honours seeds only in deterministic inference, which requires a GPU or a kernel package,
-    so the functions that deterministic inference calls are replaced. SGLang's processes report
-    their load in a file in /dev/shm, and a killed server would leave this file behind. The load
-    file is therefore moved to the server's own folder, which is removed with the server.
+    SGLang honours seeds only in deterministic inference, which requires a GPU or a kernel package.
+    The functions that deterministic inference calls are therefore replaced. SGLang's processes
+    report their load in a file in /dev/shm, and a killed server would leave this file behind. The
+    load file is therefore moved to the server's own folder, which is removed with the server.
     """
     if torch.cuda.is_available():
         return
@@ -91,8 +91,8 @@ def _not_pinned(buffer: object, granularity: object = None) -> None:
 
 
 def _gathered(ranks: Any, output: Tensor, of: Tensor) -> None:
-    """Gathers in the same way as SGLang's CPU engine. Without its CPU engine, SGLang calls a CUDA
-    operator."""
+    """Gathers tensors in the same way as SGLang's CPU engine. SGLang without its CPU engine would
+    call a CUDA operator."""
     ranks._all_gather_into_tensor(output, of)
 
 
@@ -102,10 +102,9 @@ def _reduced(ranks: Any, output: Tensor, of: Tensor) -> None:
 
 
 def _padded_on_a_cpu(original: Callable[..., None], batch: object, runner: Any) -> None:
-    """Makes SGLang take SGLang's CPU path for padding if groups of ranks serve separate requests.
-    Without this function, SGLang takes the CPU path only with SGLang's CPU engine. The attention
-    backends of the CPU engine define a fill value for lengths, so this function defines the fill
-    value too."""
+    """Makes SGLang use its CPU code for padding if groups of ranks serve separate requests. Without
+    this function, SGLang uses the CPU code only with SGLang's CPU engine. The attention backends of
+    the CPU engine define a fill value for lengths, so this function defines the fill value too."""
     sys.modules["sglang.srt.model_executor.forward_batch_info"]._is_cpu = True  # type: ignore[attr-defined]
     runner.attn_backend.get_cpu_graph_seq_len_fill_value = lambda: 1
     original(batch, runner)
@@ -114,7 +113,8 @@ def _padded_on_a_cpu(original: Callable[..., None], batch: object, runner: Any) 
 def copied_rows(
     to: Tensor, of: Tensor, dim: int, offset: Tensor, rows: Tensor, offset_in_source: bool
 ) -> None:
-    """Copies rows between a group's tokens and those of all groups, as SGLang's Triton kernel does.
+    """Copies rows between the tokens of one group and the tokens of all groups, like SGLang's
+    Triton kernel.
 
     Args:
         to, of: [n, ...], with equal numbers of columns.

@@ -25,9 +25,9 @@ class DiskSync(WeightSync):
     per bucket. A file receives its final name once it is complete.
 
     Args:
-        companions: folder whose config is copied beside the weights.
-        folder: folder of the weights, the same for all senders of an update; None: one in the
-            system's temporary folder.
+        companions: model folder whose config files are copied into the folder of the weights.
+        folder: folder of the weights, the same for all senders of an update; None: a new folder in
+            the system's temporary folder.
         sender: number in the names of this sender's files.
     """
 
@@ -98,7 +98,8 @@ class DiskSync(WeightSync):
 
 
 class _whole:
-    """Context that writes a file under a temporary name and renames it if the block succeeds."""
+    """Context in which a file is written under a temporary name. The file gets its final name if
+    the block succeeds."""
 
     def __init__(self, file: Path, ending: str) -> None:
         self._file, self.path = file, file.with_name(file.name + ending)

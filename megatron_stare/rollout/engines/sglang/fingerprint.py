@@ -1,10 +1,10 @@
 """Computes the checksums that an SGLang server's ranks must report if they hold the sent weights.
 Pure.
 
-SGLang stacks some Hugging Face tensors into one parameter and shards each parameter over its ranks.
-Each rank reports a hash of its shard of every parameter. So this module hashes the shards of the
-sent tensors in SGLang's stacking order. The results are compared rank by rank, including names,
-because a server reports success for an unknown name.
+SGLang stacks some Hugging Face tensors into one parameter, and shards each parameter over the
+server's ranks. Each rank reports a hash of its shard of every parameter. This module therefore
+hashes the shards of the sent tensors in SGLang's stacking order. The hashes and the parameter names
+of every rank are compared, because a server reports success even for an unknown name.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Checksums = Mapping[str, str]  # of one rank, by SGLang's parameter name
 
 @dataclass
 class Stack:
-    """Hash of one parameter of a rank while the parameter's parts arrive. Each of several senders
-    may have some of a layer's experts. The hash of servers on GPUs is a sum over positions, so the
-    senders' hashes can be merged."""
+    """Unfinished hash of one parameter of a rank. The parts of the parameter are added as they
+    arrive. Several senders may each have some of a layer's experts. On servers with GPUs the hash
+    is a sum over positions, so the hashes of several senders can be merged."""
 
     count: int | None
     digest: Digest
@@ -65,8 +65,9 @@ class Stack:
         return not self.early and self.count in (None, self.hashed)
 
     def joined(self, other: Stack) -> Stack:
-        """Merges this Stack with another sender's Stack of the same parameter, which has other
-        experts' matrices. Works only with TiledDigest, which is the hash for servers on GPUs."""
+        """Merges this Stack with another sender's Stack of the same parameter. The two Stacks hold
+        the matrices of different experts. Works only with TiledDigest, which is the hash for
+        servers on GPUs."""
         assert isinstance(self.digest, TiledDigest) and isinstance(other.digest, TiledDigest)
         return Stack(
             self.count, self.digest.joined(other.digest), placed=self.placed | other.placed
@@ -77,8 +78,8 @@ class Fingerprint:
     """Hashes a weight update incrementally, for servers of one layout.
 
     Args:
-        shape: shape of the model, whose family defines stacking and sharding.
-        dtype: compute dtype of the server, to which it casts weights.
+        shape: shape of the model. The model's family defines how tensors are stacked and sharded.
+        dtype: compute dtype of the server. The server casts weights to this dtype.
     """
 
     def __init__(self, shape: ModelShape, dtype: torch.dtype, layout: ServerLayout) -> None:
@@ -90,8 +91,8 @@ class Fingerprint:
         self._ranks: list[dict[str, Stack]] = [{} for _ in range(layout.tensor)]
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Adds one tensor under its Hugging Face name, and hashes it on its device. The tensor may
-        change afterwards."""
+        """Adds one tensor under its Hugging Face name. Computes the hash on the tensor's device.
+        The tensor may change afterwards."""
         place = self._family.served(name, self._shape)
         held = tensor.detach().to(place.dtype or self._dtype)
         for rank, stacks in enumerate(self._ranks):
@@ -105,14 +106,13 @@ class Fingerprint:
             )
 
     def checksums(self) -> list[dict[str, str]]:
-        """Returns, for each rank, the checksums that the rank must report, by SGLang's parameter
-        names. Leaves out parameters of which some parts are missing. Call this method once, at the
-        end."""
+        """Returns the checksums that each rank must report, by SGLang's parameter names. Leaves out
+        a parameter if parts of the parameter are missing. Call this method once, at the end."""
         return checksums_of(self._ranks)
 
     def hashes(self) -> list[dict[str, str | Stack]]:
-        """Returns this sender's part of `checksums`. For servers on GPUs, experts' matrices remain
-        Stacks, to be merged with the Stacks of other senders."""
+        """Returns this sender's part of `checksums`. For servers on GPUs, the matrices of experts
+        remain Stacks, which are later merged with the Stacks of other senders."""
         return [
             {
                 n: s if s.placed else s.digest.hexdigest()
@@ -124,7 +124,8 @@ class Fingerprint:
 
 
 def checksums_of(ranks: Sequence[Mapping[str, str | Stack]]) -> list[dict[str, str]]:
-    """Returns the checksums of parameters of which all parts have arrived, by rank and name."""
+    """Returns the checksums by rank and parameter name. Leaves out a parameter if parts of the
+    parameter are missing."""
     return [
         {
             n: s if isinstance(s, str) else s.digest.hexdigest()
@@ -140,8 +141,8 @@ def _lacks(stack: str | Stack) -> bool:
 
 
 def differences(sent: Sequence[Checksums], held: Sequence[Checksums]) -> Sequence[str]:
-    """Lists the differences between the weights that a server's ranks hold and those sent, one line
-    each; empty if there are none."""
+    """Lists the differences between the weights that a server's ranks hold and the weights that
+    were sent. The list has one line per difference."""
     if len(sent) != len(held):
         return [f"{len(held)} ranks report what they hold, of {len(sent)}"]
     return [

@@ -1,7 +1,7 @@
-"""Checks that SGLang's own parser accepts a run's additional arguments, and that these do not
-change arguments that the run sets.
+"""Checks that SGLang's own parser accepts a run's additional arguments. Checks also that the
+additional arguments do not change arguments that the run sets itself.
 
-`refused_flag` starts a process in SGLang's environment, which runs this module:
+`refused_flag` starts a process in SGLang's environment that runs this module:
 
     python -m megatron_stare.rollout.engines.sglang.flag_check '{"own": [...], "flags": [...]}'
 """
@@ -32,8 +32,8 @@ _NOT_TO_BE_SET = {
 
 @lru_cache(8)
 def refused_flag(python: str, own: Sequence[str], flags: Sequence[str]) -> str | None:
-    """Returns what is wrong with the flags, or None. Takes about ten seconds, because a Python
-    process imports SGLang.
+    """Returns a description of what is wrong with the flags, or None if nothing is wrong. The call
+    takes about ten seconds, because a Python process imports SGLang.
 
     Args:
         python: Python of SGLang's environment.

@@ -25,7 +25,8 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Place:
-    """A machine and the UUIDs of the GPUs visible to a process on it; empty if unknown.
+    """A machine, and the UUIDs of the GPUs that a process on this machine sees. A field is empty if
+    its value is unknown.
 
     others: addresses of the other machines on which a server has ranks.
     """
@@ -48,7 +49,7 @@ def this_host() -> str:
 
 
 def uuid_of(device: int) -> str:
-    """Returns a GPU's UUID in the form in which SGLang reads it to find the GPU of a handle."""
+    """Returns a GPU's UUID in the form that SGLang uses to find the GPU of a memory handle."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -101,18 +102,18 @@ def require_reach(server: Place, sender: Place, url: str) -> None:
 def carriers(
     servers: Sequence[tuple[str, Place, ServerLayout]], ranks: Sequence[Place]
 ) -> list[tuple[int, ...]]:
-    """Finds, for each server, the trainer's ranks whose memory the server's ranks can open, one per
-    server rank. On GPUs a server rank opens the memory of the trainer's rank on the same GPU. For
-    servers on CPUs, the trainer's ranks on the server's machine are assigned to the server ranks in
-    turn.
+    """Assigns one rank of the trainer to every rank of every server. The server rank can open the
+    memory of the assigned rank. On GPUs a server rank opens the memory of the trainer's rank on the
+    same GPU. For servers on CPUs, the trainer's ranks on the server's machine are assigned to the
+    server ranks in turn.
 
     Args:
-        servers: URL, place and layout of each; on GPUs the place lists them in the order of the
-            server's ranks.
+        servers: URL, place and layout of each server. The place of a server on GPUs lists the GPUs
+            in the order of the server's ranks.
         ranks: places of all ranks of the trainer.
 
     Raises:
-        ConfigError: a server's rank shares its device with no rank of the trainer.
+        ConfigError: no rank of the trainer is on the GPU or machine of a server's rank.
     """
     found, taken = [], Counter[str]()
     for url, place, layout in servers:
@@ -147,7 +148,7 @@ def _no_rank(where: str, url: str) -> ConfigError:
 
 
 def require_loopback_here(server: Place, url: str) -> None:
-    """Raises ConfigError for a server on another machine's loopback."""
+    """Raises ConfigError if the server listens on the loopback address of another machine."""
     if urlsplit(url).hostname in LOOPBACK_NAMES and server.host not in ("", this_host()):
         raise ConfigError(
             f"the server listens on the loopback of {server.host.split()[0]}, where this rank"

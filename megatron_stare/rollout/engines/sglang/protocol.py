@@ -35,7 +35,7 @@ class SGLangError(UserError):
 
 
 def check_version(version: str, where: str) -> None:
-    """Raises SGLangError for a release whose protocol is not known to match this module."""
+    """Raises SGLangError if the server runs a release that this project does not support."""
     if version not in SUPPORTED_VERSIONS:
         raise SGLangError(
             f"the server runs SGLang {version}; supported are {', '.join(SUPPORTED_VERSIONS)}",
@@ -49,8 +49,8 @@ def check_flags(info: Mapping[str, Any], flags: Mapping[str, str], where: str) -
 
     Args:
         info: the server's /server_info.
-        flags: for each flag, the setting that needs it. A CPU server passes without a memory saver,
-            which it does not have; it keeps its memory.
+        flags: for each flag, the setting that needs the flag. A CPU server passes without
+            --enable-memory-saver, because a CPU server keeps its memory.
     """
     for flag, setting in flags.items():
         if not info.get(flag) and not (flag == "enable_memory_saver" and info["device"] == "cpu"):
@@ -63,8 +63,8 @@ def check_flags(info: Mapping[str, Any], flags: Mapping[str, str], where: str) -
 
 def check_precision(arguments: Mapping[str, Any], where: str) -> None:
     """Raises ConfigError for a server that computes in 8 bits. The expected log-prob difference
-    between an 8-bit server and the trainer is unknown, so differences by rounding could not be told
-    from differences by wrong weights.
+    between an 8-bit server and the trainer is unknown. Differences that come from rounding could
+    therefore not be distinguished from differences that come from wrong weights.
 
     Args:
         arguments: the server's arguments, by name with dashes or underscores.
@@ -81,12 +81,14 @@ def check_precision(arguments: Mapping[str, Any], where: str) -> None:
 
 
 def check_speculation(arguments: Mapping[str, Any], device: str, where: str) -> None:
-    """Raises ConfigError for speculative decoding whose tokens are not samples of the model.
+    """Raises ConfigError if the server uses speculative decoding whose tokens are not samples of
+    the model. Algorithms other than NGRAM are refused too, because a weight sync beside a draft
+    model was never tried.
 
-    Agreement of engine and trainer could not tell: the log-probs of such tokens are right. By
-    SGLang's source (eagle_utils.py, 0.5.23), verification on CPUs takes the likeliest token
-    whatever the temperature is; on CUDA the tokens are exact samples while both acceptance
-    thresholds are 1.
+    The agreement checks of engine and trainer would not detect such tokens, because the log-probs
+    of the tokens are right. According to SGLang's source (eagle_utils.py, 0.5.23), verification on
+    CPUs takes the likeliest token at every temperature. On CUDA the tokens are exact samples if
+    both acceptance thresholds are 1.
 
     Args:
         arguments: the server's arguments, by name with dashes or underscores.
@@ -121,10 +123,11 @@ def check_speculation(arguments: Mapping[str, Any], device: str, where: str) -> 
 
 
 def sampling_seed(params: SamplingParams, request: GenerateRequest) -> int:
-    """Returns 31 bits that depend on (seed, step, prompt cursor, sample index, branch) alone.
+    """Returns a seed of 31 bits that depends only on (seed, step, prompt cursor, sample index,
+    branch).
 
-    SGLang's noise depends on the seed and on a token's place after its context. Two branches may
-    have tokens at one place, so each has a seed of its own.
+    SGLang's noise depends on the seed and on a token's position after its context. Two branches may
+    have tokens at the same position, so each branch has its own seed.
     """
     step = params.step if request.noise_step is None else request.noise_step
     keys = row_keys(params.seed, step, [request.prompt_cursor], [request.sample_index])
@@ -139,15 +142,15 @@ def sampling_fields(
     max_new_tokens: int | None = None,
     stop_token_ids: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Returns every field that affects a response, so that no default of a server's release or
-    model folder applies.
+    """Returns every sampling field that affects a response. Because every field is set, no default
+    of the server's release or of the model folder applies.
 
-    Only evaluation truncates the distribution, and only by top-p (never top-k, min-p, penalties,
-    bias or grammar). In training, truncation would change the log-probs to those of another
-    distribution than the trainer's.
+    Only evaluation truncates the distribution, and only by top-p. Top-k is set only for greedy
+    decoding. Min-p, penalties, bias and grammars are never used. In training, truncation would make
+    the engine's distribution differ from the trainer's distribution.
 
     Args:
-        stop_token_ids: added to those of `params`.
+        stop_token_ids: stop tokens in addition to the stop tokens of `params`.
     """
     return {
         "temperature": params.temperature,
@@ -196,8 +199,8 @@ def generate_body(request: GenerateRequest, params: SamplingParams, rid: str) ->
 
 
 def prompt_body(tokens: Sequence[int], rid: str) -> dict[str, Any]:
-    """Returns a body of POST /generate whose answer contains the log-probs, at temperature 1, of
-    all `tokens` but the first."""
+    """Returns the body of a POST /generate request. The answer contains the log-probs, at
+    temperature 1, of all `tokens` except the first."""
     fields = SamplingParams(
         temperature=1.0, max_new_tokens=1, seed=0, step=0, stop_token_ids=(), greedy=True
     )
@@ -216,7 +219,7 @@ def read_prompt_log_probs(
     answer: Mapping[str, Any], tokens: Sequence[int], where: str
 ) -> list[float]:
     """Parses the answer to a request with `prompt_body`. Returns the log-prob, in nats, of every
-    token but the first."""
+    token except the first."""
     entries = answer["meta_info"].get("input_token_logprobs") or []
     found = [entry for entry in entries if entry[0] is not None]  # the first token has none
     # for the vocabulary's last id the server returns the right log-prob, but the id 0
@@ -241,12 +244,12 @@ def result_of(
     """Parses an answer of POST /generate.
 
     Args:
-        stop_token_ids: tokens that end every response; those of `request` are added.
+        stop_token_ids: tokens that end every response, in addition to the stop tokens of `request`.
         routed: shape of the model, if routed experts were requested.
 
     Raises:
-        SGLangError: lists differ in length, a log-prob is missing, or a token lacks its weight
-            version or its requested experts.
+        SGLangError: lists of the answer differ in length, a log-prob is missing, or a token lacks
+            its weight version or its requested experts.
     """
     meta = answer["meta_info"]
     ids = _column(answer["output_ids"], np.int32)
@@ -311,8 +314,8 @@ def _column(
 
 
 def version_runs(meta: Mapping[str, Any], tokens: int, where: str) -> VersionRuns:
-    """Reads, from the spans in an answer's meta_info, the versions of the weights that sampled
-    `tokens` tokens."""
+    """Reads the versions of the weights that sampled the `tokens` tokens of an answer. The versions
+    are in the spans of the answer's meta_info."""
     runs: list[tuple[int, int]] = []
     end = 0
     for span in meta.get("weight_versions") or []:

@@ -50,7 +50,8 @@ CPU_CACHE_TOKENS = 20_000  # default, because a CPU server has no memory share t
 
 
 class SGLangReplica(Replica):
-    """One of a run's servers, which the run starts or attaches to; see Replica."""
+    """One server of a run; see Replica. The run starts the server or attaches to a running
+    server."""
 
     def __init__(self, config: Config, number: int, site: Site = HERE) -> None:
         self._config = config
@@ -212,8 +213,8 @@ def check_servers(config: Config, shape: ModelShape) -> None:
 
 
 def server_flags(config: Config) -> dict[str, str]:
-    """Returns the flags with which servers must have been started. Names, for each flag, the
-    setting of the run that requires the flag."""
+    """Returns the flags with which servers must have been started. Each flag comes with the setting
+    of the run that requires the flag."""
     wanted = {
         "enable_deterministic_inference": ("sglang.seeds", config.sglang.seeds),
         "enable_memory_saver": ("sglang.colocated", config.sglang.colocated),
@@ -223,11 +224,13 @@ def server_flags(config: Config) -> dict[str, str]:
 
 
 def sglang_python(config: Config) -> str:
-    """Returns the Python of SGLang's environment: from the setting, the environment variable, or
-    the checkout.
+    """Returns the Python interpreter of SGLang's environment. The setting or the environment
+    variable names the interpreter. If neither names an interpreter, the interpreter in the checkout
+    is used.
 
     Raises:
-        ConfigError: none of them names it; a wheel has no checkout.
+        ConfigError: no source names an interpreter. A package that was installed from a wheel has
+            no checkout.
     """
     if python := config.sglang.python or os.environ.get(PYTHON_VARIABLE):
         return python
@@ -247,8 +250,8 @@ def sglang_python(config: Config) -> str:
 def server_options(
     config: Config, number: int = 0, node: int = 0, address: str = LOOPBACK
 ) -> ServerOptions:
-    """Returns the options of server `number` of this run on its node `node`, which has the given
-    address."""
+    """Returns the options with which server `number` of this run starts on the server's node
+    `node`. `address` is the address of this node."""
     asked, device = config.sglang, server_device(config)
     process, processes = number * asked.nodes + node, config.rollout.engines * asked.nodes
     return ServerOptions(
@@ -281,7 +284,7 @@ def server_options(
 
 
 def servers_target(config: Config) -> ServersTarget:
-    """Returns the target of the run's weight syncs, without servers yet."""
+    """Returns the target of the run's weight syncs. The target does not contain any servers yet."""
     return ServersTarget(
         config.sglang.sync,
         config.runtime.timeout_s,
@@ -298,9 +301,9 @@ def served_dtype(config: Config) -> str:
 
 
 def server_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMemory:
-    """Predicts the memory of one rank on a GPU of `capacity` bytes: its shard of the weights, and
-    its cache. The cache takes all of the server's share of the GPU that the weights leave free. If
-    `sglang.cache_tokens` tokens need less memory, the cache takes only the memory of
+    """Predicts the memory that one rank's shard of the weights and one rank's cache need on a GPU
+    of `capacity` bytes. The cache takes the part of the server's GPU share that the weights leave
+    free. If `sglang.cache_tokens` tokens need less memory, the cache takes only the memory of
     `sglang.cache_tokens` tokens."""
     asked, size = config.sglang, DTYPES[config.sglang.dtype or config.model.dtype].itemsize
     layout = ServerLayout(

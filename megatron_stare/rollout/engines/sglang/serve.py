@@ -1,5 +1,5 @@
-"""Runs SGLang's launcher in a server's process, and ends it together with the process that started
-it.
+"""Runs SGLang's launcher in a server's process. The server ends when the process that started the
+server ends.
 
 Started in SGLang's environment:
 
@@ -35,8 +35,8 @@ def _let_torchvision_import() -> None:
     load.
 
     The library in torchvision's CPU wheel may require CUDA libraries and therefore not load. If the
-    library loads, a static initialiser in the library defines the operators; if the operators
-    already existed, the initialiser would crash the process. Therefore this function first tries to
+    library loads, a static initialiser in the library defines the operators. The initialiser would
+    crash the process if the operators already existed. This function therefore first tries to
     import torchvision.
     """
     import torch
@@ -80,8 +80,8 @@ def main() -> None:
 
 def _leave(code: int) -> NoReturn:
     """Ends this process at once; the guard then ends the process group (see `_guard`). A normal
-    exit of the interpreter would never finish: the exit waits for SGLang's ranks, and the ranks
-    wait for requests."""
+    exit of the interpreter would never finish, because the exit waits for SGLang's ranks and the
+    ranks wait for requests."""
     # Remove it now: after the ranks are gone its owner is unknown, and they may end before the
     # guard runs.
     remove_shared_memory(os.getpgid(0))
@@ -91,11 +91,12 @@ def _leave(code: int) -> NoReturn:
 
 
 def _guard(scratch: str) -> None:
-    """Forks a guard, a process outside this process group. The guard kills this process group once
-    the process that started the server is gone. Without the guard, some of SGLang's processes would
-    survive if this process were killed together with its starter. (Ray kills the processes that an
-    actor started.) The guard also kills the group when this process ends. If only this process has
-    ended, the server's log remains until the starter closes standard input."""
+    """Forks a guard process outside this process group. The guard kills this process group once the
+    process that started the server is gone. Without the guard, some of SGLang's processes would
+    survive if this process were killed together with its starter. Ray, for example, kills the
+    processes that an actor started. The guard also kills the group when this process ends. If only
+    this process has ended, the server's log remains until the process that started the server
+    closes standard input."""
     group = os.getpgid(0)
     # `ends` closes when this process ends, because its children do not inherit it
     lives, ends = os.pipe()

@@ -1,10 +1,10 @@
-"""Computes the parameter hashes that SGLang servers report, incrementally. Servers on CPUs and
+"""Computes, part by part, the parameter hashes that SGLang servers report. Servers on CPUs and
 servers on GPUs report different kinds of hashes.
 
-`/weights_checker` hashes a tensor on its device: on a CPU by SHA-256, on a GPU by a kernel of
-integer arithmetic (`sglang.kernels.ops.memory.gpu_tensor_hash` of the supported releases). This
-module expresses the kernel's formula in torch integer operations, so that any device can compute
-the hash.
+`/weights_checker` hashes a tensor on the tensor's device. On a CPU the hash is SHA-256. On a GPU a
+kernel computes the hash with integer arithmetic (`sglang.kernels.ops.memory.gpu_tensor_hash` of the
+supported releases). This module expresses the kernel's formula in torch integer operations, so that
+any device can compute the hash.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Digest(Protocol):
 
 
 def digest_on(device: str) -> Digest:
-    """Returns the hash for a server whose /server_info reports this device; torch calls AMD GPUs
-    cuda too."""
+    """Returns an empty hash for a server whose /server_info reports this device. torch also calls
+    AMD GPUs cuda."""
     return TiledDigest() if device == "cuda" else Sha256Digest()
 
 
@@ -60,15 +60,15 @@ class Sha256Digest:
 class TiledDigest:
     """Computes the same hash as SGLang's GPU kernel, on the device of the added tensors.
 
-    Does not synchronize with the device before `hexdigest`.
+    Adding bytes does not synchronize with the device. Only `hexdigest` and pickling synchronize.
 
-    The bytes, padded with zeros, are n words of 32 bits. Word w at position i becomes fmix(w ^ (i A
-    + s) ^ rotl(i, r)), where fmix is the last step of MurmurHash3 (Appleby, 2011), for two sets of
-    constants (A, s, r). For each set of constants, the words of each tile (8192 words) are summed
-    mod 2^32. A tile's value has 64 bits: the upper half is fmix(sum ^ 4n) of the first set of
-    constants, the lower half that of the second set. The hash is the last step of splitmix64
-    (Steele, Lea and Flood, 2014) applied to the sum of the tiles' values mod 2^64. The hash of no
-    bytes is 0.
+    The bytes are padded with zeros to n words of 32 bits. Word w at position i becomes fmix(w ^ (i
+    A + s) ^ rotl(i, r)), for two sets of constants (A, s, r). The function fmix is the last step of
+    MurmurHash3 (Appleby, 2011). For each set of constants, the words of each tile (8192 words) are
+    summed mod 2^32. A tile's value has 64 bits. The upper half is fmix(sum ^ 4n) for the first set
+    of constants. The lower half is fmix(sum ^ 4n) for the second set of constants. The hash is the
+    last step of splitmix64 (Steele, Lea and Flood, 2014) applied to the sum of the tiles' values
+    mod 2^64. The hash of an empty input is 0.
     """
 
     def __init__(self) -> None:
@@ -107,8 +107,8 @@ class TiledDigest:
         return both
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state for pickling, with only one sum per tile, in host memory. Digests are
-        pickled so that another process can join them."""
+        """Returns the state for pickling, which has only one sum per tile and is in host memory.
+        Digests are pickled so that another process can join them."""
         first, sums = self._tiles()
         return {
             "_words": self._words,
@@ -117,7 +117,8 @@ class TiledDigest:
         }
 
     def _tiles(self) -> tuple[int, Tensor]:
-        """Returns the first tile with data, and [tiles, 2] sums from that tile on."""
+        """Returns the index of the first tile with data, and the sums [tiles, 2] from this tile
+        on."""
         if not self._sums:
             return 0, torch.zeros(0, 2, dtype=torch.int64)
         first = min(at for at, _ in self._sums)
@@ -128,8 +129,8 @@ class TiledDigest:
         return first, totals
 
     def _add(self, words: Tensor, position: int) -> None:
-        """Sums words tile by tile: first those that fill the open tile, then full tiles, then the
-        rest."""
+        """Sums the words of every tile. Starts with the words that fill the open tile, continues
+        with full tiles, and ends with the remaining words."""
         while words.numel():
             filled = position % _TILE
             if filled or words.numel() < _TILE:
@@ -188,7 +189,8 @@ def _fmix(words: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, by: int) -> Tensor:
-    """Shifts right and fills with zeros; int32's own shift fills with the sign bit."""
+    """Shifts words to the right and fills them with zeros. The right shift of int32 would fill with
+    the sign bit."""
     return (words >> by).bitwise_and_((1 << (32 - by)) - 1)
 
 

@@ -1,9 +1,9 @@
-"""Starts SGLang servers on this machine, waits until they answer, and ends them with everything
-they left behind.
+"""Starts SGLang servers on this machine, waits until the servers answer, and ends the servers.
+Removes everything that a server leaves behind.
 
 Each server is its own process group. A server runs serve.py in SGLang's environment and requires a
-random key on every address. A server writes its output to a log. If the server dies, the last part
-of the log is quoted.
+random key on every address. A server writes its output to a log. If a server dies, the error quotes
+the last part of the server's log.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ RANKS = "sglang"  # prefix of the names of the ranks' processes
 
 
 class ServerProcess:
-    """A server started here, or its part on this node. The server ends with `close`, or when this
-    process ends for any reason.
+    """A server that this process started, or the server's part on this node. The server ends with
+    `close`, or when this process ends for any reason.
 
     Args:
         meeting: rendezvous host:port of a multi-node server's ranks.
@@ -91,7 +91,8 @@ class ServerProcess:
         """Polls /model_info until the server answers.
 
         Args:
-            run: runs the coroutine that the given function makes, in the engine's loop.
+            run: function that runs a coroutine in the engine's event loop. The argument of `run` is
+                a function that makes the coroutine.
 
         Raises:
             SGLangError: the server ended, or did not answer within the time limit.
@@ -112,8 +113,8 @@ class ServerProcess:
             pause(PROBE_EVERY_S)
 
     def memory_mb(self) -> float:
-        """Returns the Pss of the server's processes, 10^6 bytes; processes that end meanwhile count
-        as 0."""
+        """Returns the summed Pss of the server's processes in units of 10^6 bytes. A process that
+        ends during the call counts as 0."""
         total = 0
         with contextlib.suppress(psutil.Error):
             root = psutil.Process(self._process.pid)
@@ -139,8 +140,9 @@ class ServerProcess:
         return f"ended with {code}{why}; its last words:\n{self.last_words()}"
 
     def lost_rank(self) -> str | None:
-        """Looks for a rank whose process was killed without SGLang's launcher noticing. Returns a
-        report that quotes the last part of the log; None if no killed rank is found."""
+        """Looks for a rank whose process was killed without being noticed by SGLang's launcher.
+        Returns a report that quotes the last part of the log, or None if no killed rank is
+        found."""
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self._process.pid).children():
                 if child.status() == psutil.STATUS_ZOMBIE and child.name().startswith(RANKS):
@@ -166,7 +168,7 @@ class ServerProcess:
             os.killpg(self.process_group, signal.SIGKILL)
 
     def close(self) -> None:
-        """Ends the server's process group and removes its files. Idempotent."""
+        """Ends the server's process group and removes the server's files. Idempotent."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             self._process.stdin.close()  # the request to exit, see serve.py
             with contextlib.suppress(subprocess.TimeoutExpired):

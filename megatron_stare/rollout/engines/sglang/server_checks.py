@@ -1,4 +1,4 @@
-"""Checks the configuration of a run's servers before any is started."""
+"""Checks the configuration of a run's servers before any server is started."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ OFF = ("", "0", "-1", "false", "no", "off")
 
 
 def server_device(config: Config) -> str:
-    """Returns the device type of servers started here: cpu or cuda."""
+    """Returns the device type, cpu or cuda, of the servers that are started on this machine."""
     if config.sglang.device != "auto":
         return config.sglang.device
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check_lengths(config: Config, shape: ModelShape, *bounds: int | None) -> None:
-    """Raises ConfigError if prompt and response do not fit a server's context.
+    """Raises ConfigError if a prompt and its response do not fit into a server's context.
 
     Args:
-        bounds: further limits of the context, besides the model's; None: no limit.
+        bounds: limits of the context in addition to the model's limit; None: no limit.
     """
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     held = min(bound for bound in (shape.max_positions, *bounds) if bound is not None)
@@ -89,7 +89,8 @@ def check_lengths(config: Config, shape: ModelShape, *bounds: int | None) -> Non
 
 
 def check_attached(config: Config) -> None:
-    """Raises ConfigError if servers that the run attaches to cannot be synced as configured."""
+    """Raises ConfigError if the configuration does not suit the servers that the run attaches
+    to."""
     elsewhere = [url for url in config.sglang.urls if not on_loopback(url)]
     if elsewhere and not os.environ.get(API_KEY_VARIABLE):
         raise ConfigError(
@@ -116,8 +117,8 @@ def check_attached(config: Config) -> None:
 
 
 def check_started(config: Config, shape: ModelShape, options: ServerOptions) -> None:
-    """Raises ConfigError for servers that could not start, or would store this model in a form that
-    cannot be compared."""
+    """Raises ConfigError if the servers could not start, or would store the model's weights in a
+    form that cannot be compared with the trainer's weights."""
     _check_cuts(config, shape, options)
     _check_host(config.sglang)
     _check_nodes(config, options)
@@ -146,7 +147,8 @@ def check_started(config: Config, shape: ModelShape, options: ServerOptions) -> 
 
 
 def _check_channels(config: Config, options: ServerOptions) -> None:
-    """Raises ConfigError for an NCCL group whose servers set a number of channels of their own."""
+    """Raises ConfigError if the servers in an NCCL group with the trainer would set their own
+    number of channels."""
     several = options.device == "cuda" and options.tensor > 1
     if several and options.seeds and config.sglang.sync == "distributed":
         raise ConfigError(
@@ -159,8 +161,8 @@ def _check_channels(config: Config, options: ServerOptions) -> None:
 
 
 def _check_variables(options: ServerOptions) -> None:
-    """Raises ConfigError for a variable of the servers' environment that changes samples or their
-    log-probs."""
+    """Raises ConfigError if a variable in the servers' environment changes samples or the log-probs
+    of samples."""
     found = options.process_environment()
     for name, does in ALTERING.items():
         if found.get(name, "").lower() not in OFF:
@@ -172,7 +174,8 @@ def _check_variables(options: ServerOptions) -> None:
 
 
 def _by_name(flags: Sequence[str]) -> dict[str, str]:
-    """Returns the values of arguments given as --name=value, or as --name and value."""
+    """Returns the values of arguments by name. An argument has the form --name=value, or --name
+    followed by the value."""
     found: dict[str, str] = {}
     name = ""
     for flag in flags:
@@ -238,7 +241,8 @@ def _check_cuts(config: Config, shape: ModelShape, options: ServerOptions) -> No
 
 
 def _check_host(asked: SGLangConfig) -> None:
-    """Raises ConfigError for a listening address that some of the servers' nodes do not have."""
+    """Raises ConfigError if the listening address is not an IPv4 address, or is an address that
+    some of the servers' nodes do not have."""
     if asked.host is None:
         return
     own = (
@@ -307,7 +311,8 @@ def check_sync(config: Config) -> None:
 def _beyond_a_cpu(
     config: Config, shape: ModelShape, options: ServerOptions
 ) -> Iterator[tuple[str, str, str]]:
-    """Yields the settings that a CPU server does not support: setting, problem and fix."""
+    """Yields the setting, the problem and the fix for every setting that a CPU server does not
+    support."""
     set_here, leave = config.sglang, "leave it out, or sglang.device=cuda"
     if options.attention_backend not in (None, CPU_ATTENTION):
         message = (

@@ -1,7 +1,7 @@
 """Implements the engine interface on one SGLang server.
 
-The pool sends requests through an engine worker; the trainer's stream provides buckets of weights.
-The run starts the server or attaches to a running server by URL.
+The pool sends requests through an engine worker. The trainer's weight stream provides buckets of
+weights. The run starts the server or attaches to a running server by URL.
 """
 
 from __future__ import annotations
@@ -83,17 +83,17 @@ FORCING = 1e4  # logit bias under which no other token is sampled
 
 
 class CacheRoom:
-    """Limits the requests at a server to `most`, and to the number of average-length requests that
-    the server's cache can hold. When a request at the server has ended, a waiting request is sent
-    to the server.
+    """Limits the number of requests at a server. The limit is the smaller of `most` and the number
+    of average-length requests that the server's cache can hold. When a request at the server has
+    ended, a waiting request is sent to the server.
 
     Without this limit, a request without cache space would wait in the server's queue, while its
     time limit (faults.requests.request_s) runs.
 
     Args:
         cache_tokens: capacity of the server's cache.
-        expected: expected tokens of a request, prompt and response; weighted as EXPECTED observed
-            requests.
+        expected: expected number of tokens in prompt and response of a request. In the average, the
+            expected number counts as much as EXPECTED observed requests.
     """
 
     def __init__(self, cache_tokens: int, most: int, expected: float) -> None:
@@ -103,7 +103,7 @@ class CacheRoom:
 
     @property
     def size(self) -> int:
-        """Limit of requests at the server, at least 1."""
+        """Maximum number of requests at the server, at least 1."""
         return max(min(self._most, int(self._cache_tokens * len(self._lengths) / self._sum)), 1)
 
     def came(self, tokens: int) -> None:
@@ -148,17 +148,18 @@ class SGLangEngine(ServedEngine):
     Args:
         client: client of the server, which already answers.
         sync: sends weights to the server.
-        model_path: Hugging Face folder from which the server was started; its config is read.
+        model_path: Hugging Face folder from which the server was started. The engine reads the
+            folder's config.
         dtype: compute dtype of the server.
-        max_running: limit of concurrent requests; the server's cache may lower it. Other requests
-            wait here.
-        loop: event loop of the client; the engine closes it.
+        max_running: limit of concurrent requests, which the size of the server's cache may lower.
+            Requests beyond the limit wait in this process.
+        loop: event loop of the client. The engine closes the event loop.
         process: process of a server that ends with this engine; None: the run did not start the
             server.
         flags: required flags of the server, and the settings that need them; see check_flags.
-        target: target to which the trainer's ranks send weights, without its server yet; None:
-            weights come only through this engine.
-        place: where the server runs, as far as known.
+        target: target to which the trainer's ranks send weights. The target does not contain the
+            server yet. None: weights come only through this engine.
+        place: machine and GPUs of the server, as far as they are known.
         probe_s: time limit for an answer to a health check.
         request_tokens: expected length of prompt and response, used until lengths are observed.
 
@@ -242,7 +243,7 @@ class SGLangEngine(ServedEngine):
             raise
 
     def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Runs a coroutine. Raises ServerGoneError if the server is lost meanwhile."""
+        """Runs a coroutine. Raises ServerGoneError if the server is lost during the call."""
         return self._waited(partial(self._watched, make))
 
     async def _watched(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -261,7 +262,8 @@ class SGLangEngine(ServedEngine):
             await asyncio.gather(call, return_exceptions=True)
 
     def _held(self) -> int | None:
-        """Returns the version that the server must hold now."""
+        """Returns the weight version that the server must hold now, or None if no version is
+        published."""
         return self._version if publishes(self._state) else None
 
     def check(self) -> None:
@@ -270,7 +272,7 @@ class SGLangEngine(ServedEngine):
 
     def _waited(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Runs a coroutine on the engine's loop. Uses another thread if the caller's thread already
-        runs a loop, as under the inline runner."""
+        runs an event loop, as it does under the inline runner."""
         if not _in_event_loop():
             return run_on(self._loop, make)
         # this block waits for the thread to end, so that the loop never runs twice at once
@@ -293,8 +295,8 @@ class SGLangEngine(ServedEngine):
     async def _answer(
         self, request: GenerateRequest, params: SamplingParams, rid: str
     ) -> GenerateResult | LostRequest:
-        """Waits until the server has room for the request, then for the response. The response's
-        time limit starts when the server has room."""
+        """Waits until the server has room for the request, and then waits for the response. The
+        response's time limit starts when the server has room for the request."""
         routed = self._shape if params.return_experts else None
         async with self._room:
             try:
@@ -353,8 +355,8 @@ class SGLangEngine(ServedEngine):
             self._waited(self._forget)
 
     async def _forget(self) -> None:
-        """Cancels all requests in flight, in this process and, if the server still answers, on the
-        server."""
+        """Cancels all requests in flight in this process. Also aborts the requests on the server if
+        the server still answers."""
         # a server that hangs must not delay the caller
         told = asyncio.wait_for(self._client.abort(), ABORT_S)
         await asyncio.gather(self._cancel(), told, return_exceptions=True)
@@ -476,8 +478,8 @@ class SGLangEngine(ServedEngine):
             self._run(self._client.resume)
 
     def memory_mb(self) -> float | None:
-        """Returns the Pss of a server that the run started, in units of 10^6 bytes; None if the run
-        did not start the server."""
+        """Returns the Pss of a server that the run started, in units of 10^6 bytes. Returns None if
+        the run did not start the server."""
         return self.process.memory_mb() if self.process is not None else None
 
     def model_info(self) -> ModelInfo:
@@ -524,9 +526,9 @@ def _in_event_loop() -> bool:
 
 
 async def probe_stop(client: SGLangClient, stop_token_ids: Sequence[int]) -> None:
-    """Verifies that a server treats stop tokens as training needs. Requests one short response for
-    each stop token, and forces the stop token by a bias on the token's logit. The bias forces the
-    stop token whatever the model's weights are.
+    """Verifies that a server treats stop tokens in the way that training requires. Requests one
+    short response for each stop token, and forces the stop token by a bias on the token's logit.
+    The bias forces the stop token for any weights of the model.
 
     A response must end with its stop token and that token's log-prob, because the token is sampled
     and therefore trained on.

@@ -1,7 +1,6 @@
-"""Describes how one SGLang server shards the model over its ranks: which part of a Hugging Face
-tensor each rank holds. Pure.
+"""Describes which part of a Hugging Face tensor each rank of an SGLang server holds. Pure.
 
-Follows the layers of the supported releases: `layers/linear.py`,
+The sharding follows these layers of the supported SGLang releases: `layers/linear.py`,
 `layers/vocab_parallel_embedding.py` and `layers/moe`.
 """
 
@@ -27,11 +26,11 @@ CPU_WIDTHS = 32  # on CPUs, SGLang pads a rank's feed-forward columns to a multi
 
 @dataclass(frozen=True)
 class ServerLayout:
-    """Sharding of one server: its device, and its tensor-parallel ranks, over which experts are
-    sharded too.
+    """Device of one server, and sharding of the model over the server's tensor-parallel ranks.
+    Experts are sharded over the same ranks.
 
-    With SGLang's attention DP, groups of ranks attend to separate requests. Attention and the
-    embedding are then sharded over the ranks of a group, in the same way in each group.
+    With SGLang's attention DP, groups of ranks attend to separate requests. With attention DP,
+    every group shards attention and the embedding over its ranks in the same way.
     """
 
     device: str = "cpu"
@@ -69,8 +68,8 @@ class ServerLayout:
         )
 
     def require_family(self, shape: ModelShape, where: str) -> None:
-        """Raises ConfigError for a model for which SGLang would ignore attention DP without an
-        error and sample wrong tokens."""
+        """Raises ConfigError if the server uses attention DP for a model that does not support
+        attention DP. SGLang would ignore attention DP without an error and sample wrong tokens."""
         if self.data > 1 and not family_of(shape).served_by_groups:
             can = ", ".join(
                 name for name, family in sorted(FAMILIES.items()) if family.served_by_groups
@@ -88,13 +87,14 @@ class ServerLayout:
         return self.tensor // self.data
 
     def parts(self, name: str, tensor: Tensor, shape: ModelShape, rank: int) -> Sequence[Tensor]:
-        """Returns the parts of a Hugging Face tensor that a rank holds. The parts are to be
-        concatenated, and are views if possible.
+        """Returns the parts of a Hugging Face tensor that a rank holds. The caller concatenates the
+        parts. The parts are views if possible.
 
         Returns no parts for an expert that another rank owns.
 
         Args:
-            name: name of the tensor; names unknown to the family count as replicated.
+            name: name of the tensor. A tensor whose name the model family does not know counts as
+                replicated.
             tensor: full tensor without padding.
         """
         rule = _rule(name, shape)
@@ -121,13 +121,14 @@ class ServerLayout:
         return [tensor]
 
     def cut_over(self, name: str, shape: ModelShape) -> int:
-        """Returns the number of ranks over which a tensor is sharded. Replicated tensors count like
-        sharded ones."""
+        """Returns the number of ranks over which a tensor is sharded. A replicated tensor counts as
+        if it were sharded."""
         rule = _rule(name, shape)
         return self.group if rule is not None and self._by_group(rule) else self.tensor
 
     def first_expert(self, shape: ModelShape, rank: int) -> int:
-        """Returns the first expert that a rank holds; 0 without experts."""
+        """Returns the index of the first expert that a rank holds, or 0 if the model has no
+        experts."""
         return rank // self._ranks_an_expert * (shape.experts // self.expert)
 
     @property
@@ -169,8 +170,8 @@ def _expert(name: str) -> int:
 
 
 def _split(rule: Rule, name: str, tensor: Tensor, shape: ModelShape) -> list[tuple[str, Tensor]]:
-    """Splits a tensor into parts that are sharded separately: the parts of a fused tensor, or the
-    tensor itself. Each part comes with its kind, because keys and values are sharded
+    """Splits a fused tensor into the parts that are sharded separately. Returns any other tensor as
+    a single part. Each part comes with its kind, because keys and values are sharded
     differently."""
     kinds = ("q", "kv", "kv") if rule.layout == "qkv" else ("rows",) * len(rule.sources)
     if len(rule.hf) == len(kinds):

@@ -1,5 +1,5 @@
-"""Defines the options with which a run starts its servers: SGLang's arguments and the environment
-of the processes."""
+"""Defines the options with which a run starts its servers. The options determine SGLang's arguments
+and the environment of the server processes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ KEPT_BYTES = 2**30  # freed memory that a CPU server may keep for reuse
 
 
 def share_of_ports(number: int, processes: int) -> Sequence[int]:
-    """Returns the share of PORTS, at least two, of one of a run's server processes. Servers bind
-    their ports after minutes, so two that drew from one range could draw the same port."""
+    """Returns the ports from which one of a run's server processes draws its ports. The ports are a
+    share of PORTS, with at least two ports. A server binds its ports minutes after the draw, so two
+    servers that drew from the same share could draw the same port."""
     shares = min(processes, len(PORTS) // 2)
     return PORTS[number % shares :: shares]
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Options of a server. If an option is None, SGLang decides.
+    """Options of a server. If an option is None, SGLang chooses the value.
 
-    seeds: honour sampling seeds; see docs/sglang.md for the guarantees.
+    seeds: True: the server honours sampling seeds; see docs/sglang.md for the guarantees.
     """
 
     python: str  # Python of SGLang's environment
@@ -71,7 +72,7 @@ class ServerOptions:
 
         Args:
             ranks_port: rendezvous port of a single-node server's ranks; None: SGLang's choice.
-            meeting: rendezvous host:port of a multi-node server, on its first node.
+            meeting: rendezvous host:port of a multi-node server, on the server's first node.
         """
         meet = () if ranks_port is None else ("--nccl-port", str(ranks_port))
         if meeting is not None:
@@ -129,10 +130,10 @@ class ServerOptions:
         return (*words, *(flag for flag, on in switches.items() if on))
 
     def process_environment(self) -> dict[str, str]:
-        """Returns the environment variables for the server's process. The variables are the
-        variables of the process that starts the server, except NOT_KEPT, and the variables that
-        this project sets for servers. The variables in `environment`, which the run's settings
-        contain, take precedence."""
+        """Returns the environment variables for the server's process. The server's process inherits
+        the variables of the process that starts the server, except NOT_KEPT. This project sets
+        further variables for servers. The variables in `environment`, which come from the run's
+        settings, take precedence."""
         kept = {name: value for name, value in os.environ.items() if name not in NOT_KEPT}
         kept |= {
             "HF_HUB_OFFLINE": "1",

@@ -1,5 +1,5 @@
-"""Runs a server whose ranks are on several nodes: one process per node, of which the first answers
-all requests.
+"""Runs a server whose ranks are on several nodes, with one process per node. The process on the
+first node answers all requests.
 
 The first node's worker manages the server and monitors the server's processes on the other nodes.
 If the server's process on one node dies, the ranks on the other nodes wait on their GPUs forever.
@@ -30,7 +30,7 @@ class SpreadServer(ServerProcess):
         options: options of the first node's process.
 
     Raises:
-        UserError: a part cannot be started; nothing is left running.
+        UserError: a part cannot be started. Nothing is left running after this error.
     """
 
     def __init__(self, options: ServerOptions, site: Site) -> None:
@@ -55,8 +55,8 @@ class SpreadServer(ServerProcess):
         return self._fallen or None
 
     def _watch(self) -> None:
-        """Kills the first node's process if a part on another node ends, so that nobody waits for
-        an answer."""
+        """Kills the first node's process if a part on another node ends, so that no caller keeps
+        waiting for an answer."""
         silent = 0
         while not (self._closing.wait(WATCH_EVERY_S) or self._fallen):
             try:
@@ -103,8 +103,8 @@ class SpreadServer(ServerProcess):
 
 
 class ServerPart(ReplicaPart):
-    """Manages the server's process on a node other than the first. Only the first node's process
-    answers requests.
+    """Manages the server's process on one node other than the first node. Only the first node's
+    process answers requests.
 
     Args:
         options: options of the process.
@@ -119,8 +119,8 @@ class ServerPart(ReplicaPart):
         self._process = ServerProcess(self._options, meeting)
 
     def ended(self) -> str | None:
-        """See ReplicaPart. Except on the first node, SGLang's launcher does not notice killed
-        ranks."""
+        """See ReplicaPart. SGLang's launcher notices killed ranks only on the first node, so this
+        method looks for killed ranks too."""
         if self._process is None:
             return None
         return self._process.ended() or self._process.lost_rank()

@@ -1,5 +1,5 @@
-"""Defines how weights reach SGLang servers, bucket by bucket: the common interface of
-tensor_sync.py, disk_sync.py and broadcast.py.
+"""Defines the common interface of tensor_sync.py, disk_sync.py and broadcast.py, which send weights
+to SGLang servers in buckets.
 
 An update involves senders and engines, often in different processes. Senders hold the tensors. Each
 server has an engine that manages the server.
@@ -11,8 +11,8 @@ Each sender creates one `Sending` object per update. Each `Sending` object retur
 which is passed to the engines.
 
 No method of WeightSync publishes a version. The engine publishes the version, after comparing the
-weights that the servers hold with the sent weights. Any failure is an SGLangError and leaves
-servers with a mixture of old and new weights.
+weights that the servers hold with the sent weights. A failure raises a UserError and leaves servers
+with a mixture of old and new weights.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ class WeightSync(ABC):
     update.
 
     Args:
-        clients: clients of the servers that this object updates; a sender has the clients of all
-            servers.
+        clients: clients of all servers that this object updates.
     """
 
     def __init__(self, clients: Sequence[SGLangClient]) -> None:
@@ -67,13 +66,14 @@ class WeightSync(ABC):
         reuse the bucket's memory.
 
         Args:
-            handles: handles of the bucket's memory, one for each rank of the only server, which
-                opens them instead of receiving bytes.
+            handles: handles of the bucket's memory, one for each rank of the server. The ranks open
+                the handles instead of receiving bytes. Handles require that there is only one
+                server.
         """
 
     def left(self) -> str | None:
-        """Returns the path from which the servers fetch the weights; None if they already have
-        them."""
+        """Returns the path from which the servers fetch the weights, or None if the servers already
+        have the weights."""
         return None
 
     async def load(self, folder: str | None) -> None:
@@ -81,12 +81,12 @@ class WeightSync(ABC):
         not.
 
         Args:
-            folder: path that the senders returned.
+            folder: path that `left` returned to the senders.
         """
         await everywhere(*(client.end_weight_update() for client in self._clients))
 
     def forget(self) -> None:  # noqa: B027 - most methods leave nothing
-        """Removes files left for the servers."""
+        """Removes the files that were written for the servers."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -98,9 +98,9 @@ class Sent:
     """Record of what senders sent.
 
     sizes: shapes by name.
-    hashed: if values are verified, hashes of what each rank of a server must hold, by layout of the
-        server.
-    folder: folder with the weights, if they were written to one.
+    hashed: hashes of the weights that each rank of a server must hold, by layout of the server.
+        Empty if values are not verified.
+    folder: folder that contains the weights; None: the weights were not written to a folder.
     to: URL of the only server that received these weights; None: all servers received them.
     """
 
@@ -111,7 +111,7 @@ class Sent:
 
     @classmethod
     def arrived(cls, senders: Sequence[Sent], url: str) -> Sent:
-        """Merges the records of what was sent to the server at this URL.
+        """Merges the records of the weights that were sent to the server at this URL.
 
         Raises:
             WeightUpdateError: another server received other values, so the trainer's copies of the
@@ -167,8 +167,8 @@ class Sent:
 
 
 class Sending:
-    """One sender's side of one update: sends some of the model's tensors, and meanwhile hashes them
-    on their device.
+    """One sender's side of one update. Sends some of the model's tensors, and at the same time
+    hashes the tensors on their device.
 
     Args:
         layouts: layouts of the servers, in the order of the sync's clients.
@@ -199,11 +199,11 @@ class Sending:
         """Sends a bucket.
 
         Args:
-            hashed: the future of its hash, if hashing has begun already.
+            hashed: future of the bucket's hash, if hashing the bucket has already begun.
             handles: see WeightSync.send.
 
         Raises:
-            WeightUpdateError: a name was sent before.
+            WeightUpdateError: a name was already sent in this update.
         """
         for name, tensor in bucket:
             if name in self._sizes:
@@ -216,7 +216,8 @@ class Sending:
         await everywhere(self._sync.send(bucket, handles), hashing)
 
     def hash(self, bucket: Bucket) -> None:
-        """Hashes a bucket if values are verified. Call once per bucket, sequentially."""
+        """Hashes a bucket if values are verified. Call this method once per bucket, for one bucket
+        at a time."""
         for name, tensor in bucket:
             for fingerprint in self._fingerprints.values():
                 fingerprint.add(name, tensor)
@@ -230,8 +231,8 @@ class Sending:
 
 
 def meeting_device(layouts: Sequence[ServerLayout]) -> torch.device:
-    """Returns the device from which buckets are transferred: this process's GPU if it has one and
-    all servers run on GPUs, else the CPU."""
+    """Returns the device from which buckets are transferred. The device is the process's GPU if the
+    process has a GPU and all servers run on GPUs, else the CPU."""
     on_gpus = torch.cuda.is_available() and all(layout.device == "cuda" for layout in layouts)
     return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 

@@ -1,6 +1,6 @@
 """Describes the path from the trainer's ranks to a run's SGLang servers. The process that knows the
 servers makes the description. The ranks that send weights use the description. Weights go directly
-from a rank to the servers; the driver passes on only this description and the checksums."""
+from a rank to the servers. The driver passes on only the description and the checksums."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from megatron_stare.weights.sync.target import Sender, SyncTarget
 
 @dataclass(frozen=True)
 class TargetServer:
-    """Address of one server, and the form of its weights."""
+    """Address of one server, and the layout, shape and dtype of the server's weights."""
 
     url: str
     api_key: str | None = field(repr=False)
@@ -48,16 +48,18 @@ class TargetServer:
 
 @dataclass(frozen=True)
 class ServersTarget(SyncTarget):
-    """Some or all of a run's servers; see SyncTarget.
+    """Target that consists of some or all of a run's servers; see SyncTarget.
 
     method: a value of `sglang.sync`.
-    timeout_s: limit of a call of a server.
-    model_path: folder whose config is copied beside weights on disk.
-    sync_folder: parent of the folder of `disk`; None: the system's temporary folder.
-    colocated: the servers are on the devices of the trainer's ranks.
+    timeout_s: time limit of one call to a server, seconds.
+    model_path: model folder whose config is copied into the folder of the weights.
+    sync_folder: parent of the folder that the method `disk` writes; None: the system's temporary
+        folder.
+    colocated: True if the servers are on the devices of the trainer's ranks.
     servers: in replica order.
-    folder: folder to which all senders of `disk` write; None before targets are joined.
-    collective_s: limit of a broadcast; None: timeout_s.
+    folder: folder to which all senders of the method `disk` write; None until `joined` chooses the
+        folder.
+    collective_s: time limit of one broadcast, seconds; None: timeout_s.
     """
 
     method: str
@@ -75,9 +77,10 @@ class ServersTarget(SyncTarget):
 
     @property
     def one_sender_at_a_time(self) -> bool:
-        """Returns False if weights go by disk or by shared devices, else True. A server handles one
-        update at a time, and receives and loads in one thread. Two senders at once would deadlock
-        if two servers received their broadcasts in different orders."""
+        """Returns False if the weights are sent through files or shared devices, else True. A
+        server handles one update at a time, and receives and loads weights in one thread. Two
+        senders at once would deadlock if two servers received their broadcasts in different
+        orders."""
         return self.method != "disk" and not self.shares_devices
 
     @property
@@ -96,10 +99,10 @@ class ServersTarget(SyncTarget):
 
     @property
     def owners_send(self) -> bool:
-        """True if each rank sends the experts that it holds. Servers keep a layer's experts in one
-        parameter. On a GPU, several senders can each hash a part of the experts' parameter.
-        SHA-256, the hash for servers on the CPU, needs all bytes of the experts' parameter in one
-        process."""
+        """Returns True if each rank sends the experts that the rank holds. Servers keep a layer's
+        experts in one parameter. On a GPU, several senders can each hash a part of the experts'
+        parameter. SHA-256, the hash for servers on the CPU, needs all bytes of the experts'
+        parameter in one process."""
         return not self.shares_devices and all(
             server.layout.device == "cuda" for server in self.servers
         )
@@ -128,8 +131,8 @@ class ServersTarget(SyncTarget):
 
 
 class ServersSender(Sender):
-    """A trainer rank's side of the target; see Sender. The sender calls the servers on a separate
-    thread, so that the rank can gather the next bucket during a call."""
+    """Sends one trainer rank's weights to the target; see Sender. The sender calls the servers on a
+    separate thread, so that the rank can gather the next bucket during a call."""
 
     def __init__(self, target: ServersTarget, rank: int) -> None:
         self._target = target

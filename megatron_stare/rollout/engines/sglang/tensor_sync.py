@@ -24,12 +24,12 @@ from megatron_stare.weights.sync.device_rooms import open_shared, shared_name
 
 class TensorSync(WeightSync):
     """Sends pickled tensors in the body of a request. Tensors on a GPU that the servers share are
-    sent as CUDA IPC handles. Other tensors are sent as bytes, which is meant for tests of
-    correctness: base64 and JSON move about 0.05 GB/s on a core.
+    sent as CUDA IPC handles. Other tensors are sent as bytes. Sending bytes is meant for tests of
+    correctness, because base64 and JSON move about 0.05 GB/s on a core.
 
     Args:
-        places: places of the servers, in the order of the clients; None: unknown, so no handle is
-            sent.
+        places: places of the servers, in the order of the clients; None: the places are unknown, so
+            no handle is sent.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class TensorSync(WeightSync):
 
 
 def packed(bucket: Bucket) -> str:
-    """Pickles a bucket for the servers, in base64: a list of (name, tensor). Tensors on a GPU or in
-    shared memory (DeviceRooms) become handles, which are valid while the tensors live. CPU tensors
-    outside shared memory are pickled with their bytes."""
+    """Pickles a bucket for the servers as a list of (name, tensor), and encodes the pickle in
+    base64. Tensors on a GPU or in shared memory (DeviceRooms) become handles, which are valid while
+    the tensors live. CPU tensors outside shared memory are pickled with their bytes."""
     buffer = io.BytesIO()
     pickler: Any
     first = bucket[0][1]

@@ -22,7 +22,7 @@ def on_loopback(url: str) -> bool:
 
 
 class TransportError(OSError):
-    """The connection broke, or the answer is not HTTP."""
+    """Raised if the connection breaks, or if the answer is not HTTP."""
 
 
 class Transport(Protocol):
@@ -37,12 +37,12 @@ class Transport(Protocol):
 
 
 class HttpTransport:
-    """HTTP client with one connection per request in flight; idle connections are reused.
+    """HTTP client with one connection per request in flight. Idle connections are reused.
 
-    Belongs to the event loop that first uses it.
+    The client belongs to the event loop that first uses the client.
 
     Args:
-        url: http or https, without a path.
+        url: URL with http or https, without a path.
     """
 
     def __init__(self, url: str) -> None:
@@ -52,8 +52,8 @@ class HttpTransport:
     async def request(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None
     ) -> tuple[int, bytes]:
-        """See Transport. Cancelling closes the connection, so that a late answer is not read as the
-        answer to another request."""
+        """See Transport. Cancelling the call closes the connection, so that a late answer is not
+        read as the answer to another request."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),
