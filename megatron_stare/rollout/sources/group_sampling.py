@@ -1,7 +1,7 @@
-"""Selects the prompt groups that a step trains on: the next groups, or only informative groups
-(dynamic sampling).
+"""Selects the prompt groups that a step trains on. A step trains on the groups of the next prompts,
+or only on informative groups (dynamic sampling).
 
-Shape legend: a group is all of a prompt's trajectories.
+Shape legend: a group consists of all trajectories of one prompt.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ class Groups(ABC):
         progress: Progress,
         settled: Callable[[], None],
     ) -> Collected:
-        """Returns as many complete groups of verified trajectories as a step takes, in canonical
-        order.
+        """Returns the trajectories of one step, in canonical order. The trajectories form complete
+        groups and are verified.
 
         Waits until all returned trajectories are verified; see Rollouts.made.
 
         Args:
-            settled: called once no more prompts will be taken or given back, if that is known
-                before the end.
+            settled: called once this method will take no more prompts from the stream and return no
+                more prompts. Not called if this is not known before the method ends.
         """
 
     def kept(self) -> Callable[[], bytes]:
@@ -95,7 +95,7 @@ class Groups(ABC):
         return lambda: b""
 
     def restore(self, kept: bytes) -> None:
-        """Restores the output of `kept`. Raises DataError if the output of `kept` cannot be
+        """Restores a snapshot that `kept` serialized. Raises DataError if the snapshot cannot be
         restored."""
         if kept:
             raise DataError(
@@ -138,21 +138,22 @@ class InformativeGroups(Groups):
     informative groups, in prompt order. A group is informative if its trajectories have different
     rewards.
 
-    A group whose verified rewards are all equal has no advantage and is dropped. The comparison
-    uses the verifier's rewards, not the shaped rewards. Prompts are sampled in rounds. The
-    selection depends neither on timing nor on the length of responses. The selection is settled
+    A group whose verified rewards are all equal has only advantages of 0 and is dropped. The
+    comparison uses the verifier's rewards, not the shaped rewards. Prompts are sampled in rounds.
+    The selection depends neither on timing nor on the length of responses. The selection is final
     once the first groups in canonical order are complete and include enough informative groups.
     Sampling of other groups is then cancelled. Prompts that come after the last used group return
     to the stream for the next step.
 
     If the rounds yield too few informative groups, dropped groups fill up the step, oldest first. A
     dropped group that fills up a step contributes no gradient. If the loss is divided by the number
-    of tokens, the tokens of the dropped group still count.
+    of tokens, the tokens of such a dropped group still count.
 
     Args:
         groups: prompt groups per step.
         samples: trajectories per prompt.
-        per_round: prompt groups sampled together; times `most_rounds` at least `groups`.
+        per_round: prompt groups that are sampled together in one round. The product of `per_round`
+            and `most_rounds` must be at least `groups`.
     """
 
     def __init__(
@@ -208,7 +209,7 @@ class InformativeGroups(Groups):
 
 
 class _Settled:
-    """Detects when the complete groups of a round already determine which of its groups are used.
+    """Detects when the complete groups of a round determine which groups of the round are used.
 
     Args:
         prompts: the round's prompts, in canonical order.
@@ -240,11 +241,11 @@ class _Settled:
 
 
 def informative(group: Sequence[Trajectory]) -> bool:
-    """Returns True if the verified rewards of a prompt differ, so that its advantages are not all
-    0."""
+    """Returns True if the verified rewards of a group differ. The advantages of such a group are
+    not all 0."""
     return len({trajectory.reward for trajectory in group if trajectory.judged}) > 1
 
 
 def tokens_of(trajectories: Sequence[Trajectory]) -> int:
-    """Number of tokens of the responses."""
+    """Returns the number of response tokens of all trajectories."""
     return sum(len(trajectory) for trajectory in trajectories)
