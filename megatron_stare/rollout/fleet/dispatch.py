@@ -62,8 +62,8 @@ class _Replica:
             self.work.set()
 
     def next_call(self) -> tuple[list[GenerateRequest], SamplingParams]:
-        """Removes and returns the requests of the next call. These are the first assigned requests
-        that have equal sampling parameters."""
+        """Removes and returns the requests of the next call. Takes the first assigned requests that
+        have equal sampling parameters."""
         params = self.assigned[0][1]
         requests = []
         while self.assigned and self.assigned[0][1] == params:
@@ -154,9 +154,9 @@ class Dispatch:
     request that continues a response returns to the replica that sampled the earlier part, because
     that replica has the earlier part in its KV cache. Continued responses are placed before new
     requests. While the replica that sampled the earlier part is full, a continued response waits. A
-    continued response goes to another replica in two cases only. In the first case, another replica
-    has room left after all new requests are placed. In the second case, the replica that sampled
-    the earlier part has lost a request since its last answer.
+    continued response goes to another replica if another replica has room left after all new
+    requests are placed. A continued response also goes to another replica if the replica that
+    sampled the earlier part has lost a request since its last answer.
 
     If replicas have no capacity limit, Dispatch sends no request until every unfinished trajectory
     has sent a request. Dispatch then splits the requests evenly over the replicas. The composition

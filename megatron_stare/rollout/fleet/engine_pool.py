@@ -129,9 +129,9 @@ class EnginePool:
         Servings may be open in one event loop. The requests of a Serving that was opened earlier
         are assigned to replicas first.
 
-        When the Serving closes, requests still in flight are discarded. These requests belong to
-        cancelled trajectories. If a replica fails, `Serving.finished` raises the replica's error.
-        The requests in flight at the other replicas are then discarded too.
+        Requests that are still in flight when the Serving closes are discarded, because the
+        requests belong to cancelled trajectories. If a replica fails, `Serving.finished` raises the
+        replica's error, and the requests in flight at the other replicas are discarded too.
         """
         if self._dispatch is None:
             self._dispatch = Dispatch(
@@ -167,8 +167,8 @@ class EnginePool:
         received.
 
         Raises:
-            RuntimeError: the caller runs in the event loop of the open Serving. The event loop
-                would then wait for itself.
+            RuntimeError: the caller runs in the event loop of the open Serving. In this event loop,
+                the wait would never end.
         """
         # set before the check for calls in progress, so that every later call sees it
         self._held = True

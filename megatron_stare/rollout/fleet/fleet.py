@@ -1,6 +1,6 @@
 """Manages the replicas' workers during a run: calls all workers together, excludes lost replicas,
 and restarts lost replicas in the background. The module health.py decides what a replica's state
-allows. This module acts on the state.
+allows. The module fleet.py calls and restarts replicas according to the state.
 
 Each restart has its own thread, which ends the replica's worker, makes a new worker in the same
 place, and brings up the new worker. The first weight update after the restart includes the replica
@@ -91,8 +91,7 @@ class Fleet:
 
         Raises:
             NoEngineError: no replica returned a result.
-            UserError: a call failed although its replica is not lost. The first such error is
-                raised.
+            UserError: first error of a call whose replica is not lost.
         """
         asked = [
             number for number in self.health.require(states) if among is None or number in among
@@ -175,8 +174,8 @@ class Fleet:
         `allow_restarts` is called. A replica that came up during the wait may be called afterwards.
         Does nothing if restarts need no permission by `allow_restarts` (RestartRule.held is False).
 
-        The start of a replica has its own time limit. This wait therefore counts as progress of the
-        run's phase.
+        The start of a replica has its own time limit. The wait for a restarting replica therefore
+        counts as progress of the run's phase.
         """
         if not self._holds:
             return

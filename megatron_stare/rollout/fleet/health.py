@@ -127,11 +127,11 @@ class FleetHealth:
     A DEAD replica becomes HEALTHY only through a restart and a complete, verified weight update.
 
     A replica that lost a request backs off: the replica receives no request for a while. Then the
-    replica receives one request at a time until it answers. This one request goes to the replica
-    even if other replicas have more room. The replica is also avoided for at least as long as the
-    lost request took. An avoided replica receives a request only if all serving replicas are
-    avoided. A hanging replica therefore does not delay one request after another by the full
-    request timeout. Back-offs end at the latest when the next rollout starts.
+    replica receives one request at a time until it answers. The single request goes to the replica
+    that lost a request even if other replicas have more room. The replica is also avoided for at
+    least as long as the lost request took. An avoided replica receives a request only if all
+    serving replicas are avoided. A hanging replica therefore does not delay one request after
+    another by the full request timeout. Back-offs end at the latest when the next rollout starts.
 
     Args:
         back_off_s: seconds after a lost request in which the replica receives no other request. The
@@ -290,8 +290,8 @@ class FleetHealth:
         standing.begun = [*self._counting(standing, now), now]
 
     def require(self, states: Collection[Health]) -> list[int]:
-        """Returns the replicas whose state is in `states`. Raises NoEngineError if there is no such
-        replica."""
+        """Returns the replicas whose state is in `states`. Raises NoEngineError if no replica's
+        state is in `states`."""
         if found := self.among(states):
             return found
         told = "; ".join(

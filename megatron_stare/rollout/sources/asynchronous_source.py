@@ -200,7 +200,7 @@ class AsynchronousSource(RolloutSource):
 
         Before each step, waits until the weights with which the step may start are published. After
         a step begins, waits until the step will take no more prompts from the stream and return no
-        more prompts. This second wait also ends when the step ends.
+        more prompts. The wait after the beginning of a step also ends when the step ends.
         """
         try:
             for step in range(first, self._last + 1):

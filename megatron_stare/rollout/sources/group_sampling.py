@@ -82,7 +82,8 @@ class Groups(ABC):
 
         Args:
             settled: called once this method will take no more prompts from the stream and return no
-                more prompts. Not called if this is not known before the method ends.
+                more prompts. If this method may take or return prompts until its end, `settled` is
+                never called.
         """
 
     def kept(self) -> Callable[[], bytes]:

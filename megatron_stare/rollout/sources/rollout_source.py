@@ -130,8 +130,8 @@ class _Judging:
 class RolloutSource(ABC):
     """Supplies one rollout batch per training step, sampled from weights that training publishes.
 
-    Every rollout source must meet the following requirements. The synchronous source meets them by
-    design.
+    Every rollout source must meet the following requirements, which the synchronous source meets by
+    design:
     - Every prompt of the stream is used exactly once, in cursor order, also across save and resume.
     - The weight version of a token is the version of the weights that sampled the token. No token
       is older than the configured bound. With a bound of 0, every batch equals the synchronous
