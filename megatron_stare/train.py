@@ -31,8 +31,8 @@ def train(
     """Trains the policy and returns the run directory.
 
     Args:
-        resume: True: resume from the run's newest checkpoint, or from the checkpoint of `from_step`
-            if that step is given.
+        resume: whether to resume. A resume starts from the run's newest checkpoint, or from the
+            checkpoint of `from_step` if `from_step` is given.
         dump_step: step of which the first update's batch, weights, loss and gradients are written
             to files.
         limit: time limit of the run.

@@ -1,11 +1,11 @@
-"""Writes and reads heartbeats. Heartbeats are small files with a run's progress. The files stay
+"""Writes and reads heartbeats. Heartbeats are small files with a run's progress. Heartbeats stay
 readable despite a stalled disk, a stopped process or a deadlocked thread.
 
 Every process of a run writes its own Beat whenever a phase or call begins or ends. The processes
-are the driver and, with Ray, each rank and each engine. The Beats are files in a folder in the
-node's memory. The watcher, a separate process (hangs/watcher.py), reads the beats. The watcher
-copies the driver's Beat to heartbeat.json in the run directory, so that other machines can read the
-driver's Beat too. This module imports neither torch nor Ray.
+that write Beats are the driver and, with Ray, each rank and each engine. The Beats are files in a
+folder in the node's memory. The watcher, a separate process (hangs/watcher.py), reads the beats.
+The watcher copies the driver's Beat to heartbeat.json in the run directory, so that other machines
+can read the driver's Beat too. This module imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Beat:
     """Progress of one process of a run.
 
     Args:
-        role: "driver", "trainer rank 3", "rollout engine 0".
+        role: for example "driver", "trainer rank 3" or "rollout engine 0".
         pid: process id on `host`.
         phase: phase of the driver, or current call of a rank or engine. IDLE means that the rank or
             engine has no call.
@@ -63,19 +63,19 @@ class Beat:
             Progress is the start of the phase, a finished response or a finished micro-batch.
         limit_s: seconds within which the phase must make progress. None means that the phase has no
             limit of its own.
-        step: current or last step; 0: none yet.
+        step: current or last step; 0 before the first step.
         steps: steps of the run; 0: unknown.
-        done: number of responses, out of `total`, that are finished in the phase. Both numbers are
-            0 if the phase counts no responses.
+        done: number of responses, out of `total`, that are finished in the phase. `done` and
+            `total` are 0 if the phase counts no responses.
         step_s: durations of the latest steps in seconds, oldest first, without evaluations and
             checkpoints.
         tokens_per_s: response tokens per second of the newest step; None before the first step is
             done.
         begun: time at which the process began to work for the run, seconds since 1970.
-        written: time at which the watcher last copied the beat, seconds since 1970. The value is 0
-            in the beat in the node's memory.
+        written: time at which the watcher last copied the beat, seconds since 1970. `written` is 0
+            in the node's memory.
         process: last state of the process that the watcher saw, such as "running", "sleeping",
-            "stopped" or "ended". The value is "" until the watcher has looked at the process.
+            "stopped" or "ended". `process` is "" until the watcher has looked at the process.
         black_box: folder of the newest black-box bundle (docs/black_box.md), or "" if there is no
             bundle.
     """
@@ -142,8 +142,8 @@ def beats_of(folder: Path) -> list[Beat]:
 
 
 def newest_progress(folder: Path) -> float | None:
-    """Returns the time of the latest progress among the ranks on this node that are in a call. The
-    time is in seconds of CLOCK_MONOTONIC. Returns None if no rank is in a call."""
+    """Returns the time (seconds of CLOCK_MONOTONIC) of the latest progress among the ranks on this
+    node that are in a call. Returns None if no rank is in a call."""
     return max(
         (b.moved for b in beats_of(folder) if b.role.startswith(RANK) and b.phase != IDLE),
         default=None,

@@ -30,8 +30,8 @@ def read_jsonl(path: Path) -> list[Record]:
     incomplete last line.
 
     Raises:
-        DataError: a line other than an incomplete last line is not a JSON object. A kill cannot
-            cause such a line.
+        DataError: a line other than an incomplete last line is not a JSON object. A killed process
+            leaves no such line.
     """
     try:
         lines = path.read_bytes().splitlines()

@@ -32,8 +32,8 @@ class Liveness:
         process end. "silent" means that the run is on another machine and wrote no heartbeat in the
         last FRESH_S seconds.
     host: machine of the last start; "" if unknown.
-    beat, beat_age_s: the newest heartbeat, and its age by this machine's clock. Both are None if
-        there is no heartbeat.
+    beat, beat_age_s: the newest heartbeat, and its age by this machine's clock. `beat` and
+        `beat_age_s` are None if there is no heartbeat.
     """
 
     state: State
@@ -70,7 +70,7 @@ def lock_held(run_dir: Path) -> bool:
     """Tells whether a process holds the run's lock.
 
     Tests the run's lock by taking the lock in shared mode for some microseconds. A driver that
-    fails to lock during these microseconds retries (run_state.py).
+    cannot take the lock because of this test retries (run_state.py).
     """
     try:
         with (run_dir / LOCK_FILE).open("rb") as lock:
@@ -84,8 +84,8 @@ def lock_held(run_dir: Path) -> bool:
 
 
 def how_it_stands(run: RunRecord, now: float | None = None, here: str | None = None) -> str:
-    """Returns a sentence for the report that says whether an unfinished run is still alive. Returns
-    "" if the run is finished or the run's number of steps is unknown."""
+    """Returns a sentence for the report. The sentence says whether an unfinished run is still
+    alive. Returns "" if the run is finished or the run's number of steps is unknown."""
     planned = run.setting("run.steps")
     made = int(run.metrics[-1]["step"]) if run.metrics else 0
     if not isinstance(planned, int) or made >= planned:

@@ -1,8 +1,8 @@
-"""Makes the records of files such as `rollouts/step_000010.jsonl` from trajectories, and reads such
+"""Converts trajectories to the records of files such as `rollouts/step_000010.jsonl`. Reads such
 files as `SampledResponse` objects.
 
-docs/runs.md describes the format. Reading a file needs neither torch nor a tokenizer, because the
-report has to work without torch and tokenizer.
+docs/runs.md describes the format. Reading a rollout file needs neither torch nor a tokenizer, so
+that the report works without both.
 
 Shape legend: n is the number of tokens of a response.
 """

@@ -100,7 +100,7 @@ class Staged:
     """A checkpoint that is being written.
 
     final: path of the completed checkpoint.
-    folder: temporary folder that is written now.
+    folder: temporary folder that contains the unfinished checkpoint.
     state: run state as JSON.
     beside: contents of the driver's further files, by name.
     """
@@ -368,7 +368,8 @@ def check_whole(checkpoint: Path) -> None:
     the tensor files. The ranks check the checksums of the tensor files.
 
     Raises:
-        DataError: a file differs from the written file. The error names the first such file.
+        DataError: a file differs from the file that was written. The error names the first such
+            file.
     """
     sums = manifest.read_manifest(checkpoint)
     if sums is None:

@@ -1,4 +1,4 @@
-"""Offers STARE's selection to any trainer. The token weights are exact over the whole batch.
+"""Offers STARE's selection to any trainer. The selection is exact over the whole batch.
 
 `Selector` takes log-probs, entropies, advantages and a mask, and returns weighted advantages. The
 wheel `stare-select` is built from this folder and from the modules that this folder imports. The

@@ -2,9 +2,9 @@
 The command is `python -m stare_select.conformance [BATCH.npz ...]`. Without files, the check uses
 generated batches.
 
-Each file contains one update: `log_probs`, `entropies`, `mask` [B, T] and `advantages` [B] or [B,
-T] of the whole batch. `--probe trl` also checks that the installed TRL has the methods that the
-adapter needs. The exit status is 0 if all cases agree, 1 if a case differs, and 2 for unusable
+Each file contains the whole batch of one update: `log_probs`, `entropies`, `mask` [B, T] and
+`advantages` [B] or [B, T]. `--probe trl` also checks that the installed TRL has the methods that
+the adapter needs. The exit status is 0 if all cases agree, 1 if a case differs, and 2 for unusable
 input.
 """
 

@@ -62,8 +62,8 @@ class Selector:
 
     Args:
         method: a name in METHODS.
-        group: ranks that hold different tokens of the batch. With None, this process holds the
-            whole batch, even if torch.distributed runs.
+        group: ranks that hold different tokens of the batch. If `group` is None, this process holds
+            the whole batch, even if torch.distributed runs.
         settings: the method's own settings, such as `share=0.1` or `entropy_target=0.3`. Settings
             of the loss (clip_high and others) belong to the trainer.
 
@@ -102,18 +102,19 @@ class Selector:
 
         Args:
             log_probs: [B, T] or [N] log-probs of the sampled tokens before the update, nats.
-            entropies: same shape, entropies of the same policy, nats.
-            advantages: same shape, or [B] with one advantage for each row.
-            mask: same shape, true where the policy sampled the token and the token carries loss.
-            rows: [B] int64 number of each row in the whole batch. With None, the rows of the ranks
-                are numbered consecutively, in the order of the group. Among tokens of equal
-                surprisal, the token with the lower row number comes first.
+            entropies: same shape as `log_probs`, entropies of the same policy, nats.
+            advantages: same shape as `log_probs`, or [B] with one advantage for each row.
+            mask: same shape as `log_probs`, true where the policy sampled the token and the token
+                carries loss.
+            rows: [B] int64 number of each row in the whole batch. If `rows` is None, the rows of
+                the ranks are numbered consecutively, in the order of the group. Among tokens of
+                equal surprisal, the token with the lower row number comes first.
             sequence: [N] int64 number of each token's response in the whole batch, for flat input.
             index: [N] int64 number of each token in the whole batch, unique and below 2^32, for
                 flat input.
 
         Raises:
-            DataError: shapes do not match, values of masked tokens are not finite, or two rows have
+            DataError: shapes do not match, values inside the mask are not finite, or two rows have
                 the same number. Errors about values and row numbers are raised on every rank of the
                 group.
         """
@@ -243,8 +244,8 @@ class Selector:
         return sum(int(each) for each in all_[: get_rank(self.group)])
 
     def _largest(self, numbers: list[int], device: torch.device) -> list[int]:
-        """Returns each number's maximum over the group. The first number is a rank's fault (see
-        `_fault`). Raises DataError if any rank has a fault."""
+        """Returns each number's maximum over the group. The first of the numbers is the rank's
+        fault (see `_fault`). Raises DataError if any rank has a fault."""
         table = torch.tensor(numbers, dtype=torch.int64, device=device)
         if self.group is not None:
             all_reduce(table, ReduceOp.MAX, group=self.group)

@@ -173,7 +173,7 @@ def evaluation_tasks(config: Config, offline: bool = False) -> list[Task]:
     returns the run's own task.
 
     Args:
-        offline: True: include the tasks that are not evaluated during training.
+        offline: whether to include the tasks that are not evaluated during training.
     """
     if not config.eval.tasks:
         return [Task(config)] if config.eval.prompts else []

@@ -77,8 +77,8 @@ class _Queue:
 
     live: number of unfinished trajectories.
     again: requests that a replica lost and that must be sent again.
-    continuing: requests that continue a response. The key is the number of the replica that sampled
-        the response's earlier part.
+    continuing: requests that continue a response. Each key of `continuing` is the number of the
+        replica that sampled the earlier part of the response.
     new: requests that are neither in `again` nor in `continuing`.
     """
 
@@ -93,8 +93,8 @@ class _Queue:
 
 
 class RequestsPage:
-    """Writes the status page, which lists the requests in flight at each engine. The page is one
-    small file in the node's memory. The black box (docs/black_box.md) reads the page.
+    """Writes the status page, which lists the requests in flight at each engine. The status page is
+    one small file in the node's memory. The black box (docs/black_box.md) reads the status page.
 
     The status page is written about once a second while requests are in flight. The status page is
     written less often if writing would cost more than a hundredth of the event loop's time. If the
@@ -119,8 +119,8 @@ class RequestsPage:
 
         Args:
             states: states of the engines, in order.
-            given: entry of each request in flight: number of the engine, time of sending (seconds
-                of CLOCK_MONOTONIC), number of the prompt and number of the sample.
+            given: for each request in flight, the engine's number, the time of sending (seconds of
+                CLOCK_MONOTONIC), the prompt's number and the sample's number.
         """
         begun = time.monotonic()
         if self._file is None:
@@ -289,7 +289,7 @@ class Dispatch:
             self._putting = self.loop.call_later(wait_s, self._put)
 
     def _put(self) -> None:
-        """Writes the status page. The times on the page are from the event loop's clock,
+        """Writes the status page. The times on the status page are times of the event loop's clock,
         CLOCK_MONOTONIC."""
         self._putting = None
         given = {
@@ -327,8 +327,8 @@ class Dispatch:
         return self._fleet.health.trusted(replica, self.loop.time())
 
     def _rooms(self) -> list[int | None]:
-        """Returns how many more requests each replica can take now. The number is None if the
-        replica does not serve."""
+        """Returns how many more requests each replica can take now, or None for a replica that does
+        not serve."""
         now, health = self.loop.time(), self._fleet.health
         return [
             (
@@ -374,11 +374,11 @@ class Dispatch:
     async def _pump(self, replica: _Replica) -> None:
         """Sends a replica its assigned requests and distributes its results, until cancelled.
 
-        With no request in flight, this task waits for an assignment. With requests in flight, this
-        task waits for the replica's results. A server returns after WAIT_S even without results, so
-        that it can receive new requests. While replicas must not be called for tokens, this task
-        waits. After each call of the replica, this task yields to the event loop once. Trajectories
-        that received answers can then send their next requests.
+        If the replica has no request in flight, this task waits for an assignment. If the replica
+        has requests in flight, this task waits for the replica's results. A server returns after
+        WAIT_S even without results, so that it can receive new requests. While replicas must not be
+        called for tokens, this task waits. After each call of the replica, this task yields to the
+        event loop once. Trajectories that received answers can then send their next requests.
         """
         params = None
         while True:
@@ -421,8 +421,8 @@ class Dispatch:
     async def _advanced(
         self, replica: int, new: Sequence[GenerateRequest], params: SamplingParams | None
     ) -> tuple[str, Sequence[GenerateResult | LostRequest]]:
-        """Calls a replica. Returns the reason why the replica is lost and the results of the call.
-        The reason is "" if the replica is not lost."""
+        """Calls a replica. Returns the reason for the loss of the replica ("" if the replica is not
+        lost), and the results of the call."""
         workers = self._fleet.workers
         try:
             return "", await workers.result(

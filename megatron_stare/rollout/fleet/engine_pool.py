@@ -86,10 +86,10 @@ class EnginePool:
     """The replicas of a run. Between two weight updates, all replicas hold the same weights.
 
     Args:
-        workers: workers, each of which holds one engine. The constructor brings up all engines at
-            once.
-        prove_every: interval, in updates, between two updates that verify the values of the
-            weights. The other updates compare only names and counts.
+        workers: the workers that hold the engines, one engine each. The constructor brings up all
+            engines at once.
+        prove_every: interval between updates that verify the values of the weights; 1 means every
+            update. Updates that verify no values compare only names and counts.
         rule: limits on the retries of a lost request.
         restarts: limits on the restarts of a lost replica.
 
@@ -167,8 +167,8 @@ class EnginePool:
         received.
 
         Raises:
-            RuntimeError: the caller runs in the event loop of the open Serving. In this event loop,
-                the wait would never end.
+            RuntimeError: the caller runs in the event loop of the open Serving, in which the wait
+                would never end.
         """
         # set before the check for calls in progress, so that every later call sees it
         self._held = True
@@ -226,7 +226,7 @@ class EnginePool:
     def allow_restarts(self) -> None:
         """Allows restarts until `hold_restarts` is called. Engines that are lost already may
         restart now. Engines that are lost later may restart at once. Only engines on the trainer's
-        devices wait for this permission."""
+        devices need permission to restart."""
         self._fleet.allow_restarts()
 
     def hold_restarts(self) -> None:
@@ -327,8 +327,8 @@ class EnginePool:
     def _let_send(
         self, targets: dict[int, SyncTarget], weights: WeightStream, prove: bool
     ) -> Collection[int] | None:
-        """Lets the trainer's ranks send their weights directly to the engines. The return value has
-        the same meaning as in `_sent`."""
+        """Lets the trainer's ranks send their weights directly to the engines. Returns the replicas
+        that received all weights, or None (see `_sent`)."""
         fleet = self._fleet
         if self._target is None or self._targets != (fleet.losses, targets):
             self._targets = fleet.losses, targets

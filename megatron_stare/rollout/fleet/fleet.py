@@ -1,6 +1,6 @@
 """Manages the replicas' workers during a run: calls all workers together, excludes lost replicas,
 and restarts lost replicas in the background. The module health.py decides what a replica's state
-allows. The module fleet.py calls and restarts replicas according to the state.
+allows. The module fleet.py calls and restarts replicas according to their states.
 
 Each restart has its own thread, which ends the replica's worker, makes a new worker in the same
 place, and brings up the new worker. The first weight update after the restart includes the replica
@@ -38,8 +38,8 @@ class Fleet:
     no other code calls the replica.
 
     Args:
-        workers: workers, each of which holds one engine. The constructor brings up all engines at
-            once.
+        workers: the workers that hold the engines, one engine each. The constructor brings up all
+            engines at once.
         back_off_s: see FleetHealth.
 
     Raises:
@@ -83,7 +83,7 @@ class Fleet:
     ) -> dict[int, Any]:
         """Calls `method` of every replica whose state is in `states`. If `among` is given, calls
         only the replicas that are also in `among`. Waits for all calls. Returns the results by
-        replica. A replica that is lost during its call is left out.
+        replica. A replica that is lost during its call is left out of the results.
 
         Args:
             beside: calls of other workers on which the calls of the replicas depend. An error of a
@@ -91,7 +91,7 @@ class Fleet:
 
         Raises:
             NoEngineError: no replica returned a result.
-            UserError: first error of a call whose replica is not lost.
+            UserError: a call failed, but the called replica is not lost.
         """
         asked = [
             number for number in self.health.require(states) if among is None or number in among
@@ -145,8 +145,8 @@ class Fleet:
             self._begin_due()
 
     def look(self) -> None:
-        """Admits replicas that have come up since the last call. Restarts the lost replicas that
-        may be restarted now (FleetHealth.due)."""
+        """Records which restarted replicas have come up, or failed to come up, since the last call.
+        Restarts the lost replicas that may be restarted now (FleetHealth.due)."""
         with self._lock:
             for replica in [replica for replica, coming in self._coming.items() if coming.done()]:
                 coming = self._coming.pop(replica)

@@ -1,7 +1,7 @@
-"""Tracks the state of each replica. This module defines the states and the legal transitions. It
-also decides how many requests a replica may receive and when a lost replica is restarted. This
-module is pure. Callers report events and times. The modules fleet.py and dispatch.py act on the
-replicas' states.
+"""Tracks the state of each replica. This module defines the states and the legal transitions. This
+module also decides how many requests a replica may receive and when a lost replica is restarted.
+This module is pure. Callers report events and times. The modules fleet.py and dispatch.py act on
+the replicas' states.
 
 This module holds everything that the run knows about a replica. Each engine tracks the state of its
 own weights with engines/state.py, often in another process.
@@ -58,8 +58,8 @@ class RestartRule:
 
     most: maximum number of restarts within any `window_s` seconds. None means no limit, which
         applies to servers that the run did not start.
-    back_off_s: seconds to wait before the second restart. The wait doubles for each further restart
-        within the window.
+    back_off_s: seconds to wait before the second restart. The wait before a restart doubles for
+        each further restart within the window.
     losses: number of consecutive lost requests after which the replica itself counts as lost, if
         another replica serves.
     held: True if restarts wait for permission (Fleet.allow_restarts). A server sizes its cache by
@@ -87,8 +87,8 @@ NO_RESTARTS = RestartRule(most=0)
 
 @dataclass(frozen=True)
 class Transition:
-    """Change of a replica's state. `why` is the reason shown to the user; "" if none needs to be
-    shown."""
+    """Change of a replica's state. `why` is the reason that is shown to the user, or "" if no
+    reason needs to be shown."""
 
     replica: int
     before: Health
@@ -126,16 +126,16 @@ class FleetHealth:
 
     A DEAD replica becomes HEALTHY only through a restart and a complete, verified weight update.
 
-    A replica that lost a request backs off: the replica receives no request for a while. Then the
-    replica receives one request at a time until it answers. The single request goes to the replica
-    that lost a request even if other replicas have more room. The replica is also avoided for at
-    least as long as the lost request took. An avoided replica receives a request only if all
-    serving replicas are avoided. A hanging replica therefore does not delay one request after
-    another by the full request timeout. Back-offs end at the latest when the next rollout starts.
+    A replica that lost a request backs off and receives no request for a while. After the back-off,
+    the replica receives one request at a time until it answers, and is preferred to replicas with
+    more room. A replica that lost a request is also avoided for at least as long as the lost
+    request took. An avoided replica receives a request only if all serving replicas are avoided. A
+    hanging replica therefore does not delay one request after another by the full request timeout.
+    Back-offs end at the latest when the next rollout starts.
 
     Args:
         back_off_s: seconds after a lost request in which the replica receives no other request. The
-            time doubles for each consecutive lost request.
+            back-off doubles for each consecutive lost request.
 
     Raises (its methods):
         HealthError: a replica's state does not allow the event.
@@ -228,8 +228,8 @@ class FleetHealth:
             standing.closed_until = standing.avoided_until = 0.0
 
     def open_again(self, replica: int) -> float:
-        """Returns the time at which the replica's back-off ends. The time is in the past if the
-        replica is not in a back-off."""
+        """Returns the time at which the replica's back-off ends, or a time in the past if the
+        replica has no back-off."""
         return self._standings[replica].closed_until
 
     def avoided(self, now: float) -> set[int]:
@@ -256,8 +256,8 @@ class FleetHealth:
         self._move(replica, Health.RELEASED)
 
     def resumed(self, replica: int) -> None:
-        """Records that the memory of the replica's weights is allocated again. The contents of this
-        memory are undefined."""
+        """Records that the memory of the replica's weights is allocated again, with undefined
+        contents."""
         self._move(replica, Health.DIRTY, "", Health.RELEASED)
 
     def lost(self, replica: int, why: str, now: float) -> None:

@@ -1,7 +1,7 @@
 """Computes the ages of a batch's tokens, and masks or rejects tokens that are too old. Pure.
 
-A token's age is the number of versions between the weights that sampled it and the weights that its
-step trains. Step s trains the weights of version s - 1.
+A token's age is the weight version that the token's step trains minus the weight version that
+sampled the token. Step s trains the weights of version s - 1.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Ages:
     """Limits on tokens that older weights sampled.
 
     Attributes:
-        oldest: maximum age of a token; None: unlimited.
+        oldest: maximum age of a token; None means no limit.
         masked_from: smallest age at which a token is removed from the loss mask. None means that no
             token is masked for its age.
     """
@@ -65,8 +65,7 @@ class Ages:
 
 
 def ages_of(trajectories: Sequence[Trajectory], newest: int) -> dict[int, int]:
-    """Returns the number of sampled tokens of each age. Ages are relative to the version
-    `newest`."""
+    """Returns the number of sampled tokens of each age, relative to the version `newest`."""
     found: dict[int, int] = {}
     for trajectory in trajectories:
         for version, tokens in trajectory.versions:

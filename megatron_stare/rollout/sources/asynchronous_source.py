@@ -144,8 +144,8 @@ class AsynchronousSource(RolloutSource):
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """Context in which only the caller uses the engines. Steps that have begun are finished
-        first. No new step begins until the context ends."""
+        """Context in which only the caller uses the engines. Waits until the steps that have begun
+        are finished. No new step begins within the context."""
         try:
             # if a step that had begun fails, this raises its error and the hold ends
             self._wait(self._hold)
@@ -199,8 +199,8 @@ class AsynchronousSource(RolloutSource):
         """Begins to make the batches of all steps, in the order of the steps.
 
         Before each step, waits until the weights with which the step may start are published. After
-        a step begins, waits until the step will take no more prompts from the stream and return no
-        more prompts. The wait after the beginning of a step also ends when the step ends.
+        a step begins, waits until the step has ended, or until the step takes no more prompts from
+        the stream and returns no more prompts.
         """
         try:
             for step in range(first, self._last + 1):
@@ -266,7 +266,7 @@ class AsynchronousSource(RolloutSource):
 
     async def _hold(self) -> None:
         """Prevents new steps from beginning. Waits for the last verdict of every step that has
-        begun. Raises the first error of these steps."""
+        begun, and raises the first error of such a step."""
         async with self._changed:
             self._held = True
         await asyncio.gather(*self._ahead.values())

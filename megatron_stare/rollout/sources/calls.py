@@ -4,7 +4,8 @@ and the answer after the call.
 If a response is cut, or if a resumed run makes the response again, the response's environment runs
 again. An environment that runs again receives the earlier answers of its tools from this journal.
 No tool call therefore takes effect twice, and no tool's answer changes. The calls of a response are
-in the file of the step in which the response began. Each line is on disk before the run proceeds.
+in the file of the step in which the response began. Each line of the journal is on disk before the
+run proceeds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ CALLS = "calls"  # folder of the journal in the run directory
 
 class ResponseKey(NamedTuple):
     """Identifies a response by its prompt, its sample, and the step in which the response began.
-    The sampling noise of the response also depends on this step."""
+    The sampling noise of a response also depends on the step in which the response began."""
 
     step: int
     cursor: int
@@ -37,8 +38,8 @@ class ResponseKey(NamedTuple):
 class Call:
     """A tool call and its outcome.
 
-    outcome: {"answer": JSON} or {"error": text}. None means that the call was begun and its outcome
-        is unknown.
+    outcome: {"answer": JSON} or {"error": text}. `outcome` is None if the call was begun and its
+        outcome is unknown.
     """
 
     id: str
@@ -59,8 +60,8 @@ class CallJournal:
         self._writing = threading.Lock()
 
     def find(self, response: ResponseKey, number: int, asked: str) -> Call | None:
-        """Returns the call with this number and request, or None if it was never begun. Raises
-        DataError if the journal's file is damaged."""
+        """Returns the call with this number and request, or None if the call was never begun.
+        Raises DataError if the journal's file is damaged."""
         return self._of(response.step).get(response, {}).get((number, asked))
 
     async def begin(self, response: ResponseKey, number: int, asked: str, call: str) -> Call:
@@ -71,7 +72,8 @@ class CallJournal:
             call: id of the call.
 
         Raises:
-            UserError: the record cannot be written. The caller must then not make the call.
+            UserError: the record cannot be written, and the caller must therefore not make the
+                call.
         """
         begun = Call(call)
         where = {"cursor": response.cursor, "sample": response.sample, "call": number}

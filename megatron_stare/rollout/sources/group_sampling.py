@@ -75,20 +75,20 @@ class Groups(ABC):
         progress: Progress,
         settled: Callable[[], None],
     ) -> Collected:
-        """Returns the trajectories of one step, in canonical order. The trajectories form complete
-        groups and are verified.
+        """Returns the verified trajectories of one step, as complete groups in canonical order.
 
         Waits until all returned trajectories are verified; see Rollouts.made.
 
         Args:
-            settled: called once this method will take no more prompts from the stream and return no
-                more prompts. If this method may take or return prompts until its end, `settled` is
-                never called.
+            settled: called once this method will neither take prompts from the stream nor return
+                prompts to the stream. If this method may take or return prompts until its end,
+                `settled` is never called.
         """
 
     def kept(self) -> Callable[[], bytes]:
         """Takes a snapshot for a checkpoint, between two steps. The snapshot contains the prompts
-        that were taken from the stream but not trained on. Most classes keep no such prompts.
+        that were taken from the stream but not trained on. Most classes keep no prompts between
+        steps.
 
         Returns a function that serializes the snapshot. The function may be called during the next
         step.
@@ -140,11 +140,11 @@ class InformativeGroups(Groups):
     rewards.
 
     A group whose verified rewards are all equal has only advantages of 0 and is dropped. The
-    comparison uses the verifier's rewards, not the shaped rewards. Prompts are sampled in rounds.
-    The selection depends neither on timing nor on the length of responses. The selection is final
-    once the first groups in canonical order are complete and include enough informative groups.
-    Sampling of other groups is then cancelled. Prompts that come after the last used group return
-    to the stream for the next step.
+    comparison of rewards uses the verifier's rewards, not the shaped rewards. Prompts are sampled
+    in rounds. The selection depends neither on timing nor on the length of responses. The selection
+    is final once the first groups in canonical order are complete and include enough informative
+    groups. Once the selection is final, the sampling of other groups is cancelled. Prompts that
+    come after the last used group return to the stream for the next step.
 
     If the rounds yield too few informative groups, dropped groups fill up the step, oldest first. A
     dropped group that fills up a step contributes no gradient. If the loss is divided by the number
@@ -178,7 +178,7 @@ class InformativeGroups(Groups):
         settled: Callable[[], None],
     ) -> Collected:
         """See Groups. After each round, prompts whose sampling was cancelled return to the stream.
-        Therefore this method never calls `settled`."""
+        This method therefore never calls `settled`."""
         taken: list[Group] = []
         dropped: list[Group] = []
         sampled, rounds, surplus = 0, 0, 0
@@ -224,7 +224,7 @@ class _Settled:
         self._used = 0  # length of the complete prefix of groups, up to the last group needed
 
     def enough(self, group: Sequence[Trajectory]) -> bool:
-        """Adds a complete group. Returns whether the round is now settled."""
+        """Adds a complete group. Returns True if the selection from the round is now final."""
         self._whole[group[0].prompt.cursor] = sorted(group, key=lambda t: t.sample_index)
         while (
             self._wanted
@@ -242,7 +242,7 @@ class _Settled:
 
 
 def informative(group: Sequence[Trajectory]) -> bool:
-    """Returns True if the verified rewards of a group differ. The advantages of such a group are
+    """Returns True if the verified rewards of a group differ, so that the group's advantages are
     not all 0."""
     return len({trajectory.reward for trajectory in group if trajectory.judged}) > 1
 

@@ -1,9 +1,9 @@
 """Implements partial rollouts: long responses are cut at the end of a step and continued in a later
 step.
 
-More prompt groups are in progress than a step takes. In each round, every unfinished response grows
-by the same number of tokens. Rounds continue until enough groups are complete. At the end of a
-step, unfinished responses are kept with the weight version of every token. Unfinished responses
+More prompt groups are in progress than a step trains on. In each round, every unfinished response
+grows by the same number of tokens. Rounds continue until enough groups are complete. At the end of
+a step, unfinished responses are kept with the weight version of every token. Unfinished responses
 continue in the next step before new prompts begin. As in Kimi k1.5 (arXiv 2501.12599, section
 2.6.2), a round ends after a number of tokens, not after a time. The selection of groups therefore
 depends on seeds and weights alone. As in APRIL (arXiv 2509.18521), more groups are sampled than a
@@ -69,7 +69,8 @@ class PartialGroups(Groups):
         under_way: prompt groups in progress at a time, at least `groups`.
         tokens: number of tokens by which each unfinished response grows in a round.
         refills: maximum number of refills per step, including the refill at the start of the step.
-            None means that dynamic sampling is off and groups are selected whatever their rewards.
+            If `refills` is None, dynamic sampling is off and groups are selected whatever their
+            rewards.
     """
 
     def __init__(

@@ -215,8 +215,8 @@ class Rollouts:
         Args:
             enough: called with all verified trajectories of a prompt. Once `enough` returns True,
                 unfinished trajectories are cancelled and left out of the result.
-            wanted: prompt and sample number of every trajectory to make. None means all samples of
-                all prompts.
+            wanted: prompt and sample number of every trajectory to make. If `wanted` is None, all
+                samples of all prompts are made.
             verified: called with each trajectory after its verdict.
 
         Raises:
@@ -244,11 +244,11 @@ class Rollouts:
         first error.
 
         Args:
-            responses: responses to start or continue. If `enough` is given, they must form complete
-                groups.
+            responses: responses to start or continue. If `enough` is given, `responses` must
+                consist of complete groups.
             enough: as in `made`.
             tokens: number of tokens to sample per response. A response that is unfinished after
-                these tokens is cut. None means that every response is sampled to its end.
+                `tokens` tokens is cut. If `tokens` is None, every response is sampled to its end.
             verified: called with each trajectory after its verdict.
 
         Raises:
@@ -381,9 +381,9 @@ def training_params(params: SamplingParams) -> SamplingParams:
 
 
 def check_trajectory(trajectory: Trajectory, max_new_tokens: int, longest: int) -> None:
-    """Raises DataError if an environment broke its contract. By the contract, all columns have the
-    same length, and only sampled tokens carry loss. Neither the response nor a branch is longer
-    than the run allows.
+    """Raises DataError if an environment broke its contract. All columns must have the same length.
+    Only sampled tokens may carry loss. Neither the response nor a branch may be longer than the run
+    allows.
 
     Args:
         longest: maximum number of tokens of a branch, including the branch's context.

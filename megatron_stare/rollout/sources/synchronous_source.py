@@ -26,7 +26,7 @@ class SynchronousSource(RolloutSource):
         groups: takes prompts and selects the trajectories that a step trains on.
         sampling: function that returns the sampling parameters of a step, given the step's number.
         prompts: function that returns the state of the stream from which `groups` takes prompts.
-        idle: called when a batch is made. The engines are then idle until the next `publish`.
+        idle: called after a batch is made, when the engines are idle until the next `publish`.
         ages: limits on token ages, for a run that also trains on tokens of older weights. If `ages`
             is None, every token must be sampled by the newest weights.
     """

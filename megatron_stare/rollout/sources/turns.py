@@ -36,8 +36,8 @@ class Turns:
     """Implements environments.environment.Generate.
 
     Args:
-        tokens: number of tokens to sample before the response is cut. None means that the response
-            is never cut.
+        tokens: number of tokens to sample before the response is cut. If `tokens` is None, the
+            response is never cut.
         longest: maximum number of tokens of a branch, including the branch's context.
         tokenizer: a transformers tokenizer.
         journal: journal of tool calls.
@@ -192,9 +192,10 @@ class Turns:
         return json.loads(json.dumps(call.outcome["answer"]))
 
     async def take_back_failures(self) -> None:
-        """Marks the outcomes of failed tool calls as unknown. Callers call this method after an
-        error ended the environment, because the error may come from a failed tool call. If the
-        journal kept these outcomes, a resumed run would receive the same tool errors forever."""
+        """Marks the outcomes of failed tool calls as unknown. This method is called after an error
+        ended the environment, because the error may come from a failed tool call. If the journal
+        kept the outcomes of failed tool calls, a resumed run would receive the same tool errors
+        forever."""
         for call in self._failed:
             if call.outcome is not None:
                 await self._journal.take_back(self._response.key, call)

@@ -92,11 +92,11 @@ class UnderWay:
             until the response ends.
         answers: the policy's answers, one for each call of the environment's `generate`. The last
             answer may be cut.
-        calls: tool calls of the environment, in order. Each entry is the checksum of the request,
-            then the id of the call.
+        calls: tool calls of the environment, in order. Each entry of `calls` is a pair of the
+            request's checksum and the call's id.
         context: checksum of the context of the last answer, if the last answer is cut.
-        replica: number of the replica that sampled the last tokens. Checkpoints do not store this
-            number.
+        replica: number of the replica that sampled the last tokens. Checkpoints do not store the
+            replica's number.
         trajectory: the finished, verified response.
     """
 
@@ -119,7 +119,7 @@ class UnderWay:
         run, else None.
 
         Raises:
-            DataError: the earlier call had another request.
+            DataError: the call `number` of the earlier run had another request.
         """
         if number >= len(self.calls):
             return None
@@ -134,7 +134,8 @@ class UnderWay:
             self.calls.append((text_checksum(asked), call))
 
     def copy(self) -> UnderWay:
-        """Returns a copy that does not grow with the original; the token tensors are shared."""
+        """Returns a copy that does not grow with the original. The copy and the original share the
+        token tensors."""
         return replace(
             self, answers=[replace(answer) for answer in self.answers], calls=[*self.calls]
         )

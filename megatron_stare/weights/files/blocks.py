@@ -50,7 +50,8 @@ class Block:
         return (self.stop - self.start) * math.prod(self.size[1:])
 
     def dtype(self, model: torch.dtype) -> torch.dtype:
-        """Returns the tensor's dtype in a checkpoint of a model with weights of dtype `model`."""
+        """Returns the dtype of the block's tensor in a checkpoint whose weights have dtype
+        `model`."""
         return torch.float32 if self.rule.float32 else model
 
 
@@ -174,7 +175,7 @@ def written_places(megatron: str, shape: ModelShape) -> list[Place]:
 
     The norm before experts, and the norms of latent attention, have one name in Megatron's local
     layers and another name in Transformer Engine's layers. A norm with two names is written under
-    both names, so that either spec loads the norm.
+    both names, so that both kinds of layers load the norm.
     """
     found = places(megatron)
     if shape.dense_layers:

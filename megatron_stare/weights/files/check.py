@@ -42,8 +42,8 @@ def expected(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def left_out(names: Iterable[str], shape: ModelShape) -> set[str]:
-    """Returns the names of the tensors that a folder may hold but the model does not use. Such
-    tensors are tensors that config.json determines, a tied head (which equals the embedding), and
+    """Returns the names of the tensors that a folder may hold but the model does not use. The model
+    does not use tensors that config.json determines, a tied head (which equals the embedding), and
     tensors that the family leaves out."""
     family = family_of(shape)
     return {
@@ -59,8 +59,8 @@ def check_folder(path: str | Path, shape: ModelShape) -> dict[str, Entry]:
     """Checks a folder, and returns the place of every tensor of the model.
 
     Names, shapes, dtypes and the files' lengths must be as expected. If the folder stores a tied
-    head besides the embedding, the head and the embedding are compared byte by byte. No other
-    tensor's data is read.
+    head besides the embedding, the head and the embedding are compared byte by byte. The data of
+    other tensors is not read.
 
     Raises:
         DataError: the first mismatch.

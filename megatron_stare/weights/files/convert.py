@@ -76,8 +76,8 @@ def convert(source: Path, target: Path, model: Path | None, options: Options) ->
     Hugging Face folder. The direction depends on `source`.
 
     Args:
-        model: Hugging Face folder with config.json and tokenizer, for a distributed checkpoint.
-            None means the folder that `companions_of` finds.
+        model: Hugging Face folder with config.json and tokenizer, for a distributed checkpoint. If
+            `model` is None, the folder comes from `companions_of`.
 
     Raises:
         UserError: source and model do not match, or the disk is full. `target` then does not exist.
@@ -331,8 +331,8 @@ def same_bits(a: Tensor, b: Tensor, converted: torch.dtype) -> bool:
 
 
 class Progress:
-    """Context manager that counts bytes and shows progress. The last line that is printed gives the
-    amount and the speed.
+    """Context manager that counts bytes and shows progress. The last printed line gives the amount
+    of data and the speed.
 
     Args:
         what: name of the work, like 'convert'.

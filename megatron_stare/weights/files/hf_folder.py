@@ -1,8 +1,8 @@
 """Reads and writes Hugging Face folders. Reads a folder tensor by tensor, so that no process holds
 a whole model twice.
 
-A write first creates all files at their final size, with headers and index. Then each process
-writes its own tensors into the files.
+Writing a folder first creates all files at their final size, with headers and index. Then each
+process writes its own tensors into the files.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def locate(path: Path) -> dict[str, Path]:
 
 
 class HfFolder:
-    """Weights of a Hugging Face folder, by name, read slice by slice from safetensors."""
+    """Weights of a Hugging Face folder, by name. The weights are read slice by slice from
+    safetensors files."""
 
     def __init__(self, path: str | Path) -> None:
         """Raises DataError if there are no readable safetensors."""

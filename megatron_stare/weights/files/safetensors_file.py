@@ -1,5 +1,5 @@
-"""Reads and writes safetensors files piece by piece. The functions read or make a file's header,
-which gives the place of each tensor in the file.
+"""Reads and writes safetensors files piece by piece. The functions also read and make a file's
+header. The header gives the place of each tensor in the file.
 
 A file holds the length of its header (8 bytes), the header (JSON: name, dtype, shape, first and
 last byte) and the data.

@@ -20,8 +20,8 @@ def staging(target: Path, nbytes: int, *, replace: bool = False) -> Iterator[Pat
     Args:
         nbytes: number of bytes to be written. The free disk space is checked before the context
             begins.
-        replace: True: replace an existing `target` at the end. False: refuse an existing `target`
-            that is not an empty folder.
+        replace: whether to replace an existing `target` at the end. If False, an existing `target`
+            that is not an empty folder is refused.
 
     Raises:
         UserError: `target` is refused, or cannot be written (for example, the disk is full).

@@ -27,8 +27,8 @@ SENDER = 0  # rank of the group that gathers every bucket
 
 @dataclass(frozen=True)
 class Shard:
-    """A Megatron tensor of this rank. The tensor is the part with index `part` of `parts` parts
-    over the tensor-parallel ranks."""
+    """A Megatron tensor of this rank. The tensor-parallel ranks hold `parts` parts, and this tensor
+    is the part with index `part`."""
 
     name: str  # with the whole model's layer and expert numbers
     tensor: Tensor
@@ -91,7 +91,7 @@ class Piece:
 @dataclass(frozen=True)
 class PlannedTensor:
     """A Hugging Face tensor and its pieces. The pieces are in order along dimension `cut`. The
-    pieces of a fused tensor are grouped by `number`."""
+    pieces of a fused tensor are grouped by `Piece.number`."""
 
     name: str
     dtype: torch.dtype
@@ -143,7 +143,7 @@ def plan_stream(
     Args:
         shards: this rank's shards. Replicas of other ranks' shards are not streamed.
         bucket_bytes: maximum size of a bucket. A bucket may be larger if it contains a single
-            tensor, or only tensors that a server accepts together in one call.
+            tensor, or only tensors that a server must receive together in one call.
         group: ranks that together hold the model; None if this process alone holds the model.
 
     Raises:
@@ -174,8 +174,8 @@ def plan_of(
 
 @dataclass(frozen=True)
 class Held:
-    """A piece that a rank could contribute to the tensor `hf`. The piece is the part with index
-    `part` of `parts` parts along dimension `cut`."""
+    """A piece that a rank could contribute to the tensor `hf`. The tensor has `parts` parts along
+    dimension `cut`, and the piece is the part with index `part`."""
 
     hf: str
     dtype: torch.dtype

@@ -23,7 +23,7 @@ class Sender(Protocol):
         """Prepares an update before this sender's turn. Sends no weights.
 
         Args:
-            prove: True: collect checksums, which prove that the values arrived.
+            prove: whether to collect checksums, which prove that the values arrived.
             first: the first bucket, or None if the first bucket is not ready.
         """
 
@@ -53,8 +53,8 @@ class Sender(Protocol):
         engines hold."""
 
     def forget(self) -> None:
-        """Removes the files that this sender left for the engines. Callers call this method after
-        the engines have fetched the files."""
+        """Removes the files that this sender left for the engines. This method is called after the
+        engines have fetched the files."""
 
     def close(self) -> None:
         """Frees the resources that this sender keeps from one update to the next."""
@@ -120,12 +120,12 @@ class WeightStream(Protocol):
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
         """Yields each bucket as a handle for workers, with the calls that the bucket depends on. A
-        caller should wait for the calls that the bucket depends on and for the calls that use the
-        bucket at the same time, so that an error in any of these calls is raised immediately. Can
-        be iterated once.
+        caller should wait at the same time for the calls that the bucket depends on and for the
+        calls that use the bucket. An error in any of these calls is then raised immediately. Can be
+        iterated once.
 
         Args:
-            checksums: True: compute the checksums that the method `checksums` returns.
+            checksums: whether to compute the checksums that the method `checksums` returns.
         """
 
     def checksums(self) -> dict[str, str]:
@@ -134,13 +134,13 @@ class WeightStream(Protocol):
 
     def prepare(self, target: SyncTarget, prove: bool) -> None:
         """Starts to gather the weights for a later call of `send_to` with the same arguments. The
-        later call may be left out. Returns immediately."""
+        later call of `send_to` may be left out. Returns immediately."""
 
     def send_to(self, target: SyncTarget, prove: bool) -> list[Any]:
         """Sends all weights to the target. Returns the report of each sender for the engines.
 
         Args:
-            prove: True: report checksums, which prove that the values arrived.
+            prove: whether to report checksums, which prove that the values arrived.
 
         Raises:
             UserError: the weights could not be sent.

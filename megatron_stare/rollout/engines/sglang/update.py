@@ -22,11 +22,11 @@ from megatron_stare.weights.sync.stream import tensor_checksum
 
 
 class WeightUpdate:
-    """Update of the servers to one weight version. Each method waits for all servers, and only for
-    them.
+    """Update of the servers to one weight version. Each method waits until all servers have
+    answered.
 
     Between `begin` and `end_sent`, the training ranks send the weights. If this process has all
-    tensors of the model, this process can call `send` instead.
+    tensors of the model, this process can call `send`, and the ranks send nothing.
 
     Args:
         shape: shape of the model.
@@ -34,8 +34,8 @@ class WeightUpdate:
         mode: handling of the responses in flight. `abort` ends the responses. `retract` continues
             the responses and recomputes their cache with the new weights.
         proven: size of each tensor of the servers by name, as found in a verified update. If
-            `proven` is given, the sizes of the sent tensors are compared with these sizes, and
-            nothing is hashed. If `proven` is None, every server verifies its weights.
+            `proven` is given, the sizes of the sent tensors are compared with `proven`, and nothing
+            is hashed. If `proven` is None, every server verifies its weights.
     """
 
     def __init__(

@@ -33,8 +33,8 @@ class Watch:
 
     Args:
         process: process of the server, or None if the run did not start the server.
-        held: function that returns the weight version that the server must hold now. The function
-            returns None if the server may hold any version.
+        held: function that returns the weight version that the server must hold now. `held` returns
+            None if the server may hold any version.
         limit_s: time limit for an answer of the server.
     """
 
