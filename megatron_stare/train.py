@@ -1,4 +1,5 @@
-"""The training loop, written like the algorithm. Other modules implement its calls.
+"""Runs the training loop, which is written like the algorithm. Other modules implement the calls of
+the loop.
 
 next:     rollouts -> rewards -> group advantages             (driver/training_source.py)
 step:     log-probs -> statistics, gate, weights -> backward  (driver/policy_trainer.py)
@@ -27,11 +28,13 @@ def train(
     dump_step: int | None = None,
     limit: TimeLimit | None = None,
 ) -> Path:
-    """Trains, and returns the run directory.
+    """Trains the policy and returns the run directory.
 
     Args:
-        resume: resume from the run's newest checkpoint, or from that of `from_step`.
-        dump_step: step whose first update's batch, weights, loss and gradients are written out.
+        resume: whether to resume. A resume starts from the run's newest checkpoint, or from the
+            checkpoint of `from_step` if `from_step` is given.
+        dump_step: step of which the first update's batch, weights, loss and gradients are written
+            to files.
         limit: time limit of the run.
 
     Raises:

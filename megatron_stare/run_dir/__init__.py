@@ -1,1 +1,1 @@
-"""The run directory: writes and reads its files, and tells whether its run is alive."""
+"""Writes and reads the files of a run directory, and tells whether the run is alive."""

@@ -1,11 +1,11 @@
-"""Heartbeats: a run's progress in small files that stay readable despite a stalled disk, a stopped
-process or a deadlocked thread.
+"""Writes and reads heartbeats. Heartbeats are small files with a run's progress. Heartbeats stay
+readable despite a stalled disk, a stopped process or a deadlocked thread.
 
-Every process of a run (the driver, and with Ray each rank and engine) writes its own Beat into a
-folder in its node's memory whenever a phase or call begins or ends. The watcher, a separate process
-(hangs/watcher.py), reads the beats. The watcher copies the driver's Beat to heartbeat.json in the
-run directory, so that other machines can read the driver's Beat too. This module imports neither
-torch nor Ray.
+Every process of a run writes its own Beat whenever a phase or call begins or ends. The processes
+that write Beats are the driver and, with Ray, each rank and each engine. The Beats are files in a
+folder in the node's memory. The watcher, a separate process (hangs/watcher.py), reads the beats.
+The watcher copies the driver's Beat to heartbeat.json in the run directory, so that other machines
+can read the driver's Beat too. This module imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _told: Callable[[], None] | None = None  # called when this process makes progre
 
 
 def watch_progress(told: Callable[[], None] | None) -> None:
-    """Sets the function that is called when this process's current call makes progress; None:
-    no function."""
+    """Sets the function that is called when this process's current call makes progress. If `told`
+    is None, no function is called."""
     global _told
     _told = told
 
@@ -54,24 +54,30 @@ class Beat:
     """Progress of one process of a run.
 
     Args:
-        role: "driver", "trainer rank 3", "rollout engine 0".
+        role: for example "driver", "trainer rank 3" or "rollout engine 0".
         pid: process id on `host`.
-        phase: phase of the driver, or current call of a rank or engine; IDLE: no call.
-        since: begin of the phase, seconds since 1970.
-        moved: last progress in the phase (its begin, or a finished response or micro-batch),
-            seconds of the host's CLOCK_MONOTONIC.
-        limit_s: seconds within which the phase must make progress; None: no limit of its own.
-        step: current or last step; 0: none yet.
+        phase: phase of the driver, or current call of a rank or engine. IDLE means that the rank or
+            engine has no call.
+        since: start of the phase, seconds since 1970.
+        moved: time of the last progress in the phase, seconds of the host's CLOCK_MONOTONIC.
+            Progress is the start of the phase, a finished response or a finished micro-batch.
+        limit_s: seconds within which the phase must make progress. None means that the phase has no
+            limit of its own.
+        step: current or last step; 0 before the first step.
         steps: steps of the run; 0: unknown.
-        done: responses finished in the phase, of `total`; 0 of 0: the phase counts none.
-        step_s: seconds of the latest steps, oldest first, without evaluations and checkpoints.
-        tokens_per_s: response tokens per second of the newest step; None: no step yet.
+        done: number of responses, out of `total`, that are finished in the phase. `done` and
+            `total` are 0 if the phase counts no responses.
+        step_s: durations of the latest steps in seconds, oldest first, without evaluations and
+            checkpoints.
+        tokens_per_s: response tokens per second of the newest step; None before the first step is
+            done.
         begun: time at which the process began to work for the run, seconds since 1970.
-        written: time at which the watcher last copied the beat, seconds since 1970; 0 in the node's
-            memory.
-        process: last state of the process seen by the watcher: "running", "sleeping", "stopped",
-            "ended" and so on; "" before.
-        black_box: folder of the newest bundle (docs/black_box.md); "" if there is none.
+        written: time at which the watcher last copied the beat, seconds since 1970. `written` is 0
+            in the node's memory.
+        process: last state of the process that the watcher saw, such as "running", "sleeping",
+            "stopped" or "ended". `process` is "" until the watcher has looked at the process.
+        black_box: folder of the newest black-box bundle (docs/black_box.md), or "" if there is no
+            bundle.
     """
 
     role: str
@@ -111,7 +117,7 @@ def write_whole(file: Path, value: Any) -> None:
 
 
 def read_beat(file: Path) -> Beat | None:
-    """Reads a beat; None if the file is missing or unreadable."""
+    """Reads a beat. Returns None if the file is missing or unreadable."""
     try:
         told = json.loads(file.read_text())
         known = {each.name for each in dataclasses.fields(Beat)}
@@ -122,8 +128,8 @@ def read_beat(file: Path) -> Beat | None:
 
 
 def read_heartbeat(run_dir: Path) -> Beat | None:
-    """Reads the driver's beat in a run directory, which the watcher updates every few seconds while
-    the run is alive."""
+    """Reads the driver's beat from a run directory. The watcher updates this beat every few seconds
+    while the run is alive."""
     return read_beat(run_dir / HEARTBEAT_FILE)
 
 
@@ -136,8 +142,8 @@ def beats_of(folder: Path) -> list[Beat]:
 
 
 def newest_progress(folder: Path) -> float | None:
-    """Returns the time of the latest progress of any rank on this node that is in a call, seconds
-    of CLOCK_MONOTONIC; None if no rank is in a call."""
+    """Returns the time (seconds of CLOCK_MONOTONIC) of the latest progress among the ranks on this
+    node that are in a call. Returns None if no rank is in a call."""
     return max(
         (b.moved for b in beats_of(folder) if b.role.startswith(RANK) and b.phase != IDLE),
         default=None,
@@ -150,10 +156,11 @@ def beat_file(folder: Path, role: str) -> Path:
 
 
 class CallBeats:
-    """Writes the beats of a worker: its current call and that call's latest progress.
+    """Writes the beats of a worker. A beat holds the worker's current call and the time of the
+    call's latest progress.
 
     Args:
-        folder: folder of the beats; None: write nothing.
+        folder: folder of the beats. If `folder` is None, nothing is written.
         clock: must be the watcher's clock.
     """
 
@@ -166,7 +173,7 @@ class CallBeats:
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """Context manager during which the worker is in this call."""
+        """Context in which the worker's beat names this call as the current call."""
         self._put(phase=name, since=time.time())
         watch_progress(self._progress)
         try:

@@ -1,5 +1,5 @@
-"""JSON Lines files that survive kill -9: readers drop an incomplete last line, and a resumed run
-can remove later records.
+"""Reads and writes JSON Lines files that stay readable after kill -9. Readers drop an incomplete
+last line. A resumed run can remove the records of later steps.
 
 `sinks/jsonl_files.py` writes and reads a run's JSON Lines files. The report also reads a run's JSON
 Lines files. This module only assumes that each record has an integer under "step".
@@ -26,11 +26,12 @@ def to_line(record: Mapping[str, Any]) -> str:
 
 
 def read_jsonl(path: Path) -> list[Record]:
-    """Reads the records of `path`, oldest first; [] if there is no file. Drops an incomplete last
-    line.
+    """Reads the records of `path`, oldest first. Returns [] if the file does not exist. Drops an
+    incomplete last line.
 
     Raises:
-        DataError: another line is not a JSON object, which a kill cannot cause.
+        DataError: a line other than an incomplete last line is not a JSON object. A killed process
+            leaves no such line.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -69,7 +70,8 @@ def write_atomically(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def keep(path: Path, wanted: Callable[[Record], bool]) -> None:
-    """Removes all records from `path` that are not `wanted`, atomically. Ignores a missing file."""
+    """Atomically removes the records from `path` for which `wanted` returns False. Ignores a
+    missing file."""
     if path.exists():
         write_atomically(path, [record for record in read_jsonl(path) if wanted(record)])
 

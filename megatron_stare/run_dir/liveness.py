@@ -1,11 +1,10 @@
-"""Determines whether a run is alive, from the run's lock or, on other machines, from the run's
-heartbeat.
+"""Determines whether a run is alive, from the run's lock and from the run's heartbeat.
 
-Nothing here changes a run. The driver holds the run's lock, and the kernel frees the lock however
-the driver ends. On the driver's machine, the run is alive exactly if the lock is held. On other
-machines, a held lock means a live run, but a free lock means nothing, because the file system may
-not share locks. If another machine finds the lock free, the heartbeat's age shows whether the run
-is alive.
+The functions of this module never change a run. The driver holds the run's lock. The kernel frees
+the lock when the driver ends for any reason. On the driver's machine, the run is alive if and only
+if the lock is held. On other machines, a held lock means a live run. A free lock proves nothing on
+other machines, because the file system may not share locks. If another machine finds the lock free,
+the heartbeat's age shows whether the run is alive.
 """
 
 from __future__ import annotations
@@ -28,10 +27,13 @@ State = Literal["running", "finished", "dead", "silent"]
 class Liveness:
     """Liveness of a run.
 
-    state: "running"; "finished": all steps are made; "dead": no process holds the run's lock;
-        "silent": the run is on another machine and has no heartbeat of the last FRESH_S.
+    state: "running", "finished", "dead" or "silent". "finished" means that all steps are made.
+        "dead" means that no process holds the run's lock, or that the watcher saw the driver's
+        process end. "silent" means that the run is on another machine and wrote no heartbeat in the
+        last FRESH_S seconds.
     host: machine of the last start; "" if unknown.
-    beat, beat_age_s: the newest heartbeat and its age by this machine's clock, if there is one.
+    beat, beat_age_s: the newest heartbeat, and its age by this machine's clock. `beat` and
+        `beat_age_s` are None if there is no heartbeat.
     """
 
     state: State
@@ -44,8 +46,8 @@ def liveness(run: RunRecord, now: float | None = None, here: str | None = None) 
     """Determines a run's liveness.
 
     Args:
-        now: seconds since 1970; None: the current time.
-        here: name of this machine; None: its host name.
+        now: seconds since 1970; None for the current time.
+        here: name of this machine; None for the machine's host name.
     """
     now, here = time.time() if now is None else now, here or socket.gethostname()
     beat = read_heartbeat(run.directory)
@@ -68,7 +70,7 @@ def lock_held(run_dir: Path) -> bool:
     """Tells whether a process holds the run's lock.
 
     Tests the run's lock by taking the lock in shared mode for some microseconds. A driver that
-    fails to lock during these microseconds retries (run_state.py).
+    cannot take the lock because of this test retries (run_state.py).
     """
     try:
         with (run_dir / LOCK_FILE).open("rb") as lock:
@@ -82,8 +84,8 @@ def lock_held(run_dir: Path) -> bool:
 
 
 def how_it_stands(run: RunRecord, now: float | None = None, here: str | None = None) -> str:
-    """Returns a sentence for a report about an unfinished run; "" if the run is finished or its
-    number of steps is unknown."""
+    """Returns a sentence for the report. The sentence says whether an unfinished run is still
+    alive. Returns "" if the run is finished or the run's number of steps is unknown."""
     planned = run.setting("run.steps")
     made = int(run.metrics[-1]["step"]) if run.metrics else 0
     if not isinstance(planned, int) or made >= planned:

@@ -1,10 +1,10 @@
-"""Sampled responses in files such as `rollouts/step_000010.jsonl`: written from trajectories, read
-as `SampledResponse`.
+"""Converts trajectories to the records of files such as `rollouts/step_000010.jsonl`. Reads such
+files as `SampledResponse` objects.
 
-docs/runs.md describes the format. Reading a file needs neither torch nor a tokenizer, because the
-report has to work without torch and tokenizer.
+docs/runs.md describes the format. Reading a rollout file needs neither torch nor a tokenizer, so
+that the report works without both.
 
-Shape legend: n tokens of a response.
+Shape legend: n is the number of tokens of a response.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Token:
         temperature.
     advantage: advantage of the token's response.
     weight: factor by which the loss multiplies the advantage. The factor includes all effects of
-        the method. NaN if the advantage is 0.
+        the method. The weight is NaN if the advantage is 0.
     selected: set that contains the token. "+" stands for L+, the rarest tokens of positive
         advantage that a method selects. "-" stands for L-, the rarest tokens of negative advantage
         that a method selects. "p" stands for U+ and "m" stands for U-, which contain the common
@@ -85,8 +85,8 @@ def rollout_files(folder: Path) -> list[Path]:
 
 
 def read_rollouts(path: Path) -> list[SampledResponse]:
-    """Reads the responses of a rollout file with their per-token numbers, in canonical order
-    (prompt, then sample); [] if there is no file.
+    """Reads the responses of a rollout file with their per-token numbers. The responses are in
+    canonical order (prompt, then sample). Returns [] if the file does not exist.
 
     Raises:
         DataError: a line is damaged, or its columns differ in length.
@@ -98,8 +98,8 @@ def read_rollouts(path: Path) -> list[SampledResponse]:
 
 
 def rollout_rows(step: int, trajectories: Sequence[Trajectory], limit: int) -> list[dict[str, Any]]:
-    """Returns a record for each of up to `limit` trajectories of a step, in canonical order and
-    spread evenly over the batch."""
+    """Returns the records of at most `limit` trajectories of a step. The trajectories are in
+    canonical order and spread evenly over the batch."""
     from megatron_stare.records.token_numbers import spread  # needs torch, readers do not
 
     ordered = sorted(trajectories, key=lambda t: (t.prompt.cursor, t.sample_index))

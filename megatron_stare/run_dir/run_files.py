@@ -1,4 +1,4 @@
-"""Names of a run's record files, and functions that read a run directory.
+"""Defines the names of a run's record files, and reads run directories.
 
 `sinks/jsonl_files.py` writes metrics.jsonl and eval.jsonl. A resume reads metrics.jsonl and
 eval.jsonl. `figures.py` and `report/` read metrics.jsonl, eval.jsonl and config.yaml. Runs that are
@@ -58,15 +58,15 @@ class RunRecord:
         )
 
     def setting(self, dotted: str) -> Any:
-        """Returns a value of the configuration by dotted key; None if it is absent."""
+        """Returns the configuration's value for a dotted key, or None if the key is absent."""
         node: Any = self.config
         for part in dotted.split("."):
             node = node.get(part) if isinstance(node, Mapping) else None
         return node
 
     def series(self, key: str) -> tuple[list[float], list[float]]:
-        """Returns steps and values of one metric, with NaN for steps that lack it; empty lists if
-        no step has a finite value."""
+        """Returns the steps and the values of one metric. The value is NaN for a step that lacks
+        the metric. Both lists are empty if no step has a finite value."""
         if not any(math.isfinite(row.get(key, math.nan)) for row in self.metrics):
             return [], []
         return [float(row["step"]) for row in self.metrics], [
@@ -75,8 +75,8 @@ class RunRecord:
 
     @property
     def tasks(self) -> list[str | None]:
-        """Names of the evaluated tasks in order of appearance; [None] if there are none. None
-        stands for the run's own task."""
+        """Names of the evaluated tasks in order of appearance. None stands for the run's own task.
+        The list is [None] if there are no evaluations."""
         return list(dict.fromkeys(record.get("task") for record in self.evals)) or [None]
 
     def on_task(self, task: str | None) -> RunRecord:
@@ -85,12 +85,12 @@ class RunRecord:
 
     @property
     def before(self) -> Record | None:
-        """Last evaluation of the initial weights, if any."""
+        """Last evaluation of the initial weights, or None."""
         return _last(self.evals, "base")
 
     @property
     def after(self) -> Record | None:
-        """Last evaluation of trained weights, if any."""
+        """Last evaluation of trained weights, or None."""
         return _last(self.evals, "trained")
 
 
@@ -175,8 +175,8 @@ def _last(evals: Sequence[Record], weights: str) -> Record | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Reads the steps of a metrics.jsonl, oldest first; [] if there is no file. Drops an incomplete
-    last line.
+    """Reads the steps of a metrics.jsonl, oldest first. Returns [] if the file does not exist.
+    Drops an incomplete last line.
 
     "step" is an int. Every value except "step" is a float. All non-finite values are NaN.
     """
@@ -192,8 +192,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def evaluated_steps(run_dir: Path, task: str | None) -> set[int]:
-    """Returns the steps whose weights were evaluated on a task (None: the run's own task); empty if
-    there is no eval.jsonl."""
+    """Returns the steps whose weights were evaluated on a task, or on the run's own task if `task`
+    is None. The result is empty if there is no eval.jsonl."""
     return {
         int(record["step"])
         for record in read_jsonl(run_dir / EVAL_FILE)

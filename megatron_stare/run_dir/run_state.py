@@ -1,9 +1,9 @@
-"""The run directory, the state that a run resumes from, and the completion of checkpoints.
+"""Manages the run directory, the state from which a run resumes, and the completion of checkpoints.
 
-A checkpoint is a folder such as `checkpoints/step_000050` with the ranks' distributed checkpoint,
-run_state.json and checksums of all files. A checkpoint is written under a temporary name. The
-checkpoint gets its final name once all its files are on disk, so a folder with a final name is
-complete.
+A checkpoint is a folder such as `checkpoints/step_000050`. The folder contains the ranks'
+distributed checkpoint, run_state.json and the checksums of all files. A checkpoint is written under
+a temporary name. The checkpoint gets its final name once all its files are on disk, so a folder
+with a final name is complete.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class RunState:
 
     @classmethod
     def read(cls, checkpoint: Path) -> RunState:
-        """Reads the state in a complete checkpoint, in any format up to today's.
+        """Reads the state from a complete checkpoint of the current format or of an earlier format.
 
         Raises:
-            DataError: the state is damaged, or a newer release wrote it.
+            DataError: the state is damaged, or a newer release wrote the state.
         """
         file = checkpoint / RUN_STATE
         try:
@@ -100,9 +100,9 @@ class Staged:
     """A checkpoint that is being written.
 
     final: path of the completed checkpoint.
-    folder: temporary folder that is written now.
+    folder: temporary folder that contains the unfinished checkpoint.
     state: run state as JSON.
-    beside: the driver's further files, by name.
+    beside: contents of the driver's further files, by name.
     """
 
     final: Path
@@ -120,8 +120,8 @@ class RunDir:
         """Stores the paths and the lock.
 
         Args:
-            made: folders that did not exist before, innermost first.
-            found: names of entries that `path` contained before.
+            made: folders that did not exist before this start, innermost first.
+            found: names of the entries that `path` contained before this start.
         """
         self.path = path
         self._lock = lock
@@ -129,7 +129,8 @@ class RunDir:
 
     @classmethod
     def create(cls, config: Config) -> RunDir:
-        """Creates and locks a new run's directory with its resolved configuration.
+        """Creates and locks the directory of a new run. Writes the resolved configuration into the
+        directory.
 
         Raises:
             UserError: the directory cannot be written, or contains a run.
@@ -187,7 +188,7 @@ class RunDir:
         _remove_empty(self._made)
 
     def record(self, config: Config) -> None:
-        """Writes the resolved configuration atomically: readers see the old or the new file, also
+        """Writes the resolved configuration atomically. Readers see the old or the new file, also
         after a crash."""
         temporary = self.path / f".{CONFIG}.tmp"
         temporary.write_text(dump_yaml(config))
@@ -195,7 +196,8 @@ class RunDir:
         os.replace(temporary, self.path / CONFIG)
 
     def note_rollback(self, before: Sequence[dict[str, Any]], back: RollBack) -> None:
-        """Records a rollback: step, reason, and cursors of the prompts to leave out from now on.
+        """Records a rollback with its step, its reason, and the cursors of the prompts to leave out
+        from now on.
 
         A checkpoint contains only the rollbacks before that checkpoint. Therefore rollbacks.json
         keeps the new rollback until the next checkpoint.
@@ -241,7 +243,8 @@ class RunDir:
         return complete_checkpoints(self.path)
 
     def newest_step(self) -> int | None:
-        """Returns the step of the newest complete checkpoint; None if there is none."""
+        """Returns the step of the newest complete checkpoint, or None if there is no complete
+        checkpoint."""
         found = self.checkpoints()
         return step_of(found[-1]) if found else None
 
@@ -293,8 +296,8 @@ class RunDir:
         return staged.final
 
     def forget(self, steps: Collection[int]) -> None:
-        """Removes the checkpoints of these steps, oldest first. If this process is killed while it
-        removes a checkpoint, no partial checkpoint keeps the name of a checkpoint."""
+        """Removes the checkpoints of these steps, oldest first. If this process is killed during a
+        removal, no partial checkpoint keeps the name of a complete checkpoint."""
         for checkpoint in self.checkpoints():
             if step_of(checkpoint) in steps:
                 _forget(checkpoint)
@@ -316,7 +319,7 @@ class RunDir:
 
 def _forget(checkpoint: Path) -> None:
     """Removes a checkpoint. Renames the checkpoint before removing its files. If this process is
-    killed while it removes files, no partial checkpoint keeps the name of a checkpoint."""
+    killed during the removal, no partial checkpoint keeps the name of a complete checkpoint."""
     unnamed = _unfinished(checkpoint)
     checkpoint.rename(unnamed)
     shutil.rmtree(unnamed)
@@ -365,7 +368,8 @@ def check_whole(checkpoint: Path) -> None:
     the tensor files. The ranks check the checksums of the tensor files.
 
     Raises:
-        DataError: a file differs from what was written. The error names the first.
+        DataError: a file differs from the file that was written. The error names the first such
+            file.
     """
     sums = manifest.read_manifest(checkpoint)
     if sums is None:
@@ -385,8 +389,8 @@ def check_whole(checkpoint: Path) -> None:
 def _refuse_without_sums(checkpoint: Path) -> None:
     """Raises DataError for a checkpoint without checksums, unless an earlier release wrote it.
 
-    Ignores a run state that is damaged or of a newer release. RunState.read raises DataError for
-    such a run state.
+    Ignores a run state that is damaged or was written by a newer release. RunState.read raises
+    DataError for such a run state.
     """
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         if (

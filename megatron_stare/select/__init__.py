@@ -1,8 +1,8 @@
-"""STARE's selection for any trainer: weights of tokens, exact over the whole batch.
+"""Offers STARE's selection to any trainer. The selection is exact over the whole batch.
 
 `Selector` takes log-probs, entropies, advantages and a mask, and returns weighted advantages. The
-wheel `stare-select` is built from this folder and from the modules that it imports; it needs torch
-and numpy only (tools/stare_select).
+wheel `stare-select` is built from this folder and from the modules that this folder imports. The
+wheel needs only torch and numpy (tools/stare_select).
 """
 
 from megatron_stare.select.selector import Selected as Selected

@@ -1,9 +1,11 @@
-"""`python -m stare_select.conformance [BATCH.npz ...]`: proves on this machine that the selector
-picks the tokens of the reference (reference.py), from your batches or from made ones.
+"""Checks on this machine that the selector selects the same tokens as the reference (reference.py).
+The command is `python -m stare_select.conformance [BATCH.npz ...]`. Without files, the check uses
+generated batches.
 
-Each file is one update: `log_probs`, `entropies`, `mask` [B, T] and `advantages` [B] or [B, T] of
-the whole batch. `--probe trl` also checks that the installed trainer has the parts that the adapter
-builds on. Exit status: 0 if all agree, 1 if one differs, 2 for unusable input.
+Each file contains the whole batch of one update: `log_probs`, `entropies`, `mask` [B, T] and
+`advantages` [B] or [B, T]. `--probe trl` also checks that the installed TRL has the methods that
+the adapter needs. The exit status is 0 if all cases agree, 1 if a case differs, and 2 for unusable
+input.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ NAMES = ("log_probs", "entropies", "advantages", "mask")
 
 
 def made(seed: int = 0, updates: int = 4) -> list[Batch]:
-    """Returns batches of 8 rows of 24 columns."""
+    """Generates random batches of 8 rows and 24 columns."""
     source = np.random.default_rng(seed)
     batches = []
     for _ in range(updates):
@@ -68,7 +70,8 @@ def changed(batches: Sequence[Batch], how: Callable[[Batch], Mapping[str, np.nda
 
 
 def cases(batches: Sequence[Batch]) -> dict[str, list[Batch]]:
-    """Returns the given batches, and hard variants of them, by name."""
+    """Returns the given batches and difficult variants of these batches, by the name of the
+    case."""
     rounded = changed(batches, lambda b: {"log_probs": np.round(b["log_probs"])})
     return {
         "as given": list(batches),
@@ -89,8 +92,9 @@ def _columns(batch: Batch, keep: Callable[[np.ndarray], np.ndarray]) -> np.ndarr
 
 
 def share_of(batch: Batch, rank: int, ranks: int) -> tuple[dict[str, torch.Tensor], np.ndarray]:
-    """Returns a rank's rows, permuted and padded with NaN to the rank's own width, and the numbers
-    of the rows. Rank 1 of three or more gets no row."""
+    """Returns a rank's share of a batch, and the numbers of the rows in the share. The rows are
+    permuted and padded with NaN. The width of the padding differs by rank. With three or more
+    ranks, rank 1 gets no row."""
     here = batch["mask"].shape[0]
     order = np.random.default_rng(here).permutation(here)
     holders = [each for each in range(ranks) if each != 1 or ranks < 3]
@@ -114,8 +118,8 @@ def difference(
     ranks: int = 1,
     group: ProcessGroup | None = None,
 ) -> str | None:
-    """Returns the first difference from the reference, or None. Half-way through, the selector is
-    saved and a new one goes on from its state."""
+    """Returns the first difference between the selector and the reference, or None. After half of
+    the updates, a new selector continues from the saved state of the first selector."""
     selector = Selector("stare", group=group, **settings)
     faults = []
     for update, (batch, expected) in enumerate(
@@ -169,8 +173,9 @@ def _on_rank(rank: int, ranks: int, folder: str, batches: list[Batch], settings:
 
 
 def conform(batches: list[Batch], settings: Mapping[str, Any], ranks: int) -> dict[str, str | None]:
-    """Returns the first difference, or None, by case, in this process and over `ranks` processes
-    (gloo) with permuted and padded rows."""
+    """Returns the first difference of each case, or None if the case agrees. Every case runs in
+    this process. If `ranks` is above 1, every case also runs over `ranks` processes (gloo) with
+    permuted and padded rows."""
     found = {
         f"{name}, one process": difference(each, settings) for name, each in cases(batches).items()
     }

@@ -1,8 +1,9 @@
-"""STARE over a whole batch in numpy float64, written from the paper; imports nothing of this
-project.
+"""Computes STARE over a whole batch in numpy float64, as the paper describes it. Imports nothing
+from this project.
 
-`conformance.py` compares the selector with it. Sorting replaces the selector's histograms, and
-plain loops its collectives. Source: arXiv 2606.19236, sections 3.2 to 3.4 and table 4.
+`conformance.py` compares the selector with this reference. The reference sorts values where the
+selector uses histograms. The reference uses plain loops where the selector uses collectives.
+Source: arXiv 2606.19236, sections 3.2 to 3.4 and table 4.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ DEFAULTS: dict[str, Any] = {
 def reference(
     batches: Sequence[Mapping[str, np.ndarray]], settings: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Returns codes [B, T], weights [B, T] and the state after each of successive updates.
+    """Returns the codes [B, T], the weights [B, T] and the method's state after each update.
 
     Args:
-        batches: `log_probs`, `entropies`, `mask` [B, T] and `advantages` [B] or [B, T] of the whole
-            batch, rows in order.
-        settings: STARE's settings; those left out have the paper's values.
+        batches: for each update, `log_probs`, `entropies`, `mask` [B, T] and `advantages` [B] or
+            [B, T] of the whole batch, with the rows in order.
+        settings: STARE's settings. Settings that are left out have the paper's values.
     """
     chosen = {**DEFAULTS, **settings}
     target = chosen["entropy_target"]
@@ -73,7 +74,7 @@ def reference(
 def _gates(
     chosen: Mapping[str, Any], gate: float, entropy: np.ndarray, mask: np.ndarray
 ) -> np.ndarray:
-    """[B, T] 1 where the token's gate is open."""
+    """Returns [B, T] numbers: 1 where the token's gate is open, else 0."""
     target = chosen["entropy_target"]
     if chosen["gate"] == "batch" or target is None:
         return np.full(mask.shape, gate)
@@ -86,7 +87,8 @@ def _gates(
 def _members(
     of: str, chosen: Mapping[str, Any], batch: Mapping[str, np.ndarray], mask: np.ndarray
 ) -> np.ndarray:
-    """[B, T] bool tokens of a set; of equal surprisals, the first in reading order are selected."""
+    """Returns the bool mask [B, T] of a set's tokens. Among tokens of equal surprisal, the first
+    tokens in reading order are selected."""
     advantages = batch["advantages"].astype(np.float64)
     if advantages.ndim == 1:
         advantages = np.repeat(advantages[:, None], mask.shape[1], axis=1)

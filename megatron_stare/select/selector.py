@@ -1,6 +1,7 @@
 """Selects and weighs the tokens of a batch that another trainer made.
 
-Shape legend: B rows of this rank, T columns of the padded batch, N tokens of a flat batch.
+Shape legend: B is the number of rows of this rank, T is the number of columns of the padded batch,
+and N is the number of tokens of a flat batch.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ _FAULTS = {
 
 @dataclass(frozen=True)
 class Selected:
-    """Answer to one update, on this rank's tokens, in the shape of the given mask.
+    """Result of one update for this rank's tokens. Each tensor has the shape of the given mask.
 
-    weights: float32 factor on every token's advantage; 0 for tokens that the method takes out of
-        the loss, and 1 outside the mask.
-    advantages: the given advantages times `weights`, float32; 0 outside the mask.
+    weights: float32 factor on every token's advantage. The factor is 0 for tokens that the method
+        removes from the loss, and 1 outside the mask.
+    advantages: float32 product of the given advantages and `weights`; 0 outside the mask.
     codes: int8 number of each token's set: 1 is L+, -1 is L-, 2 is U+, -2 is U-, 0 is no set. The
-        sets are named even while the gate is closed.
-    counted: bool, tokens that belong in the denominator of a mean over tokens.
+        codes name the sets even while the gate is closed.
+    counted: bool, True for tokens that count in the denominator of a mean over tokens.
     metrics: numbers to log, the same on every rank.
     """
 
@@ -56,12 +57,13 @@ class Selected:
 
 
 class Selector:
-    """Weighs advantages by a method of this project, and keeps the method's gate and controllers.
+    """Weighs advantages by a method of this project, and keeps the state of the method's gate and
+    controllers.
 
     Args:
         method: a name in METHODS.
-        group: ranks that hold different tokens of the batch. With None, this process holds the
-            whole batch, even if torch.distributed runs.
+        group: ranks that hold different tokens of the batch. If `group` is None, this process holds
+            the whole batch, even if torch.distributed runs.
         settings: the method's own settings, such as `share=0.1` or `entropy_target=0.3`. Settings
             of the loss (clip_high and others) belong to the trainer.
 
@@ -95,23 +97,26 @@ class Selector:
         sequence: Tensor | None = None,
         index: Tensor | None = None,
     ) -> Selected:
-        """Selects tokens and moves the controllers by one step. Every rank of the group calls it
-        once per rollout batch, also a rank without tokens.
+        """Selects tokens and moves the controllers by one step. Every rank of the group must call
+        this method once per rollout batch, even a rank without tokens.
 
         Args:
             log_probs: [B, T] or [N] log-probs of the sampled tokens before the update, nats.
-            entropies: same shape, entropies of the same policy, nats.
-            advantages: same shape, or [B] with one advantage for each row.
-            mask: same shape, true where the policy made the token and the token has a loss.
-            rows: [B] int64 number of each row in the whole batch. With None, ranks hold consecutive
-                rows in the order of the group. Of equal surprisals, the lower row comes first.
+            entropies: same shape as `log_probs`, entropies of the same policy, nats.
+            advantages: same shape as `log_probs`, or [B] with one advantage for each row.
+            mask: same shape as `log_probs`, true where the policy sampled the token and the token
+                carries loss.
+            rows: [B] int64 number of each row in the whole batch. If `rows` is None, the rows of
+                the ranks are numbered consecutively, in the order of the group. Among tokens of
+                equal surprisal, the token with the lower row number comes first.
             sequence: [N] int64 number of each token's response in the whole batch, for flat input.
             index: [N] int64 number of each token in the whole batch, unique and below 2^32, for
                 flat input.
 
         Raises:
-            DataError: shapes do not fit, masked numbers are not finite, or two rows have one
-                number. Faults in numbers are raised on every rank of the group.
+            DataError: shapes do not match, values inside the mask are not finite, or two rows have
+                the same number. Errors about values and row numbers are raised on every rank of the
+                group.
         """
         _check_shapes(log_probs, entropies, advantages, mask, rows, sequence, index)
         if mask.dim() == 2 and advantages.dim() == 1:
@@ -133,8 +138,8 @@ class Selector:
         return self._select(batch, shape)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the method, its settings and its state as plain values, the same on every
-        rank."""
+        """Returns the method, its settings and its state as plain values. The values are the same
+        on every rank."""
         return {
             "version": 1,
             "method": self.method,
@@ -197,7 +202,7 @@ class Selector:
         return getattr(self._rule, "gate", "batch") == "sample"
 
     def _fault(self, log_probs: Tensor, entropies: Tensor, advantages: Tensor, mask: Tensor) -> int:
-        """Returns the number of a fault in _FAULTS, or 0."""
+        """Returns the key in _FAULTS of this rank's fault, or 0 if there is no fault."""
         if not (log_probs.isfinite() & entropies.isfinite())[mask].all():
             return 1
         return 0 if advantages.isfinite()[mask].all() else 2
@@ -205,7 +210,8 @@ class Selector:
     def _numbered(
         self, mask: Tensor, rows: Tensor | None, fault: int
     ) -> tuple[Tensor, Tensor, int]:
-        """Returns numbers of sequences and tokens, [B, T] each, and the number of sequences."""
+        """Returns each token's sequence number [B, T], each token's index [B, T], and the count of
+        the sequences."""
         here, device = mask.shape[0], mask.device
         if rows is None:
             rows = torch.arange(here, device=device) + self._rows_before(here, device)
@@ -238,8 +244,8 @@ class Selector:
         return sum(int(each) for each in all_[: get_rank(self.group)])
 
     def _largest(self, numbers: list[int], device: torch.device) -> list[int]:
-        """Returns each number's maximum over the group. Raises DataError if the first number, a
-        fault of any rank, is above 0."""
+        """Returns each number's maximum over the group. The first of the numbers is the rank's
+        fault (see `_fault`). Raises DataError if any rank has a fault."""
         table = torch.tensor(numbers, dtype=torch.int64, device=device)
         if self.group is not None:
             all_reduce(table, ReduceOp.MAX, group=self.group)
@@ -307,7 +313,7 @@ def _check_shapes(
 
 
 def _own_settings(of: type[Grpo]) -> list[str]:
-    """Returns the settings that select, without those of the loss."""
+    """Returns the names of a method's own settings, without the settings of the loss."""
     loss = {each.name for each in fields(Grpo)}
     return [each.name for each in fields(of) if each.name not in loss]
 

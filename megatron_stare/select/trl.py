@@ -1,6 +1,6 @@
-"""STARE inside TRL: a GRPOTrainer whose advantages are weighted, token by token.
+"""Runs STARE inside TRL, with a GRPOTrainer that weights the advantage of each token.
 
-Imports trl, which this project does not install; only users of TRL import this module.
+This module imports trl, which this project does not install. Only users of TRL import this module.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ CALLED = {
 
 
 class UpstreamChangedError(UserError):
-    """Raised if the installed TRL is not the one that the adapter was written for."""
+    """Raised if the installed TRL differs from the TRL that the adapter was written for."""
 
 
 def probe(trainer: type = GRPOTrainer) -> str | None:
-    """Returns what the class lacks of the parts that the adapter builds on, or None."""
+    """Returns a message about the first method or parameter that the adapter needs and `trainer`
+    lacks. Returns None if nothing is missing."""
     for name, wanted in CALLED.items():
         method = getattr(trainer, name, None)
         if method is None:
@@ -68,9 +69,10 @@ class StareGRPOTrainer(GRPOTrainer):
     """GRPOTrainer that multiplies advantages by the weights of a Selector.
 
     Args:
-        stare: settings of the selector, such as `{"entropy_target": 0.3}`; `method` chooses another
-            method than STARE.
-        trust_upstream: whether to train even if TRL's parts changed. The trainer then warns.
+        stare: settings of the selector, such as `{"entropy_target": 0.3}`. The setting `method`
+            chooses another method than STARE.
+        trust_upstream: whether to train even if TRL's methods or their results changed. If True,
+            the trainer warns instead of raising UpstreamChangedError.
 
     Raises:
         ConfigError: a setting of GRPOConfig makes the selection inexact.
@@ -116,7 +118,7 @@ class StareGRPOTrainer(GRPOTrainer):
         return batch
 
     def _stare_pass(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """[B, T] log-probs and entropies of the policy that samples, before any update."""
+        """Returns the log-probs and entropies [B, T] of the sampling policy before any update."""
         with torch.no_grad():
             log_probs, entropies, _ = self._get_per_token_logps_and_entropies(
                 self.model,
@@ -131,7 +133,8 @@ class StareGRPOTrainer(GRPOTrainer):
     def _changed(
         self, batch: Mapping[str, Any], log_probs: Tensor, entropies: Tensor
     ) -> str | None:
-        """Returns what TRL does otherwise with a small batch than the adapter needs, or None."""
+        """Compares TRL's results for a small batch with the results that the adapter needs. Returns
+        a message about the first difference, or None."""
         shape = batch["completion_ids"].shape
         if batch["advantages"].shape != shape[:1]:
             return f"advantages have shape {tuple(batch['advantages'].shape)}, not [B]"
@@ -160,7 +163,7 @@ class StareGRPOTrainer(GRPOTrainer):
         return None
 
     def _loss_of(self, batch: Mapping[str, Any], advantages: Tensor) -> Tensor:
-        """Returns the loss without a trace in the metrics or in the model's mode."""
+        """Returns the loss. The metrics and the model's mode stay unchanged."""
         kept, self._metrics = self._metrics, copy.deepcopy(self._metrics)
         self.model.eval()
         try:

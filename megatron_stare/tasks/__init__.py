@@ -1,2 +1,2 @@
-"""Tasks that the policy is trained and evaluated on: prompts, template, environment and verifier
-under one name."""
+"""Defines the tasks on which the policy is trained and evaluated. A task combines prompts, a
+template, an environment and a verifier under one name."""

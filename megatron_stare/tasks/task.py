@@ -1,8 +1,8 @@
 """Makes tasks from the configuration: the task that a run trains on, and the tasks that the run is
 evaluated on.
 
-A task names a prompt source, a verifier and an environment, registered in data/prompt_source.py,
-rewards/verifier.py and environments/environment.py.
+A task names a prompt source, a verifier and an environment, which are registered in
+data/prompt_source.py, rewards/verifier.py and environments/environment.py.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ OWN = {
 
 @dataclass(frozen=True)
 class Task:
-    """Data, prompt template, verifier and environment, and how responses are sampled.
+    """Data, prompt template, verifier, environment and sampling settings under one name.
 
     config: the run's configuration, overridden by the task's settings (OWN). Sources and
-        environments, even a user's own, are built from this configuration and need not know of
-        tasks.
+        environments, even a user's own, are built from this configuration. Sources and environments
+        therefore need not know about tasks.
     name: name of the task in `eval.tasks`; None for the run's own task.
     own: maps each setting of the run that the task overrides to the name of the task's setting.
     """
@@ -68,7 +68,8 @@ class Task:
         return tuple(sorted(set(self.config.eval.k))) or default_ks(self.samples)
 
     def check_ks(self) -> None:
-        """Raises ConfigError if any k exceeds the number of responses to a problem."""
+        """Raises ConfigError if any k is below 1 or exceeds the number of responses to a
+        problem."""
         if wrong := [k for k in self.ks if not 1 <= k <= self.samples]:
             with self.blamed():
                 raise ConfigError(
@@ -89,8 +90,8 @@ class Task:
             return make_environment(self.config.rollout.environment, self.config, tokenizer)
 
     def problems(self, tokenizer: Any) -> list[Prompt]:
-        """Returns the problems of every evaluation. Raises UserError if the problems are missing,
-        malformed or fewer than requested."""
+        """Returns the problems on which every evaluation of this task runs. Raises UserError if the
+        problems are missing, malformed or fewer than requested."""
         # 0 means all: nobody lists a task of `eval.tasks` to ask 0 problems
         wanted = self.config.eval.prompts or None
         with self.blamed():
@@ -168,11 +169,11 @@ def training_task(config: Config) -> Task:
 
 
 def evaluation_tasks(config: Config, offline: bool = False) -> list[Task]:
-    """Returns the tasks of `eval.tasks`; if there are none and `eval.prompts` is above 0, the run's
-    own task.
+    """Returns the tasks of `eval.tasks`. If `eval.tasks` is empty and `eval.prompts` is above 0,
+    returns the run's own task.
 
     Args:
-        offline: include tasks that training leaves out.
+        offline: whether to include the tasks that are not evaluated during training.
     """
     if not config.eval.tasks:
         return [Task(config)] if config.eval.prompts else []
@@ -182,7 +183,7 @@ def evaluation_tasks(config: Config, offline: bool = False) -> list[Task]:
 
 
 def _task(config: Config, section: EvalTask) -> Task:
-    """Returns the task of a section, whose settings override the run's."""
+    """Returns the task of a section. The section's settings override the run's settings."""
     given = {key: value for key in OWN if (value := getattr(section, key)) is not None}
     changed: dict[str, dict[str, Any]] = {}
     for key, value in given.items():

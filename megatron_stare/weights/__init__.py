@@ -1,2 +1,2 @@
-"""Weights in files and in transit: folders, checkpoints, the stream. Callers pass in process
-groups."""
+"""Reads and writes weights in files, and streams weights from ranks to engines. Callers pass the
+process groups as arguments."""

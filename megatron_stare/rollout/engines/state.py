@@ -1,10 +1,11 @@
 """Defines the states of an engine's weights and the legal transitions. Pure.
 
 Every engine tracks its own state, in its own process, and rejects calls that the state does not
-allow. DIRTY, RELEASED and DEAD lead to HEALTHY or UNPROVED only through UPDATING, that is, through
-a complete weight sync. An engine also has memory that can be released in parts.
+allow. An engine that is DIRTY, RELEASED or DEAD becomes HEALTHY or UNPROVED only through UPDATING.
+In the state UPDATING, the engine receives a complete weight sync. This module also tracks which
+parts of an engine's memory are released.
 
-FleetHealth (rollout/fleet/health.py) is the run's view of the same engine. FleetHealth reads an
+FleetHealth (rollout/fleet/health.py) is the run's view of an engine. FleetHealth reads an
 EngineState once, when a replica comes up. Afterwards FleetHealth relies on the results of calls,
 because a lost engine cannot report its own loss.
 """
@@ -42,12 +43,12 @@ _NEXT: dict[EngineState, frozenset[EngineState]] = {
 
 
 class EngineStateError(RuntimeError):
-    """A caller asked an engine for something that its state does not allow. An EngineStateError
-    reports a bug, not a user's error."""
+    """Raised if a caller asks an engine for an action that the engine's state does not allow. An
+    EngineStateError reports a bug, not a user's error."""
 
 
 def advance(state: EngineState, to: EngineState) -> EngineState:
-    """Returns `to` if it may follow `state`.
+    """Returns `to` if the transition from `state` to `to` is legal.
 
     Raises:
         EngineStateError: the transition is not legal.
@@ -61,16 +62,17 @@ def advance(state: EngineState, to: EngineState) -> EngineState:
 
 
 def publishes(state: EngineState) -> bool:
-    """Returns True if an engine in this state generates, with the weights of one version."""
+    """Returns True if an engine in this state holds all weights of one version and can generate."""
     return state in (EngineState.HEALTHY, EngineState.UNPROVED)
 
 
 def require(state: EngineState, needed: EngineState, action: str) -> None:
-    """Checks that `state` is `needed`; UNPROVED is accepted for HEALTHY.
+    """Checks that an engine's `state` equals `needed`. If `needed` is HEALTHY, UNPROVED is accepted
+    too.
 
     Raises:
-        EngineStateError: the state differs; the message names the state and how the engine leaves
-            it.
+        EngineStateError: the state differs. The message names the state and says how the engine can
+            leave the state.
     """
     if state is needed or (needed is EngineState.HEALTHY and publishes(state)):
         return
@@ -92,8 +94,8 @@ MEMORY = ("weights", "cache")
 
 
 def release(released: Collection[str], parts: Collection[str]) -> frozenset[str]:
-    """Returns all parts of an engine's memory (see MEMORY) that are released after a release of
-    `parts`. `released` contains the parts that were released before.
+    """Adds `parts` to the released parts of an engine's memory (see MEMORY). Returns all released
+    parts. `released` contains the parts that were released before.
 
     Raises:
         EngineStateError: one of `parts` is released already.
@@ -106,8 +108,8 @@ def release(released: Collection[str], parts: Collection[str]) -> frozenset[str]
 
 
 def resume(released: Collection[str], parts: Collection[str]) -> frozenset[str]:
-    """Returns the parts of an engine's memory (see MEMORY) that are still released once `parts` are
-    resumed.
+    """Removes `parts` from the released parts of an engine's memory (see MEMORY). Returns the parts
+    that are still released.
 
     Raises:
         EngineStateError: one of `parts` was not released, or the cache would be resumed before the

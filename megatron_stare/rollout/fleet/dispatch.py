@@ -1,5 +1,5 @@
-"""Dispatches the requests of trajectories to the replicas and returns the answers, in one event
-loop."""
+"""Sends the requests of trajectories to the replicas and returns the answers. The module's code
+runs in one event loop."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class _Replica:
             self.work.set()
 
     def next_call(self) -> tuple[list[GenerateRequest], SamplingParams]:
-        """Removes and returns the requests of the next call: the first assigned requests that share
-        their sampling parameters."""
+        """Removes and returns the requests of the next call. Takes the first assigned requests that
+        have equal sampling parameters."""
         params = self.assigned[0][1]
         requests = []
         while self.assigned and self.assigned[0][1] == params:
@@ -77,8 +77,8 @@ class _Queue:
 
     live: number of unfinished trajectories.
     again: requests that a replica lost and that must be sent again.
-    continuing: requests that continue a response. The key is the number of the replica that sampled
-        the response's earlier part.
+    continuing: requests that continue a response. Each key of `continuing` is the number of the
+        replica that sampled the earlier part of the response.
     new: requests that are neither in `again` nor in `continuing`.
     """
 
@@ -93,13 +93,13 @@ class _Queue:
 
 
 class RequestsPage:
-    """Status page of the requests in flight at each engine: one small file in the node's memory,
-    which the black box reads.
+    """Writes the status page, which lists the requests in flight at each engine. The status page is
+    one small file in the node's memory. The black box (docs/black_box.md) reads the status page.
 
     The status page is written about once a second while requests are in flight. The status page is
-    written less often if writing would cost more than a hundredth of the event loop's time. A
-    change of the requests in flight is written after `wait_s()` seconds. Without a reader nothing
-    is written.
+    written less often if writing would cost more than a hundredth of the event loop's time. If the
+    requests in flight change, the status page is written after `wait_s()` seconds. If no process
+    reads the status page, nothing is written.
     """
 
     def __init__(self) -> None:
@@ -119,8 +119,8 @@ class RequestsPage:
 
         Args:
             states: states of the engines, in order.
-            given: for each request in flight: its engine, when it was sent (CLOCK_MONOTONIC
-                seconds), its prompt and its sample.
+            given: for each request in flight, the engine's number, the time of sending (seconds of
+                CLOCK_MONOTONIC), the prompt's number and the sample's number.
         """
         begun = time.monotonic()
         if self._file is None:
@@ -143,30 +143,30 @@ class RequestsPage:
 
 
 class Dispatch:
-    """Sends the requests of all open Servings to the replicas and returns the answers; lives in one
-    event loop. Trajectories send requests through a Serving. Dispatch keeps only the queue of each
-    Serving.
+    """Sends the requests of all open Servings to the replicas and returns the answers. A Dispatch
+    lives in one event loop. Trajectories send requests through a Serving. Dispatch keeps only the
+    queue of each Serving.
 
-    A request that a replica lost goes to another replica (retries.py), before the new requests of
-    the same Serving.
+    A request that a replica lost is retried at another replica (retries.py). Retries are sent
+    before the new requests of the same Serving.
 
     If replicas have a capacity, each request goes at once to the replica with the most room. A
     request that continues a response returns to the replica that sampled the earlier part, because
-    that replica holds the keys and values of the earlier part. Continued responses are placed
-    before new requests. While the replica that sampled the earlier part is full, a continued
-    response waits. A continued response goes to another replica in two cases only. Either another
-    replica has room left after all new requests are placed, or the replica that sampled the earlier
-    part has lost a request since its last answer.
+    that replica has the earlier part in its KV cache. Continued responses are placed before new
+    requests. While the replica that sampled the earlier part is full, a continued response waits. A
+    continued response goes to another replica if another replica has room left after all new
+    requests are placed. A continued response also goes to another replica if the replica that
+    sampled the earlier part has lost a request since its last answer.
 
     If replicas have no capacity limit, Dispatch sends no request until every unfinished trajectory
     has sent a request. Dispatch then splits the requests evenly over the replicas. The composition
     of a batch therefore depends on the trajectories alone, not on timing. Replicas without a
-    capacity limit therefore also wait for an environment that waits for something other than
+    capacity limit therefore receive no requests while an environment waits for something other than
     tokens, such as a tool.
 
     Args:
-        held: returns True while replicas must not be called for tokens; `hold` waits for the calls
-            in progress.
+        held: function that returns True while replicas must not be called for tokens. `hold` waits
+            for the calls in progress.
     """
 
     def __init__(self, fleet: Fleet, held: Callable[[], bool], retries: Retries) -> None:
@@ -213,7 +213,7 @@ class Dispatch:
         the replica (`_pump`), not in this method.
 
         Raises:
-            RequestLostError: every allowed attempt at the request was lost.
+            RequestLostError: all allowed attempts of the request failed.
         """
         answer: asyncio.Future[GenerateResult] = self.loop.create_future()
         self._asked[request.rid] = queue, request, answer
@@ -238,9 +238,9 @@ class Dispatch:
         self._assign_soon()
 
     def _assign_soon(self) -> None:
-        """Schedules an assignment. The assignment runs after all tasks that are already awake have
-        sent their requests. The assignment can then place continued responses before new
-        responses."""
+        """Schedules an assignment of the waiting requests. The assignment runs after all tasks that
+        are already awake have sent their requests. The assignment can then place continued
+        responses before new responses."""
         if not self._assigning:
             self._assigning = True
             self.loop.call_soon(self._assign)
@@ -256,8 +256,8 @@ class Dispatch:
         self._put_down()
 
     def _share_out(self, queue: _Queue) -> None:
-        """Splits all waiting requests evenly over the replicas, once every unfinished trajectory
-        waits."""
+        """Splits all waiting requests evenly over the replicas. Does nothing until every unfinished
+        trajectory has a waiting request."""
         waiting = [*queue.again, *queue.new]
         if not waiting or len(waiting) < queue.live:
             return
@@ -284,12 +284,13 @@ class Dispatch:
                 line.popleft()
 
     def _put_down(self) -> None:
-        """Schedules a write of the requests page, because something has changed."""
+        """Schedules a write of the status page after a change."""
         if self._putting is None and (wait_s := self._page.wait_s()) is not None:
             self._putting = self.loop.call_later(wait_s, self._put)
 
     def _put(self) -> None:
-        """Writes the status page. The loop's clock is CLOCK_MONOTONIC."""
+        """Writes the status page. The times on the status page are times of the event loop's clock,
+        CLOCK_MONOTONIC."""
         self._putting = None
         given = {
             rid: (
@@ -326,8 +327,8 @@ class Dispatch:
         return self._fleet.health.trusted(replica, self.loop.time())
 
     def _rooms(self) -> list[int | None]:
-        """Returns, by replica, how many more requests it can take now; None if the replica does not
-        serve."""
+        """Returns how many more requests each replica can take now, or None for a replica that does
+        not serve."""
         now, health = self.loop.time(), self._fleet.health
         return [
             (
@@ -353,8 +354,8 @@ class Dispatch:
                 pass
 
     def go_on(self) -> None:
-        """Continues to call the replicas for tokens after a pause of these calls. A replica that
-        came back during the pause receives requests too."""
+        """Resumes calling the replicas for tokens after a pause. A replica that came back during
+        the pause receives requests too."""
         self._going_on.set()
         self._assign()
 
@@ -373,11 +374,11 @@ class Dispatch:
     async def _pump(self, replica: _Replica) -> None:
         """Sends a replica its assigned requests and distributes its results, until cancelled.
 
-        With no request in flight, this task waits for an assignment. With requests in flight, this
-        task waits for the replica's results. A server returns after WAIT_S even without results, so
-        that it can receive new requests. While replicas must not be called for tokens, this task
-        waits. After each call of the replica, this task lets the event loop run its other tasks
-        once, so that trajectories that received answers send their next requests.
+        If the replica has no request in flight, this task waits for an assignment. If the replica
+        has requests in flight, this task waits for the replica's results. A server returns after
+        WAIT_S even without results, so that it can receive new requests. While replicas must not be
+        called for tokens, this task waits. After each call of the replica, this task yields to the
+        event loop once. Trajectories that received answers can then send their next requests.
         """
         params = None
         while True:
@@ -420,7 +421,8 @@ class Dispatch:
     async def _advanced(
         self, replica: int, new: Sequence[GenerateRequest], params: SamplingParams | None
     ) -> tuple[str, Sequence[GenerateResult | LostRequest]]:
-        """Calls a replica. Returns why the replica is lost ("" if it is not) and its results."""
+        """Calls a replica. Returns the reason for the loss of the replica ("" if the replica is not
+        lost), and the results of the call."""
         workers = self._fleet.workers
         try:
             return "", await workers.result(
@@ -473,8 +475,9 @@ class Serving:
     """Connects a set of trajectories to the replicas.
 
     Args:
-        trajectories: number of trajectories; each calls `leave` at its end.
-        limit_s: time limit for all of them together; None: no limit.
+        trajectories: number of trajectories. Each trajectory calls `leave` when the trajectory
+            ends.
+        limit_s: time limit for all trajectories together, in seconds. None means no limit.
     """
 
     def __init__(

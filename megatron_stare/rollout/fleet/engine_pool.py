@@ -1,5 +1,5 @@
-"""Presents all replicas of a run as one object: dispatches requests to them (dispatch.py) and
-distributes new weights. Each of the pool's workers holds one engine."""
+"""Presents all replicas of a run as one object. The pool dispatches requests to the replicas
+(dispatch.py) and distributes new weights. Each of the pool's workers holds one engine."""
 
 from __future__ import annotations
 
@@ -86,11 +86,12 @@ class EnginePool:
     """The replicas of a run. Between two weight updates, all replicas hold the same weights.
 
     Args:
-        workers: one engine each; brought up here, all at once.
-        prove_every: interval, in updates, at which values are verified; the other updates compare
-            only names and counts.
-        rule: how often and how long a lost request is retried.
-        restarts: when a lost replica is restarted.
+        workers: the workers that hold the engines, one engine each. The constructor brings up all
+            engines at once.
+        prove_every: interval between updates that verify the values of the weights; 1 means every
+            update. Updates that verify no values compare only names and counts.
+        rule: limits on the retries of a lost request.
+        restarts: limits on the restarts of a lost replica.
 
     Raises:
         UserError: a replica does not come up.
@@ -128,9 +129,9 @@ class EnginePool:
         Servings may be open in one event loop. The requests of a Serving that was opened earlier
         are assigned to replicas first.
 
-        Closing discards requests still in flight, which belong to cancelled trajectories.
-        `Serving.finished` raises the error of a replica, and the requests in flight at the other
-        replicas are discarded too.
+        Requests that are still in flight when the Serving closes are discarded, because the
+        requests belong to cancelled trajectories. If a replica fails, `Serving.finished` raises the
+        replica's error, and the requests in flight at the other replicas are discarded too.
         """
         if self._dispatch is None:
             self._dispatch = Dispatch(
@@ -166,7 +167,8 @@ class EnginePool:
         received.
 
         Raises:
-            RuntimeError: called from that event loop's own thread, which would wait for itself.
+            RuntimeError: the caller runs in the event loop of the open Serving, in which the wait
+                would never end.
         """
         # set before the check for calls in progress, so that every later call sees it
         self._held = True
@@ -192,9 +194,9 @@ class EnginePool:
             return self._results("model_info")
 
     def prompt_log_probs(self, sequences: Sequence[Sequence[int]]) -> dict[int, list[list[float]]]:
-        """Returns the log-probs, at temperature 1, of all tokens of each sequence but its first.
-        The result has one key for every replica that is not lost: the replica's number. The value
-        of a key is a list with one entry per sequence.
+        """Returns the log-probs, at temperature 1, of all tokens of each sequence except the first
+        token. The keys of the result are the numbers of the replicas that are not lost. Each value
+        of the result is a list with one entry per sequence.
 
         Raises:
             UserError: the engines are not servers.
@@ -203,9 +205,9 @@ class EnginePool:
             return self._fleet.call("prompt_log_probs", sequences, states=THERE)
 
     def release_memory(self, parts: Collection[str] = MEMORY) -> None:
-        """Releases the memory of `parts` on every engine: of the weights, of the cache, or of both.
-        The engines are unusable until `resume_memory` and, if weights were released, a complete
-        weight update.
+        """Releases the memory of `parts` on every engine. `parts` are the weights, the cache, or
+        both. The engines are unusable until `resume_memory` is called. If the weights were
+        released, the engines also need a complete weight update.
 
         Raises:
             UserError: the engines are not servers.
@@ -223,20 +225,20 @@ class EnginePool:
 
     def allow_restarts(self) -> None:
         """Allows restarts until `hold_restarts` is called. Engines that are lost already may
-        restart now. Engines that are lost later may restart once the engines are lost. Only engines
-        on the trainer's devices wait for this permission."""
+        restart now. Engines that are lost later may restart at once. Only engines on the trainer's
+        devices need permission to restart."""
         self._fleet.allow_restarts()
 
     def hold_restarts(self) -> None:
-        """Waits for engines that are restarting; no other engine restarts until
-        `allow_restarts`."""
+        """Waits for engines that are restarting. No other engine restarts until `allow_restarts` is
+        called."""
         self._fleet.hold_restarts()
 
     def memory_mb(self) -> float | None:
-        """Returns the current memory of the engines' own processes, 10^6 bytes.
+        """Returns the memory that the engines' own processes use now, in units of 10^6 bytes.
 
-        None if the memory is unknown or `measures_memory` is False. Reading the memory walks all
-        mappings of every server.
+        Returns None if the memory is unknown or `measures_memory` is False. This method reads all
+        memory mappings of every server.
         """
         if not self.measures_memory:
             return None
@@ -251,8 +253,8 @@ class EnginePool:
         received all of the weights. The first update, every update after a failure, and every
         update that includes a restarted replica are always verified.
 
-        A replica that is lost during the update is left out. If the remaining replicas' weights are
-        then incomplete, the remaining replicas receive all weights again.
+        A replica that is lost during the update is left out. If the loss leaves the weights of the
+        remaining replicas incomplete, the remaining replicas receive all weights again.
 
         Raises:
             SyncError: an engine holds weights that differ from the sent weights.
@@ -286,8 +288,8 @@ class EnginePool:
             } | self._fleet.metrics()
 
     def _sent(self, version: int, weights: WeightStream, prove: bool) -> Collection[int] | None:
-        """Returns the replicas that received all weights; None if a replica was lost and the
-        remaining replicas' weights are therefore incomplete."""
+        """Sends the weights once. Returns the replicas that received all weights. Returns None if a
+        replica was lost and the remaining replicas' weights are therefore incomplete."""
         # The target is most likely the same as before, so ranks can gather weights while the
         # servers pause.
         if self._target is not None:
@@ -309,7 +311,8 @@ class EnginePool:
     def _hand_over(
         self, weights: WeightStream, prove: bool, to: Collection[int]
     ) -> Collection[int]:
-        """Sends the weights bucket by bucket to engines that receive them in their own process."""
+        """Passes the weights bucket by bucket to engines that receive buckets in their own
+        process."""
         fleet = self._fleet
         if self._told != (told := (fleet.losses, set(to), weights.layouts)):
             self._told, to = told, fleet.call("expect_buckets", weights.layouts, among=to)
@@ -324,8 +327,8 @@ class EnginePool:
     def _let_send(
         self, targets: dict[int, SyncTarget], weights: WeightStream, prove: bool
     ) -> Collection[int] | None:
-        """Lets the ranks that hold the weights send them to the engines directly. Returns the same
-        as `_sent`."""
+        """Lets the trainer's ranks send their weights directly to the engines. Returns the replicas
+        that received all weights, or None (see `_sent`)."""
         fleet = self._fleet
         if self._target is None or self._targets != (fleet.losses, targets):
             self._targets = fleet.losses, targets
@@ -344,13 +347,15 @@ class EnginePool:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Returns `sync/proven` if not every update is verified. For servers, adds the requests
-        retried between the two newest weight updates and the states of the replicas."""
+        """Returns the metric `sync/proven` if not every update is verified. If the engines are
+        servers, the result also contains the requests retried between the two newest weight updates
+        and the states of the replicas."""
         proven = {"sync/proven": float(self._unproved == 0)} if self._prove_every > 1 else {}
         return proven | self._reported
 
     def news(self) -> list[str]:
-        """Removes and returns the news of the replicas since the last call, one line each."""
+        """Removes and returns the messages about the replicas since the last call, one line
+        each."""
         return self._fleet.take_news()
 
     def close(self) -> None:
@@ -367,8 +372,8 @@ def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 def check_arrived(engine: int, sent: Mapping[str, str], held: Mapping[str, str]) -> None:
-    """Compares the checksums of the sent weights with those of the weights that an engine holds.
-    Raises SyncError if the checksums differ."""
+    """Compares the checksums of the sent weights with the checksums of the weights that an engine
+    holds. Raises SyncError if the checksums differ."""
     differing = [name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name)]
     if differing:
         named = ", ".join(sorted(differing)[:3]) + (", ..." if len(differing) > 3 else "")

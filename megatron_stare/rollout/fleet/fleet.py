@@ -1,6 +1,6 @@
-"""Manages the replicas' workers for the length of a run: calls them together, excludes lost
-replicas, and restarts lost replicas in the background. health.py decides what a replica's state
-allows; fleet.py acts on the state.
+"""Manages the replicas' workers during a run: calls all workers together, excludes lost replicas,
+and restarts lost replicas in the background. The module health.py decides what a replica's state
+allows. The module fleet.py calls and restarts replicas according to their states.
 
 Each restart has its own thread, which ends the replica's worker, makes a new worker in the same
 place, and brings up the new worker. The first weight update after the restart includes the replica
@@ -34,11 +34,12 @@ class Fleet:
     """The replicas of a run.
 
     The code that sends requests to a replica tells `health` which requests the replica answered and
-    which requests the replica lost. While this code calls a replica, no other code calls the
-    replica.
+    which requests the replica lost. While a call that sends requests to a replica is in progress,
+    no other code calls the replica.
 
     Args:
-        workers: one engine each; brought up here, all at once.
+        workers: the workers that hold the engines, one engine each. The constructor brings up all
+            engines at once.
         back_off_s: see FleetHealth.
 
     Raises:
@@ -80,17 +81,17 @@ class Fleet:
         states: Collection[Health] = SYNCED,
         beside: Sequence[Handle] = (),
     ) -> dict[int, Any]:
-        """Calls every replica whose state is in `states`. If `among` is given, calls only the
-        replicas that are also in `among`. Waits for all calls. Returns the results by replica. A
-        replica that is lost during its call is left out.
+        """Calls `method` of every replica whose state is in `states`. If `among` is given, calls
+        only the replicas that are also in `among`. Waits for all calls. Returns the results by
+        replica. A replica that is lost during its call is left out of the results.
 
         Args:
-            beside: calls of other workers that these calls depend on; their errors are raised at
-                once.
+            beside: calls of other workers on which the calls of the replicas depend. An error of a
+                call in `beside` is raised at once.
 
         Raises:
             NoEngineError: no replica returned a result.
-            UserError: another error, from the first replica that failed without being lost.
+            UserError: a call failed, but the called replica is not lost.
         """
         asked = [
             number for number in self.health.require(states) if among is None or number in among
@@ -116,8 +117,8 @@ class Fleet:
 
     @contextlib.contextmanager
     def _seen(self, replica: int, errors: list[Exception]) -> Iterator[None]:
-        """Handles errors of a call of a replica: marks the replica lost, or appends the error to
-        `errors`."""
+        """Handles an error of a call of a replica. Marks the replica as lost, or appends the error
+        to `errors`."""
         try:
             yield
         except LOST as error:
@@ -126,8 +127,8 @@ class Fleet:
             errors.append(error)
 
     def find_lost(self, among: Collection[int]) -> bool:
-        """Asks replicas whether they are alive. Returns whether at least one replica was found to
-        be lost."""
+        """Checks whether the replicas in `among` are alive. Returns True if at least one replica
+        was found to be lost."""
         before = self.losses
         with contextlib.suppress(UserError):  # only losses matter here
             self.call("check", among=among)
@@ -144,8 +145,8 @@ class Fleet:
             self._begin_due()
 
     def look(self) -> None:
-        """Admits replicas that have come up since the last call. Restarts the lost replicas that
-        may be restarted now (FleetHealth.due)."""
+        """Records which restarted replicas have come up, or failed to come up, since the last call.
+        Restarts the lost replicas that may be restarted now (FleetHealth.due)."""
         with self._lock:
             for replica in [replica for replica, coming in self._coming.items() if coming.done()]:
                 coming = self._coming.pop(replica)
@@ -162,17 +163,20 @@ class Fleet:
             self._begin_due()
 
     def allow_restarts(self) -> None:
-        """Lets lost replicas restart, now and whenever a replica is lost, until `hold_restarts`."""
+        """Allows restarts until `hold_restarts` is called. Replicas that are lost already and
+        replicas that are lost later may then restart."""
         with self._lock:
             self._held = False
             self._begin_due()
 
     def hold_restarts(self) -> None:
-        """Waits for the replicas that are restarting, and begins no other restart until
-        `allow_restarts`. A replica that came up may be called from then on. Does nothing if
-        restarts need no permission by `allow_restarts` (RestartRule.held is False).
+        """Waits for the replicas that are restarting. Begins no other restart until
+        `allow_restarts` is called. A replica that came up during the wait may be called afterwards.
+        Does nothing if restarts need no permission by `allow_restarts` (RestartRule.held is False).
 
-        A start has a limit of its own, so this wait counts as progress of the run's phase."""
+        The start of a replica has its own time limit. The wait for a restarting replica therefore
+        counts as progress of the run's phase.
+        """
         if not self._holds:
             return
         with self._lock:
@@ -196,8 +200,9 @@ class Fleet:
             ).start()
 
     def _bring_back(self, replica: int, future: Future[ModelInfo]) -> None:
-        """Ends what is left of a replica, then brings up a new one. Waits for the replica's server;
-        `close` ends the wait."""
+        """Ends the worker of a lost replica, then brings up a new replica in the same place. If the
+        run did not start the replica's server, waits until the server is up. `close` ends this
+        wait."""
         pause_s = max(self._back_off_s, PATIENCE_S)
         try:
             self.workers.replace(replica)
@@ -213,7 +218,8 @@ class Fleet:
             future.set_exception(error)
 
     def take_news(self) -> list[str]:
-        """Removes and returns the news of the replicas since the last call, one line each."""
+        """Removes and returns the messages about the replicas since the last call, one line
+        each."""
         self._take()
         told, self.news = self.news, []
         return told

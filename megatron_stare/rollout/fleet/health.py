@@ -1,9 +1,10 @@
-"""Tracks the state of each replica: the states and their legal transitions, how many requests a
-replica may receive, and when a lost replica is restarted. This module is pure: callers report
-events and times, and fleet.py and dispatch.py act on the replicas' states.
+"""Tracks the state of each replica. This module defines the states and the legal transitions. This
+module also decides how many requests a replica may receive and when a lost replica is restarted.
+This module is pure. Callers report events and times. The modules fleet.py and dispatch.py act on
+the replicas' states.
 
-This module holds everything the run knows of a replica. The engine's own view of its weights is
-engines/state.py, which lives with the engine, often in another process.
+This module holds everything that the run knows about a replica. Each engine tracks the state of its
+own weights with engines/state.py, often in another process.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ class RestartRule:
 
     most: maximum number of restarts within any `window_s` seconds. None means no limit, which
         applies to servers that the run did not start.
-    back_off_s: seconds to wait before the second restart. The wait doubles for each further restart
-        within the window.
+    back_off_s: seconds to wait before the second restart. The wait before a restart doubles for
+        each further restart within the window.
     losses: number of consecutive lost requests after which the replica itself counts as lost, if
         another replica serves.
-    held: restarts wait until the fleet allows them (Fleet.allow_restarts), because a server sizes
-        its cache by the free memory that it finds, and the trainer may hold the device.
+    held: True if restarts wait for permission (Fleet.allow_restarts). A server sizes its cache by
+        the free memory at its start, and the trainer may occupy the device.
     """
 
     most: int | None = 3
@@ -86,8 +87,8 @@ NO_RESTARTS = RestartRule(most=0)
 
 @dataclass(frozen=True)
 class Transition:
-    """Change of a replica's state. `why` is the reason shown to the user; "" if none needs to be
-    shown."""
+    """Change of a replica's state. `why` is the reason that is shown to the user, or "" if no
+    reason needs to be shown."""
 
     replica: int
     before: Health
@@ -121,19 +122,20 @@ class _Standing:
 
 
 class FleetHealth:
-    """States of a run's replicas, which all start as STARTING.
+    """States of a run's replicas. Every replica begins in the state STARTING.
 
     A DEAD replica becomes HEALTHY only through a restart and a complete, verified weight update.
 
-    A replica that lost a request backs off: the replica receives no request for a while. Then the
-    replica receives one request at a time until it answers, ahead of replicas with more room. While
-    other replicas have room, the replica is avoided for at least as long as the lost request took.
-    A hanging replica therefore does not delay one request after another by the full request
-    timeout. Back-offs end with the rollout.
+    A replica that lost a request backs off and receives no request for a while. After the back-off,
+    the replica receives one request at a time until it answers, and is preferred to replicas with
+    more room. A replica that lost a request is also avoided for at least as long as the lost
+    request took. An avoided replica receives a request only if all serving replicas are avoided. A
+    hanging replica therefore does not delay one request after another by the full request timeout.
+    Back-offs end at the latest when the next rollout starts.
 
     Args:
-        back_off_s: time after a lost request in which the replica receives no other request;
-            doubled for each consecutive lost request.
+        back_off_s: seconds after a lost request in which the replica receives no other request. The
+            back-off doubles for each consecutive lost request.
 
     Raises (its methods):
         HealthError: a replica's state does not allow the event.
@@ -178,8 +180,8 @@ class FleetHealth:
         standing.lost, standing.proof = "", False
 
     def mixed(self, replica: int, why: str) -> None:
-        """Records that a weight update of the replica failed, so that it may hold weights of two
-        versions."""
+        """Records that a weight update of the replica failed. The replica may then hold weights of
+        two versions."""
         self._standings[replica].proof = True
         if self.state(replica) in SERVING:
             self._move(replica, Health.DIRTY, why)
@@ -189,8 +191,8 @@ class FleetHealth:
         lost, because the replica has lost too many consecutive requests.
 
         Args:
-            given: when the request was sent. If the request was sent before the replica lost its
-                previous request, both lost requests count as one.
+            given: time at which the request was sent. If the request was sent before the replica
+                lost its previous request, both lost requests count as one.
         """
         standing = self._standings[replica]
         if standing.state is Health.HEALTHY:
@@ -213,7 +215,7 @@ class FleetHealth:
 
         Args:
             capacity: the replica's limit of concurrent requests in normal operation.
-            under_way: requests that the replica has.
+            under_way: number of requests in flight at the replica.
         """
         standing = self._standings[replica]
         if now < standing.closed_until:
@@ -226,11 +228,13 @@ class FleetHealth:
             standing.closed_until = standing.avoided_until = 0.0
 
     def open_again(self, replica: int) -> float:
-        """Returns the end of the replica's back-off; a time in the past if it has none."""
+        """Returns the time at which the replica's back-off ends, or a time in the past if the
+        replica has no back-off."""
         return self._standings[replica].closed_until
 
     def avoided(self, now: float) -> set[int]:
-        """Returns the replicas that receive only requests that no other replica can take."""
+        """Returns the avoided replicas. An avoided replica receives a request only if all serving
+        replicas are avoided."""
         return {
             number
             for number, standing in enumerate(self._standings)
@@ -252,8 +256,8 @@ class FleetHealth:
         self._move(replica, Health.RELEASED)
 
     def resumed(self, replica: int) -> None:
-        """Records that the replica has the memory of its weights back; the contents are
-        undefined."""
+        """Records that the memory of the replica's weights is allocated again, with undefined
+        contents."""
         self._move(replica, Health.DIRTY, "", Health.RELEASED)
 
     def lost(self, replica: int, why: str, now: float) -> None:
@@ -286,8 +290,8 @@ class FleetHealth:
         standing.begun = [*self._counting(standing, now), now]
 
     def require(self, states: Collection[Health]) -> list[int]:
-        """Returns the replicas whose state is in `states`. Raises NoEngineError if no replica is in
-        any of these `states`."""
+        """Returns the replicas whose state is in `states`. Raises NoEngineError if no replica's
+        state is in `states`."""
         if found := self.among(states):
             return found
         told = "; ".join(
@@ -305,7 +309,8 @@ class FleetHealth:
         return [when for when in standing.begun if now - when < self._rule.window_s]
 
     def _move(self, replica: int, to: Health, why: str = "", only: Health | None = None) -> None:
-        """Changes the replica's state. `only`: the sole state from which this change is allowed."""
+        """Changes the replica's state. If `only` is given, the change is allowed only from the
+        state `only`."""
         standing = self._standings[replica]
         if to not in _NEXT[standing.state] or only not in (None, standing.state):
             raise HealthError(f"engine {replica} cannot go from {standing.state.name} to {to.name}")

@@ -38,7 +38,7 @@ class RequestRule:
 
 
 class Retries:
-    """Tracks requests in flight, by replica, and lost requests.
+    """Tracks the requests in flight at each replica, and the lost requests.
 
     Args:
         metrics: counter that receives the counts of retried requests.
@@ -64,8 +64,9 @@ class Retries:
         the most room.
 
         Args:
-            rooms: room of each replica; None: the replica does not serve.
-            avoided: replicas that receive only requests that no other replica can take.
+            rooms: number of requests that each replica can still take; None if the replica does not
+                serve.
+            avoided: replicas that receive a request only if all serving replicas are avoided.
             suspected: replicas that receive one request at a time until they answer.
         """
         lost_by = {replica for replica, _ in self._lost.get(rid, ())}
@@ -133,7 +134,7 @@ class Retries:
         self.metrics["rollout/retried_late"] += lost.late
 
     def forget(self, lost: LostRequest) -> None:
-        """Drops a lost request that nobody waits for any more, so that it is not retried."""
+        """Drops a lost request whose caller no longer waits, so that the request is not retried."""
         del self._lost[lost.rid]
         self.metrics["rollout/retried"] -= 1
         self.metrics["rollout/retried_late"] -= lost.late

@@ -1,2 +1,2 @@
-"""Rollout sources: from prompts to batches, in step with training or ahead of it, with whole or
-partial rollouts."""
+"""Makes batches of trajectories from prompts. Sampling is in step with training or ahead of
+training, with complete or partial rollouts."""

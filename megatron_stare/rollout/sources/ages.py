@@ -1,7 +1,7 @@
 """Computes the ages of a batch's tokens, and masks or rejects tokens that are too old. Pure.
 
-A token's age is the number of versions between the weights that sampled it and the weights that its
-step trains. Step s trains the weights of version s - 1.
+A token's age is the weight version that the token's step trains minus the weight version that
+sampled the token. Step s trains the weights of version s - 1.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class Ages:
     """Limits on tokens that older weights sampled.
 
     Attributes:
-        oldest: maximum age of a token; None: unlimited.
-        masked_from: age from which a token carries no loss; None: no token is masked for its age.
+        oldest: maximum age of a token; None means no limit.
+        masked_from: smallest age at which a token is removed from the loss mask. None means that no
+            token is masked for its age.
     """
 
     oldest: int | None = None
@@ -43,7 +44,8 @@ class Ages:
         ages.
 
         Raises:
-            WeightVersionError: a token was sampled by weights newer than the trainer's, or too old.
+            WeightVersionError: the weights that sampled a token are too old, or newer than the
+                trainer's weights.
         """
         ages = ages_of(trajectories, step - 1)
         check_ages(ages, self.oldest, step)
@@ -63,7 +65,7 @@ class Ages:
 
 
 def ages_of(trajectories: Sequence[Trajectory], newest: int) -> dict[int, int]:
-    """Counts sampled tokens by age relative to the version `newest`."""
+    """Returns the number of sampled tokens of each age, relative to the version `newest`."""
     found: dict[int, int] = {}
     for trajectory in trajectories:
         for version, tokens in trajectory.versions:
@@ -73,8 +75,8 @@ def ages_of(trajectories: Sequence[Trajectory], newest: int) -> dict[int, int]:
 
 
 def check_ages(ages: Mapping[int, int], bound: int | None, step: int) -> None:
-    """Raises WeightVersionError if a token is older than the bound, or newer than the trainer's
-    weights."""
+    """Raises WeightVersionError if a token's age exceeds `bound`, or if a token's weights are newer
+    than the trainer's weights."""
     wrong = {
         age: tokens
         for age, tokens in ages.items()

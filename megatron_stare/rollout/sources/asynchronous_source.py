@@ -1,10 +1,10 @@
 """Samples batches ahead of training, from weights that may be some versions old.
 
-Step s trains the weights of version s - 1. With a staleness bound of k, the source draws the step's
-prompts and begins sampling once version s - 1 - k is published. All tokens of the step are sampled
-after version s - 1 - k is published, so the weights of a token are at most k versions old. At k = 0
-nothing is sampled ahead. Batches consist of prompts in stream order, so long responses delay their
-own step and no later one.
+Step s trains the weights of version s - 1. With a staleness bound of k, step s begins once version
+s - 1 - k is published. The source then draws the step's prompts and begins sampling. All tokens of
+the step are sampled after version s - 1 - k is published, so the weights of a token are at most k
+versions old. At k = 0 nothing is sampled ahead. Batches take prompts in stream order, so a long
+response delays only its own step.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class AsynchronousSource(RolloutSource):
 
     `next` waits only for the step's last verdict. `publish` waits for the current call of each
     replica, then for the weights to arrive. Responses in flight stay at their replicas and continue
-    with the new weights; each token's version names the weights that sampled it.
+    with the new weights. Each token records the version of the weights that sampled the token.
 
     Args:
         groups: takes prompts and selects the trajectories that a step trains on.
-        sampling: returns the sampling parameters of a step, by its number.
-        prompts: returns the state of the stream from which `groups` takes prompts.
+        sampling: function that returns the sampling parameters of a step, given the step's number.
+        prompts: function that returns the state of the stream from which `groups` takes prompts.
         staleness: maximum age of a token when it is trained on, in versions.
         last_step: last step for which batches are sampled.
         masked_from: see Ages.
@@ -120,8 +120,9 @@ class AsynchronousSource(RolloutSource):
         """See RolloutSource.
 
         Raises:
-            WeightVersionError: a token was sampled by weights newer than the trainer's, or too old.
-            ValueError: sampling is greedy or truncated; the loss assumes sampling from the full
+            WeightVersionError: the weights that sampled a token are too old, or newer than the
+                trainer's weights.
+            ValueError: sampling is greedy or truncated. The loss assumes sampling from the full
                 policy.
         """
         collected = self._wait_showing(step)
@@ -143,8 +144,8 @@ class AsynchronousSource(RolloutSource):
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """Context in which only the caller uses the engines: steps that had begun are finished, and
-        no new step begins."""
+        """Context in which only the caller uses the engines. Waits until the steps that have begun
+        are finished. No new step begins within the context."""
         try:
             # if a step that had begun fails, this raises its error and the hold ends
             self._wait(self._hold)
@@ -175,8 +176,8 @@ class AsynchronousSource(RolloutSource):
         return wait_for(asyncio.run_coroutine_threadsafe(make(), self._loop))
 
     def _wait_showing(self, step: int) -> Collected:
-        """Waits for a step's trajectories, and reports progress in the caller's thread for each
-        finished trajectory."""
+        """Waits for a step's trajectories. Reports progress for each finished trajectory, in the
+        caller's thread."""
         news: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
         self._watched = step, news
         try:
@@ -197,9 +198,9 @@ class AsynchronousSource(RolloutSource):
     async def _make_ahead(self, first: int) -> None:
         """Begins to make the batches of all steps, in the order of the steps.
 
-        Before each step, waits for the weights that the step may start with. After beginning a
-        step, waits until the step has finished taking prompts from the stream and returning prompts
-        to the stream, or until the step has ended.
+        Before each step, waits until the weights with which the step may start are published. After
+        a step begins, waits until the step has ended, or until the step takes no more prompts from
+        the stream and returns no more prompts.
         """
         try:
             for step in range(first, self._last + 1):
@@ -218,8 +219,8 @@ class AsynchronousSource(RolloutSource):
         return not self._held and self.version >= step - 1 - self._staleness
 
     async def _collect(self, step: int, settled: asyncio.Event) -> Collected:
-        """Makes a step's batch. Waits as Groups.collect does. The next step may begin once this
-        method has ended, even if this method failed."""
+        """Makes a step's batch. Waits like Groups.collect. The next step may begin once this method
+        has ended, even if this method failed."""
 
         def progress(done: int, wanted: int) -> None:
             self._counts[step] = done, wanted
@@ -264,8 +265,8 @@ class AsynchronousSource(RolloutSource):
         return self._before[min(self._before)] if self._before else dict(self._prompts())
 
     async def _hold(self) -> None:
-        """Stops new steps from beginning. Waits for the last verdicts of the steps that have begun,
-        or raises their first error."""
+        """Prevents new steps from beginning. Waits for the last verdict of every step that has
+        begun, and raises the first error of such a step."""
         async with self._changed:
             self._held = True
         await asyncio.gather(*self._ahead.values())

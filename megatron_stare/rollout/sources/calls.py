@@ -1,10 +1,11 @@
-"""Records the tool calls of environments in a journal: the request before each call, the answer
-after it.
+"""Records the tool calls of environments in a journal. The request is recorded before each call,
+and the answer after the call.
 
-If a response is cut, or made again by a resumed run, its environment runs again. An environment
-that runs again reads its tools' earlier answers from this journal, so that no tool call acts twice
-and no tool's answer changes. The calls of a response are in the file of the step in which the
-response began. Each line is on disk before the run proceeds.
+If a response is cut, or if a resumed run makes the response again, the response's environment runs
+again. An environment that runs again receives the earlier answers of its tools from this journal.
+No tool call therefore takes effect twice, and no tool's answer changes. The calls of a response are
+in the file of the step in which the response began. Each line of the journal is on disk before the
+run proceeds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ CALLS = "calls"  # folder of the journal in the run directory
 
 class ResponseKey(NamedTuple):
     """Identifies a response by its prompt, its sample, and the step in which the response began.
-    The sampling noise of the response also depends on this step."""
+    The sampling noise of a response also depends on the step in which the response began."""
 
     step: int
     cursor: int
@@ -37,7 +38,8 @@ class ResponseKey(NamedTuple):
 class Call:
     """A tool call and its outcome.
 
-    outcome: {"answer": JSON} or {"error": text}; None: begun, outcome unknown.
+    outcome: {"answer": JSON} or {"error": text}. `outcome` is None if the call was begun and its
+        outcome is unknown.
     """
 
     id: str
@@ -45,11 +47,11 @@ class Call:
 
 
 class CallJournal:
-    """Journal of tool calls of responses that are being made.
+    """Journal of the tool calls of unfinished responses.
 
     Args:
-        folder: folder of the journal's files, which outlive the process; None: the journal is kept
-            in memory only.
+        folder: folder of the journal's files, which outlive the process. If `folder` is None, the
+            journal is kept in memory only.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -58,19 +60,20 @@ class CallJournal:
         self._writing = threading.Lock()
 
     def find(self, response: ResponseKey, number: int, asked: str) -> Call | None:
-        """Returns the call with this number and request, or None if it was never begun. Raises
-        DataError if the journal's file is damaged."""
+        """Returns the call with this number and request, or None if the call was never begun.
+        Raises DataError if the journal's file is damaged."""
         return self._of(response.step).get(response, {}).get((number, asked))
 
     async def begin(self, response: ResponseKey, number: int, asked: str, call: str) -> Call:
         """Records a call that is about to be made. Waits until the record is on disk.
 
         Args:
-            asked: name of the tool and request, as JSON.
+            asked: the tool's name and the request, as JSON.
             call: id of the call.
 
         Raises:
-            UserError: the record cannot be written; the call must then not be made.
+            UserError: the record cannot be written, and the caller must therefore not make the
+                call.
         """
         begun = Call(call)
         where = {"cursor": response.cursor, "sample": response.sample, "call": number}

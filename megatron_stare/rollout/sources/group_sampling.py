@@ -1,7 +1,7 @@
-"""Selects the prompt groups that a step trains on: the next groups, or only informative groups
-(dynamic sampling).
+"""Selects the prompt groups that a step trains on. A step trains on the groups of the next prompts,
+or only on informative groups (dynamic sampling).
 
-Shape legend: a group is all of a prompt's trajectories.
+Shape legend: a group consists of all trajectories of one prompt.
 """
 
 from __future__ import annotations
@@ -75,19 +75,20 @@ class Groups(ABC):
         progress: Progress,
         settled: Callable[[], None],
     ) -> Collected:
-        """Returns as many complete groups of verified trajectories as a step takes, in canonical
-        order.
+        """Returns the verified trajectories of one step, as complete groups in canonical order.
 
         Waits until all returned trajectories are verified; see Rollouts.made.
 
         Args:
-            settled: called once no more prompts will be taken or given back, if that is known
-                before the end.
+            settled: called once this method will neither take prompts from the stream nor return
+                prompts to the stream. If this method may take or return prompts until its end,
+                `settled` is never called.
         """
 
     def kept(self) -> Callable[[], bytes]:
         """Takes a snapshot for a checkpoint, between two steps. The snapshot contains the prompts
-        that were taken from the stream but not trained on. Most classes keep no such prompts.
+        that were taken from the stream but not trained on. Most classes keep no prompts between
+        steps.
 
         Returns a function that serializes the snapshot. The function may be called during the next
         step.
@@ -95,7 +96,7 @@ class Groups(ABC):
         return lambda: b""
 
     def restore(self, kept: bytes) -> None:
-        """Restores the output of `kept`. Raises DataError if the output of `kept` cannot be
+        """Restores a snapshot that `kept` serialized. Raises DataError if the snapshot cannot be
         restored."""
         if kept:
             raise DataError(
@@ -138,21 +139,22 @@ class InformativeGroups(Groups):
     informative groups, in prompt order. A group is informative if its trajectories have different
     rewards.
 
-    A group whose verified rewards are all equal has no advantage and is dropped. The comparison
-    uses the verifier's rewards, not the shaped rewards. Prompts are sampled in rounds. The
-    selection depends neither on timing nor on the length of responses. The selection is settled
-    once the first groups in canonical order are complete and include enough informative groups.
-    Sampling of other groups is then cancelled. Prompts that come after the last used group return
-    to the stream for the next step.
+    A group whose verified rewards are all equal has only advantages of 0 and is dropped. The
+    comparison of rewards uses the verifier's rewards, not the shaped rewards. Prompts are sampled
+    in rounds. The selection depends neither on timing nor on the length of responses. The selection
+    is final once the first groups in canonical order are complete and include enough informative
+    groups. Once the selection is final, the sampling of other groups is cancelled. Prompts that
+    come after the last used group return to the stream for the next step.
 
     If the rounds yield too few informative groups, dropped groups fill up the step, oldest first. A
     dropped group that fills up a step contributes no gradient. If the loss is divided by the number
-    of tokens, the tokens of the dropped group still count.
+    of tokens, the tokens of such a dropped group still count.
 
     Args:
         groups: prompt groups per step.
         samples: trajectories per prompt.
-        per_round: prompt groups sampled together; times `most_rounds` at least `groups`.
+        per_round: prompt groups that are sampled together in one round. The product of `per_round`
+            and `most_rounds` must be at least `groups`.
     """
 
     def __init__(
@@ -176,7 +178,7 @@ class InformativeGroups(Groups):
         settled: Callable[[], None],
     ) -> Collected:
         """See Groups. After each round, prompts whose sampling was cancelled return to the stream.
-        Therefore this method never calls `settled`."""
+        This method therefore never calls `settled`."""
         taken: list[Group] = []
         dropped: list[Group] = []
         sampled, rounds, surplus = 0, 0, 0
@@ -208,7 +210,7 @@ class InformativeGroups(Groups):
 
 
 class _Settled:
-    """Detects when the complete groups of a round already determine which of its groups are used.
+    """Detects when the complete groups of a round determine which groups of the round are used.
 
     Args:
         prompts: the round's prompts, in canonical order.
@@ -222,7 +224,7 @@ class _Settled:
         self._used = 0  # length of the complete prefix of groups, up to the last group needed
 
     def enough(self, group: Sequence[Trajectory]) -> bool:
-        """Adds a complete group. Returns whether the round is now settled."""
+        """Adds a complete group. Returns True if the selection from the round is now final."""
         self._whole[group[0].prompt.cursor] = sorted(group, key=lambda t: t.sample_index)
         while (
             self._wanted
@@ -240,11 +242,11 @@ class _Settled:
 
 
 def informative(group: Sequence[Trajectory]) -> bool:
-    """Returns True if the verified rewards of a prompt differ, so that its advantages are not all
-    0."""
+    """Returns True if the verified rewards of a group differ, so that the group's advantages are
+    not all 0."""
     return len({trajectory.reward for trajectory in group if trajectory.judged}) > 1
 
 
 def tokens_of(trajectories: Sequence[Trajectory]) -> int:
-    """Number of tokens of the responses."""
+    """Returns the number of response tokens of all trajectories."""
     return sum(len(trajectory) for trajectory in trajectories)

@@ -1,8 +1,8 @@
 """Serializes unfinished prompt groups for a checkpoint, and restores them bit for bit.
 
-Columns are concatenated and stored as tensors of a safetensors file. The lengths of the columns and
-all other fields are JSON. The JSON is stored as a tensor of bytes, because texts may exceed the
-size limit of a safetensors header.
+The columns of all responses are concatenated and stored as tensors of a safetensors file. The
+lengths of the columns and all other fields are stored as JSON. The JSON is stored as a tensor of
+bytes, because texts may exceed the size limit of a safetensors header.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Reader:
         self._read = dict.fromkeys(COLUMNS, 0)
 
     def next(self, where: dict[str, Any], *names: str) -> Iterator[Any]:
-        """Yields the columns of these names, then the experts."""
+        """Yields the columns with these names, then the routed experts."""
         for name in names:
             start, end = self._read[name], self._read[name] + where["length"]
             if end > len(self._tensors[name]):
@@ -75,7 +75,7 @@ class _Reader:
 
 
 def to_bytes(groups: list[list[UnderWay]]) -> bytes:
-    """Serializes the groups; b"" if there are none."""
+    """Serializes the groups. Returns b"" if there are no groups."""
     if not groups:
         return b""
     columns = _Writer()
@@ -115,7 +115,7 @@ def from_bytes(data: bytes) -> list[list[UnderWay]]:
 
 def without(data: bytes, cursors: Collection[int]) -> bytes:
     """Removes all groups whose prompt cursor is in `cursors` from the output of `to_bytes`. Raises
-    DataError as `from_bytes` does."""
+    DataError if the data cannot be read."""
     if not data or not cursors:
         return data
     return to_bytes([group for group in from_bytes(data) if group[0].prompt.cursor not in cursors])

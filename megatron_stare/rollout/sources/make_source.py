@@ -1,5 +1,5 @@
-"""Makes the rollout source and the group selection that a configuration asks for, and checks them
-against other settings."""
+"""Makes the rollout source and the group selection that a configuration asks for. Checks that the
+settings of the rollout source fit the other settings."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def make_source(
     progress: Progress,
     idle: Callable[[], None],
 ) -> SynchronousSource | AsynchronousSource:
-    """Makes the rollout source; see SynchronousSource and AsynchronousSource. `idle` is used by the
-    synchronous source only, because only its engines become idle."""
+    """Makes the rollout source that the configuration asks for. Only SynchronousSource uses `idle`,
+    because the engines of AsynchronousSource do not become idle."""
     rollout = config.rollout
     masked_from = rollout.stale_from if rollout.stale_tokens == "mask" else None
     if rollout.staleness is None:
@@ -68,8 +68,8 @@ def make_source(
 
 
 def check_staleness(config: Config, method: Method) -> None:
-    """Raises ConfigError if the run would train on tokens of older weights and other settings do
-    not allow that."""
+    """Raises ConfigError if the run would train on tokens of older weights but other settings do
+    not allow such tokens."""
     rollout, cut = config.rollout, config.partial.tokens is not None
     if cut:
         check_partial(config)
@@ -108,7 +108,8 @@ def check_staleness(config: Config, method: Method) -> None:
 
 
 def check_partial(config: Config) -> None:
-    """Raises ConfigError if responses cannot be cut as the section `partial` asks."""
+    """Raises ConfigError if the section `partial`, which cuts long responses, contradicts other
+    settings."""
     partial, batch, longest = config.partial, config.batch, config.rollout.max_new_tokens
     assert partial.tokens is not None
     if config.rollout.staleness is not None:

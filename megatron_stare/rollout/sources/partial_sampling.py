@@ -1,15 +1,15 @@
 """Implements partial rollouts: long responses are cut at the end of a step and continued in a later
 step.
 
-More prompt groups are in progress than a step takes. In each round, all unfinished responses of the
-groups in progress grow by the same number of tokens, until enough groups are complete. At the end
-of a step, unfinished responses are kept with the weight version of every token. Unfinished
-responses continue in the next step before new prompts begin. As in Kimi k1.5 (arXiv 2501.12599,
-section 2.6.2), a round ends after a number of tokens, not after a time. The selection of groups
-therefore depends on seeds and weights alone. As in APRIL (arXiv 2509.18521), more groups are
-sampled than a step takes.
+More prompt groups are in progress than a step trains on. In each round, every unfinished response
+grows by the same number of tokens. Rounds continue until enough groups are complete. At the end of
+a step, unfinished responses are kept with the weight version of every token. Unfinished responses
+continue in the next step before new prompts begin. As in Kimi k1.5 (arXiv 2501.12599, section
+2.6.2), a round ends after a number of tokens, not after a time. The selection of groups therefore
+depends on seeds and weights alone. As in APRIL (arXiv 2509.18521), more groups are sampled than a
+step takes.
 
-Shape legend: a group is all of a prompt's responses.
+Shape legend: a group consists of all responses to one prompt.
 """
 
 from __future__ import annotations
@@ -54,22 +54,23 @@ METRICS = (
 class PartialGroups(Groups):
     """Selects the first complete groups, in prompt order.
 
-    Between steps, this object keeps every prompt taken from the stream and not trained on, so that
-    each prompt is used once. A complete group waits only for older groups, and each unfinished
-    response grows in every step. The age of a token, in versions, is therefore at most
+    Between steps, this object keeps every prompt that was taken from the stream but not trained on.
+    Each prompt is therefore used once. A complete group waits only for older groups, and each
+    unfinished response grows in every step. The age of a token, in versions, is therefore at most
     `ceil(max_new_tokens / tokens) - 1 + (under_way - 1) // groups`.
 
-    With dynamic sampling (see InformativeGroups), a complete group without two different rewards is
-    dropped, and a new group replaces it after the round. If the allowed refills yield too few
-    groups, the step is filled up with dropped groups, oldest first.
+    With dynamic sampling (see InformativeGroups), a complete group whose rewards are all equal is
+    dropped. A new group replaces the dropped group after the round. If the allowed refills yield
+    too few groups, the step is filled up with dropped groups, oldest first.
 
     Args:
         groups: prompt groups per step.
         samples: responses per prompt.
         under_way: prompt groups in progress at a time, at least `groups`.
-        tokens: tokens by which responses grow in a round.
-        refills: most refills per step, including the one at its start; None: no dynamic sampling,
-            groups are taken whatever their rewards.
+        tokens: number of tokens by which each unfinished response grows in a round.
+        refills: maximum number of refills per step, including the refill at the start of the step.
+            If `refills` is None, dynamic sampling is off and groups are selected whatever their
+            rewards.
     """
 
     def __init__(
@@ -94,8 +95,8 @@ class PartialGroups(Groups):
         progress: Progress,
         settled: Callable[[], None],
     ) -> Collected:
-        """See Groups. Runs rounds, each until its last token and last verdict. After an error the
-        kept responses are unusable, and the run ends."""
+        """See Groups. Runs rounds. Each round ends with its last token and its last verdict. After
+        an error, the kept responses are unusable, and the run ends."""
         dropped: list[Group] = []
         rounds, refills = 0, 1
         self._refill(params.step)
@@ -133,8 +134,8 @@ class PartialGroups(Groups):
         self._under_way = from_bytes(kept)
 
     def _refill(self, step: int) -> bool:
-        """Begins new groups up to the limit. Returns whether there was room for at least one new
-        group."""
+        """Begins new groups until the maximum number of groups is in progress. Returns True if
+        there was room for at least one new group."""
         room = self._most - len(self._under_way)
         self._under_way += [
             [UnderWay(prompt, index, step) for index in range(self._samples)]
@@ -176,7 +177,8 @@ class PartialGroups(Groups):
 
 
 def whole_group(responses: list[UnderWay]) -> Group:
-    """Returns a group's trajectories in order; [] if one is unfinished."""
+    """Returns the trajectories of a group in order. Returns [] if a response of the group is
+    unfinished."""
     found = [response.trajectory for response in responses if response.trajectory is not None]
     return found if len(found) == len(responses) else []
 

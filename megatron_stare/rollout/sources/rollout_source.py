@@ -1,5 +1,5 @@
-"""Defines the interface of a rollout source, which supplies batches to training and receives its
-new weights."""
+"""Defines the interface of a rollout source. A rollout source supplies batches to training and
+receives new weights from training."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class PromptStream(Protocol):
 
 class _Judging:
     """Obtains verdicts on the responses of a rollout. If the verifier judges groups, a response
-    waits until all responses to its prompt are there. The last response to a prompt starts the
+    waits until all responses to its prompt have arrived. The last response to a prompt starts the
     verification of all responses to that prompt.
 
     Args:
@@ -82,7 +82,8 @@ class _Judging:
         self._given_up: set[int] = set()
 
     async def of(self, trajectory: Trajectory) -> Verdict | None:
-        """Waits for the response's verdict; None if its group has been given up."""
+        """Waits for the verdict on a response. Returns None if the response's group has been given
+        up."""
         prompt = trajectory.prompt
         if not self._judge.judges_groups:
             return await self._judge.of(trajectory.said, prompt.answer, prompt.columns)
@@ -100,8 +101,8 @@ class _Judging:
         await self._judge_whole(prompt)
 
     def give_up(self, cursor: int) -> None:
-        """Returns no verdict (None) to the waiting responses of a group that will never be
-        complete."""
+        """Gives up a group that will never be complete. The waiting responses of the group receive
+        None instead of a verdict."""
         self._given_up.add(cursor)
         for _, verdict in self._here.pop(cursor, ()):
             if not verdict.done():
@@ -129,20 +130,21 @@ class _Judging:
 class RolloutSource(ABC):
     """Supplies one rollout batch per training step, sampled from weights that training publishes.
 
-    The synchronous source meets the following requirements by design. An asynchronous source must
-    also meet the following requirements:
+    Every rollout source must meet the following requirements, which the synchronous source meets by
+    design:
     - Every prompt of the stream is used exactly once, in cursor order, also across save and resume.
     - The weight version of a token is the version of the weights that sampled the token. No token
       is older than the configured bound. With a bound of 0, every batch equals the synchronous
       source's batch bit for bit.
     - `publish` never leaves a replica sampling from a mixture of weight versions.
-    - If a trajectory is in flight or waits for its step, `state` counts the trajectory's prompt as
-      unused, or the trajectory is stored beside the state (see group_sampling.Groups.kept).
+    - A trajectory in flight, or a trajectory that waits for its step, is not lost. Either `state`
+      counts the trajectory's prompt as unused, or the trajectory is stored beside the state (see
+      group_sampling.Groups.kept).
     """
 
     @abstractmethod
     def next(self, step: int) -> RolloutBatch:
-        """Returns this step's batch, verified. Waits until the batch is complete."""
+        """Returns the verified batch of this step. Waits until the batch is complete."""
 
     @abstractmethod
     def publish(self, weights: WeightStream, version: int) -> None:
@@ -170,8 +172,8 @@ class RolloutSource(ABC):
 class Rollouts:
     """Makes trajectories with engines, environment and verifier.
 
-    verify: opens the verifier. The argument is the number of answers to verify; see
-        rewards/verdicts.py.
+    verify: function that opens the verifier. The function's argument is the number of answers to
+        verify; see rewards/verdicts.py.
     calls: journal of tool calls. By default the journal is kept only in the memory of this process.
     """
 
@@ -207,13 +209,14 @@ class Rollouts:
         """Makes `samples` trajectories per prompt and returns them in canonical order. Each
         trajectory is verified as soon as the trajectory is finished.
 
-        Waits for the last verdict, or raises the first error of an engine, an environment or the
+        Waits for the last verdict. Raises the first error of an engine, an environment or the
         verifier.
 
         Args:
-            enough: once it returns True, unfinished trajectories are cancelled and missing from the
-                result.
-            wanted: prompt and sample number of every trajectory to make; None: all.
+            enough: called with all verified trajectories of a prompt. Once `enough` returns True,
+                unfinished trajectories are cancelled and left out of the result.
+            wanted: prompt and sample number of every trajectory to make. If `wanted` is None, all
+                samples of all prompts are made.
             verified: called with each trajectory after its verdict.
 
         Raises:
@@ -234,23 +237,24 @@ class Rollouts:
         tokens: int | None = None,
         verified: Callable[[Trajectory], None] = lambda _: None,
     ) -> None:
-        """Starts or continues responses until each is finished and judged, or has grown by `tokens`
-        tokens.
+        """Starts or continues responses. Each response grows until it is finished and judged, or
+        until it has grown by `tokens` tokens.
 
-        Waits for the last verdict and the last token of responses that are cut, or raises the first
-        error.
+        Waits for the last verdict, and for the last token of every response that is cut. Raises the
+        first error.
 
         Args:
-            responses: complete groups, if `enough` is given.
+            responses: responses to start or continue. If `enough` is given, `responses` must
+                consist of complete groups.
             enough: as in `made`.
-            tokens: tokens to sample per response; a response that is then unfinished is cut. None:
-                sample to the end.
+            tokens: number of tokens to sample per response. A response that is unfinished after
+                `tokens` tokens is cut. If `tokens` is None, every response is sampled to its end.
             verified: called with each trajectory after its verdict.
 
         Raises:
             DataError: an engine or an environment broke its contract.
-            WeightVersionError: with `tokens`, a token was not sampled by the weights that step
-                `params.step` trains.
+            WeightVersionError: `tokens` is given, and a token was not sampled by the weights that
+                step `params.step` trains.
         """
         wanted = Counter(response.prompt.cursor for response in responses)
         # verified trajectories, by prompt
@@ -377,11 +381,12 @@ def training_params(params: SamplingParams) -> SamplingParams:
 
 
 def check_trajectory(trajectory: Trajectory, max_new_tokens: int, longest: int) -> None:
-    """Raises DataError if an environment broke its contract: columns differ in length, a token that
-    no weights sampled carries loss, or the response or a branch is longer than the run allows.
+    """Raises DataError if an environment broke its contract. All columns must have the same length.
+    Only sampled tokens may carry loss. Neither the response nor a branch may be longer than the run
+    allows.
 
     Args:
-        longest: most tokens of a branch, its context included.
+        longest: maximum number of tokens of a branch, including the branch's context.
     """
     where = f"{WHERE}, prompt {trajectory.prompt.id}"
     n = len(trajectory)

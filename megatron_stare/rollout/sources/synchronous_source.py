@@ -1,4 +1,4 @@
-"""Samples a batch when training asks for it, from the newest weights."""
+"""Samples a batch from the newest weights when training asks for the batch."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class SynchronousSource(RolloutSource):
 
     Args:
         groups: takes prompts and selects the trajectories that a step trains on.
-        sampling: returns the sampling parameters of a step, by its number.
-        prompts: returns the state of the stream from which `groups` takes prompts.
-        idle: called when a batch is made and the engines are idle until the next `publish`.
-        ages: limits for a run that also trains on tokens of older weights; None: every token must
-            be of the newest weights.
+        sampling: function that returns the sampling parameters of a step, given the step's number.
+        prompts: function that returns the state of the stream from which `groups` takes prompts.
+        idle: called after a batch is made, when the engines are idle until the next `publish`.
+        ages: limits on token ages, for a run that also trains on tokens of older weights. If `ages`
+            is None, every token must be sampled by the newest weights.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class SynchronousSource(RolloutSource):
 
         Raises:
             WeightVersionError: a token was sampled by weights that are not allowed.
-            ValueError: sampling is greedy or truncated; the loss assumes sampling from the full
+            ValueError: sampling is greedy or truncated. The loss assumes sampling from the full
                 policy.
         """
         params = training_params(self._sampling(step))

@@ -36,8 +36,9 @@ class Turns:
     """Implements environments.environment.Generate.
 
     Args:
-        tokens: tokens to sample before the response is cut; None: never cut.
-        longest: most tokens of a branch, its context included.
+        tokens: number of tokens to sample before the response is cut. If `tokens` is None, the
+            response is never cut.
+        longest: maximum number of tokens of a branch, including the branch's context.
         tokenizer: a transformers tokenizer.
         journal: journal of tool calls.
     """
@@ -152,7 +153,8 @@ class Turns:
         """Implements Generate.call. Waits for the journal and the tool.
 
         Raises:
-            ResponseGivenUp: an earlier run made the call, and its outcome is unknown.
+            ResponseGivenUp: an earlier run began the call, the outcome of the call is unknown, and
+                the call is not idempotent.
         """
         response, name = self._response, str(getattr(tool, "__name__", type(tool).__name__))
         where = f"{WHERE}, prompt {response.prompt.id}, tool {name}"
@@ -190,9 +192,10 @@ class Turns:
         return json.loads(json.dumps(call.outcome["answer"]))
 
     async def take_back_failures(self) -> None:
-        """Marks the outcomes of failed tool calls as unknown. Is called after an error ended the
-        environment, because the error may come from a failed tool call. If the journal kept these
-        outcomes, a resumed run would receive the same tool errors forever."""
+        """Marks the outcomes of failed tool calls as unknown. This method is called after an error
+        ended the environment, because the error may come from a failed tool call. If the journal
+        kept the outcomes of failed tool calls, a resumed run would receive the same tool errors
+        forever."""
         for call in self._failed:
             if call.outcome is not None:
                 await self._journal.take_back(self._response.key, call)
@@ -235,8 +238,9 @@ def _checked(stops: tuple[str, ...], tokenizer: Any, prompt: str) -> tuple[str, 
 
 
 def completed(tokens: Tensor, stops: tuple[str, ...], tokenizer: Any) -> str | None:
-    """Returns the stop string that the last of the tokens [n] completes, or None. The tokens before
-    the last token must not contain a whole stop string."""
+    """Returns the stop string that the last token of the tokens [n] completes. Returns None if the
+    last token completes no stop string. The tokens before the last token must not contain a whole
+    stop string."""
     longest = TOKENS_A_CHARACTER * (max(map(len, stops)) + 1)
     text = text_of(tokens[-longest:], "length", tokenizer)
     return next((stop for stop in stops if stop in text), None)
@@ -264,9 +268,9 @@ def may_complete(stops: tuple[str, ...], tokenizer: Any) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4)
 def _texts(tokenizer: Any) -> list[tuple[int, str]]:
-    """Returns id and text of every token with a nonempty text. Each token is decoded together with
-    a fixed token before it, because some tokens lose their leading space if they are decoded
-    alone."""
+    """Returns the id and the text of every token with a nonempty text. Each token is decoded
+    together with a fixed token before it, because some tokens lose their leading space if they are
+    decoded alone."""
     before = tokenizer("0", add_special_tokens=False).input_ids[-1:]
     length = len(tokenizer.decode(before))
     ids = sorted(set(tokenizer.get_vocab().values()))
@@ -317,8 +321,8 @@ def covered(versions: VersionRuns) -> int:
 
 
 def check_versions(responses: Sequence[Trajectory | GenerateResult], expected_version: int) -> None:
-    """Raises WeightVersionError unless the weights of `expected_version` sampled every sampled
-    token."""
+    """Raises WeightVersionError if a sampled token has another weight version than
+    `expected_version`."""
     found: Counter[int] = Counter()
     for response in responses:
         for version, tokens in response.versions:

@@ -2,11 +2,11 @@
 kept.
 
 An environment is a coroutine, which no checkpoint can store. A checkpoint therefore stores the
-policy's answers, not the environment. To continue a response, its environment runs again from the
-beginning, receives the same answers, and goes on after the last answer. Answers of tools are stored
-too, in a journal (calls.py).
+policy's answers, not the environment. To continue a response, the environment runs again from the
+beginning. The environment receives the stored answers again and goes on after the last answer.
+Answers of tools are stored too, in a journal (calls.py).
 
-Shape legend: n tokens of one answer so far.
+Shape legend: n is the number of tokens of one answer so far.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from megatron_stare.rollout.sources.calls import ResponseKey
 
 
 class ResponseCut(BaseException):
-    """Ends an environment whose response is cut because the response has reached the current limit
-    on its tokens. The response continues later. Like a cancellation, ResponseCut does not derive
-    from Exception. No environment can therefore mistake ResponseCut for one of the environment's
-    own errors."""
+    """Ends an environment whose response has reached the current limit on its tokens. The response
+    is cut and continues later. Like a cancellation, ResponseCut does not derive from Exception. No
+    environment can therefore mistake ResponseCut for one of the environment's own errors."""
 
 
 class ResponseGivenUp(BaseException):
@@ -44,7 +43,8 @@ _NO_TOKENS, _NO_LOG_PROBS = torch.zeros(0, dtype=torch.int32), torch.zeros(0)
 
 @dataclass
 class Answer:
-    """The policy's answer to one call of an environment's `generate`, as it grows."""
+    """The policy's answer to one call of an environment's `generate`. The answer grows part by
+    part."""
 
     tokens: Tensor = _NO_TOKENS  # [n] int32
     log_probs: Tensor = _NO_LOG_PROBS  # [n] float32, nats
@@ -85,17 +85,17 @@ class Answer:
 
 @dataclass
 class UnderWay:
-    """A response that is being made, or waits to be continued or trained on.
+    """A response that is being made, waits to be continued, or waits to be trained on.
 
     Attributes:
         step: step in which the response began. The response's sampling noise depends on this step
             until the response ends.
         answers: the policy's answers, one for each call of the environment's `generate`. The last
             answer may be cut.
-        calls: tool calls of the environment, in order. Each entry is the checksum of the request,
-            then the id of the call.
+        calls: tool calls of the environment, in order. Each entry of `calls` is a pair of the
+            request's checksum and the call's id.
         context: checksum of the context of the last answer, if the last answer is cut.
-        replica: number of the replica that sampled the last tokens. Other processes do not know the
+        replica: number of the replica that sampled the last tokens. Checkpoints do not store the
             replica's number.
         trajectory: the finished, verified response.
     """
@@ -119,7 +119,7 @@ class UnderWay:
         run, else None.
 
         Raises:
-            DataError: the earlier call had another request.
+            DataError: the call `number` of the earlier run had another request.
         """
         if number >= len(self.calls):
             return None
@@ -134,7 +134,8 @@ class UnderWay:
             self.calls.append((text_checksum(asked), call))
 
     def copy(self) -> UnderWay:
-        """Returns a copy that does not grow with the original; the token tensors are shared."""
+        """Returns a copy that does not grow with the original. The copy and the original share the
+        token tensors."""
         return replace(
             self, answers=[replace(answer) for answer in self.answers], calls=[*self.calls]
         )
@@ -146,10 +147,10 @@ class UnderWay:
         return sum(map(len, self.answers)) if self.trajectory is None else len(self.trajectory)
 
     def answer(self, call: int, context: Sequence[int]) -> Answer:
-        """Returns the stored answer to this call of `generate`, or an empty one.
+        """Returns the stored answer to this call of `generate`, or a new, empty answer.
 
         Raises:
-            DataError: the stored answer was cut after another context.
+            DataError: the stored answer was cut, and its context differs from `context`.
         """
         if call < len(self.answers):
             if call == len(self.answers) - 1 and self.context not in ("", checksum(context)):
@@ -205,10 +206,10 @@ def joined(first: VersionRuns, then: VersionRuns) -> VersionRuns:
 
 
 def checksum(tokens: Sequence[int]) -> str:
-    """SHA-256 of token ids, hexadecimal; the same on every machine."""
+    """Returns the hexadecimal SHA-256 of token ids. The checksum is the same on every machine."""
     return hashlib.sha256(np.asarray(tokens, dtype="<i4").tobytes()).hexdigest()
 
 
 def text_checksum(text: str) -> str:
-    """SHA-256 of a text, hexadecimal; the same on every machine."""
+    """Returns the hexadecimal SHA-256 of a text. The checksum is the same on every machine."""
     return hashlib.sha256(text.encode()).hexdigest()

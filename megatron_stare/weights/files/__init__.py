@@ -1,1 +1,2 @@
-"""Weights in files: Hugging Face folders, distributed checkpoints, conversion, checksums."""
+"""Reads, writes, converts and verifies weights in Hugging Face folders and distributed
+checkpoints."""

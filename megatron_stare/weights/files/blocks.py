@@ -1,8 +1,9 @@
-"""Divides a model by rows into blocks, which offline conversion and comparison process one at a
-time.
+"""Divides the rows of a model's tensors into blocks. Offline conversion and comparison process one
+block at a time.
 
-A block is a few MB of one Megatron tensor of the whole model, with the rows of the Hugging Face
-tensors that it corresponds to. Converting in either direction never holds more than one block.
+A block contains some rows of one Megatron tensor of the whole model, and the corresponding rows of
+the Hugging Face tensors. The size of a block is a few MB. A conversion in either direction holds at
+most one block in memory.
 """
 
 from __future__ import annotations
@@ -49,12 +50,13 @@ class Block:
         return (self.stop - self.start) * math.prod(self.size[1:])
 
     def dtype(self, model: torch.dtype) -> torch.dtype:
-        """Returns the tensor's dtype in a checkpoint of a model with weights of dtype `model`."""
+        """Returns the dtype of the block's tensor in a checkpoint whose weights have dtype
+        `model`."""
         return torch.float32 if self.rule.float32 else model
 
 
 def cut(shape: ModelShape, block_bytes: int = BLOCK_BYTES) -> list[Block]:
-    """Returns all blocks of a model; every row of every Hugging Face tensor is in exactly one
+    """Returns all blocks of a model. Every row of every Hugging Face tensor is in exactly one
     block."""
     sizes = expected(shape)
     return [block for rule in rules(shape) for block in _cut(rule, sizes, shape, block_bytes)]
@@ -93,7 +95,7 @@ def _spans(n: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def to_megatron(block: Block, parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
-    """Converts the block's Hugging Face rows, in order, to its Megatron rows."""
+    """Converts a block's Hugging Face rows, given in order, to the block's Megatron rows."""
     return (
         layouts.shard(block.rule, parts, _of(block, shape), 0, 1)
         if block.rule.layout == "qkv"
@@ -102,7 +104,7 @@ def to_megatron(block: Block, parts: Sequence[Tensor], shape: ModelShape) -> Ten
 
 
 def to_hf(block: Block, rows: Tensor, shape: ModelShape) -> list[Tensor]:
-    """Converts the block's Megatron rows to its Hugging Face rows, in order."""
+    """Converts a block's Megatron rows to the block's Hugging Face rows, in order."""
     if block.rule.layout != "qkv":
         return [rows]
     return [
@@ -112,15 +114,15 @@ def to_hf(block: Block, rows: Tensor, shape: ModelShape) -> list[Tensor]:
 
 
 def _of(block: Block, shape: ModelShape) -> ModelShape:
-    """Returns the shape of a model with only the block's query groups."""
+    """Returns the shape of a model that has only the query groups of the block."""
     groups = (block.hf[1].stop - block.hf[1].start) // shape.head_dim
     return replace(shape, kv_heads=groups, heads=groups * (shape.heads // shape.kv_heads))
 
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a parameter in a checkpoint: a tensor, and indices in its leading dimensions (layer,
-    expert)."""
+    """Place of a parameter in a checkpoint. The place consists of a tensor and of indices in the
+    tensor's leading dimensions (layer, expert)."""
 
     key: str
     lead: tuple[int, ...] = ()
@@ -149,8 +151,8 @@ _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 
 
 def places(megatron: str) -> list[Place]:
-    """Returns every place where a checkpoint may hold a parameter: with layers and experts stacked,
-    as usual, or named one by one."""
+    """Returns every place where a checkpoint may hold a parameter. Checkpoints usually stack layers
+    and experts in one tensor. Other checkpoints name layers and experts one by one."""
     in_layer = _LAYER.fullmatch(megatron)
     if not in_layer:
         return [Place(megatron)]
@@ -173,7 +175,7 @@ def written_places(megatron: str, shape: ModelShape) -> list[Place]:
 
     The norm before experts, and the norms of latent attention, have one name in Megatron's local
     layers and another name in Transformer Engine's layers. A norm with two names is written under
-    both names, so that either spec loads the norm.
+    both names, so that both kinds of layers load the norm.
     """
     found = places(megatron)
     if shape.dense_layers:

@@ -1,4 +1,5 @@
-"""Checks a Hugging Face folder's weights against its config.json, from the files' headers."""
+"""Checks that the weights of a Hugging Face folder match the folder's config.json. The checks read
+the headers of the weight files."""
 
 from __future__ import annotations
 
@@ -41,9 +42,9 @@ def expected(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def left_out(names: Iterable[str], shape: ModelShape) -> set[str]:
-    """Returns the names of tensors that a folder may hold but models here do not use: tensors that
-    config.json determines, a tied head (which is the embedding), and tensors that the family leaves
-    out."""
+    """Returns the names of the tensors that a folder may hold but the model does not use. The model
+    does not use tensors that config.json determines, a tied head (which equals the embedding), and
+    tensors that the family leaves out."""
     family = family_of(shape)
     return {
         name
@@ -57,8 +58,9 @@ def left_out(names: Iterable[str], shape: ModelShape) -> set[str]:
 def check_folder(path: str | Path, shape: ModelShape) -> dict[str, Entry]:
     """Checks a folder, and returns the place of every tensor of the model.
 
-    Names, shapes, dtypes and the files' lengths must be as expected. A tied head stored besides the
-    embedding is compared with it byte by byte; no other data is read.
+    Names, shapes, dtypes and the files' lengths must be as expected. If the folder stores a tied
+    head besides the embedding, the head and the embedding are compared byte by byte. The data of
+    other tensors is not read.
 
     Raises:
         DataError: the first mismatch.

@@ -1,10 +1,10 @@
 """Converts Hugging Face folders to Megatron's distributed checkpoints and back, block by block, in
 several processes.
 
-A distributed checkpoint does not depend on a layout. The checkpoints written here load at any
-tensor, pipeline, virtual pipeline and expert parallelism. Checkpoints saved by any layout can be
-read. docs/checkpoints.md has the formats. An optional check reads source and result again, and
-compares the result with the source bit for bit.
+A distributed checkpoint does not depend on the parallel layout. The checkpoints written here load
+at any tensor, pipeline, virtual pipeline and expert parallelism. Checkpoints that were saved at any
+parallel layout can be read. docs/checkpoints.md describes the formats. An optional check reads
+source and result again, and compares the result with the source bit for bit.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Options:
     """Options of a conversion.
 
     Args:
-        dtype: dtype of the result; None: that of the source.
+        dtype: dtype of the result; None for the dtype of the source.
         processes: number of processes that read, convert and write.
-        shard_bytes: largest size of a safetensors file, unless one tensor is larger.
+        shard_bytes: maximum size of a safetensors file, unless a single tensor is larger.
         check: read source and result again, and compare the result with the source.
     """
 
@@ -72,15 +72,15 @@ class Options:
 
 
 def convert(source: Path, target: Path, model: Path | None, options: Options) -> None:
-    """Converts a Hugging Face folder to a distributed checkpoint, or the other way, depending on
-    `source`.
+    """Converts a Hugging Face folder to a distributed checkpoint, or a distributed checkpoint to a
+    Hugging Face folder. The direction depends on `source`.
 
     Args:
-        model: Hugging Face folder with config.json and tokenizer, for a distributed checkpoint
-            without them.
+        model: Hugging Face folder with config.json and tokenizer, for a distributed checkpoint. If
+            `model` is None, the folder comes from `companions_of`.
 
     Raises:
-        UserError: source and model do not match, or the disk is full; then there is no `target`.
+        UserError: source and model do not match, or the disk is full. `target` then does not exist.
     """
     if (source / "config.json").exists() and not torch_dist.is_checkpoint(source):
         hf_to_megatron(source, target, options)
@@ -90,8 +90,8 @@ def convert(source: Path, target: Path, model: Path | None, options: Options) ->
 
 
 def companions_of(checkpoint: Path) -> Path:
-    """Returns the folder with a checkpoint's config.json and tokenizer: the checkpoint itself, or
-    the model that its run started from."""
+    """Returns the folder that contains a checkpoint's config.json and tokenizer. The folder is the
+    checkpoint itself, or the model from which the checkpoint's run started."""
     run_dir = checkpoint.resolve().parent.parent
     recorded = run_dir / "config.yaml"
     started_from = []
@@ -113,7 +113,7 @@ def companions_of(checkpoint: Path) -> Path:
 
 def hf_to_megatron(source: Path, target: Path, options: Options) -> None:
     """Writes a folder's weights as a distributed checkpoint, with config.json and tokenizer beside
-    them."""
+    the weights."""
     shape = read_shape(source)
     entries = check_folder(source, shape)
     family = family_of(shape)
@@ -186,8 +186,8 @@ def _bytes(blocks: Iterable[Block], dtype: torch.dtype) -> int:
 
 
 def _split(blocks: Sequence[Block], processes: int) -> list[list[Block]]:
-    """Cuts blocks into one contiguous part of similar size for each process; fewer if there are few
-    blocks."""
+    """Splits blocks into contiguous parts of similar size, one for each process. If there are few
+    blocks, some processes get no part."""
     share = _bytes(blocks, torch.uint8) / processes
     parts: list[list[Block]] = [[] for _ in range(processes)]
     done = 0
@@ -208,7 +208,7 @@ class HfPart:
 
 
 def write_part(part: HfPart, advance: Advance) -> None:
-    """Converts the part's blocks and writes them; they are on disk on return."""
+    """Converts and writes the blocks of a part. The data is on disk when this function returns."""
     buffer = Buffer()
     with TorchDist(part.checkpoint, buffer) as checkpoint, OpenFiles(os.O_WRONLY) as files:
         for block in part.blocks:
@@ -232,7 +232,8 @@ def _copied(
     """Copies a block inside the operating system's kernel if the bytes of the block are the same in
     both formats. The copy inside the kernel costs half as much as reading and writing the block.
 
-    Returns the number of bytes copied; 0 if the bytes differ or are not contiguous.
+    Returns the number of copied bytes. Returns 0 if the bytes differ between the formats or are not
+    contiguous.
     """
     (at, *others), entry = block.hf, part.entries[block.hf[0].name]
     if others or DTYPES[entry.dtype] != checkpoint.dtypes[place.key]:
@@ -273,11 +274,11 @@ def compare(
 
     Args:
         entries: places of the Hugging Face tensors.
-        dtype: dtype of the converted side. If it is the narrower one, the other side is rounded as
-            in conversion.
+        dtype: dtype of the conversion's result. If this dtype is narrower than the source's dtype,
+            the source is rounded as in the conversion.
 
     Raises:
-        DataError: naming a tensor that differs.
+        DataError: a tensor differs. The error names the first such tensor.
     """
     total = sum(_bytes(part, dtype) for part in parts)
     jobs = [ComparedPart(entries, checkpoint, shape, part, dtype) for part in parts]
@@ -330,8 +331,8 @@ def same_bits(a: Tensor, b: Tensor, converted: torch.dtype) -> bool:
 
 
 class Progress:
-    """Context manager that counts bytes and shows progress. The last line that is printed gives the
-    amount and the speed.
+    """Context manager that counts bytes and shows progress. The last printed line gives the amount
+    of data and the speed.
 
     Args:
         what: name of the work, like 'convert'.

@@ -1,8 +1,8 @@
 """Reads and writes Hugging Face folders. Reads a folder tensor by tensor, so that no process holds
 a whole model twice.
 
-Writing first creates all files at their final size, with headers and index; then each process fills
-in the tensors that it holds.
+Writing a folder first creates all files at their final size, with headers and index. Then each
+process writes its own tensors into the files.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def locate(path: Path) -> dict[str, Path]:
     """Returns the file of every tensor of a Hugging Face folder, by name.
 
     Raises:
-        DataError: no safetensors, an unreadable index, or a file in the index is missing.
+        DataError: the folder has no safetensors files, the index cannot be read, or a file that the
+            index names is missing.
     """
     index, single = path / INDEX, path / "model.safetensors"
     if index.exists():
@@ -77,7 +78,8 @@ def locate(path: Path) -> dict[str, Path]:
 
 
 class HfFolder:
-    """Weights of a Hugging Face folder, by name, read slice by slice from safetensors."""
+    """Weights of a Hugging Face folder, by name. The weights are read slice by slice from
+    safetensors files."""
 
     def __init__(self, path: str | Path) -> None:
         """Raises DataError if there are no readable safetensors."""
@@ -97,7 +99,7 @@ class HfFolder:
         return set(self._where)
 
     def slice(self, name: str) -> Any:
-        """Returns a lazily read tensor: indexing it reads only that part."""
+        """Returns a tensor that is read lazily. Indexing the tensor reads only the indexed part."""
         if name not in self._where:
             raise DataError(f"the tensor {name!r} is missing", where=str(self.path))
         try:
@@ -123,7 +125,8 @@ def copy_companions(source: Path, target: Path, dtype: str | None = None) -> Non
     """Copies config, tokenizer and chat template.
 
     Args:
-        dtype: dtype to write into config.json, like 'bfloat16'; None: leave it as it is.
+        dtype: dtype to write into config.json, like 'bfloat16'. None leaves the dtype in
+            config.json as it is.
     """
     for name in COMPANIONS:
         if (source / name).exists():
@@ -137,8 +140,8 @@ def copy_companions(source: Path, target: Path, dtype: str | None = None) -> Non
 
 
 def add_stops(folder: Path, ids: Collection[int]) -> None:
-    """Adds tokens that end a response to generation_config.json. Without one, those of config.json
-    go into it too."""
+    """Adds the tokens that end a response to generation_config.json. If generation_config.json
+    names no such tokens, the tokens of config.json are added too."""
     path = folder / "generation_config.json"
     generation = json.loads(path.read_text()) if path.exists() else {}
     config = json.loads((folder / "config.json").read_text())
@@ -160,9 +163,10 @@ def create_shards(
     tensors.
 
     Args:
-        parts: one mapping of tensors for each process that fills files; no file spans two.
-        step: step of the run that wrote the policy, for `exported_step`.
-        others: dtypes of tensors with another dtype than `dtype`.
+        parts: shapes by tensor name, one mapping for each process that fills files. No file
+            contains tensors of two processes.
+        step: training step of the policy. `exported_step` reads the step from the files.
+        others: dtypes of the tensors whose dtype differs from `dtype`.
 
     Returns the place of each tensor. Raises OSError if the disk is full.
     """
@@ -209,7 +213,8 @@ def _cut(
 
 
 def fill(entries: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Writes whole tensors into their files; they are on disk on return. Raises OSError."""
+    """Writes complete tensors into their files. The data is on disk when this function returns.
+    Raises OSError if a write fails."""
     with OpenFiles(os.O_WRONLY) as files:
         for name, tensor in tensors:
             entry = entries[name]
@@ -218,7 +223,8 @@ def fill(entries: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) ->
 
 
 def main_dtype(dtypes: Mapping[str, torch.dtype]) -> tuple[torch.dtype, dict[str, torch.dtype]]:
-    """Returns the dtype of most of a model's tensors, and the other tensors' dtypes by name."""
+    """Returns the most common dtype of a model's tensors. Also returns the dtypes of all other
+    tensors by name."""
     main = Counter(dtypes.values()).most_common(1)[0][0]
     return main, {name: dtype for name, dtype in dtypes.items() if dtype != main}
 
@@ -234,11 +240,11 @@ def write_folder(
     companions_from: str | Path,
     step: int | None = None,
 ) -> None:
-    """Writes a folder that `transformers` loads: weights, mostly of one dtype, and config and
-    tokenizer of `companions_from`.
+    """Writes a folder that `transformers` can load. The folder contains the weights, and the config
+    and tokenizer of `companions_from`.
 
-    config.json names the main dtype, in which `transformers` loads the weights. Replaces an
-    existing folder only after the new folder is complete.
+    config.json names the most common dtype of the weights. `transformers` loads all weights in this
+    dtype. Replaces an existing folder only after the new folder is complete.
 
     Raises:
         UserError: the folder cannot be written.

@@ -1,10 +1,11 @@
-"""Manifest of a checkpoint: name, length and SHA-256 of each of its files, in a separate file
-beside the checkpoint's other files.
+"""Writes and reads the manifest of a checkpoint. The manifest is a separate file with the name, the
+length and the SHA-256 of each other file of the checkpoint.
 
 The process that writes a file computes the file's checksum, from the bytes that the process passes
-to the operating system. No file is read back for its checksum. Every rank computes the checksums of
-the files that the rank writes, and the driver computes the checksums of the files that the driver
-adds. Checksums are checked before anything is loaded.
+to the operating system. Only small files that other code wrote are read back for their checksums
+(see `sums_of`). Every rank computes the checksums of the files that the rank writes, and the driver
+computes the checksums of the files that the driver adds. Checksums are checked before anything is
+loaded.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class SummedFile(io.BufferedWriter):
     """Writes a new file from front to back, and computes the checksum of the written bytes.
 
     Attributes:
-        failure: the system's first error, which libraries that write to the file may hide behind
-            their own.
+        failure: first OSError of a write. A library that writes to the file may replace this error
+            by an error of its own.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -120,8 +121,8 @@ def read_manifest(folder: Path) -> dict[str, Sum] | None:
 
 
 def check_lengths(folder: Path, sums: Sums) -> None:
-    """Raises DataError naming the first file that is missing or has another length than was
-    written."""
+    """Raises DataError if a file is missing or its length differs from the written length. The
+    error names the first such file."""
     for name, written in sums.items():
         file = folder / name
         try:
@@ -166,8 +167,8 @@ def tensors_of(sums: Sums) -> dict[str, Sum]:
 
 
 def shares(sums: Sums, ranks: int) -> list[dict[str, Sum]]:
-    """Assigns each file to one rank, so that shares have similar size: the largest file first, to
-    the rank with the least so far."""
+    """Assigns each file to one rank, so that all shares have a similar size. The largest files are
+    assigned first. Each file goes to the rank with the fewest bytes so far."""
     dealt: list[dict[str, Sum]] = [{} for _ in range(ranks)]
     size = [0] * ranks
     for name in sorted(sums, key=lambda name: (-sums[name].size, name)):

@@ -1,5 +1,4 @@
-"""File descriptors that stay open while many small parts of few files are read, written or
-copied."""
+"""Keeps file descriptors open while many small parts of a few files are read, written or copied."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ from megatron_stare.errors import DataError
 
 
 class OpenFiles:
-    """Maps files to descriptors, which are opened at the first access. At its end, the context
-    manager closes all descriptors."""
+    """Maps files to file descriptors. A descriptor is opened at the first access to its file. At
+    its end, the context manager closes all descriptors."""
 
     def __init__(self, flags: int) -> None:
         self._flags = flags
@@ -42,7 +41,8 @@ class OpenFiles:
 
 
 def copy_range(source: int, start: int, target: int, to: int, nbytes: int) -> None:
-    """Copies part of an open file into another, inside the kernel if the file systems allow it.
+    """Copies part of an open file into another open file. The copy runs inside the kernel if the
+    file systems allow such a copy.
 
     Raises:
         OSError: the target cannot be written.

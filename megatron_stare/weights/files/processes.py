@@ -1,5 +1,5 @@
-"""Runs one function on several parts of a job, each in its own process, and counts their
-progress."""
+"""Runs one function on several parts of a job and counts the progress. Each part runs in its own
+process."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ def run_parts(
     advance: Advance,
     where: str = "convert",
 ) -> list[Result]:
-    """Calls function(part, advance) for every part, each in its own process, and returns the
-    results in order. A single part runs in this process.
+    """Calls function(part, advance) for every part and returns the results in the order of the
+    parts. Each part runs in its own process, but a single part runs in the caller's process.
 
     Args:
-        function: importable by name; must often call its `advance` with the bytes just completed.
-        advance: called here with the progress of all parts.
+        function: function that can be imported by name. The function must often call its `advance`
+            with the number of bytes just completed.
+        advance: called in the caller's process with the bytes that all parts have just completed.
         where: name of the job, for the error if a process is killed.
 
     Raises:
-        The first error of a part; the other parts are stopped.
+        The first error of a part. The other parts are then stopped.
     """
     if len(parts) == 1:
         return [function(parts[0], advance)]

@@ -1,5 +1,5 @@
-"""Reads and writes safetensors files piece by piece. The functions read or make a file's header,
-which gives the place of each tensor in the file.
+"""Reads and writes safetensors files piece by piece. The functions also read and make a file's
+header. The header gives the place of each tensor in the file.
 
 A file holds the length of its header (8 bytes), the header (JSON: name, dtype, shape, first and
 last byte) and the data.
@@ -28,9 +28,9 @@ _LONGEST_HEADER = 100_000_000  # bytes, the library's limit
 
 
 class Buffer:
-    """Memory that is handed out in parts until `clear`, and then reused for the next block.
+    """Memory that is handed out in parts. After `clear`, the memory is reused for the next block.
 
-    Reuse saves page faults: newly allocated memory costs a page fault every 4 KB.
+    Reuse saves page faults, because newly allocated memory costs a page fault every 4 KB.
     """
 
     def __init__(self) -> None:
@@ -41,8 +41,8 @@ class Buffer:
         self._wanted = 0
 
     def take(self, nbytes: int) -> Tensor:
-        """Returns [nbytes] uint8 with undefined contents, which the caller may use until
-        `clear`."""
+        """Returns a uint8 tensor [nbytes] with undefined contents. The caller may use the tensor
+        until `clear` is called."""
         start, self._used = self._used, self._used + nbytes + -nbytes % _ALIGNED
         self._wanted += nbytes + -nbytes % _ALIGNED
         if self._used > len(self._memory):
@@ -118,11 +118,12 @@ def lay_out(
     metadata: Mapping[str, str],
     others: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> tuple[bytes, dict[str, Entry]]:
-    """Returns the header bytes of a file for tensors of these shapes, and each tensor's place.
+    """Lays out a file for tensors of the given shapes. Returns the bytes of the file's header and
+    the place of each tensor.
 
     Args:
         metadata: text for the header.
-        others: dtypes of tensors with another dtype than `dtype`.
+        others: dtypes of the tensors whose dtype differs from `dtype`.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     position, places = 0, {}
@@ -181,8 +182,8 @@ def read_rows(
 
 
 def write_rows(descriptor: int, entry: Entry, start: int, rows: Tensor) -> None:
-    """Writes contiguous rows of the entry's dtype into its file, from row `start` on. Raises
-    OSError."""
+    """Writes contiguous rows into the file of a tensor, from the tensor's row `start` on. The rows
+    have the tensor's dtype. Raises OSError if the write fails."""
     view = rows.reshape(-1).view(torch.uint8).numpy().data
     position, done = entry.start + start * (entry.nbytes // entry.shape[0]), 0
     while done < len(view):

@@ -1,5 +1,5 @@
-"""Makes output that is either complete or absent: written beside its target and moved there at the
-end."""
+"""Makes output that is either complete or absent. The output is written beside its target and moved
+to the target at the end."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from megatron_stare.errors import UserError
 
 @contextlib.contextmanager
 def staging(target: Path, nbytes: int, *, replace: bool = False) -> Iterator[Path]:
-    """Yields an empty folder that becomes `target`, flushed to disk, if the context ends without an
-    error; otherwise it is removed.
+    """Yields an empty folder. If the context ends without an error, the folder is flushed to disk
+    and renamed to `target`. Otherwise the folder is removed.
 
     Args:
-        nbytes: bytes to be written, checked against free disk space at once.
-        replace: replace an existing `target` at the end instead of refusing it.
+        nbytes: number of bytes to be written. The free disk space is checked before the context
+            begins.
+        replace: whether to replace an existing `target` at the end. If False, an existing `target`
+            that is not an empty folder is refused.
 
     Raises:
-        UserError: `target` exists, or cannot be written (the disk is full).
+        UserError: `target` is refused, or cannot be written (for example, the disk is full).
     """
     if not replace and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(

@@ -1,10 +1,10 @@
 """Reads megatron-core's distributed checkpoints (format torch_dist) by rows, without a process
 group.
 
-The format is torch.distributed.checkpoint's. `.metadata` lists the tensors and, for each of their
-chunks, the file and byte range. A chunk is one tensor as written by torch.save. Megatron adds
-`metadata.json` and `common.pt`. `check_checkpoint` compares the tensors with a model's config.json,
-using only the metadata.
+The files have the format of torch.distributed.checkpoint. `.metadata` lists the tensors. For each
+chunk of a tensor, `.metadata` gives the file and the byte range. A chunk is stored as one tensor
+that torch.save wrote. Megatron adds `metadata.json` and `common.pt`. `check_checkpoint` compares
+the tensors with a model's config.json, using only the metadata.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _NOT_TOGETHER = "config.json and the checkpoint do not belong together"
 
 
 def find(path: Path) -> Path:
-    """Returns the checkpoint folder that `path` means: `path` itself, the newest checkpoint of a
-    run directory, or the latest checkpoint of a Megatron-LM folder.
+    """Returns the checkpoint folder to which `path` leads. The folder is `path` itself, the newest
+    checkpoint of a run directory, or the latest checkpoint of a Megatron-LM folder.
 
     Raises:
         DataError: `path` leads to no checkpoint folder.
@@ -71,7 +71,7 @@ def check_files(path: str | Path) -> None:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Part of a tensor, and the byte range of the file that holds it."""
+    """Part of a tensor, and the byte range of this part in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -81,13 +81,14 @@ class Chunk:
 
 
 class TorchDist:
-    """A checkpoint opened for reading. A context manager that keeps files open between reads."""
+    """A checkpoint that is open for reading. TorchDist is a context manager that keeps files open
+    between reads."""
 
     def __init__(self, path: str | Path, buffer: Buffer | None = None) -> None:
         """Reads the metadata.
 
         Args:
-            buffer: memory to read rows into; None: new memory for each read.
+            buffer: memory into which rows are read; None for new memory in each read.
 
         Raises:
             DataError: the metadata cannot be read, or a file is missing or shorter than the
@@ -213,8 +214,8 @@ class TorchDist:
         return whole
 
     def span(self, place: Place, start: int, stop: int) -> tuple[int, int] | None:
-        """Returns file descriptor and position of the bytes that `rows` would read if they are
-        contiguous in one file; else None."""
+        """Returns the file descriptor and the position of the bytes that `rows` would read. Returns
+        None if these bytes are not contiguous in one file."""
         dims = len(place.lead)
         columns = self.sizes[place.key][dims + 1 :]
         for chunk in self._chunks_at(place):
@@ -266,8 +267,8 @@ class TorchDist:
 
 
 def check_checkpoint(checkpoint: TorchDist, shape: ModelShape, blocks: Sequence[Block]) -> None:
-    """Checks that the checkpoint holds exactly the model's parameters, in their shapes. Ignores
-    tensors outside the model, such as an optimizer's.
+    """Checks that the checkpoint holds exactly the model's parameters, in the right shapes. Ignores
+    tensors that are not part of the model, such as optimizer states.
 
     Raises:
         DataError: the first mismatch.

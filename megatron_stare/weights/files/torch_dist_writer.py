@@ -1,8 +1,8 @@
 """Writes a distributed checkpoint from a Hugging Face folder, with torch.distributed.checkpoint's
 own writer.
 
-The writer requests each tensor just before writing the tensor. Only then is the tensor read from
-the folder.
+The writer requests each tensor just before writing the tensor. The tensor is read from the Hugging
+Face folder only at this request.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from megatron_stare.weights.files.safetensors_file import Entry, read_rows
 
 @dataclass(frozen=True)
 class MegatronPart:
-    """Part of a checkpoint that one process writes: source, plan and target folder."""
+    """Part of a checkpoint that one process writes, with its source, its plan and its target
+    folder."""
 
     folder: Path
     plan: SavePlan
@@ -84,8 +85,9 @@ def plan_parts(
 
 
 def _extra_states(blocks: Sequence[list[Block]], shape: ModelShape) -> list[str]:
-    """Returns the keys of objects that Megatron's linear layers save with their weights (scaling
-    factors in Transformer Engine, nothing here) and require when they load."""
+    """Returns the keys of the extra states of Megatron's linear layers. Megatron's linear layers
+    save extra states with their weights and require extra states when they load. Transformer Engine
+    stores scaling factors in the extra states. The extra states written here are empty."""
     keys: dict[str, None] = {}  # in order
     for rule in (block.rule for part in blocks for block in part):
         if rule.layout in _LINEAR and rule.megatron.endswith(".weight"):
@@ -117,7 +119,7 @@ def _item(block: Block, place: Place, shape: ModelShape, dtype: torch.dtype) -> 
 
 
 class _Planner(DefaultSavePlanner):
-    """Hands the writer each requested block or extra state."""
+    """Gives the writer each block or extra state that the writer requests."""
 
     def __init__(self, part: MegatronPart, files: OpenFiles, advance: Advance) -> None:
         super().__init__(flatten_state_dict=False)
@@ -141,7 +143,8 @@ class _Planner(DefaultSavePlanner):
 
 
 def write_checkpoint_part(part: MegatronPart, advance: Advance) -> list[WriteResult]:
-    """Converts the part's blocks and writes them into a file, which is on disk on return."""
+    """Converts the blocks of a part and writes the blocks into a file. The file is on disk when
+    this function returns."""
     with OpenFiles(os.O_RDONLY) as files:
         try:
             return (

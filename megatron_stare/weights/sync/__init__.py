@@ -1,1 +1,2 @@
-"""Weights on their way from ranks to engines: the stream, its plan, its checksums."""
+"""Transfers weights from ranks to engines. Contains the stream of weights, the plan of the stream,
+and the interfaces for sending weights."""

@@ -1,6 +1,6 @@
-"""Memory for buckets that another process on the same machine opens: on a GPU, or on the host as
-files in shared memory. Host files stand in for GPU memory handles, and like them work only within
-one machine."""
+"""Provides memory for buckets that another process on the same machine can open. The memory is on a
+GPU, or on the host in files in shared memory. Host files replace GPU memory handles. Host files,
+like GPU memory handles, work only within one machine."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def open_shared(name: str, nbytes: int) -> torch.UntypedStorage:
 
 
 def shared_name(storage: torch.UntypedStorage) -> str | None:
-    """Returns the name by which `open_shared` opens the storage; None if it is not in a shared
-    file."""
+    """Returns the name by which `open_shared` opens the storage. Returns None if the storage is not
+    in a shared file."""
     name = Path(storage.filename or "/").name if storage.device.type == "cpu" else ""
     return name if name.startswith(PREFIX) else None

@@ -1,5 +1,5 @@
-"""The live policy as a stream of whole Hugging Face tensors, gathered over tensor, pipeline and
-expert parallel ranks.
+"""Streams the weights of the live policy as complete Hugging Face tensors. The tensors are gathered
+over tensor, pipeline and expert parallel ranks.
 
 Tensors travel in flat buckets of bounded size (stream_plan.py). Every bucket is gathered on one
 rank, the sender, because engines take weights from one process. No rank holds more than a few
@@ -33,15 +33,16 @@ from megatron_stare.weights.sync.stream_plan import (
 
 
 def tensor_checksum(tensor: Tensor) -> str:
-    """Returns the first 64 bits of the SHA-256 of the dtype, the shape and the bytes, as 16
+    """Returns the first 64 bits of the SHA-256 of a tensor's dtype, shape and bytes, as 16
     hexadecimal digits.
 
     The trainer computes the checksum of each tensor that it sends. The engine computes the checksum
     of each tensor that it holds after the update.
 
-    Any change of a bit, of dtype or of shape changes the checksum, but two layouts (strides) of the
-    same values agree. A contiguous CPU tensor is hashed in place, without a copy. Speed is 1.2 to
-    1.5 GB/s on a core with SHA instructions, more than twice that of BLAKE2.
+    Any change of a bit, of the dtype or of the shape changes the checksum. Different layouts
+    (strides) of the same values have the same checksum. A contiguous CPU tensor is hashed in place,
+    without a copy. The speed is 1.2 to 1.5 GB/s on a core with SHA instructions, more than twice
+    the speed of BLAKE2.
     """
     # hashlib releases the GIL. The header distinguishes float32 [2, 3] from float32 [3, 2] and from
     # int32 with the same bytes.
@@ -54,7 +55,7 @@ def tensor_checksum(tensor: Tensor) -> str:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Whole tensors of one dtype, end to end in one flat tensor."""
+    """Complete tensors of one dtype, stored one after the other in one flat tensor."""
 
     layout: BucketLayout
     flat: Tensor
@@ -64,8 +65,8 @@ class Bucket:
         return self.layout.tensors(self.flat)
 
     def checksums(self) -> dict[str, str]:
-        """Returns the checksums of the tensors by name. In the same way, an engine computes the
-        checksums of the tensors that the engine holds."""
+        """Returns the checksums of the tensors by name. An engine computes the checksums of its own
+        tensors in the same way."""
         return {name: tensor_checksum(tensor) for name, tensor in self.tensors()}
 
 
@@ -105,13 +106,13 @@ def stream(
     """Yields the plan's buckets, in order, on the sender. On all other ranks, yields None for each
     bucket.
 
-    All ranks of the group must exhaust the iterator, but the ranks may be at different buckets: a
-    rank that sends pieces keeps at most two messages in flight. Shards must keep their values until
-    the iterator is exhausted. The caller owns each bucket. If the caller drops each bucket before
+    All ranks of the group must exhaust the iterator. The ranks may be at different buckets. A rank
+    that sends pieces keeps at most two messages in flight. Shards must keep their values until the
+    iterator is exhausted. The caller owns each bucket. If the caller drops each bucket before
     requesting the next bucket, at most two buckets are in memory.
 
     Args:
-        shards: shards of the plan, with the values to send.
+        shards: this rank's shards of the plan, with the values to send.
         group: process group of the plan.
         rooms: allocates memory for a bucket on the sender.
     """
@@ -127,11 +128,12 @@ def everywhere(
     group: ProcessGroup | None = None,
     rooms: Rooms = new_room,
 ) -> Iterator[Bucket]:
-    """Yields the plan's buckets, in order, on every rank of the group; all ranks must exhaust the
+    """Yields the plan's buckets, in order, on every rank of the group. All ranks must exhaust the
     iterator.
 
-    A rank's pieces travel once, in one broadcast per bucket. Messages of two buckets are never in
-    flight together, so all ranks make their calls in the same order, as NCCL requires.
+    Each rank sends its pieces of a bucket in one broadcast. Messages of two buckets are never in
+    flight at the same time. All ranks therefore make their calls in the same order, as NCCL
+    requires.
 
     Args:
         plan, shards, group, rooms: see `stream`.

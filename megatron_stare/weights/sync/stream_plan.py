@@ -1,9 +1,9 @@
-"""Plan of the weight stream: which rank holds which part of each Hugging Face tensor, and which
-tensors share a bucket.
+"""Plans the weight stream. The plan says which rank holds which part of each Hugging Face tensor,
+and which tensors share a bucket.
 
 Each rank tells the sender once which pieces the rank holds. The sender cuts the stream into buckets
-and sends the plan to all ranks. Only names, shapes and dtypes travel here; stream.py moves the
-weights.
+and sends the plan to all ranks. This module transfers only names, shapes and dtypes. The module
+stream.py transfers the weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ SENDER = 0  # rank of the group that gathers every bucket
 
 @dataclass(frozen=True)
 class Shard:
-    """A Megatron tensor of this rank: number `part` of `parts` over the tensor-parallel ranks."""
+    """A Megatron tensor of this rank. The tensor-parallel ranks hold `parts` parts, and this tensor
+    is the part with index `part`."""
 
     name: str  # with the whole model's layer and expert numbers
     tensor: Tensor
@@ -37,7 +38,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor's place in a bucket, in elements."""
+    """Place of a tensor in a bucket, counted in elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,8 +51,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Layout of a bucket: whole tensors of one dtype, end to end. A receiver needs only this layout
-    and the bytes of the bucket."""
+    """Layout of a bucket. A bucket contains complete tensors of one dtype, one after the other. A
+    receiver needs only this layout and the bytes of the bucket."""
 
     dtype: torch.dtype
     slots: tuple[Slot, ...]
@@ -89,8 +90,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A Hugging Face tensor and its pieces, in order along dimension `cut`; a fused tensor's pieces
-    are grouped by part."""
+    """A Hugging Face tensor and its pieces. The pieces are in order along dimension `cut`. The
+    pieces of a fused tensor are grouped by `Piece.number`."""
 
     name: str
     dtype: torch.dtype
@@ -140,14 +141,13 @@ def plan_stream(
     call this function.
 
     Args:
-        shards: this rank's shards; replicas of other ranks' shards are not streamed.
-        bucket_bytes: largest size of a bucket. Exceeded only by a bucket with a single tensor,
-            which engines take whole, or with tensors that a server accepts only together in one
-            call.
-        group: ranks that together hold the model; None: this process alone.
+        shards: this rank's shards. Replicas of other ranks' shards are not streamed.
+        bucket_bytes: maximum size of a bucket. A bucket may be larger if it contains a single
+            tensor, or only tensors that a server must receive together in one call.
+        group: ranks that together hold the model; None if this process alone holds the model.
 
     Raises:
-        ValueError: on the sender, if no rank holds a part of a tensor.
+        ValueError: no rank holds a part of a tensor. Only the sender raises this error.
     """
     if group is None:
         return plan_of([held_pieces(shards, shape, SENDER)], shape, bucket_bytes)
@@ -174,8 +174,8 @@ def plan_of(
 
 @dataclass(frozen=True)
 class Held:
-    """A piece that a rank could contribute, and its position: `part` of `parts` along dimension
-    `cut` of tensor `hf`."""
+    """A piece that a rank could contribute to the tensor `hf`. The tensor has `parts` parts along
+    dimension `cut`, and the piece is the part with index `part`."""
 
     hf: str
     dtype: torch.dtype
@@ -203,9 +203,9 @@ def held_pieces(shards: Sequence[Shard], shape: ModelShape, rank: int) -> list[H
 
 
 def _tensors(held_by_ranks: Sequence[Sequence[Held]]) -> list[PlannedTensor]:
-    """Plans every tensor once, taking each part from the lowest rank that holds it. So
-    data-parallel replicas, replicated norms and the last pipeline stage's copy of a tied embedding
-    are not sent."""
+    """Plans every tensor once. Takes each part from the lowest rank that holds the part.
+    Data-parallel replicas, replicated norms and the last pipeline stage's copy of a tied embedding
+    are therefore not sent."""
     found: dict[str, dict[tuple[int, int], Held]] = {}
     for held in (one for of_rank in held_by_ranks for one in of_rank):
         found.setdefault(held.hf, {}).setdefault((held.piece.number, held.part), held)

@@ -1,7 +1,7 @@
-"""Defines how weights get from the ranks to the engines, as three interfaces. A WeightStream
-supplies the weights, bucket by bucket. A SyncTarget is a destination that bypasses the driver. A
-Sender sends one rank's weights to a target. Apart from the three interfaces, ranks know nothing
-about engines."""
+"""Defines three interfaces for the transfer of weights from the ranks to the engines. A
+WeightStream supplies the weights, bucket by bucket. A SyncTarget is a destination that bypasses the
+driver. A Sender sends one rank's weights to a target. Apart from the three interfaces, ranks know
+nothing about engines."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Sender(Protocol):
     caller may use a Sender at a time. A Sender stays usable after a failure."""
 
     def expect(self, prove: bool, first: Bucket | None) -> None:
-        """Prepares an update before this sender's turn; sends nothing.
+        """Prepares an update before this sender's turn. Sends no weights.
 
         Args:
-            prove: collect checksums, which prove that the values arrived.
-            first: the first bucket, if it is ready.
+            prove: whether to collect checksums, which prove that the values arrived.
+            first: the first bucket, or None if the first bucket is not ready.
         """
 
     def begin(self) -> None:
-        """Starts this sender's turn: waits until the receivers of the buckets are ready.
+        """Starts this sender's turn. Waits until the receivers of the buckets are ready.
 
         Raises:
-            UserError: the receivers cannot be made ready; nothing has been sent.
+            UserError: the receivers cannot be made ready. No weights have been sent.
         """
 
     def handle(self, bucket: Bucket) -> Any:
@@ -53,20 +53,20 @@ class Sender(Protocol):
         engines hold."""
 
     def forget(self) -> None:
-        """Removes files that this sender left for the engines, once the engines have fetched the
-        files."""
+        """Removes the files that this sender left for the engines. This method is called after the
+        engines have fetched the files."""
 
     def close(self) -> None:
         """Frees the resources that this sender keeps from one update to the next."""
 
 
 class SyncTarget(Protocol):
-    """A destination for weights that bypass the driver: the servers of one engine, or of all
-    engines of a run.
+    """A destination for weights that bypass the driver. The destination is the servers of one
+    engine, or of all engines of a run.
 
     Engines create a SyncTarget, and ranks send weights through the SyncTarget. A SyncTarget is
-    serialised to the ranks and compared by value: a rank that gets an equal SyncTarget keeps its
-    Sender.
+    serialised and sent to the ranks. Ranks compare SyncTargets by value. A rank that gets an equal
+    SyncTarget keeps its Sender.
     """
 
     @property
@@ -75,8 +75,8 @@ class SyncTarget(Protocol):
 
     @property
     def leaves_files(self) -> bool:
-        """True if engines fetch files that senders leave, until the senders are told to
-        `forget`."""
+        """True if senders leave files that the engines fetch. The files stay until the senders are
+        told to `forget`."""
 
     @property
     def owners_send(self) -> bool:
@@ -99,11 +99,11 @@ class SyncTarget(Protocol):
             places: identifiers of all trainer ranks, see `here`.
 
         Raises:
-            UserError: an engine's rank is on none of the trainer's devices.
+            UserError: a rank of an engine runs on a device that no trainer rank uses.
         """
 
     def towards(self, engine: int, rank: int) -> Sender:
-        """Makes a sender to one engine alone, see `sender`."""
+        """Makes a Sender to a single engine; see `sender`."""
 
     def joined(self, targets: Sequence[Any]) -> SyncTarget:
         """Makes a target for the engines of all `targets`, which include this one."""
@@ -120,31 +120,31 @@ class WeightStream(Protocol):
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
         """Yields each bucket as a handle for workers, with the calls that the bucket depends on. A
-        caller should wait for the calls that the bucket depends on and for the calls that use the
-        bucket at the same time, so that an error in any of these calls is raised immediately. Can
-        be iterated once.
+        caller should wait at the same time for the calls that the bucket depends on and for the
+        calls that use the bucket. An error in any of these calls is then raised immediately. Can be
+        iterated once.
 
         Args:
-            checksums: compute the result of the method `checksums`.
+            checksums: whether to compute the checksums that the method `checksums` returns.
         """
 
     def checksums(self) -> dict[str, str]:
-        """Returns the checksum of every streamed tensor, by name, after the last bucket; "" if not
-        computed."""
+        """Returns the checksum of every streamed tensor, by name. The checksums are complete after
+        the last bucket. A checksum is "" if it was not computed."""
 
     def prepare(self, target: SyncTarget, prove: bool) -> None:
         """Starts to gather the weights for a later call of `send_to` with the same arguments. The
-        later call may be left out. Returns immediately."""
+        later call of `send_to` may be left out. Returns immediately."""
 
     def send_to(self, target: SyncTarget, prove: bool) -> list[Any]:
-        """Sends all weights to the target. Returns what each sender reports for the engines.
+        """Sends all weights to the target. Returns the report of each sender for the engines.
 
         Args:
-            prove: report checksums, which prove that the values arrived.
+            prove: whether to report checksums, which prove that the values arrived.
 
         Raises:
             UserError: the weights could not be sent.
         """
 
     def forget(self) -> None:
-        """Removes what senders left for the engines to fetch."""
+        """Removes the files that senders left for the engines."""

@@ -1,5 +1,5 @@
-"""Runs one weight update of servers: pause, receive weights, compare names and checksums, publish
-the version, resume.
+"""Runs one weight update of the SGLang servers. The steps are: pause, receive weights, compare
+names and checksums, publish the version, resume.
 
 Weights are changed in place, so an update cannot be undone. After an error, the caller must assume
 that every server holds a mixture of old and new weights. The caller must then leave the servers
@@ -22,19 +22,20 @@ from megatron_stare.weights.sync.stream import tensor_checksum
 
 
 class WeightUpdate:
-    """Update of servers to one version. Each method waits for every server, and for nothing else.
+    """Update of the servers to one weight version. Each method waits until all servers have
+    answered.
 
-    Between `begin` and `end_sent`, ranks send the weights. If this process has all tensors of the
-    model, this process can call `send` and the ranks send nothing.
+    Between `begin` and `end_sent`, the training ranks send the weights. If this process has all
+    tensors of the model, this process can call `send`, and the ranks send nothing.
 
     Args:
         shape: shape of the model.
         dtype: compute dtype of the servers.
-        mode: how responses in flight are handled. `abort` ends them; `retract` continues them, with
-            their cache recomputed with the new weights.
-        proven: sizes, by name, of all tensors of the servers, from a verified update. The sent
-            sizes are compared with these, and nothing is hashed. None: every server verifies its
-            weights.
+        mode: handling of the responses in flight. `abort` ends the responses. `retract` continues
+            the responses and recomputes their cache with the new weights.
+        proven: size of each tensor of the servers by name, as found in a verified update. If
+            `proven` is given, the sizes of the sent tensors are compared with `proven`, and nothing
+            is hashed. If `proven` is None, every server verifies its weights.
     """
 
     def __init__(
@@ -57,11 +58,12 @@ class WeightUpdate:
 
     @property
     def proves(self) -> bool:
-        """True if values are compared."""
+        """True if this update compares the values of the weights by checksum."""
         return self._proven is None
 
     async def begin(self) -> None:
-        """Pauses the servers and opens their sessions, after which they can receive weights."""
+        """Pauses the servers and opens their update sessions. Afterwards the servers can receive
+        weights."""
         # layouts are requested meanwhile, because a restarted server may have another one
         _, *infos = await everywhere(
             self._opened(), *(client.server_info() for client in self._clients)
@@ -86,8 +88,8 @@ class WeightUpdate:
         """Ends an update whose weights this process sent; see `end_sent`.
 
         Returns:
-            Checksums (weights/sync/stream.py) of the tensors by name, after every server was
-            verified to hold them; "" if nothing is verified.
+            Checksum of each tensor by name (weights/sync/stream.py), after every server was
+            verified to hold the tensors. Each checksum is "" if this update verifies no values.
         """
         sent = self._sending.sent() if self._sending is not None else Sent()
         try:
@@ -97,11 +99,12 @@ class WeightUpdate:
         return self._checksums
 
     async def end_sent(self, sent: Sent) -> None:
-        """Completes the update: afterwards every server holds the sent weights and samples with
-        them.
+        """Completes the update. Afterwards every server holds the sent weights and samples with
+        these weights.
 
         Raises:
-            WeightUpdateError: a server lacks a tensor, or has other values.
+            WeightUpdateError: the tensors of a server differ from the sent tensors in name, size or
+                value.
         """
         self.sizes = sent.sizes
         await self._sync.load(sent.folder)

@@ -1,6 +1,6 @@
 """Checks that a server is alive and holds the weights that it received.
 
-The check is made after a failed call, and periodically while a call is waiting.
+The run checks a server after a failed call, and periodically while a call waits.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ ATTEMPTS, PAUSE_S = 2, 0.2
 class ServerGoneError(EngineLostError, SGLangError):
     """A server is lost.
 
-    late: True if the server exists but does not answer.
+    late: True if the server may still run but did not answer within the time limit.
     """
 
     late = False
 
 
 class Watch:
-    """Health check of one server; lives in its client's event loop.
+    """Health check of one server. The check runs in the event loop of the server's client.
 
     Args:
-        process: process of a server started here; None: the run did not start the server.
-        held: returns the weight version that the server must hold now; None: any.
+        process: process of the server, or None if the run did not start the server.
+        held: function that returns the weight version that the server must hold now. `held` returns
+            None if the server may hold any version.
         limit_s: time limit for an answer of the server.
     """
 
@@ -50,8 +51,8 @@ class Watch:
         self._watching: asyncio.Task[None] | None = None
 
     async def require(self) -> None:
-        """Checks the server, waiting at most about twice `limit_s`. Raises ServerGoneError if the
-        server is lost."""
+        """Checks the server. The check takes at most about twice `limit_s`. Raises ServerGoneError
+        if the server is lost."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look())
         await asyncio.shield(self._looking)
@@ -59,8 +60,8 @@ class Watch:
     async def first_of(
         self, tasks: Collection[asyncio.Task[Any]], limit_s: float | None = None
     ) -> set[Any]:
-        """Waits until one of the tasks is done or the limit has passed, and returns the finished
-        tasks.
+        """Waits until one of the tasks is done or `limit_s` seconds have passed. Returns the
+        finished tasks.
 
         While this method waits, the watch checks the server periodically. The seconds between two
         checks are the constructor's `limit_s`, not this method's `limit_s`. Raises ServerGoneError
@@ -76,7 +77,7 @@ class Watch:
         return done - {self._watching}
 
     async def _watch(self) -> None:
-        """Checks the server periodically; ends only by an error."""
+        """Checks the server periodically until a check raises an error."""
         while True:
             await asyncio.sleep(self._limit_s)
             await self.require()
@@ -119,7 +120,8 @@ class Watch:
         raise last
 
     def require_process(self) -> None:
-        """Raises ServerGoneError with the end of the log if a server started here has ended."""
+        """Raises ServerGoneError if the run started the server and the server's process has ended.
+        The error contains the end of the server's log."""
         try:
             if self._process is not None:
                 self._process.require_alive()
