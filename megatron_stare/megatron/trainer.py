@@ -100,7 +100,7 @@ class StepProfile:
         """Ends the recording and writes a Chrome trace, compressed if the name ends in .gz.
 
         Raises:
-            OSError: the file cannot be written. The recording has ended all the same.
+            OSError: the file cannot be written. The recording ends even in this case.
         """
         self._profile.stop()
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -176,7 +176,8 @@ class Trainer:
         """Chooses the mode of the output head by the memory that model and optimizer leave free,
         unless `model.head` names a mode.
 
-        All ranks choose the same mode once, because both passes must use the same mode.
+        All ranks choose the same mode once, because the log-prob pass and the training pass must
+        use the same mode.
         """
         asked = self.config.model.head
         if asked != "auto":
@@ -277,8 +278,8 @@ class Trainer:
     def compare_with(
         self, share: RankShare, plan: MicroBatchPlan, engines: Tensor, temperature: float
     ) -> list[LogProbDifference] | None:
-        """Compares any batch, at any temperature, with several engines' log-probs [engines, whole
-        batch]; see `compare`.
+        """Compares the trainer's log-probs of any batch, at any temperature, with the log-probs
+        [engines, whole batch] of several engines; see `compare`.
 
         The log-probs are in canonical order. The last batch is not changed.
         """
@@ -303,8 +304,8 @@ class Trainer:
         trainer: Tensor | None,
         versions: Sequence[int],
     ) -> list[LogProbDifference] | None:
-        """Compares every engine's log-probs [N] with the trainer's. Returns one difference per
-        engine on the reporting rank, and None on other ranks."""
+        """Compares every engine's log-probs [N] with the trainer's log-probs. Returns one
+        difference per engine on the reporting rank, and None on other ranks."""
         if trainer is None:
             return None
         parts = [Compared.of(batch, engine, trainer, versions) for engine in engines]
@@ -329,9 +330,9 @@ class Trainer:
             number: number of the update, counted from 0. Every epoch takes the mini-batches in the
                 same order.
             dump_to: folder for a dump of the first update's mini-batch, loss and gradients, and of
-                the weights before this update. None for no dump.
+                the weights before this update, or None for no dump.
             watched: samples of the whole batch whose token numbers `token_numbers` will return.
-            norm_limit: largest gradient norm before clipping with which the update is taken.
+            norm_limit: largest gradient norm before clipping at which the update is still taken.
 
         Returns:
             The metrics and the method's state for the next step on the reporting rank, and None on
@@ -466,8 +467,8 @@ class Trainer:
 
         Returns:
             The `Sender.end` result, which the engines verify, on the stage's first rank, and None
-                on other ranks. If devices are shared, a list of these results for the engines whose
-                handles this rank collects.
+                on other ranks. If devices are shared, the return value is a list of these results
+                for the engines whose handles this rank collects.
         """
         if self._prepared is None:
             raise _nothing_prepared()

@@ -1,9 +1,9 @@
 """Defines DeepSeek V3, which combines GLM-4.5's experts with multi-head latent attention (arXiv
 2412.19437, section 2.1).
 
-Queries go through one normed low-rank latent. Keys and values together go through another latent.
-In each head, the part of a key that positions do not rotate comes from the latent. All heads share
-one rotated part of the keys.
+Queries go through one normed low-rank latent. Keys and values share a second low-rank latent. In
+each head, the part of a key that positions do not rotate comes from the latent. All heads share one
+rotated part of the keys.
 """
 
 from __future__ import annotations

@@ -161,11 +161,11 @@ def shard(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, tp_rank: int, 
 
 def blocks(rule: Rule, shard: Tensor, shape: ModelShape, tp_rank: int, tp: int) -> list[Tensor]:
     """Returns the blocks that this rank's Megatron tensor holds, one for each entry of
-    rule.sources. The tensor may also be a gradient.
+    rule.sources. The Megatron tensor may be a weight or a gradient.
 
     The ranks' blocks of a part, concatenated along the dimension rule.cut, give the whole part.
-    Blocks are views of the shard, unless Megatron cut through a query group. A block may have its
-    rows in several dimensions; flattening these dimensions gives the rows in order.
+    Blocks are views of the shard, unless Megatron cut through a query group. If a block has its
+    rows in several dimensions, flattening these dimensions gives the rows in order.
     """
     match rule.layout:
         case "replicated" | "column" | "row":

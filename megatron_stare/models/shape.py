@@ -56,8 +56,8 @@ class ModelShape:
 
     @property
     def feed_forward(self) -> int:
-        """Number of columns of the model's feed-forward matrices. In a mixture of experts, the
-        number of columns of one expert's matrices."""
+        """Number of columns of the model's feed-forward matrices, or of one expert's matrices in a
+        mixture of experts."""
         return self.expert_ffn if self.experts else self.ffn
 
     @property

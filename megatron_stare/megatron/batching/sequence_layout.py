@@ -117,8 +117,8 @@ class WholeSequences(SequenceLayout):
     """Layout with whole sequences on every tensor-parallel rank. Under sequence parallelism
     Megatron cuts a micro-batch's positions into one part per rank, after the embedding.
 
-    packed: whether sequences are laid end to end in one row. Otherwise, each sequence has its own
-    row, padded on the right.
+    packed: whether sequences are laid end to end in one row. If not, each sequence has its own row,
+    padded on the right.
     cut: sequence parallelism.
     multiple: the number of positions of a micro-batch is padded to a multiple of this value, so
     that the positions can be cut into parts.
@@ -241,8 +241,8 @@ def _padded(lengths: Tensor, multiple: int) -> Grid:
 
 def _packed(lengths: Tensor, each: int, multiple: int) -> Grid:
     """Lays out all samples end to end in one row, and pads each sample to a multiple of `each`. If
-    the row needs more padding to reach a multiple of `multiple`, that padding is a sequence of its
-    own at the end."""
+    the row needs more padding to reach a multiple of `multiple`, a separate sequence of padding
+    ends the row."""
     sizes = lengths + -lengths % each
     total = int(sizes.sum())
     padding = multiple if total == 0 else -total % multiple

@@ -35,8 +35,8 @@ class Zigzag:
         return 2 * self.ranks if self.ranks > 1 else 1
 
     def positions(self, length: int) -> Tensor:
-        """Returns the positions [L / C] int64, in ascending order, that this rank holds of a
-        sequence with L positions."""
+        """Returns this rank's positions of a sequence with L positions, as [L / C] int64 in
+        ascending order."""
         if length % self.multiple:
             raise ValueError(f"{length} positions cannot be cut into {self.multiple} equal chunks")
         if self.ranks == 1:
@@ -46,16 +46,16 @@ class Zigzag:
         return torch.cat([first, first + (self.multiple - 1 - 2 * self.rank) * chunk])
 
     def columns(self, lengths: Sequence[int]) -> Tensor:
-        """Returns the columns [t / C] int64 that this rank holds of a packed row with t columns.
-        The row consists of sequences with these `lengths`, laid end to end."""
+        """Returns this rank's columns of a packed row with t columns, as [t / C] int64. The row
+        consists of sequences with these `lengths`, laid end to end."""
         starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
         return torch.cat(
             [start + self.positions(length) for start, length in zip(starts, lengths, strict=False)]
         )
 
     def order(self, lengths: Sequence[int]) -> Tensor:
-        """Returns the index [t] int64 of each column in the concatenation of all ranks' parts in
-        rank order."""
+        """Returns each column's index in the concatenation of all ranks' parts in rank order, as
+        [t] int64."""
         return torch.cat(
             [Zigzag(rank, self.ranks).columns(lengths) for rank in range(self.ranks)]
         ).argsort()

@@ -167,8 +167,8 @@ def load_weights(folder: str | Path, model: Sequence[nn.Module]) -> None:
 
 
 def _as_its_own(shared: SharedMappings, part: Any) -> Any:
-    """Returns a part of the state in a form in which forked writers see the part's current values,
-    if the part is in host memory.
+    """Makes sure that forked writers see the current values of a part in host memory, and returns
+    the part to save.
 
     Memory that a fork copies on write is not copied here. The returned part accesses such memory
     through a tensor of exactly the part's size, because Megatron would copy a view of a larger
@@ -206,8 +206,8 @@ _NORMS = (
 
 
 def _ask_for_saved_names(wanted: dict[str, Any], folder: str | Path) -> None:
-    """Renames norms in `wanted` to the checkpoint's names if the checkpoint was saved from another
-    kind of layers than this model has.
+    """Renames norms in `wanted` to the checkpoint's names if the checkpoint was saved from the
+    other kind of layers than this model's.
 
     The two kinds of layers are Transformer Engine's layers and Megatron's local layers.
     """

@@ -259,7 +259,7 @@ def _tiled(
     whole: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> bool:
     """Returns True if boxes (start, sizes) cover every element of a tensor exactly once. The edges
-    of all boxes divide the tensor into cells; the function counts the boxes that cover each
+    of all boxes divide the tensor into cells. The function counts the boxes that cover each
     cell."""
     edges = []
     for dim, size in enumerate(whole):

@@ -5,13 +5,13 @@ device.
 derives nothing from other ranks by symmetry.
 
 `build_parts` builds the parts of a model once. `stage_bytes` combines these parts to find the bytes
-of ranks in many layouts. All layers of a model are alike, except leading dense layers before layers
-with experts. Every rank holds some layers. A rank of the first stage also holds the embedding, and
-a rank of the last stage also holds the final norm and the output layer. The tensors of one layer of
-each kind therefore determine the tensors of every rank. Only the numbers of tensor-parallel and
-expert-parallel ranks change how a layer is cut. One build therefore suffices for all pipeline, data
-and context sizes. tests/megatron/test_planned_parts.py checks that these sums equal the bytes of
-whole ranks exactly.
+of ranks in many layouts. All layers of a model are alike, except that leading dense layers differ
+from layers with experts. Every rank holds some layers. A rank of the first stage also holds the
+embedding, and a rank of the last stage also holds the final norm and the output layer. The tensors
+of one layer of each kind therefore determine the tensors of every rank. Only the numbers of
+tensor-parallel and expert-parallel ranks change how a layer is cut. One build therefore suffices
+for all pipeline, data and context sizes. tests/megatron/test_planned_parts.py checks that these
+sums equal the bytes of whole ranks exactly.
 """
 
 from __future__ import annotations
@@ -203,8 +203,8 @@ def _everything(
 
 def _state(chunks: list[nn.Module]) -> list[StatePart]:
     """Returns this rank's parts of the model's checkpoint, in the form that
-    megatron/checkpoint/checkpoint.py saves. If a matrix of an expert or a gated matrix is saved in
-    two halves, both halves are included."""
+    megatron/checkpoint/checkpoint.py saves. If an expert's matrix or a gated matrix is saved in two
+    halves, both halves are included."""
     parts = []
     with backend():
         for chunk in chunks:
@@ -334,9 +334,9 @@ def _buffer(tensors: Sequence[int], replicas: int | None) -> int:
 def _share(tensors: Sequence[int], replicas: int | None) -> int:
     """Returns the number of elements that the first replica updates.
 
-    Megatron lays a bucket's tensors from last to first and cuts the bucket into one equal part per
-    replica. The first replica updates the tensors in the first part. The gaps between the aligned
-    tensors do not count as updated elements.
+    Megatron lays out a bucket's tensors from last to first, and cuts the bucket into one equal part
+    per replica. The first replica updates the tensors in the first part. The gaps between the
+    aligned tensors do not count as updated elements.
     """
     if replicas is None:
         return sum(tensors)

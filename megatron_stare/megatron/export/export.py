@@ -39,8 +39,8 @@ def main_grad(parameter: nn.Parameter) -> Tensor:
 def shards(
     model: list[nn.Module], layout: Layout, of: Callable[[nn.Parameter], Tensor] | None = None
 ) -> list[Shard]:
-    """Returns this rank's weights, detached. If the function `of` is given, returns instead the
-    function's result for each parameter, in the parameter's shape."""
+    """Returns this rank's weights, detached. If the function `of` is given, returns the result of
+    `of` for each parameter instead. This result must have the parameter's shape."""
     if of is None:
         return [
             Shard(name, weight.detach(), *part_of(name, weight, layout))
@@ -110,7 +110,7 @@ class PolicyStream:
     is planned once and runs after every change of the weights.
 
     All ranks must create a PolicyStream and make the same calls: first `begin`, then `next` for
-    every bucket, then `end`. Only the first rank's calls return something.
+    every bucket, then `end`. These calls return data only on the first rank.
     """
 
     def __init__(

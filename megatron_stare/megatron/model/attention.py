@@ -128,8 +128,8 @@ class SdpaCoreAttention(nn.Module):
         """Maps query [b, m, n, d], key and value [b, s, g, d] to [b, m, n, d].
 
         Args:
-            positions: [b, m] int64 on the host, each query's position among the s keys. None if
-                there is a query at every position, so that m = s.
+            positions: [b, m] int64 on the host, each query's position among the s keys, or None if
+                m = s.
         """
         if positions is None:
             short = (

@@ -68,8 +68,8 @@ def choose_head(
 
 
 def largest_logits(config: Config, shape: ModelShape) -> int:
-    """Returns the bytes of the logits [micro_batch_tokens of one rank, V of one rank], as if every
-    token were predicted."""
+    """Returns the bytes of one rank's logits [micro_batch_tokens of one rank, V of one rank],
+    assuming that every token is predicted."""
     columns = shape.padded_vocab(config.parallel.tensor) // config.parallel.tensor
     rows = -(-config.batch.micro_batch_tokens // config.parallel.context)
     return rows * columns * (4 if config.model.dtype == "float32" else 2)
@@ -172,7 +172,7 @@ def output_weight(model: GPTModel) -> Tensor:
 def rows_of(hidden: Tensor, micro: MicroBatch) -> Tensor:
     """Returns hidden states [n, H] of the response positions, on every tensor-parallel rank.
 
-    Backward sums over the tensor-parallel ranks. Each rank contributes the gradient from its
-    columns of the output layer.
+    Backward sums gradients over the tensor-parallel ranks. Each rank contributes the gradient from
+    its columns of the output layer.
     """
     return micro.layout.rows(hidden, micro.rows)

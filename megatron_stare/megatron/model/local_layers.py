@@ -4,8 +4,8 @@ sequences.
 - RMSNorm equals megatron-core's torch norm, but supports sequence parallelism and takes a third of
   the time on a CPU. megatron-core's norm refuses sequence parallelism, because the norm's weight
   would miss the gradient all-reduce. Our RMSNorm requests this all-reduce through an attribute of
-  the weight. On GPUs, torch has a kernel for the norm and its gradient. On CPUs, torch uses a dozen
-  operations, each of which reads and writes all of its input.
+  the weight. On GPUs, torch has a kernel for the norm and its gradient. On CPUs, torch computes the
+  norm with a dozen operations, and each operation reads and writes the whole input.
 - SwiGLU: megatron-core's operations copy both halves of the feed-forward hidden states in forward
   and in backward. megatron-core's fused SwiGLU needs a compiler, and Transformer Engine has a fused
   SwiGLU of its own.

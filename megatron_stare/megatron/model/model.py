@@ -178,8 +178,8 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
 
 
 def _has_experts(config: TransformerConfig, layer: int) -> bool:
-    """Returns True if a layer has experts. `layer` is the layer's number in the whole model, from
-    0."""
+    """Returns True if a layer has experts. `layer` is the layer's number in the whole model,
+    counted from 0."""
     every = config.moe_layer_freq
     return config.num_moe_experts is not None and (isinstance(every, int) or every[layer] == 1)
 
@@ -285,7 +285,7 @@ def build_model(
 def mark_cut_parameters(part: nn.Module, shape: ModelShape) -> None:
     """Tells Megatron which parameters are cut over tensor-parallel ranks.
 
-    Megatron sets these marks only while it initialises parameters, but a run loads parameters
+    Megatron marks cut parameters only while it initialises parameters, but a run loads parameters
     instead. Megatron treats an unmarked parameter as a duplicate, so the gradient norm would
     include only the first rank's part of the parameter.
     """
@@ -317,8 +317,8 @@ def named_parameters(model: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter
 
 
 def expert_biases(model: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the expert biases [E] float32 of the routers. Their names have the form of parameter
-    names. No optimizer updates expert biases."""
+    """Yields the expert biases [E] float32 of the routers. The names of the biases have the form of
+    parameter names. No optimizer updates expert biases."""
     for chunk in model:
         for name, buffer in unwrap(chunk).named_buffers():
             if name.endswith(".expert_bias"):
@@ -332,7 +332,8 @@ def named_weights(model: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _whole_name(chunk: nn.Module, name: str) -> str:
-    """Renumbers the layer and the expert in a chunk's parameter name as in the whole model."""
+    """Replaces the layer and expert numbers in a chunk's parameter name with the numbers in the
+    whole model."""
     if local := re.match(r"decoder\.layers\.(\d+)\.", name):
         layer = unwrap(chunk).decoder.layers[int(local.group(1))]
         name = f"decoder.layers.{layer.layer_number - 1}.{name[local.end() :]}"
@@ -395,8 +396,8 @@ def unwrap(chunk: Any) -> GPTModel:
 
 @torch.no_grad()
 def load_hf(model: list[nn.Module], folder: HfFolder, shape: ModelShape, layout: Layout) -> None:
-    """Fills every parameter and expert bias with its slice of the folder's tensors; reads only
-    these slices.
+    """Fills every parameter and every expert bias with its slice of the folder's tensors. Reads
+    only these slices from the folder.
 
     Raises:
         DataError: a tensor is missing or has the wrong shape.

@@ -11,12 +11,13 @@ rows of the stretch and the partial rows at the two ends. A box has a start and 
 dimension of the tensor, like any part that Megatron saves. With boxes, nothing is gathered. Every
 rank writes and reads only its own boxes, in any layout.
 
-The float32 masters of 16-bit parameters are saved as float32. On load, they are converted to the
-form that the optimizer keeps. By default Megatron's distributed optimizer updates its own masters.
-A precision-aware distributed optimizer updates the parameters, and the inner optimizer keeps the
-masters in its state as "master_param". For a bfloat16 parameter, Transformer Engine's FusedAdam
-keeps only those 16 bits of the master that the parameter lacks. For other parameters, FusedAdam
-keeps the masters in float32. HybridDeviceOptimizer exposes the masters that it updates on the host.
+The float32 masters of 16-bit parameters are saved as float32. On load, the masters are converted to
+the form that the optimizer keeps. By default Megatron's distributed optimizer updates its own
+masters. A precision-aware distributed optimizer updates the parameters, and the inner optimizer
+keeps the masters in its state as "master_param". For a bfloat16 parameter, Transformer Engine's
+FusedAdam keeps only those 16 bits of the master that the parameter lacks. For other parameters,
+FusedAdam keeps the masters in float32. HybridDeviceOptimizer exposes the masters that it updates on
+the host.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def write_master(updated: Tensor, state: Mapping[str, Any], values: Tensor | Non
     the optimizer's tensor that `read_master` returned.
 
     Args:
-        values: float32 [n]; None for a float32 parameter, which is its own master. If the optimizer
-            keeps a copy of such a parameter, the copy is refreshed.
+        values: float32 [n], or None for a float32 parameter, which is its own master. If the
+            optimizer keeps a copy of such a parameter, the copy is refreshed.
     """
     kept = state.get(MASTER)
     if kept is None:

@@ -27,7 +27,7 @@ PARTS = ("parameters", "gradients", "optimizer", "reference")
 
 @dataclass(frozen=True)
 class _Left:
-    """A storage of an offloaded part, whose device memory has been freed.
+    """A storage of an offloaded part, without device memory.
 
     copy: uint8 [nbytes], a copy of the storage's contents in host memory. If the contents are not
     needed again, `copy` is None, and the storage is later filled with zeros.

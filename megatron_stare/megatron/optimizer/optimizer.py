@@ -48,8 +48,8 @@ class LossScale(DynamicGradScaler):
 
     @property
     def exhausted(self) -> bool:
-        """True if the loss scale is at its minimum. An overflow then has another cause than the
-        loss scale. Waits for the device."""
+        """True if the loss scale is at its minimum, which rules out the loss scale as the cause of
+        an overflow. Waits for the device."""
         return bool(self._scale <= self.min_scale)
 
     @property
@@ -177,9 +177,9 @@ def take_step(
     decision, from the norm over all parameters and from flags that are reduced over all ranks.
 
     Args:
-        empty: 0-dim bool, whether no token of the batch had a loss. None on ranks without this
+        empty: 0-dim bool, whether no token of the batch had a loss, or None on ranks without this
             information.
-        loss_not_finite: 0-dim bool, whether this rank's part of the loss is not finite. None on
+        loss_not_finite: 0-dim bool, whether this rank's part of the loss is not finite, or None on
             ranks without this information.
         norm_limit: largest gradient norm before clipping at which the step is still taken.
     """

@@ -8,10 +8,10 @@ every step.
 
 Adam's bias correction needs the step count, which is saved and restored for every kind of Adam.
 Torch's AdamW keeps the step count in a tensor per parameter. Transformer Engine's and Apex's
-FusedAdam keep the step count in a number per parameter group. FusedAdam creates this number at its
-first step, so a new optimizer does not show where it keeps the step count. `step_place` finds where
-the step count is, without relying on the names of optimizers. For this, the optimizer takes a step
-on a parameter with one element.
+FusedAdam keep the step count in a number per parameter group. FusedAdam creates the step count at
+its first step, so a new optimizer does not show where it keeps the step count. `step_place` finds
+where the step count is, without relying on the names of optimizers. `step_place` lets the optimizer
+step a parameter with one element, and then looks for the step count.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ def _place_on_the_host(optimizer: HybridDeviceOptimizer) -> StepPlace:
 
 @torch.no_grad()
 def rest(optimizer: Optimizer) -> None:
-    """Makes an optimizer create its state. For this, the optimizer takes a step with learning rate
-    0 and zero gradients, which does not change the parameters.
+    """Makes an optimizer create its state by a step with learning rate 0 and zero gradients. This
+    step does not change the parameters.
 
     Use this function only for optimizers whose gradients Megatron keeps outside `.grad`.
     """
@@ -234,7 +234,8 @@ def like(kept: Any, step: int) -> Any:
 
 
 def adam_name(optimizer: Optimizer) -> str:
-    """Names an optimizer for messages: 'AdamW of torch', 'FusedAdam of transformer_engine'."""
+    """Returns an optimizer's name for messages, e.g. 'AdamW of torch' or 'FusedAdam of
+    transformer_engine'."""
     kind = type(optimizer)
     return f"{kind.__name__} of {kind.__module__.partition('.')[0]}"
 

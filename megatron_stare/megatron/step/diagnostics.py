@@ -1,10 +1,10 @@
 """Diagnoses an update on the last pipeline stage, with a forecast of the entropy and with numbers
 of single tokens.
 
-`forecast` runs after the log-prob pass. `forecast` differentiates the trainer's own loss. This
-derivative needs only [N] numbers and no pass of the model. `measured_change` runs after the
-optimizer step, with one more forward pass, and measures how the entropy of the same tokens actually
-changed. docs/diagnostics.md compares the forecast with the measured change.
+`forecast` runs after the log-prob pass. `forecast` differentiates the trainer's own loss, which
+needs only [N] numbers and no pass of the model. `measured_change` runs after the optimizer step,
+with one more forward pass, and measures how the entropy of the same tokens actually changed.
+docs/diagnostics.md compares the forecast with the measured change.
 
 `token_numbers` computes how the current update treats the tokens of some responses, from the
 trainer's own statistics and loss, without the model. `records/token_numbers.py` joins the ranks'
@@ -124,8 +124,8 @@ def measured_change(
     pass, so all ranks must call this function together.
 
     Args:
-        tokens: tokens before the step on the last pipeline stage. None on the other stages, which
-            return an empty dict.
+        tokens: tokens before the step, or None on all pipeline stages but the last. Without tokens,
+            the function returns an empty dict.
     """
     _, entropy = compute_log_probs(model, batch, head)
     if tokens is None:
@@ -144,12 +144,12 @@ def token_numbers(
     device.
 
     A token's weight is the slope of the on-policy loss with respect to the token's log-prob,
-    divided by -(coefficient x advantage). A token's weight is the factor of the advantage after
-    STARE's weights, STAPO's mask, GTPO's shares, importance corrections and KL terms. A token's
-    weight is also computed for methods in a user's own file. A token with coefficient 0 has weight
-    0, and a token with advantage 0 has weight NaN. If several ranks hold tokens of the same
-    responses, all these ranks must call `token_numbers`, since a method's loss may sum over the
-    ranks.
+    divided by -(coefficient x advantage). A token's weight is the factor that multiplies the
+    advantage after STARE's weights, STAPO's mask, GTPO's shares, importance corrections and KL
+    terms. A token's weight is also computed for methods in a user's own file. A token with
+    coefficient 0 has weight 0, and a token with advantage 0 has weight NaN. If several ranks hold
+    tokens of the same responses, all these ranks must call `token_numbers`, since a method's loss
+    may sum over the ranks.
 
     Args:
         objective: the update's objective.

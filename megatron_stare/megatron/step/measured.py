@@ -52,10 +52,10 @@ LOG_PROB, ENTROPY = "pass/log_prob", "pass/entropy"
 @dataclass(frozen=True)
 class Measured:
     """A rank's tokens [N], the statistics of all tokens of the rollout batch, and the method's
-    state for its updates.
+    state for the updates.
 
-    next_state: the initial state of the next step. This state differs from `state` only if a
-    training pass replaced the log-prob pass.
+    next_state: the initial state of the next step, which differs from `state` only if a training
+    pass replaced the log-prob pass.
     forecast: metrics of the entropy forecast.
     """
 
@@ -96,7 +96,7 @@ def measure_batch(
         state: the method's state of the previous step.
         group: group of the ranks that hold other tokens of the batch, or None if this rank holds
             all tokens.
-        lagged: whether log-probs are still unknown. If so, the state does not change until
+        lagged: whether log-probs are still unknown, in which case the state does not change until
             `complete` runs.
     """
     statistics = gather_statistics(partial(method.requests, tokens), group)
@@ -107,9 +107,9 @@ def measure_batch(
 def complete(
     measured: Measured, logged: Mapping[str, Tensor], method: Method, group: ProcessGroup | None
 ) -> Measured:
-    """Adds the log-probs and entropies of a training pass that replaced the log-prob pass. From
-    these values, also computes the method's state for the next step. All ranks of the last pipeline
-    stage must call `complete`."""
+    """Adds the log-probs and entropies of a training pass that replaced the log-prob pass. Also
+    computes the method's state for the next step from these log-probs and entropies. All ranks of
+    the last pipeline stage must call `complete`."""
     log_prob, entropy = logged[LOG_PROB], logged[ENTROPY]
     tokens = replace(measured.tokens, log_prob=log_prob, old_log_prob=log_prob, entropy=entropy)
     after = measure_batch(method, tokens, measured.state, group, lagged=False)

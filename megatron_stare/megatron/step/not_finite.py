@@ -31,8 +31,8 @@ class NotFinite:
         over data-parallel ranks.
     weights: the first parameter with values that are not finite, in forward order.
     gradient: the first parameter whose gradient was not finite, in backward order.
-    samples: samples of the whole batch, in ascending order. Each of these samples has a log-prob,
-        an advantage or a loss on this rank that is not finite.
+    samples: samples of the whole batch with a log-prob, advantage or loss that is not finite on
+        this rank, in ascending order.
     """
 
     rank: int
@@ -90,8 +90,8 @@ def look(
 
     Args:
         tokens: this rank's tokens, on the last stage.
-        lost: [k] int64 samples with a token whose loss was not finite in the last update. None if
-            this rank does not hold the loss.
+        lost: [k] int64 samples with a token whose loss was not finite in the last update, or None
+            if this rank does not hold the loss.
     """
     named = list(named_parameters(model))
     samples: set[int] = set() if lost is None else set(lost.tolist())

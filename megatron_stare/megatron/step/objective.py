@@ -51,8 +51,8 @@ class Objective:
     own: the statistics of each micro-batch, keyed by the micro-batch's span. If statistics.scope is
         micro_batch, a micro-batch uses its entry of `own` instead of `statistics`. For other
         scopes, `own` is empty.
-    is_log_prob_pass: whether this training pass is also the log-prob pass. If so, the old log-probs
-        equal the current log-probs.
+    is_log_prob_pass: whether this training pass is also the log-prob pass, in which case the old
+        log-probs equal the current log-probs.
     """
 
     method: Method

@@ -35,15 +35,15 @@ def compute_log_probs(
     second_moment: bool = False,
     keep: list[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Returns log-probs and entropies [N] of this rank's response positions. Both tensors are empty
-    on all pipeline stages but the last.
+    """Returns log-probs and entropies [N] of this rank's response positions. Both returned tensors
+    are empty on all pipeline stages but the last.
 
     Args:
         second_moment: whether to return also sum p^2 and sum p^2 ln p over the vocabulary, [N]
             each.
         keep: list to fill with the last hidden states of each micro-batch and their autograd graph.
-            `accumulate_gradients` continues from these hidden states. Not supported for a model
-            with several pipeline stages.
+            `accumulate_gradients` continues from these hidden states. A model with several pipeline
+            stages does not support `keep`.
     """
 
     def collect(chunk: nn.Module, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, ...]:
@@ -78,8 +78,8 @@ def accumulate_gradients(
             `accumulate_gradients` empties the list.
 
     Returns:
-        The tensors [N] that `loss_of` logged, concatenated over micro-batches. The dict is empty on
-            all pipeline stages but the last.
+        The tensors [N] that `loss_of` logged, concatenated over micro-batches. The returned dict is
+            empty on all pipeline stages but the last.
     """
 
     def scaled_loss(

@@ -1,5 +1,5 @@
-"""Measures a rank's memory for the memory metrics. On a CPU, this includes the tensors that
-autograd keeps for backward."""
+"""Measures a rank's memory for the memory metrics. On a CPU, the measured memory includes the
+tensors that autograd keeps for backward."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class SavedForBackward:
 
 
 class _Kept:
-    """A saved tensor, for as long as the autograd graph holds the tensor."""
+    """Counts a saved tensor for as long as the autograd graph holds the tensor."""
 
     __slots__ = ("_address", "_count", "tensor")
 

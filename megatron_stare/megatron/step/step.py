@@ -83,7 +83,7 @@ class Policy:
 class Step:
     """Training step on one rollout batch, on this rank.
 
-    measured: this rank's tokens, and statistics over all ranks' tokens, or None on all pipeline
+    measured: this rank's tokens with the statistics over all ranks' tokens, or None on all pipeline
     stages but the last.
     group: group of the ranks that hold other tokens of the batch, or None if this rank holds all
     tokens.

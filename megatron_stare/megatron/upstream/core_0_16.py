@@ -43,8 +43,9 @@ def begin_save(
 
 
 class _LoadCommon(TorchCommonLoadStrategy):
-    """Reads the part of a checkpoint that is not tensors. This part is in a file of its own or, in
-    a checkpoint of megatron-core 0.19, in an object saved among the tensors."""
+    """Reads the part of a checkpoint that is not tensors. A checkpoint of megatron-core 0.16 has a
+    file for this part. A checkpoint of megatron-core 0.19 has an object among the tensors
+    instead."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         if (Path(checkpoint_dir) / COMMON_STATE_FNAME).exists():

@@ -54,8 +54,8 @@ class Window:
         steps: number of latest values to keep.
         known: number of finite latest values that a comparison requires.
         first: number of the run's first values to keep.
-        gaps: whether a value that is not finite takes a place among the latest values. Otherwise,
-            such a value is skipped.
+        gaps: whether a value that is not finite takes a place among the latest values. If not, a
+            value that is not finite is skipped.
     """
 
     def __init__(self, steps: int, known: int = 1, *, first: int = 0, gaps: bool = False) -> None:
@@ -152,7 +152,7 @@ class Above(Condition):
 
 @dataclass(frozen=True)
 class Equal(Condition):
-    """Holds if the metric equals a number. The condition serves metrics that are flags."""
+    """Holds if the metric equals a number. This condition is meant for metrics that are flags."""
 
     number: float = 0.0
 
@@ -311,7 +311,7 @@ class Spike(Condition):
 
     both_ways: whether a value far below the median is a spike too.
     spreads, steps, known: values from a run's settings, which config/guards_section.py describes.
-    least: a value is no spike if the value is `least` or lower.
+    least: a value at or below `least` is no spike.
     """
 
     both_ways: bool = False

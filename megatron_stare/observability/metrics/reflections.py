@@ -1,7 +1,7 @@
-"""Counts how often responses reflect on themselves. Counts the words that the configuration lists,
-and, among the tokens that a method selects, the words of the STARE paper's six categories. The
-functions are pure. The results of these functions are metrics of a step and therefore part of the
-report."""
+"""Counts how often responses reflect on themselves. One metric counts the words that the
+configuration lists. Other metrics count words of the STARE paper's six categories among the tokens
+that a method selects. The functions are pure. The results of these functions are metrics of a step
+and therefore part of the report."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def reflections(samples: Sequence[Trajectory], words: Sequence[str]) -> dict[str
 def selected_reflections(samples: Sequence[Trajectory]) -> dict[str, float]:
     """Returns the share of tokens that belong to a word of each category.
     `reflection/selected_<category>` is the share among the selected tokens, and
-    `reflection/all_<category>` the share among all tokens that carry loss.
+    `reflection/all_<category>` is the share among all tokens that carry loss.
 
     Words are found by the rules of records/words.py. A token belongs to a word if any of the word's
     characters are in the token. Only samples with recorded token numbers (`Trajectory.numbers`)

@@ -1,9 +1,10 @@
 """Defines the rules for a run's metrics in one table, RULES, and the alerts that follow from these
 rules.
 
-`Watch` determines when alerts begin and end. A run uses `Watch` while it runs, and `status` uses
-`Watch` on the run's metrics alone. Before a step is done, the driver applies the rules that may end
-a run or roll back a run, with the run's settings (driver/guards.py and driver/agreement_watch.py).
+`Watch` determines when alerts begin and end. The monitor of a run uses `Watch`, and `status` uses
+`Watch` on the run's metrics alone. Some rules may end a run or roll a run back. The driver applies
+such rules with the run's settings before a step is done (driver/guards.py and
+driver/agreement_watch.py).
 """
 
 from __future__ import annotations
@@ -70,14 +71,15 @@ class Rule:
     alert: text of the rule's alert, or "" for no alert. Names in braces are metrics of the step or
         measured values.
     error: text of the error that ends the run, or "" if the rule does not end the run. If a rule
-        has both an alert and an error, the setting `action` decides.
+        has both an alert and an error, the setting `action` chooses between the alert and the
+        error.
     metrics: metrics that show the problem most directly, or () for the metrics of the condition. An
         alert reports the metric with the largest value.
     guard: name of the rule's settings in the section `guards`, or "" if this section has no
     settings for the rule.
     flag: metric that is 1 in the steps in which the condition was true. The driver evaluates the
-        rule's condition and logs this metric; other code reads this metric instead of evaluating
-        the condition.
+        rule's condition and logs the flag. Other code reads the flag instead of evaluating the
+        condition.
     dtype: dtype of the trained models to which the rule applies, or "" if the rule applies to
         models of all dtypes.
     sampled: True if the rule applies only to runs that sample their responses.
