@@ -594,8 +594,8 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Drops an unfinished checkpoint, disconnects from the engines, and leaves the process
-        groups."""
+        """Drops an unfinished checkpoint, closes StageSend's connections to the engines, and leaves
+        the process groups."""
         if self._saving is not None:
             self._saving.drop()
         if self._stage_send is not None:

@@ -154,7 +154,8 @@ def _run(
 
 
 class Reference:
-    """The policy of model.reference_path, in the trainer's layout, without gradients.
+    """The reference policy, without gradients, in the trainer's layout. The weights come from
+    model.reference_path, or from model.path if no reference path is set.
 
     Args:
         shape: shape of the trained policy. The reference policy has the same shape.

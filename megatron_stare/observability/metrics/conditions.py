@@ -310,7 +310,7 @@ class Spike(Condition):
     """Holds if the metric is many spreads away from the median of earlier steps.
 
     both_ways: whether a value far below the median is a spike too.
-    spreads, steps, known: values from a run's settings, which config/guards_section.py describes.
+    spreads, steps, known: values from a run's settings, which config/fault_sections.py describes.
     least: a value at or below `least` is no spike.
     """
 

@@ -1,6 +1,6 @@
 """Computes the statistics of a run that a report shows.
 
-Uses the rows of metrics.jsonl that `metrics.read_metrics` returns, and the results per problem in
+Uses the rows of metrics.jsonl that `run_files.read_metrics` returns, and the results per problem in
 eval.jsonl. The figures at the head of the report show these statistics. The code is plain Python
 without arrays.
 """
