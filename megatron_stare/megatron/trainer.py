@@ -1,7 +1,8 @@
-"""One rank of the trainer: a plain class that a runner places in this process or in its own actor.
+"""Defines one rank of the trainer as a plain class. A runner creates the trainer in its own process
+or in an actor.
 
 Builds model and optimizer, serves the driver's calls, and saves and loads checkpoints. step.py
-processes a rollout batch; the weight stream passes new weights to the engines.
+processes a rollout batch, and the weight stream passes new weights to the engines.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ UNREPLAYED = (
 
 @contextlib.contextmanager
 def marked(name: str) -> Iterator[None]:
-    """Names a pass in a trace, and on CUDA as an NVTX range that `nsys profile` shows."""
+    """Marks a pass in a profiler's trace. On CUDA, also marks the pass as an NVTX range, which
+    `nsys profile` shows."""
     with contextlib.ExitStack() as marks:
         marks.enter_context(record_function(name))
         if torch.cuda.is_available():
@@ -84,7 +86,8 @@ def marked(name: str) -> Iterator[None]:
 
 
 class StepProfile:
-    """Records this process's operators from now until `write`, and on CUDA its kernels."""
+    """Records this process's operators until `write` is called. On CUDA, also records its
+    kernels."""
 
     def __init__(self) -> None:
         activities = [ProfilerActivity.CPU]
@@ -97,7 +100,7 @@ class StepProfile:
         """Ends the recording and writes a Chrome trace, compressed if the name ends in .gz.
 
         Raises:
-            OSError: the file cannot be written; the recording has ended.
+            OSError: the file cannot be written. The recording ends even in this case.
         """
         self._profile.stop()
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -170,10 +173,11 @@ class Trainer:
         self._export: HfExport | None = None
 
     def _choose_head(self, shape: ModelShape) -> HeadChoice:
-        """Chooses the head by the memory that model and optimizer leave free, unless `model.head`
-        names a head.
+        """Chooses the mode of the output head by the memory that model and optimizer leave free,
+        unless `model.head` names a mode.
 
-        All ranks choose the same head, once: both passes must use the same head.
+        All ranks choose the same mode once, because the log-prob pass and the training pass must
+        use the same mode.
         """
         asked = self.config.model.head
         if asked != "auto":
@@ -181,7 +185,7 @@ class Trainer:
         return choose_head(self.method.coupling, largest_logits(self.config, shape), free_memory())
 
     def notes(self) -> list[str]:
-        """Returns messages for the user about decisions made here, one line each."""
+        """Returns one-line messages for the user about decisions that this rank made."""
         choice = self._head_choice
         notes = [f"model.head: {choice.mode}, because {choice.reason}"] if choice.reason else []
         if (
@@ -194,7 +198,7 @@ class Trainer:
 
     @property
     def step(self) -> Step:
-        """The rollout batch of the last log-prob pass."""
+        """The training step on the rollout batch of the last log-prob pass."""
         if self._step is None:
             raise RuntimeError("there is no batch before compute_log_probs()")
         return self._step
@@ -208,10 +212,10 @@ class Trainer:
         return self.policy.layout.dp_rank
 
     def offload(self, parts: Collection[str] = PARTS) -> None:
-        """Offloads parts of the policy (offload.py) to host memory; a call that needs a part brings
-        the part back.
+        """Offloads parts of the policy (offload.py) to host memory. A later call that needs a part
+        brings the part back.
 
-        All ranks must call `offload`. Offloading is safe between any two calls: a checkpoint that
+        All ranks must call `offload`. Offloading is safe between any two calls. A checkpoint that
         is being written reads its own copy of the data, or a forked process's view of the data.
         """
         self.memory.offload(parts)
@@ -251,14 +255,16 @@ class Trainer:
     def compare(
         self, versions: Sequence[int], temperature: float | None = None
     ) -> LogProbDifference | None:
-        """Compares the engine's log-probs of the last batch with the trainer's: those of the
-        log-prob pass, or new log-probs if `temperature` is given. All ranks must call `compare`.
+        """Compares the engine's log-probs of the last batch with the trainer's log-probs. The
+        trainer's log-probs come from the log-prob pass, or from a new pass if `temperature` is
+        given. All ranks must call `compare`.
 
         Args:
             versions: versions of the weights that sampled the whole batch.
 
         Returns:
-            On the reporting rank the difference over the tokens of all ranks; on others None.
+            The difference over the tokens of all ranks on the reporting rank, and None on other
+                ranks.
         """
         batch, measured = self.step.batch, self.step.measured
         here = measured.tokens.old_log_prob if measured is not None else None
@@ -272,8 +278,8 @@ class Trainer:
     def compare_with(
         self, share: RankShare, plan: MicroBatchPlan, engines: Tensor, temperature: float
     ) -> list[LogProbDifference] | None:
-        """Compares any batch, at any temperature, with several engines' log-probs [engines, whole
-        batch]; see `compare`.
+        """Compares the trainer's log-probs of any batch, at any temperature, with the log-probs
+        [engines, whole batch] of several engines; see `compare`.
 
         The log-probs are in canonical order. The last batch is not changed.
         """
@@ -282,8 +288,8 @@ class Trainer:
         return self._differences(batch, [engine[batch.index] for engine in engines], log_prob, ())
 
     def _log_probs(self, batch: RankBatch, temperature: float) -> Tensor | None:
-        """Returns log-probs [N] on the last stage, None on other stages; all ranks must enter this
-        pass together."""
+        """Returns log-probs [N] on the last stage and None on other stages. All ranks must call
+        `_log_probs` together."""
         self.onload(("parameters",))
         log_prob, *_ = compute_log_probs(
             self.policy.model, batch, replace(self.policy.head, temperature=temperature)
@@ -298,8 +304,8 @@ class Trainer:
         trainer: Tensor | None,
         versions: Sequence[int],
     ) -> list[LogProbDifference] | None:
-        """Compares every engine's log-probs [N] with the trainer's. Returns one difference per
-        engine on the reporting rank, and None on other ranks."""
+        """Compares every engine's log-probs [N] with the trainer's log-probs. Returns one
+        difference per engine on the reporting rank, and None on other ranks."""
         if trainer is None:
             return None
         parts = [Compared.of(batch, engine, trainer, versions) for engine in engines]
@@ -321,19 +327,20 @@ class Trainer:
         """Runs forward, backward, clipping and optimizer step on one mini-batch.
 
         Args:
-            number: number of the update, from 0; every epoch takes the mini-batches in the same
-                order.
-            dump_to: folder for the first update's mini-batch, weights before, loss and gradients;
-                None: no dump.
-            watched: samples of the whole batch for whose tokens `token_numbers` will be called.
-            norm_limit: largest gradient norm before clipping with which the update is taken.
+            number: number of the update, counted from 0. Every epoch takes the mini-batches in the
+                same order.
+            dump_to: folder for a dump of the first update's mini-batch, loss and gradients, and of
+                the weights before this update, or None for no dump.
+            watched: samples of the whole batch whose token numbers `token_numbers` will return.
+            norm_limit: largest gradient norm before clipping at which the update is still taken.
 
         Returns:
-            On the reporting rank (metrics, method's state for the next step); on others None. The
-                first update's metrics include those of the rollout batch. No step was taken if a
-                metric reports a reason: `update/finite` is 0 if loss or gradient was not finite,
-                `update/empty` is 1 if no token had a loss, `update/skipped` is 1 if the loss scale
-                was too large, and `update/held` is 1 if the gradient norm was above `norm_limit`.
+            The metrics and the method's state for the next step on the reporting rank, and None on
+                other ranks. The first update's metrics include the metrics of the rollout batch. If
+                no optimizer step was taken, one of four metrics tells the reason. `update/finite`
+                is 0 if loss or gradient was not finite. `update/empty` is 1 if no token had a loss.
+                `update/skipped` is 1 if the loss scale was too large. `update/held` is 1 if the
+                gradient norm was above `norm_limit`.
         """
         self.onload(("parameters", "gradients", "optimizer"))
         with self._counts.counting(), marked("update"):
@@ -347,7 +354,7 @@ class Trainer:
         """Writes the recording to step_..._rank_....json.gz.
 
         Returns:
-            The reason if the recording could not be written, else None.
+            The reason why the recording could not be written, or None if it was written.
         """
         assert self._profile is not None
         try:
@@ -357,8 +364,8 @@ class Trainer:
         return None
 
     def not_finite(self) -> NotFinite:
-        """Finds the numbers on this rank that are not finite, after an update that was skipped
-        because of these numbers."""
+        """Finds the numbers on this rank that are not finite, after an update was skipped because
+        of such numbers."""
         measured = self.step.measured
         tokens = measured.tokens if measured is not None else None
         return look(
@@ -366,10 +373,11 @@ class Trainer:
         )
 
     def log_probs(self) -> tuple[Tensor, Tensor] | None:
-        """Returns, for this rank's response tokens [N] in the last batch, their canonical numbers
-        in the batch and their log-probs.
+        """Returns the indices and the log-probs of this rank's response tokens [N] in the last
+        batch. The indices follow the batch's canonical order.
 
-        Returns None on all ranks but one rank of each tensor-parallel group of the last stage.
+        Only one rank of each tensor-parallel group of the last stage returns these tensors. All
+        other ranks return None.
         """
         measured = self.step.measured
         if measured is None or self.policy.layout.tp_rank != 0:
@@ -377,8 +385,8 @@ class Trainer:
         return measured.tokens.index.cpu(), measured.tokens.old_log_prob.detach().cpu()
 
     def token_numbers(self) -> list[TokenNumbers]:
-        """Returns the watched samples' token numbers from the last batch's updates; an empty list
-        on ranks that report none."""
+        """Returns the watched samples' token numbers from the last batch's updates. Ranks that
+        report no token numbers return an empty list."""
         return self.step.token_numbers()
 
     def refresh_reference(self) -> None:
@@ -390,14 +398,15 @@ class Trainer:
         self.policy.reference.refresh(self.policy.model)
 
     def export(self) -> dict[str, Tensor]:
-        """Returns the whole policy by Hugging Face name on the first rank, nothing on others; only
-        for models that fit into one process."""
+        """Returns all tensors of the policy by Hugging Face name on the first rank, and an empty
+        dict on other ranks. Use `export` only for models that fit into one process."""
         self.onload(("parameters",))
         finish_gather(self.policy.model)
         return export_hf(self.policy.model, self.policy.shape, self.policy.layout)
 
     def bucket_layouts(self) -> tuple[BucketLayout, ...]:
-        """Returns the layouts of the weight stream's buckets: the tensors in each."""
+        """Returns the layout of each bucket of the weight stream, which lists the bucket's
+        tensors."""
         return self.stream.layouts
 
     def begin_weight_stream(self, checksums: bool = True) -> None:
@@ -405,14 +414,16 @@ class Trainer:
         `next_bucket` for every bucket, then `end_weight_stream`.
 
         Args:
-            checksums: whether `end_weight_stream` returns checksums; if not, the checksums are "".
+            checksums: whether `end_weight_stream` returns computed checksums. Otherwise, each
+                checksum is "".
         """
         self.onload(("parameters",))
         finish_gather(self.policy.model)
         self.stream.begin(checksums)
 
     def next_bucket(self) -> Tensor | None:
-        """Returns the next bucket of whole tensors, flat, on the first rank; None on others."""
+        """Returns the next bucket of whole tensors as one flat tensor on the first rank, and None
+        on other ranks."""
         return self.stream.next()
 
     def end_weight_stream(self) -> dict[str, str]:
@@ -420,7 +431,8 @@ class Trainer:
         return self.stream.end()
 
     def prepare_weights(self, target: SyncTarget, prove: bool) -> None:
-        """Gathers the first bucket of this stage's weights for the engines. All ranks must call
+        """Prepares to send the current weights to the engines. Unless the engines share devices
+        with the trainer, gathers the first bucket of this stage's weights. All ranks must call
         `prepare_weights`.
 
         Args:
@@ -447,16 +459,16 @@ class Trainer:
 
     def send_weights(self, *after: Any) -> Any:
         """Sends this stage's weights, or all weights if engines share devices. All ranks of the
-        stage (all ranks of the trainer if devices are shared) must call `send_weights` after
-        `prepare_weights`.
+        stage must call `send_weights` after `prepare_weights`. If engines share devices, all ranks
+        of the trainer must call `send_weights`.
 
         Args:
             after: results of other workers' calls that must finish first; their values are ignored.
 
         Returns:
-            On the stage's first rank the `Sender.end` result, which the engines verify; on others
-                None. If devices are shared, a list of these results for the engines whose handles
-                this rank collects.
+            The `Sender.end` result, which the engines verify, on the stage's first rank, and None
+                on other ranks. If devices are shared, the return value is a list of these results
+                for the engines whose handles this rank collects.
         """
         if self._prepared is None:
             raise _nothing_prepared()
@@ -467,7 +479,8 @@ class Trainer:
         `after` is described in `send_weights`.
 
         Returns:
-            The `Sender.end` result, which the engines verify; None if there are no such experts.
+            The `Sender.end` result, which the engines verify, or None if this rank has no experts
+                left to send.
         """
         if not isinstance(self._prepared, StageSend):
             raise _nothing_prepared()
@@ -479,8 +492,8 @@ class Trainer:
             self._stage_send.forget()
 
     def own_tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Returns shape and dtype of the policy's tensors that this rank will write, by Hugging
-        Face name. All ranks must call `own_tensors`."""
+        """Returns the shape and dtype of each policy tensor that this rank will write, keyed by
+        Hugging Face name. All ranks must call `own_tensors`."""
         self.onload(("parameters",))
         policy = self.policy
         finish_gather(policy.model)
@@ -501,8 +514,9 @@ class Trainer:
 
     @property
     def _moving_reference(self) -> list[nn.Module]:
-        """Returns the reference's model chunks if the configuration refreshes the reference,
-        because a refreshed reference belongs in checkpoints. Otherwise returns an empty list."""
+        """Returns the reference policy's model chunks if the configuration refreshes the reference
+        policy, because checkpoints must contain a refreshed reference policy. Otherwise returns an
+        empty list."""
         reference = self.policy.reference
         moves = self.config.model.reference_refresh_every is not None
         return reference.model if reference is not None and moves else []
@@ -513,8 +527,8 @@ class Trainer:
         return self._computes_on
 
     def prove(self, share: RankShare, plan: MicroBatchPlan) -> RankProof:
-        """Returns log-probs of a canary batch and sums of tensors, which show the weights and state
-        that this rank holds. All ranks must call `prove`."""
+        """Returns the log-probs of a canary batch and the sums of tensors. These numbers show which
+        weights and which state this rank holds. All ranks must call `prove`."""
         self.onload(("parameters", "optimizer", "reference"))
         policy, moving = self.policy, self._moving_reference
         finish_gather(policy.model)
@@ -537,12 +551,12 @@ class Trainer:
         )
 
     def saved(self) -> bool:
-        """Returns True once this rank's part is written or has failed; `finish_save` then waits for
-        the other ranks."""
+        """Returns True once this rank's part of the checkpoint is written or has failed.
+        `finish_save` waits for the other ranks too."""
         return self._saving is None or self._saving.written()
 
     def wait_saved(self) -> None:
-        """Waits until this rank's part is written or has failed."""
+        """Waits until this rank's part of the checkpoint is written or has failed."""
         if self._saving is not None:
             self._saving.wait()
 
@@ -580,8 +594,8 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Drops an unfinished checkpoint, disconnects from the engines, and leaves the process
-        groups."""
+        """Drops an unfinished checkpoint, closes StageSend's connections to the engines, and leaves
+        the process groups."""
         if self._saving is not None:
             self._saving.drop()
         if self._stage_send is not None:

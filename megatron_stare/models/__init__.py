@@ -1,9 +1,9 @@
-"""Model families, one file each, and the reading of a model's shape from config.json.
+"""Defines model families, one file each, and reads a model's shape from config.json.
 
 The `model_type` of config.json names the family, as in transformers. Every file of this package
-with a `FAMILY` object defines one family; no list names the families. Installed packages add
-families as entry points of the group PLUG_INS, named by model_type and imported only when a model
-needs them.
+with a `FAMILY` object defines one family, so there is no separate list of families. Installed
+packages add families as entry points of the group PLUG_INS. The name of such an entry point is the
+family's model_type. An entry point is imported only when a model needs its family.
 """
 
 from __future__ import annotations
@@ -95,10 +95,11 @@ def family_named(model_type: Any, where: str) -> ModelFamily:
     """Returns the family of a `model_type`.
 
     Args:
-        where: file that names the family, for the error.
+        where: file that names the family, for the error message.
 
     Raises:
-        DataError: no such family, or a plug-in's object is not a ModelFamily.
+        DataError: the family is unknown or not supported, or a plug-in cannot be loaded or is not a
+            ModelFamily.
     """
     if model_type in FAMILIES:
         return FAMILIES[model_type]
@@ -143,8 +144,8 @@ def read_shape(path: str | Path) -> ModelShape:
     """Reads the shape of the model in a Hugging Face folder.
 
     Raises:
-        DataError: no folder, no config.json, an unknown family, a setting that the family does not
-            support, or a missing field.
+        DataError: the folder, config.json or a field is missing, the family is unknown, or the
+            family does not support a setting.
     """
     file = Path(path) / "config.json"
     try:
@@ -166,7 +167,8 @@ def read_shape(path: str | Path) -> ModelShape:
 
 
 def _to_download(path: str | Path) -> str:
-    """Returns a hint on getting a missing model folder; for OWNER/NAME, its download command."""
+    """Returns a hint on how to get a missing model folder. For a path that ends in OWNER/NAME, the
+    hint contains the download command."""
     parts = Path(path).parts
     if Path(path).exists() or len(parts) < 2:
         return "model.path must be a Hugging Face model folder on this machine"
@@ -194,8 +196,8 @@ def published_shape(path: str | Path) -> ModelShape | None:
 
 
 def rule_for(name: str, shape: ModelShape) -> Rule:
-    """Returns the rule of a Megatron parameter (with global layer and expert numbers), with the
-    numbers filled in.
+    """Returns the rule of a Megatron parameter, with the parameter's layer and expert numbers
+    filled in. These numbers count the layers and experts of the whole model.
 
     Raises:
         KeyError: the family's rules do not contain the parameter.
@@ -211,6 +213,6 @@ def rule_for(name: str, shape: ModelShape) -> Rule:
 
 
 def cost_of(shape: ModelShape) -> Callable[[int], float]:
-    """Returns a function from the tokens of a sequence to its work, in tokens
-    (ModelFamily.cost)."""
+    """Returns a function that maps the length of a sequence to the work of the sequence, both in
+    tokens (ModelFamily.cost)."""
     return partial(family_of(shape).cost, shape)

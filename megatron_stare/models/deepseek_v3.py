@@ -1,8 +1,9 @@
-"""DeepSeek V3: GLM-4.5's experts, and multi-head latent attention (arXiv 2412.19437, section 2.1).
+"""Defines DeepSeek V3, which combines GLM-4.5's experts with multi-head latent attention (arXiv
+2412.19437, section 2.1).
 
-Queries go through one normed low-rank latent, and keys with values through another. In each head,
-the part that is not rotated by positions comes from the latent. All heads share one rotated part of
-the keys.
+Queries go through one normed low-rank latent. Keys and values share a second low-rank latent. In
+each head, the part of a key that positions do not rotate comes from the latent. All heads share one
+rotated part of the keys.
 """
 
 from __future__ import annotations

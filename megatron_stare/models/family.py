@@ -1,8 +1,8 @@
-"""Everything the rest of the package needs to know of an architecture.
+"""Defines what the rest of the package needs to know about a model architecture.
 
-`ModelFamily` itself is the dense decoder of most open models: RMSNorm before attention and
-feed-forward layer, rotary positions, grouped-query attention, a gated SiLU. Each family is a file
-beside this one that overrides what differs.
+`ModelFamily` itself describes the dense decoder of most open models. This decoder has RMSNorm
+before attention and before the feed-forward layer, rotary positions, grouped-query attention and a
+gated SiLU. Each family has a file in this folder, which overrides the parts that differ.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megatron_stare.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class Served:
-    """Place of a Hugging Face tensor in an engine's server: number `index` among the tensors
-    stacked into the server's parameter `name`.
+    """Place of a Hugging Face tensor in an engine's server. The tensor has number `index` among the
+    tensors that are stacked into the server's parameter `name`.
 
-    count: number of stacked tensors; None: `an_expert` tensors for every expert.
+    count: number of stacked tensors, or None if `an_expert` tensors are stacked for every expert.
     an_expert: number of stacked tensors per expert.
-    dtype: dtype of the server's parameter; None: the server's compute dtype.
+    dtype: dtype of the server's parameter, or None for the server's compute dtype.
     whole: whether every rank of a server holds the whole parameter, even if the rule's layout cuts
         the tensor.
     at_once: whether all stacked tensors must be passed to the server in one call.
@@ -80,10 +80,10 @@ class ModelFamily:
     served_by_groups: ClassVar[bool] = False
 
     def check(self, config: Mapping[str, Any], where: str) -> None:
-        """Raises DataError for a setting of this family that is not supported here.
+        """Raises DataError if config.json has a setting that is not supported for this family.
 
         Args:
-            where: the file, for the error.
+            where: path of the config.json, for the error message.
         """
         _refuse_two_ropes(config, where)
         rope = rope_parameters(config)
@@ -116,8 +116,8 @@ class ModelFamily:
             )
 
     def window(self, config: Mapping[str, Any]) -> int | None:
-        """Returns the size of the attention window in positions; None: attention covers all earlier
-        positions."""
+        """Returns the size of the attention window in positions, or None if attention covers all
+        earlier positions."""
         return None
 
     def shape(self, config: Mapping[str, Any]) -> ModelShape:
@@ -143,7 +143,8 @@ class ModelFamily:
         )
 
     def has(self, name: str, shape: ModelShape) -> bool:
-        """Tells whether a model of this shape has a Hugging Face tensor that the rules name."""
+        """Returns True if a model of this shape has the Hugging Face tensor of this name. The name
+        must be one that the rules contain."""
         if name == "lm_head.weight":
             return not shape.tied
         if name.endswith("_proj.bias"):
@@ -156,8 +157,8 @@ class ModelFamily:
         return False
 
     def size(self, name: str, shape: ModelShape) -> tuple[int, ...]:
-        """Returns the size of a Hugging Face tensor: [out, in] of a matrix, [out] of its bias,
-        [hidden] of a norm."""
+        """Returns the size of a Hugging Face tensor: [out, in] for a matrix, [out] for a bias,
+        [width] for a norm."""
         module, kind = name.split(".")[-2:]
         out, into = self.matrices(shape).get(module, (shape.hidden, None))
         return (out,) if into is None or kind == "bias" else (out, into)
@@ -182,7 +183,7 @@ class ModelFamily:
 
     def megatron_config(self, shape: ModelShape) -> dict[str, Any]:
         """Returns the settings of Megatron's TransformerConfig that define the computation.
-        Settings of parallelism belong to the run."""
+        Settings of parallelism come from the run's configuration instead."""
         return {
             "num_layers": shape.layers,
             "hidden_size": shape.hidden,
@@ -200,8 +201,8 @@ class ModelFamily:
         }
 
     def megatron_model(self, shape: ModelShape) -> dict[str, Any]:
-        """Returns the settings of Megatron's GPTModel that define the computation around the
-        layers."""
+        """Returns the settings of Megatron's GPTModel that define the computation outside the
+        transformer layers."""
         return {
             "max_sequence_length": shape.max_positions,
             "share_embeddings_and_output_weights": shape.tied,
@@ -210,8 +211,8 @@ class ModelFamily:
         }
 
     def checkpoint_views(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
-        """Returns the checkpoint's tensors, by name, that a parameter of transformers' model
-        corresponds to; views where possible."""
+        """Returns the checkpoint's tensors, keyed by name, that correspond to a parameter of
+        transformers' model. The tensors are views of the parameter where possible."""
         return {name: parameter}
 
     def served(self, name: str, shape: ModelShape) -> Served:
@@ -225,28 +226,31 @@ class ModelFamily:
         return Served(name)
 
     def float32(self, name: str) -> bool:
-        """Tells whether a Hugging Face tensor is float32 whatever the model's dtype."""
+        """Returns True if a Hugging Face tensor is float32 regardless of the model's dtype."""
         pattern = numbered(name)[1]
         return any(pattern in rule.hf for rule in self.rules if rule.float32)
 
     @property
     def vocabulary(self) -> frozenset[str]:
-        """Hugging Face tensors with one row a token, which engines and Megatron pad."""
+        """Names of the Hugging Face tensors with one row per vocabulary entry. Engines and Megatron
+        pad these tensors."""
         return frozenset(name for rule in self.rules if rule.layout == "vocab" for name in rule.hf)
 
     def cost(self, shape: ModelShape, length: int) -> float:
-        """Returns the work of one sequence, in tokens: linear layers grow with length, attention
-        with its square.
+        """Returns the work of one sequence, in tokens. The work of linear layers grows with the
+        sequence's length, and the work of attention with the square of this length.
 
-        A layer's matrices take 24 h^2 operations a token (Q, K, V, output and a gated MLP of 8/3
-        h), and causal attention takes 2 h n. The ratio of attention to matrices is n / (12 h).
+        For hidden size h and length n, a layer's matrices take 24 h^2 operations a token (Q, K, V,
+        output and a gated MLP of 8/3 h). Causal attention takes 2 h n operations a token. The ratio
+        of attention to matrices is n / (12 h).
         """
         return length * (1 + length / (12 * shape.hidden))
 
 
 def _refuse_two_ropes(config: Mapping[str, Any], where: str) -> None:
     """Raises DataError if config.json describes two different rotary embeddings. transformers and
-    servers would use the older key and lose the base in the newer one."""
+    servers would use the older key, rope_scaling, and lose the base in the newer key,
+    rope_parameters."""
     newer, older = config.get("rope_parameters"), config.get("rope_scaling")
     if not newer or not older:
         return
@@ -267,8 +271,9 @@ def _refuse_two_ropes(config: Mapping[str, Any], where: str) -> None:
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the rotary embedding's parameters, with `rope_type`. The parameters' key in
-    config.json is `rope_parameters` since transformers 5, and was `rope_scaling` before."""
+    """Returns the rotary embedding's parameters, including `rope_type`. config.json contains these
+    parameters under the key `rope_parameters` since transformers 5, and under `rope_scaling`
+    before."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     scaling = rope.pop("type", None)
     rope.setdefault("rope_type", scaling or "default")

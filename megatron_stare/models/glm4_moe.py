@@ -1,10 +1,10 @@
-"""GLM-4.5: leading dense layers, then layers of routed experts beside shared experts. Sigmoid
-scores plus a bias choose the experts.
+"""Defines GLM-4.5, which has leading dense layers, followed by layers with routed and shared
+experts. Sigmoid scores plus a bias choose the routed experts.
 
 The bias of an expert (`e_score_correction_bias`) affects which experts are chosen, but not the
-weights of the chosen experts (L. Wang et al., arXiv 2408.15664). The bias is not trained: engines
-and checkpoints get the loaded values. The multi-token prediction layers after the last layer are
-left out.
+weights of the chosen experts (L. Wang et al., arXiv 2408.15664). The bias is not trained, so
+engines and checkpoints get the loaded values. The multi-token prediction layers after the last
+layer are left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OF_DENSE = ("mlp.gate_proj.", "mlp.up_proj.", "mlp.down_proj.")
 
 
 class Glm4Moe(Qwen3Moe):
-    """GLM-4.5. `attention_bias` here is a bias on queries, keys and values."""
+    """GLM-4.5. In this family, `attention_bias` is a bias on queries, keys and values."""
 
     model_type = "glm4_moe"
     served_by_groups = True
@@ -113,8 +113,8 @@ class Glm4Moe(Qwen3Moe):
         return super().has(name, shape)
 
     def leaves_out(self, name: str, shape: ModelShape) -> bool:
-        """Tells whether a tensor belongs to multi-token prediction. Those layers are numbered after
-        the last layer and hold an embedding and a head."""
+        """Returns True if a tensor belongs to the multi-token prediction layers. These layers are
+        numbered after the model's last layer and contain an embedding and a head."""
         in_layer = _IN_LAYER.fullmatch(name)
         return (
             in_layer is not None and 0 <= int(in_layer[1]) - shape.layers < shape.prediction_layers

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, which need only the defaults of ModelFamily."""
+"""Defines Llama 2 and 3, which need only the defaults of ModelFamily."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Mistral: Llama's layers; in some releases attention sees a window of the last positions."""
+"""Defines Mistral, which has Llama's layers. In some releases, attention sees only a window of the
+last positions."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from megatron_stare.models.family import ModelFamily
 
 
 class Mistral(ModelFamily):
-    """Mistral. The first release's config.json sets a window; later ones have null."""
+    """Mistral. The config.json of the first release sets an attention window. Later releases set
+    null."""
 
     model_type = "mistral"
 

@@ -1,5 +1,5 @@
-"""Phi-3 and Phi-4: Llama's layers, with q, k and v fused in one checkpoint matrix, and gate and up
-in another."""
+"""Defines Phi-3 and Phi-4, which have Llama's layers. Their checkpoints fuse q, k and v in one
+matrix, and gate and up in another matrix."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _FUSED = {"qkv": (ATTENTION + "qkv_proj.weight",), "gated": (MLP + "gate_up_proj
 
 
 class Phi3(ModelFamily):
-    """Phi-3. Servers keep the fused matrices. LongRoPE, for long contexts, is not supported,
-    because its frequencies depend on the length of the current sequence; transformers also treats
-    YaRN in this family's config.json as LongRoPE."""
+    """Phi-3. Servers keep the fused matrices. LongRoPE for long contexts is not supported, because
+    LongRoPE's frequencies depend on the length of the current sequence. YaRN is not supported
+    either, because transformers treats YaRN in this family's config.json as LongRoPE."""
 
     model_type = "phi3"
     rules = tuple(

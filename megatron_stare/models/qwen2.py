@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on queries, keys and values."""
+"""Defines Qwen2 and Qwen2.5, which have biases on queries, keys and values."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from megatron_stare.models.family import ModelFamily
 
 
 class Qwen2(ModelFamily):
-    """Qwen2. `attention_bias`, if set, changes nothing: queries, keys and values always have a
-    bias, and the output projection never does."""
+    """Qwen2. The setting `attention_bias` changes nothing. Queries, keys and values always have a
+    bias, and the output projection never has a bias."""
 
     model_type = "qwen2"
     qkv_bias = True

@@ -1,4 +1,4 @@
-"""Qwen3, dense: norms over the queries and keys of each head."""
+"""Defines dense Qwen3 models, which norm the queries and keys of each head."""
 
 from __future__ import annotations
 

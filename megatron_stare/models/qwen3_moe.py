@@ -1,4 +1,4 @@
-"""Qwen3-MoE: experts in place of every feed-forward layer."""
+"""Defines Qwen3-MoE, which has experts in place of every feed-forward layer."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _SERVED_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight"
 
 
 class Qwen3Moe(Qwen3):
-    """Qwen3-MoE. A checkpoint holds every expert's matrices separately; transformers and servers
-    stack those of a layer."""
+    """Qwen3-MoE. A checkpoint holds every expert's matrices separately. transformers and servers
+    stack the matrices of all experts of a layer."""
 
     model_type = "qwen3_moe"
     rules = (
@@ -73,8 +73,8 @@ class Qwen3Moe(Qwen3):
         }
 
     def checkpoint_views(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
-        """Splits the stacked experts of transformers' layers (gate over up) into the checkpoint's
-        tensors."""
+        """Splits the stacked experts of a layer in transformers into the checkpoint's tensors. In
+        each stacked expert, the rows of gate come before the rows of up."""
         layer, _, last = name.rpartition(".")
         views: dict[str, Tensor] = {}
         if not layer.endswith(".experts"):

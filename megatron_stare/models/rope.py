@@ -1,5 +1,5 @@
-"""Frequencies of rotary embeddings whose range was extended after pretraining, from transformers'
-own formulas."""
+"""Computes the frequencies of rotary embeddings whose range was extended after pretraining, with
+transformers' own formulas."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def scaled_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
     """Returns inverse frequencies and attention scale of a model with RoPE scaling.
 
     Returns:
-        [half of the rotated columns of a head] float32 radians a position, and the factor on
-        queries times keys before the softmax. The factor is YaRN's factor on cosines and sines,
-        squared because it multiplies both queries and keys, over sqrt(head_dim). Latent attention
-        has its own scale.
+        The inverse frequencies, [half of the rotated columns of a head] float32 radians a position,
+        and the factor on queries times keys before the softmax. The factor is the square of YaRN's
+        factor on cosines and sines, divided by sqrt(head_dim). The square arises because YaRN's
+        factor multiplies both queries and keys. Latent attention has its own scale.
     """
     if shape.rope_scaling is None:
         raise ValueError("the model's RoPE is not scaled")

@@ -1,10 +1,11 @@
-"""Rules: the Hugging Face tensors that make up each Megatron parameter, and how each parameter is
-cut over tensor-parallel ranks.
+"""Defines rules, which state the Hugging Face tensors that make up each Megatron parameter, and how
+each parameter is cut over tensor-parallel ranks.
 
-Loading, export, gradients, the weight stream and conversion all use a family's rules. Parameter
-names are those of one pipeline stage, with global layer numbers. Rules cover both layer specs. In
-the local spec norms and experts' matrices are separate; in Transformer Engine's, norms are fused
-into the next linear layer, and each expert's matrices are numbered weights of a grouped GEMM.
+Loading, export, gradients, the weight stream and conversion all use a family's rules. Rules use
+Megatron's parameter names, with layers numbered as in the whole model. Rules cover both layer
+specs. In the local spec, norms and experts' matrices are separate parameters. In Transformer
+Engine's spec, norms are fused into the next linear layer, and each expert's matrices are numbered
+weights of a grouped GEMM.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ _PARTS = {"qkv": 3, "gated": 2}  # parts of a Megatron tensor; 1 for other layou
 
 @dataclass(frozen=True)
 class Rule:
-    """A Megatron name (with {} for the layer) and the Hugging Face names that it holds, in order.
+    """A Megatron parameter's name, and the names of the Hugging Face tensors that the parameter
+    contains, in order. The names have {} in place of layer and expert numbers.
 
-    If a checkpoint has separate tensors for q, k and v, or for gate and up, `hf` names each. If a
-    checkpoint fuses these tensors end to end in one tensor, `hf` names the fused tensor.
+    If a checkpoint has separate tensors for q, k and v, or for gate and up, `hf` names each of
+    these tensors. If a checkpoint fuses these tensors end to end in one tensor, `hf` names the
+    fused tensor.
     """
 
     megatron: str
@@ -119,8 +122,8 @@ _NUMBER = re.compile(r"(?<=layers\.|xperts\.|\.weight)\d+")
 
 
 def numbered(name: str) -> tuple[list[str], str]:
-    """Returns the layer and expert numbers in a Megatron name, and the name with {} in their
-    places."""
+    """Returns the layer and expert numbers in a Megatron name, and the name with {} in place of
+    each number."""
     return _NUMBER.findall(name), _NUMBER.sub("{}", name)
 
 
@@ -128,8 +131,8 @@ def shard(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, tp_rank: int, 
     """Returns this rank's Megatron tensor, made from whole Hugging Face tensors.
 
     Args:
-        parts: tensors (or lazily read safetensors slices) of rule.hf, in order; or the parts of a
-            fused tensor.
+        parts: tensors of rule.hf in order, or the parts of a fused tensor. Lazily read safetensors
+            slices may take the place of tensors.
     """
     match rule.layout:
         case "replicated":
@@ -157,12 +160,12 @@ def shard(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, tp_rank: int, 
 
 
 def blocks(rule: Rule, shard: Tensor, shape: ModelShape, tp_rank: int, tp: int) -> list[Tensor]:
-    """Returns the blocks that this rank's Megatron tensor holds, one for each of rule.sources; also
-    used for gradients.
+    """Returns the blocks that this rank's Megatron tensor holds, one for each entry of
+    rule.sources. The Megatron tensor may be a weight or a gradient.
 
     The ranks' blocks of a part, concatenated along the dimension rule.cut, give the whole part.
-    Blocks are views of the shard, unless Megatron cut through a query group. A block may have its
-    rows in several dimensions; flattening these dimensions gives the rows in order.
+    Blocks are views of the shard, unless Megatron cut through a query group. If a block has its
+    rows in several dimensions, flattening these dimensions gives the rows in order.
     """
     match rule.layout:
         case "replicated" | "column" | "row":
@@ -205,8 +208,8 @@ def _parts(rule: Rule, tensors: Sequence[Tensor], shape: ModelShape) -> list[_Ro
 
 
 def _interleave(q: Tensor, k: Tensor, v: Tensor, groups: int, head_dim: int) -> Tensor:
-    """Returns the rows of q, k and v (heads in order) in Megatron's order: for each query group its
-    q heads, its k, its v."""
+    """Returns the rows of q, k and v in Megatron's order. In this order, each query group has its q
+    heads first, then its k head, then its v head."""
     rest = q.shape[1:]
     grouped = [x.reshape(groups, -1, head_dim, *rest) for x in (q, k, v)]
     return torch.cat(grouped, dim=1).reshape(-1, *rest)

@@ -1,4 +1,4 @@
-"""The sizes of a model, as its family reads them from config.json."""
+"""Defines the sizes of a model, which the model's family reads from config.json."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class ModelShape:
 
     @property
     def feed_forward(self) -> int:
-        """Columns of the model's feed-forward matrices; in a mixture of experts, those of one
-        expert."""
+        """Number of columns of the model's feed-forward matrices, or of one expert's matrices in a
+        mixture of experts."""
         return self.expert_ffn if self.experts else self.ffn
 
     @property
@@ -90,7 +90,7 @@ class ModelShape:
         )
 
     def padded_vocab(self, tp: int, multiple: int = 128) -> int:
-        """Returns Megatron's padded number of vocabulary rows over `tp` ranks: a multiple of
-        `multiple` on each rank."""
+        """Returns the number of vocabulary rows after Megatron's padding. Each of the `tp` ranks
+        holds a multiple of `multiple` rows."""
         unit = multiple * tp
         return -(-self.vocab_size // unit) * unit

@@ -1,1 +1,1 @@
-"""Defines the sink, the interface of everything that records a run's reports."""
+"""Defines the sink, which is the interface of every component that records a run's reports."""

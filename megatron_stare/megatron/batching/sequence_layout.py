@@ -1,7 +1,7 @@
-"""Decides how the sequences of a micro-batch are laid out over the ranks that compute it together.
+"""Lays out the sequences of a micro-batch over the ranks that compute the micro-batch together.
 
-Shape legend: a micro-batch has b rows and s positions (packed: one row of all tokens). This rank
-computes the log-probs of n response positions. The hidden size is H.
+Shape legend: a micro-batch has b rows and s positions. A packed micro-batch has one row with all
+tokens. This rank computes the log-probs of n response positions. The hidden size is H.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from megatron_stare.megatron.batching.zigzag import WHOLE, Zigzag
 
 @dataclass(frozen=True)
 class Grid:
-    """Names the content of every position of a micro-batch: a sample ([b, s], -1: padding), and a
-    token of this sample ([b, s]).
+    """Records which sample and which token of that sample every position of a micro-batch holds.
+    `sample` [b, s] is -1 at padding. `token` [b, s] counts the tokens of each sample from 0.
 
-    shared: for a packed row that repeats prompts, the columns to feed to the model; None: all
+    shared: the columns to feed to the model if a packed row repeats prompts, or None to feed all
     positions.
     """
 
@@ -58,22 +58,23 @@ class SequenceLayout(ABC):
     """Layout of sequences over positions and ranks. Micro-batches, the output layer and the sums of
     a step use this layout.
 
-    Each position names its sample and token. Targets, canonical numbers and masks can therefore be
-    found for any split of the sequences. Ranks that split a sequence receive the same share of the
-    batch.
+    The layout records the sample and the token of every position. Any split of the sequences can
+    therefore look up targets, masks and places in the batch's canonical order. Ranks that split a
+    sequence receive the same share of the batch.
     """
 
     @abstractmethod
     def lay_out(self, lengths: Sequence[Tensor]) -> list[Grid]:
-        """Places the tokens of all micro-batches of a rank. `lengths` has one tensor for each
-        micro-batch, which contains the lengths of the micro-batch's samples."""
+        """Places the tokens of all micro-batches of a rank. For each micro-batch, `lengths` has one
+        tensor with the lengths of the micro-batch's samples."""
 
     @abstractmethod
     def split(self, grid: Grid) -> Grid:
         """Returns the positions that are fed to this rank's model."""
 
     def share(self, grid: Grid, prompts: Tensor, groups: Tensor) -> Grid:
-        """Marks later copies of a prompt as not fed to the model, if this layout allows it.
+        """Marks all copies of a prompt after the first so that the model skips them, if the layout
+        can share prompts.
 
         Args:
             prompts: [samples of the micro-batch] int64 prompt length of each sample.
@@ -83,29 +84,31 @@ class SequenceLayout(ABC):
 
     @abstractmethod
     def describe(self, grid: Grid, device: torch.device) -> PackedSequences | None:
-        """Returns the boundaries of the sequences in a whole grid, for attention; None: each row is
-        one sequence."""
+        """Returns the sequence boundaries of a whole grid for attention, or None if each row is one
+        sequence."""
 
     @abstractmethod
     def rows(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Returns [n, H] hidden states of the response positions, on every rank that holds columns
-        of the output layer. Backward returns the gradients to the ranks they belong to.
+        of the output layer. Backward returns the gradients of the hidden states to the ranks that
+        own these states.
 
         Args:
-            hidden: [s, b, H] this rank's output of the last stage, or a part of its s.
+            hidden: [s, b, H] output of the last stage on this rank. Under sequence parallelism,
+                this rank holds only a part of the s positions.
             rows: [n] int64 rows of the flattened [b, s] positions from `split`.
         """
 
     @property
     @abstractmethod
     def group(self) -> ProcessGroup | None:
-        """Group of ranks that hold other tokens of the batch; None: this rank holds all tokens.
-        Sums, maxima and selections are reduced over this group."""
+        """Group of the ranks over which the batch's tokens are divided, or None if this rank holds
+        all tokens. Sums, maxima and selections are reduced over this group."""
 
     @property
     def micro_batch_group(self) -> ProcessGroup | None:
-        """Ranks that hold other tokens of the same responses, in the same micro-batches; None: this
-        rank holds whole responses."""
+        """Group of the ranks that hold other tokens of the same responses in the same
+        micro-batches, or None if this rank holds whole responses."""
         return None
 
 
@@ -114,11 +117,13 @@ class WholeSequences(SequenceLayout):
     """Layout with whole sequences on every tensor-parallel rank. Under sequence parallelism
     Megatron cuts a micro-batch's positions into one part per rank, after the embedding.
 
-    packed: sequences are laid end to end in one row; if not, one row each, padded on the right.
+    packed: whether sequences are laid end to end in one row. If not, each sequence has its own row,
+    padded on the right.
     cut: sequence parallelism.
-    multiple: a micro-batch's positions are padded to a multiple of this, so that they can be cut.
-    each: each packed sequence is padded to a multiple of this.
-    uniform: all micro-batches have the shape of the largest.
+    multiple: the number of positions of a micro-batch is padded to a multiple of this value, so
+    that the positions can be cut into parts.
+    each: each packed sequence is padded to a multiple of this value.
+    uniform: whether all micro-batches are padded to the shape of the largest micro-batch.
     share_prompts: a prompt that several responses of a micro-batch share is fed to the model once.
     """
 
@@ -178,10 +183,11 @@ class WholeSequences(SequenceLayout):
 
 @dataclass(frozen=True)
 class SplitSequences(WholeSequences):
-    """Layout for context parallelism: sequences are padded to a multiple of twice the ranks and cut
-    into chunks. A rank feeds two chunks to its model, whose attention exchanges keys and values.
+    """Layout for context parallelism. Each sequence is padded to a multiple of twice the number of
+    context-parallel ranks and cut into chunks. Each rank feeds two chunks of a sequence to its
+    model, and attention exchanges keys and values between the ranks.
 
-    data_group: ranks that hold other data or other chunks.
+    data_group: group of the ranks that hold other data or other chunks of the sequences.
     place: decides which chunks of a sequence this rank of `context_group` holds.
     """
 
@@ -235,8 +241,8 @@ def _padded(lengths: Tensor, multiple: int) -> Grid:
 
 def _packed(lengths: Tensor, each: int, multiple: int) -> Grid:
     """Lays out all samples end to end in one row, and pads each sample to a multiple of `each`. If
-    the row needs more padding to reach a multiple of `multiple`, that padding is a sequence of its
-    own at the end."""
+    the row needs more padding to reach a multiple of `multiple`, a separate sequence of padding
+    ends the row."""
     sizes = lengths + -lengths % each
     total = int(sizes.sum())
     padding = multiple if total == 0 else -total % multiple

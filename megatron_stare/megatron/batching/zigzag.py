@@ -1,8 +1,9 @@
-"""Defines the positions of a sequence that a context-parallel rank holds: two chunks, one from
-either end, as Megatron's rotary embeddings and Transformer Engine's attention expect.
+"""Defines which positions of a sequence a context-parallel rank holds. Each rank holds two chunks,
+one from each half of the sequence, as Megatron's rotary embeddings and Transformer Engine's
+attention expect.
 
-Shape legend: L positions of a sequence, t positions of sequences laid end to end, C
-context-parallel ranks.
+Shape legend: a sequence has L positions, sequences laid end to end have t positions in total, and
+there are C context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class Zigzag:
     Each sequence is cut into 2 C equal chunks; rank r holds chunks r and 2 C - 1 - r.
 
     Raises:
-        ValueError: from every method, if a length is not a multiple of 2 C (of 1 if C is 1).
+        ValueError: a method got a length that is not a multiple of 2 C. If C is 1, every length is
+            allowed.
     """
 
     rank: int = 0
@@ -29,12 +31,12 @@ class Zigzag:
 
     @property
     def multiple(self) -> int:
-        """Divisor of all lengths: 2 C, or 1 if C is 1."""
+        """The number that must divide every length: 2 C, or 1 if C is 1."""
         return 2 * self.ranks if self.ranks > 1 else 1
 
     def positions(self, length: int) -> Tensor:
-        """Returns the positions that this rank holds of a sequence with L positions: [L / C] int64,
-        ascending."""
+        """Returns this rank's positions of a sequence with L positions, as [L / C] int64 in
+        ascending order."""
         if length % self.multiple:
             raise ValueError(f"{length} positions cannot be cut into {self.multiple} equal chunks")
         if self.ranks == 1:
@@ -44,16 +46,16 @@ class Zigzag:
         return torch.cat([first, first + (self.multiple - 1 - 2 * self.rank) * chunk])
 
     def columns(self, lengths: Sequence[int]) -> Tensor:
-        """Returns the columns that this rank holds of a packed row with t columns: [t / C] int64.
-        The row has sequences of `lengths` laid end to end."""
+        """Returns this rank's columns of a packed row with t columns, as [t / C] int64. The row
+        consists of sequences with these `lengths`, laid end to end."""
         starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
         return torch.cat(
             [start + self.positions(length) for start, length in zip(starts, lengths, strict=False)]
         )
 
     def order(self, lengths: Sequence[int]) -> Tensor:
-        """Returns the place of each column after the parts of all ranks are concatenated in rank
-        order, [t] int64."""
+        """Returns each column's index in the concatenation of all ranks' parts in rank order, as
+        [t] int64."""
         return torch.cat(
             [Zigzag(rank, self.ranks).columns(lengths) for rank in range(self.ranks)]
         ).argsort()

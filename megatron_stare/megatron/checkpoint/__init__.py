@@ -1,1 +1,1 @@
-"""Distributed checkpoints of a run: written in the background, loaded in any layout."""
+"""Writes a run's distributed checkpoints in the background and loads them in any layout."""

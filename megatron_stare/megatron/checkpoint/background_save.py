@@ -1,9 +1,9 @@
-"""Writes a checkpoint while training continues: `BackgroundSave` stages it and forks writers,
-`finish` completes it.
+"""Writes a checkpoint while training continues. `BackgroundSave` stages the checkpoint and forks
+writer processes, and its method `finish` completes the checkpoint.
 
-Writers are forked from their rank, so they see its memory as of the fork, and memory that training
-does not change is not copied. Data on a GPU, or in host memory that a fork shares, is copied first.
-Writers die with their rank.
+Each writer is forked from its rank and sees the rank's memory as of the fork. Memory that training
+does not change is therefore not copied. Data on a GPU, or in host memory that parent and fork
+share, is copied before the fork. Writers die with their rank.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class BackgroundSave:
     dropped.
 
     Args:
-        request: Megatron's plan of the save. Megatron's own ways of running it either import torch
-            again for every save, or leave writers behind when a rank is killed.
+        request: Megatron's plan of the save. Megatron's own ways of running a plan either import
+            torch again for every save, or leave writer processes behind when a rank is killed.
         folder: folder of the checkpoint.
     """
 
@@ -57,11 +57,11 @@ class BackgroundSave:
             self._writers.append(self._begun(request.async_fn.args[0], number, bucket))
 
     def _begun(self, transforms: Sequence[Any], number: int, bucket: Any) -> tuple[Any, Connection]:
-        """Returns a writer that has started, and the pipe for its result.
+        """Returns a writer process that has started, and the pipe for the writer's result.
 
         A fork inherits this process's locks but none of its other threads. If one of the other
-        threads held a lock at the fork, a writer that waits for the lock never starts. In this case
-        another writer is forked.
+        threads held a lock at the fork, a writer that waits for the lock never starts. If a writer
+        does not start, another writer is forked.
 
         Raises:
             UserError: no writer started.
@@ -88,7 +88,8 @@ class BackgroundSave:
         )
 
     def written(self) -> bool:
-        """Returns True once this rank's part is on disk or has failed; does not wait."""
+        """Returns True once this rank's part of the checkpoint is on disk or its writer has failed.
+        Does not wait."""
         return all(pipe.poll() for _, pipe in self._writers)
 
     def wait(self) -> None:
@@ -97,8 +98,8 @@ class BackgroundSave:
             pipe.poll(None)
 
     def finish(self) -> dict[str, Sum]:
-        """Waits until this rank's part is written. All ranks together then complete the checkpoint
-        in the folder, so all ranks must call `finish`.
+        """Waits until this rank's part of the checkpoint is written. All ranks together then
+        complete the checkpoint in the folder, so all ranks must call `finish`.
 
         Returns:
             Lengths and checksums of the files that this rank wrote, by name.
@@ -125,8 +126,8 @@ class BackgroundSave:
         return sums | self._of_the_first_rank()
 
     def _of_the_first_rank(self) -> dict[str, Sum]:
-        """Returns the lengths and checksums of the files that only Megatron's first rank writes:
-        metadata, and state that is not tensors."""
+        """Returns the lengths and checksums of the files that only Megatron's first rank writes.
+        These files contain metadata and state other than tensors."""
         if torch.distributed.get_rank() != 0:
             return {}
         folder = Path(self._folder)

@@ -2,9 +2,9 @@
 megatron.core.dist_checkpointing.
 
 All tensors are saved as parts of the whole model's tensors, so a checkpoint loads in any layout.
-Random states belong to ranks: in another layout they restart from the run's seed.
-docs/checkpoints.md lists what may change on a resume. `load_start` fills a new policy from a
-Hugging Face folder, or from a checkpoint converted from one.
+Random states belong to single ranks. If the layout changes, the random states restart from the
+run's seed. docs/checkpoints.md lists what may change on a resume. `load_start` fills a new policy
+from a Hugging Face folder, or from a checkpoint converted from such a folder.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ from megatron_stare.weights.files.torch_dist import TorchDist, check_files, is_c
 
 
 class Saver:
-    """Saves checkpoints of one layout; later saves reuse what ranks exchanged for the first.
+    """Saves checkpoints of one layout. Later saves reuse the information that the ranks exchanged
+    for the first save.
 
-    If several data-parallel ranks hold the same part, one of these ranks writes the part. The parts
-    are divided so that these ranks write similar amounts.
+    If several data-parallel ranks hold the same part, one of these ranks writes the part. Parts are
+    assigned so that data-parallel ranks write similar amounts.
 
     Args:
-        writers: number of files, and of processes that write them, per rank.
+        writers: number of files per rank. A separate process writes each file.
     """
 
     def __init__(self, layout: Layout, writers: int) -> None:
@@ -77,13 +78,13 @@ class Saver:
         scheduler: OptimizerParamScheduler,
         reference: Sequence[nn.Module] = (),
     ) -> BackgroundSave:
-        """Begins to write the checkpoint into `folder`, which exists and is empty. Training may
-        change the state as soon as this returns. The caller makes the folder visible when all ranks
-        have finished. All ranks must call it.
+        """Begins to write the checkpoint into `folder`, which must exist and be empty. Training may
+        change the state as soon as `begin` returns. The caller makes the folder visible when all
+        ranks have finished the save. All ranks must call `begin`.
 
         Args:
-            reference: chunks of a reference policy that the run refreshes; a fixed reference is not
-                saved.
+            reference: model chunks of a reference policy that the run refreshes. A fixed reference
+                policy is not saved.
         """
         # Megatron passes its writers' reports through a separate process, which costs every rank
         # seconds and another import of torch. Here the process that gathers the reports reads them.
@@ -150,8 +151,8 @@ def load(
 
 
 def load_weights(folder: str | Path, model: Sequence[nn.Module]) -> None:
-    """Fills a model's parameters from any distributed checkpoint that contains them, e.g. a
-    converted one.
+    """Fills a model's parameters from any distributed checkpoint that contains these parameters,
+    e.g. a converted checkpoint.
 
     Raises:
         DataError: the checkpoint does not contain these parameters.
@@ -166,13 +167,13 @@ def load_weights(folder: str | Path, model: Sequence[nn.Module]) -> None:
 
 
 def _as_its_own(shared: SharedMappings, part: Any) -> Any:
-    """Prepares a part on the host so that the forked writers will see its current values, and
-    returns the part.
+    """Makes sure that forked writers see the current values of a part in host memory, and returns
+    the part to save.
 
     Memory that a fork copies on write is not copied here. The returned part accesses such memory
     through a tensor of exactly the part's size, because Megatron would copy a view of a larger
-    tensor. Memory that a fork shares is copied, and so is pinned memory, which CUDA maps. Without
-    this copy, writers would see the next step's values.
+    tensor. Memory that parent and fork share is copied. Pinned memory, which CUDA maps, is copied
+    as well. Without these copies, writers would see the next step's values.
     """
     if not isinstance(part, ShardedTensor) or part.data.device.type != "cpu":
         return part
@@ -206,7 +207,7 @@ _NORMS = (
 
 def _ask_for_saved_names(wanted: dict[str, Any], folder: str | Path) -> None:
     """Renames norms in `wanted` to the checkpoint's names if the checkpoint was saved from the
-    other kind of layers.
+    other kind of layers than this model's.
 
     The two kinds of layers are Transformer Engine's layers and Megatron's local layers.
     """
@@ -220,8 +221,8 @@ def _ask_for_saved_names(wanted: dict[str, Any], folder: str | Path) -> None:
 
 @contextlib.contextmanager
 def _explained(folder: str) -> Iterator[None]:
-    """If Megatron or torch reports that a checkpoint does not fit the model and optimizer, raises a
-    DataError instead."""
+    """Raises a DataError if Megatron or torch reports that a checkpoint does not fit the model and
+    optimizer."""
     try:
         yield
     except (CheckpointingException, CheckpointException, KeyError, ValueError) as error:
@@ -266,13 +267,13 @@ def _state(
 
 
 def _parameters_by_chunk(model: Sequence[nn.Module]) -> dict[str, Any]:
-    """Returns the model's sharded state by chunk, because two chunks of a virtual pipeline use the
-    same layer names."""
+    """Returns the sharded state of each model chunk separately, because two chunks of a virtual
+    pipeline use the same layer names."""
     return {f"model{i}": unwrap(chunk).sharded_state_dict() for i, chunk in enumerate(model)}
 
 
 def _sizes(layout: Layout, model: Sequence[nn.Module]) -> dict[str, int]:
-    """Returns the layout's sizes; random states are restored only if these are unchanged."""
+    """Returns the layout's sizes. Random states are restored only if these sizes are unchanged."""
     return {
         "tensor": layout.tp,
         "pipeline": layout.pp,

@@ -1,2 +1,2 @@
-"""Builds models that take no memory, to find the layout of ranks and parameters for plan and
-preflight."""
+"""Builds models that take no memory, so that plan and preflight can examine a layout of ranks and
+parameters."""

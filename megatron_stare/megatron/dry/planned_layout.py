@@ -1,8 +1,9 @@
 """Builds every rank of a layout on the meta device, and checks that the ranks together hold the
 model.
 
-The layout may be one that this machine could not run. `faults` checks the whole world at once:
-parameter names, the Hugging Face tensors that they form, the checkpoint and the weight stream.
+The layout may need more hardware than this machine has. `faults` checks all ranks at once. The
+checks cover parameter names, the Hugging Face tensors that the parameters form, the checkpoint and
+the weight stream.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def plan_layout(
 
     Args:
         processes: number of processes that build ranks in parallel.
-        advance: called with the number of ranks built since its last call.
+        advance: callback that receives the number of ranks built since its last call.
     """
     world = parallel.world_size
     split = [
@@ -80,8 +81,8 @@ def _build(part: _Ranks, advance: Advance) -> list[RankPlan]:
 
 
 def extremes(plans: Sequence[RankPlan]) -> dict[str, tuple[RankPlan, RankPlan]]:
-    """Returns the ranks that hold the most and the least of every item, and of the sum of all items
-    ("total")."""
+    """Returns, for every item of memory, the rank that holds the most bytes and the rank that holds
+    the least. The item "total" is the sum of all items."""
     sizes = {item: [plan.nbytes[item] for plan in plans] for item in plans[0].nbytes}
     sizes["total"] = [sum(plan.nbytes.values()) for plan in plans]
     return {
@@ -92,7 +93,8 @@ def extremes(plans: Sequence[RankPlan]) -> dict[str, tuple[RankPlan, RankPlan]]:
 def assumptions(
     shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig
 ) -> list[str]:
-    """Lists the assumptions behind a plan's bytes, and the memory that they leave out."""
+    """Lists the assumptions behind the byte counts of a plan, and the memory that the byte counts
+    leave out."""
     experts = parallel.tensor * parallel.replicas // parallel.expert
     shared = f"{parallel.replicas} data-parallel replicas" + (
         f" ({experts} of an expert's)" if shape.experts else ""
@@ -130,7 +132,8 @@ def assumptions(
 def faults(
     plans: Sequence[RankPlan], shape: ModelShape, parallel: ParallelConfig, bucket_bytes: int
 ) -> list[str]:
-    """Lists the faults of a layout in words; empty if the ranks together hold the model.
+    """Describes the faults of a layout in words. The list is empty if the ranks together hold the
+    model.
 
     Args:
         plans: plans of all ranks, in order.
@@ -146,8 +149,8 @@ def faults(
 def _faults_of_replicas(
     plans: Sequence[RankPlan], shape: ModelShape, parallel: ParallelConfig
 ) -> Iterator[str]:
-    """Yields a fault unless every data-parallel replica forms each Hugging Face tensor of
-    config.json once, and no other tensors."""
+    """Checks that every data-parallel replica forms each Hugging Face tensor of config.json exactly
+    once and forms no other tensors. Yields each fault."""
     replicas = {
         False: parallel.replicas,
         True: parallel.tensor * parallel.replicas // parallel.expert,
@@ -182,9 +185,9 @@ def _faults_of_replicas(
 
 
 def _copies(layout: str, shape: ModelShape, parallel: ParallelConfig) -> int:
-    """Returns the number of copies that a replica holds of each part of a tensor. If a tensor is
-    not cut, every tensor-parallel rank holds a copy of the whole tensor. If the embedding is tied,
-    the first and the last pipeline stage each hold a copy."""
+    """Returns how many copies of each part of a tensor one data-parallel replica holds. If a tensor
+    is not cut, every tensor-parallel rank holds a copy of the whole tensor. If the embedding is
+    tied, the first and the last pipeline stage each hold a copy."""
     tied = shape.tied and layout == "vocab" and parallel.pipeline > 1
     return (parallel.tensor if layout == "replicated" else 1) * (2 if tied else 1)
 
@@ -212,7 +215,7 @@ def _made(held: list[Held], copies: int) -> tuple[int, ...] | str:
 def _faults_of_checkpoint(parts: Sequence[StatePart], shape: ModelShape) -> Iterator[str]:
     """Yields faults of the checkpoint. The parts that ranks write must tile every tensor. A part
     that a rank holds but does not write must be written by another rank. The checkpoint must have
-    exactly the tensors that weights/ converts."""
+    exactly the tensors that the code in weights/ converts."""
     by_key: dict[str, list[StatePart]] = defaultdict(list)
     for part in parts:
         by_key[part.key].append(part)
@@ -256,7 +259,7 @@ def _tiled(
     whole: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> bool:
     """Returns True if boxes (start, sizes) cover every element of a tensor exactly once. The edges
-    of all boxes divide the tensor into cells; the function counts the boxes that cover each
+    of all boxes divide the tensor into cells. The function counts the boxes that cover each
     cell."""
     edges = []
     for dim, size in enumerate(whole):
@@ -277,8 +280,8 @@ def _tiled(
 def _faults_of_stream(
     plans: Sequence[RankPlan], shape: ModelShape, bucket_bytes: int
 ) -> Iterator[str]:
-    """Yields faults unless the weight stream carries every Hugging Face tensor whole and exactly
-    once."""
+    """Checks that the weight stream carries every Hugging Face tensor whole and exactly once.
+    Yields each fault."""
     try:
         plan = plan_of([plan.held for plan in plans], shape, bucket_bytes)
     except ValueError as error:

@@ -1,15 +1,17 @@
-"""Finds the tensors and bytes of one rank of a layout, without data, on the meta device.
+"""Finds the tensors of one rank of a layout and their sizes in bytes, without data, on the meta
+device.
 
-`plan_rank` builds a rank with the functions that a run uses, as the run would build this rank.
-`plan_rank` derives nothing from other ranks by symmetry.
+`plan_rank` builds a rank with the same functions that a run uses to build this rank. `plan_rank`
+derives nothing from other ranks by symmetry.
 
 `build_parts` builds the parts of a model once. `stage_bytes` combines these parts to find the bytes
-of ranks in many layouts. All layers of a model are alike, except leading dense layers before layers
-with experts. A rank holds some layers, plus the embedding on the first stage, and the norm and the
-output layer on the last stage. The tensors of one layer of each kind therefore determine the
-tensors of every rank. Only the numbers of tensor-parallel and expert-parallel ranks change how a
-layer is cut. One build therefore suffices for all pipeline, data and context sizes.
-tests/megatron/test_planned_parts.py compares the sums with whole ranks, to the byte.
+of ranks in many layouts. All layers of a model are alike, except that leading dense layers differ
+from layers with experts. Every rank holds some layers. A rank of the first stage also holds the
+embedding, and a rank of the last stage also holds the final norm and the output layer. The tensors
+of one layer of each kind therefore determine the tensors of every rank. Only the numbers of
+tensor-parallel and expert-parallel ranks change how a layer is cut. One build therefore suffices
+for all pipeline, data and context sizes. tests/megatron/test_planned_parts.py checks that these
+sums equal the bytes of whole ranks exactly.
 """
 
 from __future__ import annotations
@@ -61,8 +63,8 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @contextlib.contextmanager
 def pretend(parallel: ParallelConfig, rank: int) -> Iterator[Layout]:
-    """Makes this process the given rank, on the meta device, while the context is open. Collectives
-    return at once without other ranks' data, so use `pretend` only to build models and
+    """Lets this process act as the given rank on the meta device while the context is open.
+    Collectives return at once without other ranks' data, so use `pretend` only to build models and
     optimizers."""
     # torch wraps sys.excepthook again with every process group
     hook = substituted(sys, "excepthook", sys.excepthook)
@@ -80,15 +82,15 @@ _new_group = dist.new_group
 
 
 def _fake_group(*args: Any, **options: Any) -> Any:
-    """Creates a group with the world's backend even if gloo is requested; gloo would wait for the
-    other ranks."""
+    """Creates a process group with the world's backend even if gloo is requested, because gloo
+    would wait for the other ranks."""
     return _new_group(*args, **{**options, "backend": None})
 
 
 @dataclass(frozen=True)
 class StatePart:
-    """Describes a part of a tensor in the whole model's checkpoint. If `dtype` is None, describes a
-    part of a grid of objects instead."""
+    """Describes a part of a tensor in the whole model's checkpoint. If `dtype` is None, the part
+    belongs to a grid of objects instead of a tensor."""
 
     key: str
     dtype: torch.dtype | None
@@ -128,10 +130,10 @@ def plan_rank(
     optimizer: OptimizerConfig,
     rank: int,
 ) -> RankPlan:
-    """Builds one rank of `parallel.world_size` without the others.
+    """Builds one of the `parallel.world_size` ranks without building the other ranks.
 
     Raises:
-        KeyError: a parameter is not in the family's table of names.
+        KeyError: a parameter is missing from the model family's table of names.
     """
     with pretend(parallel, rank) as layout:
         chunks = build_policy(shape, model, parallel, layout, optimizer.distributed)
@@ -157,8 +159,8 @@ def plan_rank(
 def _nbytes(
     chunks: list[nn.Module], optimizer: MegatronOptimizer, config: OptimizerConfig
 ) -> dict[str, int]:
-    """Returns the bytes of each item's storages, including padding of Megatron's buffers; shared
-    storages count once."""
+    """Returns the bytes of the storages of each entry of ITEMS. The bytes include the padding of
+    Megatron's buffers. A shared storage counts once."""
     parameters = _storages(parameter for chunk in chunks for parameter in chunk.parameters())
     gradients = _storages(buffer.grad_data for buffer in gradient_buffers(chunks))
     updated = list(_updated(optimizer))
@@ -200,9 +202,9 @@ def _everything(
 
 
 def _state(chunks: list[nn.Module]) -> list[StatePart]:
-    """Returns this rank's parts of the model's checkpoint, in the form in which
-    megatron/checkpoint/checkpoint.py saves the parts. If a matrix of an expert or a gated matrix is
-    saved in two halves, both halves are included."""
+    """Returns this rank's parts of the model's checkpoint, in the form that
+    megatron/checkpoint/checkpoint.py saves. If an expert's matrix or a gated matrix is saved in two
+    halves, both halves are included."""
     parts = []
     with backend():
         for chunk in chunks:
@@ -228,11 +230,11 @@ class Parts:
     """Numbers of elements of each tensor on one rank.
 
     layer: the tensors of a layer without its experts.
-    experts: the tensors of those experts of a layer that this rank holds.
+    experts: the tensors of the experts of one layer that this rank holds.
     whole: the tensors of `layer` and `experts`, in the order of the layer.
     dense: the tensors of a leading dense layer.
     head: the tensors of the norm after the last layer and of the output layer. The output layer is
-    absent if one stage has both the embedding and an output layer that is tied to the embedding.
+    left out if it is tied to the embedding and the same stage holds the embedding.
     """
 
     embedding: tuple[int, ...]
@@ -244,7 +246,8 @@ class Parts:
 
 
 def build_parts(shape: ModelShape, model: ModelConfig, tensor: int, expert: int) -> Parts:
-    """Builds one layer of each kind, with the embedding and the head."""
+    """Builds one layer of each kind, the embedding and the head, and counts the elements of their
+    tensors."""
     parallel = ParallelConfig(
         tensor=tensor, sequence=tensor > 1, expert=expert, data=expert // math.gcd(expert, tensor)
     )
@@ -295,8 +298,8 @@ def stage_bytes(
 def _chunk(
     parts: Parts, shape: ModelShape, parallel: ParallelConfig, stage: int, chunk: int
 ) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
-    """Returns the tensors of one chunk of a pipeline stage: those of each gradient bucket, and
-    those of the experts."""
+    """Returns the sizes of the tensors in one chunk of a pipeline stage: one tuple for each
+    gradient bucket, and one tuple for the experts."""
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     layers = shape.layers // (stages * chunks)
     start = (chunk * stages + stage) * layers
@@ -331,9 +334,9 @@ def _buffer(tensors: Sequence[int], replicas: int | None) -> int:
 def _share(tensors: Sequence[int], replicas: int | None) -> int:
     """Returns the number of elements that the first replica updates.
 
-    Megatron lays a bucket's tensors from last to first and cuts the bucket into one equal part per
-    replica. The first replica updates the tensors in the first part. The gaps between the aligned
-    tensors do not count as updated elements.
+    Megatron lays out a bucket's tensors from last to first, and cuts the bucket into one equal part
+    per replica. The first replica updates the tensors in the first part. The gaps between the
+    aligned tensors do not count as updated elements.
     """
     if replicas is None:
         return sum(tensors)

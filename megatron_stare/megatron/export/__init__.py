@@ -1,1 +1,1 @@
-"""Exports weights from a rank's shards: under Hugging Face names, by stage, or to the engines."""
+"""Exports weights from the ranks' shards to files under Hugging Face names, or to the engines."""

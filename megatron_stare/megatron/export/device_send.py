@@ -4,7 +4,7 @@ The trainer ranks that together hold one copy of the model gather every bucket, 
 ranks gets the whole bucket. Each rank then makes a handle of the bucket for the engine's rank on
 the same device. Among the trainer ranks that share devices with an engine, the first rank collects
 the handles and sends one handle to each rank of the engine. Weights travel between devices only
-when a bucket is gathered, among the ranks of one copy of the model.
+while the ranks of one copy of the model gather a bucket.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DeviceSend:
             prove: whether the senders compute checksums for the engines to verify.
 
         Raises:
-            UserError: an engine is on no rank's device.
+            UserError: a rank of an engine uses a device that no trainer rank uses.
         """
         if target != self._target:
             self.close()
@@ -67,7 +67,8 @@ class DeviceSend:
         ]
 
     def _group(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
-        """Returns the group of the ranks that carry an engine; None: there is one such rank."""
+        """Returns the process group of the trainer ranks that share devices with an engine, or None
+        if there is only one such rank."""
         members = tuple(sorted(set(ranks)))
         if len(members) > 1 and members not in self._groups:
             # handles are small objects: gloo gathers them without GPU memory, which NCCL
@@ -106,14 +107,15 @@ class DeviceSend:
         return [each.result() for each in self._carried if each.leads]
 
     def close(self) -> None:
-        """Closes the connections to the engines. The groups end with the process's others."""
+        """Closes the connections to the engines. The process groups end together with the process's
+        other groups."""
         carried, self._carried, self._target = self._carried, [], None
         for each in carried:
             each.close()
 
 
 class _Carried:
-    """An engine with a rank on this rank's device.
+    """An engine that has a rank on this trainer rank's device.
 
     An error is stored until `result` raises it, because the other ranks still wait for this rank in
     `meet`.
@@ -121,7 +123,7 @@ class _Carried:
     Args:
         ranks: trainer ranks whose memory the engine's ranks open, in the order of the engine's
             ranks.
-        group: of these ranks; None: there is one.
+        group: process group of `ranks`, or None if there is only one rank.
     """
 
     def __init__(
@@ -143,8 +145,8 @@ class _Carried:
         self._try(self._sender.begin)
 
     def hand(self, bucket: Bucket) -> None:
-        """Passes on a bucket's handles. The next `meet` confirms that the previous bucket was
-        taken."""
+        """Passes a bucket's handles on to the engine. The next `meet` confirms that the previous
+        bucket was taken."""
         handle = self._sender.handle(bucket)
         handles: list[Any] | None = [handle]
         if self._group is not None:

@@ -1,6 +1,6 @@
 """Exports the policy, or its gradients, as whole Hugging Face tensors. The first rank gets all
 tensors, or several ranks write the tensors to files. The weight stream assembles each whole tensor
-from shards, which are the tensors of Megatron's ranks."""
+from the shards that Megatron's ranks hold."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ EXPORT_BUCKET_BYTES = 64 * 2**20
 
 def main_grad(parameter: nn.Parameter) -> Tensor:
     """Returns a parameter's gradient in Megatron's buffers. Under the distributed optimizer, only
-    this rank's shard of the buffers is reduced over data-parallel ranks until
-    `gather_gradients`."""
+    this rank's shard of the buffers is reduced over data-parallel ranks before `gather_gradients`
+    runs."""
     return parameter.main_grad.view_as(parameter)  # type: ignore[attr-defined]
 
 
 def shards(
     model: list[nn.Module], layout: Layout, of: Callable[[nn.Parameter], Tensor] | None = None
 ) -> list[Shard]:
-    """Returns this rank's weights, detached. If the function `of` is given, returns instead the
-    function's result for each parameter, in the parameter's shape."""
+    """Returns this rank's weights, detached. If the function `of` is given, returns the result of
+    `of` for each parameter instead. This result must have the parameter's shape."""
     if of is None:
         return [
             Shard(name, weight.detach(), *part_of(name, weight, layout))
@@ -58,14 +58,14 @@ def export_hf(
     layout: Layout,
     of: Callable[[nn.Parameter], Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Returns all tensors by Hugging Face name in the first rank's host memory; nothing on other
-    ranks. All ranks must call it.
+    """Returns all tensors by Hugging Face name in the first rank's host memory, and an empty dict
+    on other ranks. All ranks must call `export_hf`.
 
     Use this function only for models that fit into one process; larger models need PolicyStream.
 
     Args:
-        of: function of a parameter that returns the tensor to export instead of its weights, e.g.
-            its gradient, in the same shape.
+        of: function that maps a parameter to the tensor to export instead of the parameter's
+            weights, e.g. to its gradient. The tensor has the parameter's shape.
     """
     held, group = shards(model, layout, of), dist.group.WORLD
     buckets = stream(plan_stream(held, shape, EXPORT_BUCKET_BYTES, group), held, group)
@@ -76,12 +76,12 @@ def export_hf(
 def export_gradients(
     model: list[nn.Module], shape: ModelShape, layout: Layout, loss_scale: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Returns the gradients, reduced over data-parallel ranks, in the form of export_hf. All ranks
-    must call this function after backward. If the call comes after the optimizer step, the returned
-    gradients are clipped.
+    """Returns the gradients, reduced over data-parallel ranks, in the form that export_hf returns.
+    All ranks must call this function after backward. If the call comes after the optimizer step,
+    the returned gradients are clipped.
 
     Args:
-        loss_scale: 0-dim factor of the loss; None: 1.
+        loss_scale: 0-dim factor by which the loss was multiplied, or None for a factor of 1.
     """
     gather_gradients(model)
     unscaled = (
@@ -92,8 +92,8 @@ def export_gradients(
 
 @torch.no_grad()
 def gather_gradients(model: list[nn.Module]) -> None:
-    """Completes reduce-scattered gradient buffers from the shards of the data-parallel ranks;
-    leaves a rank's own shard unchanged."""
+    """All-gathers the shards of reduce-scattered gradient buffers over the data-parallel ranks.
+    Each rank's own shard stays unchanged."""
     for chunk in model:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):  # type: ignore[misc]
             if not group.ddp_config.use_distributed_optimizer:
@@ -107,10 +107,10 @@ def gather_gradients(model: list[nn.Module]) -> None:
 
 class PolicyStream:
     """Streams the policy's weights from all ranks to the first rank, for a weight sync. The stream
-    is planned once and run after every change of the weights.
+    is planned once and runs after every change of the weights.
 
-    All ranks must create a PolicyStream and make the same calls: `begin`, `next` for every bucket,
-    `end`. Only the first rank's calls return something.
+    All ranks must create a PolicyStream and make the same calls: first `begin`, then `next` for
+    every bucket, then `end`. These calls return data only on the first rank.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class PolicyStream:
         """Starts streaming the current weights.
 
         Args:
-            checksums: whether `end` returns checksums; if not, they are "".
+            checksums: whether `end` returns computed checksums. Otherwise, each checksum is "".
         """
         # Drains messages left over from a sync that an error interrupted, which would be mistaken
         # for this one's.
@@ -141,7 +141,8 @@ class PolicyStream:
 
     @torch.no_grad()
     def next(self) -> Tensor | None:
-        """Returns the next bucket, flat, in host memory."""
+        """Returns the next bucket as one flat tensor in host memory on the first rank, and None on
+        other ranks."""
         bucket = next(self._buckets)
         if bucket is None:
             return None
@@ -152,7 +153,8 @@ class PolicyStream:
         return bucket.flat
 
     def end(self) -> dict[str, str]:
-        """Waits until everything is sent. Returns each tensor's checksum by name."""
+        """Waits until all buckets are sent. Returns the checksum of each tensor, keyed by tensor
+        name."""
         self._finish()
         return self._checksums
 
@@ -188,7 +190,8 @@ class HfExport:
         self._plan = plan_stream(held, shape, EXPORT_BUCKET_BYTES, self._group)
 
     def own(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Returns shape and dtype of the tensors that this rank will write, by name."""
+        """Returns the shape and dtype of each tensor that this rank will write, keyed by tensor
+        name."""
         if dist.get_rank(self._group) != SENDER:
             return {}
         return {

@@ -1,5 +1,5 @@
 """Sends a pipeline stage's weights to the engines. The stage's first rank gathers and sends the
-weights. Experts can instead be sent by the ranks that own the experts, without a gather."""
+weights. Ranks that own experts can instead send their experts themselves, without a gather."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from megatron_stare.weights.sync.target import Sender, SyncTarget
 
 @dataclass(frozen=True)
 class _Plans:
-    """Plans of the weights that the stage gathers, and of the experts that this rank sends itself.
-    `own` is None if this rank sends no experts itself."""
+    """Stream plans for the weights that the stage gathers and for the experts that this rank sends
+    itself. `own` is None if this rank sends no experts itself."""
 
     gathered: StreamPlan
     own: StreamPlan | None
@@ -38,7 +38,8 @@ class _Plans:
 
 class StageSend:
     """Sends a pipeline stage's weights. All ranks must create a StageSend. The ranks of a stage
-    make the same calls, in order: `prepare`, `send`, and `send_own` if owners send."""
+    must make the same calls in this order: `prepare`, `send`, and `send_own` if owners of experts
+    send their experts."""
 
     def __init__(
         self,
@@ -48,8 +49,8 @@ class StageSend:
         whole: StreamPlan,
         bucket_bytes: int,
     ) -> None:
-        """`whole` is the plan of all stages' stream. In this plan each tensor comes from the ranks
-        of one stage; a tied embedding comes from the first stage."""
+        """`whole` is the plan of the weight stream of all stages. In this plan each tensor comes
+        from the ranks of one stage. A tied embedding comes from the first stage."""
         self._model, self._layout, self._shape, self._bytes = model, layout, shape, bucket_bytes
         self._group = layout.stage_group
         ranks = set(dist.get_process_group_ranks(self._group))
@@ -86,8 +87,8 @@ class StageSend:
 
     @torch.no_grad()
     def prepare(self, target: SyncTarget, prove: bool) -> None:
-        """Gathers the first bucket of the current weights, which must not change until they have
-        been sent.
+        """Gathers the first bucket of the current weights. The weights must not change until all
+        buckets have been sent.
 
         Args:
             prove: whether the sender computes checksums for the engines to verify.
@@ -110,11 +111,12 @@ class StageSend:
 
     @torch.no_grad()
     def send(self) -> Any:
-        """Sends the buckets that the stage gathers, and gathers the next bucket while a bucket is
-        sent. Then sends this rank's own experts.
+        """Sends the buckets that the stage gathers, and then this rank's own experts. The stage
+        gathers the next bucket while the current bucket is sent.
 
         Returns:
-            On the first rank the `Sender.end` result, which the engines verify; on others None.
+            The `Sender.end` result, which the engines verify, on the first rank of the stage. None
+                on other ranks.
 
         Raises:
             UserError: sending failed.
@@ -129,9 +131,8 @@ class StageSend:
 
     @torch.no_grad()
     def send_own(self) -> Any:
-        """Sends the experts that this rank owns, if this rank has not sent them yet. Returns the
-        `Sender.end` result, which the engines verify; None if this rank has no experts left to
-        send.
+        """Sends the experts that this rank owns and has not sent yet. Returns the `Sender.end`
+        result, which the engines verify, or None if this rank has no experts left to send.
 
         Raises:
             UserError: sending failed.

@@ -1,1 +1,1 @@
-"""The policy model: attention, norms, activations, the output head, routing replay."""
+"""Defines the policy model: attention, norms, activations, the output head and routing replay."""

@@ -1,10 +1,11 @@
-"""Core attention of the local layer spec: torch's scaled_dot_product_attention, or our own for
-short sequences on a CPU.
+"""Implements core attention for the local layer spec with torch's scaled_dot_product_attention.
+Short sequences on a CPU use our own attention instead.
 
-Megatron's local core attention builds the whole s x s matrix and supports neither causal kernels
-nor packed sequences. Padding is on the right, so the causal mask alone keeps it away from real
-tokens. Under context parallelism a rank holds the queries of two chunks of every sequence, masks
-them by position, and gathers the keys and values of all ranks.
+Megatron's local core attention builds the whole s x s attention matrix and supports neither causal
+kernels nor packed sequences. Padding is on the right, so the causal mask alone keeps real tokens
+from attending to the padding. Under context parallelism a rank holds the queries of two chunks of
+every sequence. The rank gathers the keys and values of all ranks and masks them by the positions of
+its queries.
 
 Shape legend: a batch has b sequences of s positions, or t packed tokens. This rank has n heads and
 g query groups. The head size is d. There are C context-parallel ranks, and this rank holds m
@@ -113,7 +114,8 @@ class SdpaCoreAttention(nn.Module):
     def _gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Gathers keys and values of all context-parallel ranks, concatenated in rank order.
 
-        Backward gives every rank the gradient of its own part, summed over all ranks' queries.
+        Backward gives every rank the gradient of its own keys and values, summed over the queries
+        of all ranks.
         """
         both = gather_from_sequence_parallel_region(
             torch.cat([key, value], dim=-1), group=self.context_group
@@ -126,8 +128,8 @@ class SdpaCoreAttention(nn.Module):
         """Maps query [b, m, n, d], key and value [b, s, g, d] to [b, m, n, d].
 
         Args:
-            positions: [b, m] int64 on the host, each query's position among the s keys; None: m =
-                s.
+            positions: [b, m] int64 on the host, each query's position among the s keys, or None if
+                m = s.
         """
         if positions is None:
             short = (
@@ -160,8 +162,8 @@ class SdpaCoreAttention(nn.Module):
         return self._sdpa(query, key[:, :seen], value[:, :seen], mask)
 
     def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Returns [b, m, n, d], attending to the keys that `mask` [b, 1, m, s] allows; None:
-        causal."""
+        """Returns attention outputs [b, m, n, d] over the keys that `mask` [b, 1, m, s] allows. If
+        `mask` is None, attention is causal."""
         return F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),

@@ -1,10 +1,10 @@
 """Turns Megatron's last hidden states into log-probs and entropies.
 
-Only rows that predict a response token go through the output layer; every tensor-parallel rank
-computes its own columns. If the configuration does not choose the mode, free memory does
-(`choose_head`).
+Only rows that predict a response token go through the output layer. Every tensor-parallel rank
+computes its own columns of the logits. If the configuration does not choose the mode of the output
+layer, `choose_head` chooses the mode by the free memory.
 
-Shape legend: b rows and s positions of a micro-batch, n response positions in it, H hidden size.
+Shape legend: a micro-batch has b rows, s positions and n response positions. H is the hidden size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Te
 
 @dataclass(frozen=True)
 class HeadChoice:
-    """A mode of the output layer (ops/linear_head.py), and the reason for it, shown to the user."""
+    """A mode of the output layer (ops/linear_head.py) and the reason for this mode, which is shown
+    to the user."""
 
     mode: Mode
     reason: str
@@ -45,13 +46,13 @@ class HeadChoice:
 def choose_head(
     coupling: Literal["token", "sequence"], logits_bytes: int, free_bytes: int
 ) -> HeadChoice:
-    """Chooses whole logits if they fit in memory, else chunks; chunks compute logits only once if
-    the loss allows it.
+    """Chooses whole logits if they fit in memory, and chunks of logits otherwise. Chunks compute
+    the logits only once if each token's loss depends only on the token's own log-prob.
 
     Args:
-        coupling: the method's; see algorithms/method.py.
+        coupling: coupling of the method's loss; see algorithms/method.py.
         logits_bytes: size of the largest micro-batch's logits on one rank.
-        free_bytes: free memory of the rank that has the least.
+        free_bytes: free memory, in bytes, of the rank that has the least free memory.
     """
     size = (
         f"a micro-batch's logits take up to {logits_bytes / 1e9:.3g} GB a rank,"
@@ -67,16 +68,16 @@ def choose_head(
 
 
 def largest_logits(config: Config, shape: ModelShape) -> int:
-    """Returns the bytes of the logits [micro_batch_tokens of one rank, V of one rank], as if every
-    token were predicted."""
+    """Returns the bytes of one rank's logits [micro_batch_tokens of one rank, V of one rank],
+    assuming that every token is predicted."""
     columns = shape.padded_vocab(config.parallel.tensor) // config.parallel.tensor
     rows = -(-config.batch.micro_batch_tokens // config.parallel.context)
     return rows * columns * (4 if config.model.dtype == "float32" else 2)
 
 
 def free_memory() -> int:
-    """Returns the free bytes of the rank that has the least. All ranks must call this function.
-    Ranks on CPUs are assumed to share one machine."""
+    """Returns the free bytes of the rank that has the least free memory. All ranks must call this
+    function. Ranks on CPUs are assumed to share one machine."""
     if torch.cuda.is_available():
         free = (
             torch.cuda.mem_get_info()[0]
@@ -94,7 +95,8 @@ def free_memory() -> int:
 class Head:
     """Computes log-probs and entropies from hidden states.
 
-    entropy_gradient: whether entropies carry gradient; if not, they cost nothing in backward.
+    entropy_gradient: whether entropies carry a gradient. Entropies without a gradient cost nothing
+    in backward.
     mode, chunk: see ops/linear_head.py.
     """
 
@@ -111,8 +113,9 @@ class Head:
         """Maps hidden [s, b, H] to log-probs and entropies [n] of the micro-batch's response
         positions.
 
-        Under sequence parallelism `hidden` is this rank's part of s. With `second_moment` also
-        returns [n] sums over the vocabulary that the entropy sensitivity needs.
+        Under sequence parallelism `hidden` holds only this rank's part of the s positions. If
+        `second_moment` is True, also returns the sums [n] over the vocabulary that the entropy
+        sensitivity needs.
         """
         linear = self._linear
         if second_moment:
@@ -122,7 +125,7 @@ class Head:
     def loss(
         self, model: GPTModel, hidden: Tensor, micro: MicroBatch, loss_of: LossFunction
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns a micro-batch's loss, with gradient, and the tensors to log; see
+        """Returns a micro-batch's loss, which carries a gradient, and the tensors to log; see
         LinearHead.loss."""
         weight = output_weight(model)
         # Megatron's own gradient buffer; Megatron's hook does not touch a gradient already in it,
@@ -169,7 +172,7 @@ def output_weight(model: GPTModel) -> Tensor:
 def rows_of(hidden: Tensor, micro: MicroBatch) -> Tensor:
     """Returns hidden states [n, H] of the response positions, on every tensor-parallel rank.
 
-    Backward sums over the tensor-parallel ranks. Each rank contributes the gradient from its
-    columns of the output layer.
+    Backward sums gradients over the tensor-parallel ranks. Each rank contributes the gradient from
+    its columns of the output layer.
     """
     return micro.layout.rows(hidden, micro.rows)

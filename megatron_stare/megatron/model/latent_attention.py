@@ -1,8 +1,8 @@
 """Extends Megatron's multi-head latent attention, for the local layer spec, to tensor-parallel
 ranks and to packed sequences without cu_seqlens_q.
 
-Shape legend: s positions and b sequences of this rank's part, t packed tokens, d columns that
-positions rotate, K columns of the key-value latent including the rotated ones.
+Shape legend: this rank holds s positions of b sequences, or t packed tokens. Rotary embeddings
+rotate d columns. The key-value latent has K columns, including the rotated columns.
 """
 
 from __future__ import annotations

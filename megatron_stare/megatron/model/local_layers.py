@@ -3,16 +3,16 @@ sequences.
 
 - RMSNorm equals megatron-core's torch norm, but supports sequence parallelism and takes a third of
   the time on a CPU. megatron-core's norm refuses sequence parallelism, because the norm's weight
-  would miss the gradient all-reduce. Our RMSNorm requests this all-reduce by an attribute of the
-  weight. On GPUs, torch has a kernel for the norm and its gradient. On CPUs, torch uses a dozen
-  operations, each of which reads and writes all of its input.
-- SwiGLU: megatron-core's operations copy halves of the feed-forward hidden states, forward and
-  backward. megatron-core's fused SwiGLU needs a compiler, and Transformer Engine has a fused SwiGLU
-  of its own.
+  would miss the gradient all-reduce. Our RMSNorm requests this all-reduce through an attribute of
+  the weight. On GPUs, torch has a kernel for the norm and its gradient. On CPUs, torch computes the
+  norm with a dozen operations, and each operation reads and writes the whole input.
+- SwiGLU: megatron-core's operations copy both halves of the feed-forward hidden states in forward
+  and in backward. megatron-core's fused SwiGLU needs a compiler, and Transformer Engine has a fused
+  SwiGLU of its own.
 - The attention over short sequences is for CPUs, and keeps all scores in memory. torch's CPU kernel
   runs small matrix products for every head of every sequence, forward and backward. For short
-  sequences, the overhead of many small products exceeds the time of the products. Our attention
-  over short sequences runs one batched product for all heads and sequences.
+  sequences, the overhead of starting many small products exceeds the time of the computation. Our
+  attention over short sequences runs one batched product for all heads and sequences.
 
 Shape legend: H hidden size; F feed-forward size of this rank; b sequences, s positions, n heads, g
 groups of heads that share keys and values, r heads per group, d head size; *: any leading
@@ -82,7 +82,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 class SwiGlu(MegatronModule):
-    """Wraps `swiglu` as the activation module that Megatron builds; it adds nothing to a
+    """Wraps `swiglu` as the activation module that Megatron builds. The module adds nothing to a
     checkpoint."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def short_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | No
     """Causal attention: query [b, s, n, d], key and value [b, s, g, d] -> [b, s, n, d].
 
     Args:
-        scale: factor of the scores; None: 1 / sqrt(d).
+        scale: factor of the attention scores, or None for 1 / sqrt(d).
     """
     return _ShortAttention.apply(
         query, key, value, query.shape[-1] ** -0.5 if scale is None else scale

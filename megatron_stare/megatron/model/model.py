@@ -105,7 +105,7 @@ def transformer_config(
     performance: PerformanceConfig = _DEFAULT,
     moe: MoeConfig = _MOE,
 ) -> TransformerConfig:
-    """Returns Megatron's configuration of the model. The method normalises the loss, and Megatron
+    """Returns Megatron's configuration of the model. The RL method normalises the loss, so Megatron
     does not divide the loss again."""
     dtype = getattr(torch, model.dtype)
     tuned = megatron_fields(performance, "model")
@@ -163,8 +163,8 @@ def transformer_config(
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Returns Transformer Engine's layers if it and CUDA are available, else Megatron's local
-    layers with our norm, activation and attention."""
+    """Returns Transformer Engine's layers if Transformer Engine and CUDA are available. Otherwise,
+    returns Megatron's local layers with our norm, activation and attention."""
     if has_transformer_engine():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
@@ -178,7 +178,8 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
 
 
 def _has_experts(config: TransformerConfig, layer: int) -> bool:
-    """Returns True if a layer has experts; layers of the whole model are counted from 0."""
+    """Returns True if a layer has experts. `layer` is the layer's number in the whole model,
+    counted from 0."""
     every = config.moe_layer_freq
     return config.num_moe_experts is not None and (isinstance(every, int) or every[layer] == 1)
 
@@ -284,9 +285,9 @@ def build_model(
 def mark_cut_parameters(part: nn.Module, shape: ModelShape) -> None:
     """Tells Megatron which parameters are cut over tensor-parallel ranks.
 
-    Megatron itself sets these marks only while it initialises parameters, but here parameters are
-    loaded, not initialised. An unmarked parameter counts as a duplicate: the gradient norm would
-    include only the first rank's part.
+    Megatron marks cut parameters only while it initialises parameters, but a run loads parameters
+    instead. Megatron treats an unmarked parameter as a duplicate, so the gradient norm would
+    include only the first rank's part of the parameter.
     """
     tensor = unwrap(part).config.tensor_model_parallel_size
     for name, parameter in named_parameters([part]):
@@ -308,16 +309,16 @@ def mark_cut_parameters(part: nn.Module, shape: ModelShape) -> None:
 
 
 def named_parameters(model: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields parameters with their Megatron names, without wrappers; layers and experts are
-    numbered as in the whole model."""
+    """Yields parameters with their Megatron names, without the prefixes of wrappers. Layers and
+    experts are numbered as in the whole model."""
     for chunk in model:
         for name, parameter in unwrap(chunk).named_parameters():
             yield _whole_name(chunk, name), parameter
 
 
 def expert_biases(model: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the routers' expert biases, [E] float32, with names like those of parameters. No
-    optimizer updates them."""
+    """Yields the expert biases [E] float32 of the routers. The names of the biases have the form of
+    parameter names. No optimizer updates expert biases."""
     for chunk in model:
         for name, buffer in unwrap(chunk).named_buffers():
             if name.endswith(".expert_bias"):
@@ -331,7 +332,8 @@ def named_weights(model: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _whole_name(chunk: nn.Module, name: str) -> str:
-    """Converts a chunk's parameter name to the whole model's layer and expert numbers."""
+    """Replaces the layer and expert numbers in a chunk's parameter name with the numbers in the
+    whole model."""
     if local := re.match(r"decoder\.layers\.(\d+)\.", name):
         layer = unwrap(chunk).decoder.layers[int(local.group(1))]
         name = f"decoder.layers.{layer.layer_number - 1}.{name[local.end() :]}"
@@ -346,13 +348,14 @@ _EXPERT = re.compile(r"(?<=\.experts\.)(?:local_experts\.|linear_fc[12]\.weight)
 
 
 def is_expert(name: str) -> bool:
-    """Returns True if a parameter belongs to one expert; experts are never cut over tensor-parallel
+    """Returns True if a parameter belongs to one expert. Experts are never cut over tensor-parallel
     ranks."""
     return _EXPERT.search(name) is not None
 
 
 def part_of(name: str, weight: Tensor, layout: Layout) -> tuple[int, int]:
-    """Returns (index, count) of this rank's part of a weight, as `shard` and `Shard` take them."""
+    """Returns the index of this rank's part of a weight and the number of parts, in the form that
+    `shard` and `Shard` take."""
     cut = getattr(weight, "tensor_model_parallel", False) and not is_expert(name)
     return (layout.tp_rank, layout.tp) if cut else (0, 1)
 
@@ -360,16 +363,16 @@ def part_of(name: str, weight: Tensor, layout: Layout) -> tuple[int, int]:
 def hidden_states(
     chunk: nn.Module, tokens: Tensor, positions: Tensor, packing: PackedSequences | None
 ) -> Tensor:
-    """Runs a model chunk in its own precision; Float16Module would convert the last stage's output
-    to float32."""
+    """Runs a model chunk in its own precision. By default, Float16Module converts the last stage's
+    output to float32."""
     inside = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
     as_it_is = {"fp32_output": False} if isinstance(inside, Float16Module) else {}
     return chunk(tokens, positions, None, packed_seq_params=packing, **as_it_is)
 
 
 def finish_gather(model: list[nn.Module]) -> None:
-    """Waits for the updated parameters that the next forward would gather, so that other code can
-    read them. All ranks must call it."""
+    """Gathers the updated parameters now instead of in the next forward, so that other code can
+    read the parameters. All ranks must call this function."""
     for chunk in model:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             with backend():
@@ -377,7 +380,7 @@ def finish_gather(model: list[nn.Module]) -> None:
 
 
 def gradient_buffers(model: Iterable[nn.Module]) -> Iterator[Any]:
-    """Yields Megatron's flat buffers of gradients; with the distributed optimizer they hold
+    """Yields Megatron's flat gradient buffers. With the distributed optimizer, these buffers hold
     parameters too."""
     for chunk in model:
         yield from chunk.buffers  # type: ignore[misc]
@@ -385,7 +388,7 @@ def gradient_buffers(model: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 def unwrap(chunk: Any) -> GPTModel:
-    """Returns the GPTModel inside its wrappers."""
+    """Returns the GPTModel inside a chunk's wrappers."""
     while not isinstance(chunk, GPTModel):
         chunk = chunk.module
     return chunk
@@ -393,8 +396,8 @@ def unwrap(chunk: Any) -> GPTModel:
 
 @torch.no_grad()
 def load_hf(model: list[nn.Module], folder: HfFolder, shape: ModelShape, layout: Layout) -> None:
-    """Fills every parameter and expert bias with its slice of the folder's tensors; reads only
-    these slices.
+    """Fills every parameter and every expert bias with its slice of the folder's tensors. Reads
+    only these slices from the folder.
 
     Raises:
         DataError: a tensor is missing or has the wrong shape.

@@ -45,8 +45,8 @@ class GivenExperts(RouterReplay):
 
     Megatron's RouterReplay must be told whether a forward is a recomputation during backward. In a
     pipeline, forwards and backwards alternate, so this class recognises a recomputation without
-    being told. A forward that will be recomputed runs without gradients, and the recomputations
-    come in the order of such forwards.
+    being told. A forward that will be recomputed runs without gradients. The recomputations come in
+    the same order as these forwards.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class GivenExperts(RouterReplay):
         self._again.clear()
 
     def give(self, experts: Tensor | None) -> None:
-        """Sets the experts [t, K] of the next micro-batch; None: the router chooses."""
+        """Sets the experts [t, K] of the next micro-batch, or None to let the router choose."""
         self._given = experts
 
     def get_replay_topk(
@@ -119,11 +119,11 @@ def begin_pass(model: list[nn.Module], *, trains: bool) -> None:
 
 
 def give_experts(chunk: nn.Module, experts: Tensor | None) -> None:
-    """Sets the experts for a chunk's next forward; does nothing without `install`.
+    """Sets the experts for a chunk's next forward. Does nothing if `install` was not called.
 
     Args:
-        experts: [L, s, b, K] on the host, for all layers of the model; s counts the positions of
-            all tensor-parallel ranks.
+        experts: [L, s, b, K] expert numbers on the host, for all layers of the model. s counts the
+            positions of all tensor-parallel ranks.
     """
     for router, layer in _routers(chunk):
         if router.router_replay is None:
@@ -140,8 +140,9 @@ def give_experts(chunk: nn.Module, experts: Tensor | None) -> None:
 
 @torch.no_grad()
 def routing_metrics(model: list[nn.Module], device: torch.device) -> dict[str, Tensor]:
-    """Returns `routing/differs`, 0-dim: the share of the given experts that the trainer's routers
-    would not have chosen, over all tokens and layers of the last pass; NaN if none was given.
+    """Returns the 0-dim metric `routing/differs` over all tokens and layers of the last pass. The
+    metric is the share of the given experts that the trainer's routers would not have chosen, or
+    NaN if no expert was given.
 
     Call this function only after a pass without backward. All ranks must call this function, after
     `install`.

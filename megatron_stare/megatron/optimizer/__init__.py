@@ -1,1 +1,2 @@
-"""Optimizers: Adam with master weights, distributed state, loss scale, offload to the host."""
+"""Builds the optimizer and handles master weights, distributed state, the loss scale and offload to
+the host."""

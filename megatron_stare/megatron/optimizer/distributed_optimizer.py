@@ -5,18 +5,19 @@ A data-parallel rank holds a contiguous range of each parameter's elements, call
 stretch may begin and end within a row of the parameter. Megatron has three checkpoint formats for
 stretches. The first format gathers all stretches on every rank. The second format saves stretches
 unchanged, so a checkpoint in the second format can only be loaded in the layout that saved the
-checkpoint. The third format is meant to avoid both faults, but megatron-core 0.16 refuses this
-format. This module therefore cuts a stretch into boxes: the whole rows of the stretch, and the
-remainders at its ends. A box has a start and a size in each dimension of the tensor, like any part
-that Megatron saves. With boxes, nothing is gathered. Every rank writes and reads the rank's own
-boxes, in any layout.
+checkpoint. The third format is meant to avoid the gather and the fixed layout, but megatron-core
+0.16 refuses this format. This module therefore cuts a stretch into boxes, which contain the whole
+rows of the stretch and the partial rows at the two ends. A box has a start and a size in each
+dimension of the tensor, like any part that Megatron saves. With boxes, nothing is gathered. Every
+rank writes and reads only its own boxes, in any layout.
 
-The float32 masters of 16-bit parameters are saved as float32 and loaded in the form that the
-optimizer keeps. By default Megatron's distributed optimizer updates its own masters. A
-precision-aware distributed optimizer updates the parameters, and the inner optimizer keeps the
-masters in its state as "master_param". For a bfloat16 parameter, Transformer Engine's FusedAdam
-keeps only those 16 bits of the master that the parameter lacks. For other parameters, FusedAdam
-keeps the masters in float32. HybridDeviceOptimizer exposes the masters that it updates on the host.
+The float32 masters of 16-bit parameters are saved as float32. On load, the masters are converted to
+the form that the optimizer keeps. By default Megatron's distributed optimizer updates its own
+masters. A precision-aware distributed optimizer updates the parameters, and the inner optimizer
+keeps the masters in its state as "master_param". For a bfloat16 parameter, Transformer Engine's
+FusedAdam keeps only those 16 bits of the master that the parameter lacks. For other parameters,
+FusedAdam keeps the masters in float32. HybridDeviceOptimizer exposes the masters that it updates on
+the host.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ def read_master(updated: Tensor, state: Mapping[str, Any]) -> Tensor:
 
 @torch.no_grad()
 def write_master(updated: Tensor, state: Mapping[str, Any], values: Tensor | None) -> None:
-    """Stores the master `values`. Does nothing if the caller has stored the values already, by
-    writing into the optimizer's tensor that `read_master` returned.
+    """Stores the master `values`. Does nothing if the caller has already written the values into
+    the optimizer's tensor that `read_master` returned.
 
     Args:
-        values: float32 [n]; None for a float32 parameter, which is its own master. If the optimizer
-            keeps a copy of such a parameter, the copy is refreshed.
+        values: float32 [n], or None for a float32 parameter, which is its own master. If the
+            optimizer keeps a copy of such a parameter, the copy is refreshed.
     """
     kept = state.get(MASTER)
     if kept is None:
@@ -80,8 +81,8 @@ def joined(rounded: Tensor, low: Tensor) -> Tensor:
     """Joins float32 numbers from their two halves, as Transformer Engine's kernel does.
 
     Args:
-        rounded: bfloat16 [n], rounded to nearest, ties away from zero.
-        low: int16 [n], the lower 16 bits; negative if the upper 16 were rounded up.
+        rounded: bfloat16 [n], the numbers rounded to nearest, with ties away from zero.
+        low: int16 [n], the lower 16 bits. A value is negative if the upper 16 bits were rounded up.
     """
     high = rounded.view(torch.int16) - (low < 0).to(torch.int16)
     return ((high.to(torch.int32) << 16) | (low.to(torch.int32) & _LOW)).view(torch.float32)
@@ -92,8 +93,8 @@ def parted(values: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         near: bfloat16 [n], the numbers rounded by any rule. All data-parallel ranks hold these
-            values, so they are kept: if that rule rounded a tie towards zero, the last of the 32
-            bits is lost instead.
+            rounded values, so the result keeps them. If the rule rounded a tie towards zero, the
+            last of the number's 32 bits is lost instead.
     """
     bits = values.contiguous().view(torch.int32)
     low = ((bits & _LOW) ^ 0x8000) - 0x8000  # as a signed 16-bit number
@@ -104,8 +105,8 @@ def parted(values: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yields elements [start, stop) of a tensor of this shape, in row-major order, as boxes in the
-    same order."""
+    """Yields boxes that together cover the elements [start, stop) of a tensor of this shape, in
+    row-major order."""
     if start >= stop:
         return
     if not shape:
@@ -130,10 +131,10 @@ def _in_row(shape: Sequence[int], number: int, start: int, stop: int) -> Iterato
 
 @dataclass(frozen=True)
 class _Stretch:
-    """The part of a parameter that this rank updates: its elements [start, stop).
+    """The range [start, stop) of a parameter's elements that this rank updates.
 
-    updated: [stop - start] the tensor that the optimizer updates: the float32 master, or the
-    parameter's own elements.
+    updated: [stop - start] tensor that the optimizer updates, which is either the float32 master or
+    the parameter's own elements.
     state: the optimizer's state of `updated`.
     """
 
@@ -144,10 +145,10 @@ class _Stretch:
     state: Mapping[str, Any]
 
     def held(self) -> dict[str, Tensor]:
-        """Returns, by kind, the tensors that a checkpoint saves for the stretch. The stretch is the
-        contiguous range of a parameter's elements from `start` to `stop`. The number of elements in
-        each tensor is `stop - start`. A float32 parameter is not included, because it is saved with
-        the model."""
+        """Returns the tensors that a checkpoint saves for the stretch, keyed by kind. The stretch
+        is the contiguous range of a parameter's elements from `start` to `stop`. The number of
+        elements in each tensor is `stop - start`. A float32 parameter is not included, because it
+        is saved with the model."""
         held = {name: self.state[name] for name in MOMENTS}
         if self.parameter.dtype != torch.float32:
             held["param"] = read_master(self.updated, self.state)
@@ -160,11 +161,13 @@ def sharded_shards(
     """Returns this rank's parts of moments and float32 masters, one list per parameter.
 
     The data of each part is a view of an optimizer's tensor, or a master that was joined from the
-    two halves of its bits. Names match Megatron's `fully_reshardable` format, so each format loads
-    the other's checkpoints. A parameter that is its own master is saved with the model only.
+    two halves of its bits. Names match Megatron's `fully_reshardable` format, so this module and
+    Megatron can load each other's checkpoints. A parameter that is its own master is saved with the
+    model only.
 
     Args:
-        parameters: sharded state of the model that is optimised, holding the parameters themselves.
+        parameters: sharded state of the trained model, which must hold the parameters themselves
+            instead of copies.
     """
     return [parts for _, _, parts in _shards(optimizer, parameters)]
 
@@ -186,7 +189,7 @@ def _shards(
 
 
 def _stretches(optimizer: DistributedOptimizer) -> Iterator[_Stretch]:
-    """Yields, for every parameter, the stretch of its elements that this rank updates."""
+    """Yields, for every parameter, the stretch of elements that this rank updates."""
     for ranges_by_dtype in optimizer.gbuf_ranges:
         for buckets in ranges_by_dtype.values():
             for bucket in buckets:
@@ -208,8 +211,8 @@ def _parts(
         held: tensors [stop - start] by kind.
 
     Raises:
-        ValueError: the model's checkpoint holds a copy of the parameter; no layer of the supported
-            release does that.
+        ValueError: the model's checkpoint holds a copy of the parameter. No layer of the supported
+            Megatron release saves a copy.
     """
     pieces = nested_values(whole.build()) if isinstance(whole, ShardedTensorFactory) else [whole]
     for piece in pieces:  # gate and up rows of one parameter are apart in the model's tensor
@@ -250,7 +253,8 @@ def load_shards(
     """Copies loaded tensors into the optimizer's tensors. Load the model's parameters first.
 
     Args:
-        parameters: as for `sharded_shards`, built again, because loading consumed the first one.
+        parameters: sharded state as for `sharded_shards`. Build this state again, because loading
+            consumed the first state.
     """
     for (stretch, held, parts), tensors in zip(_shards(optimizer, parameters), loaded, strict=True):
         for part, tensor in zip(parts, tensors, strict=True):

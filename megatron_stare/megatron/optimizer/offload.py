@@ -1,8 +1,9 @@
-"""Moves parts of a rank's policy between its device and host memory.
+"""Moves parts of a rank's policy between device memory and host memory.
 
-Memory moves beneath the tensors: each storage is resized to zero and back. Parameters, their shards
-in the optimizer and the buckets of Megatron's buffers thus keep sharing memory. On a CPU, device
-memory and host memory are the same memory; apart from that, offloading works as on a GPU.
+Offloading resizes the storage of each tensor to zero, and onloading resizes the storage back.
+Parameters, their shards in the optimizer and the buckets of Megatron's buffers thus keep sharing
+memory. On a CPU, device memory and host memory are the same memory. In every other respect,
+offloading works as on a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PARTS = ("parameters", "gradients", "optimizer", "reference")
 
 @dataclass(frozen=True)
 class _Left:
-    """A storage of an offloaded part, whose device memory has been freed.
+    """A storage of an offloaded part, without device memory.
 
     copy: uint8 [nbytes], a copy of the storage's contents in host memory. If the contents are not
     needed again, `copy` is None, and the storage is later filled with zeros.
@@ -38,11 +39,11 @@ class _Left:
 
 
 class DeviceState:
-    """Moves the parts of a rank's policy, which PARTS names, between the device and host memory. Do
-    not touch a part while it is offloaded: its tensors have no memory.
+    """Moves the parts of a rank's policy between device memory and host memory. PARTS lists the
+    parts. Do not access a part while it is offloaded, because the part's tensors have no memory.
 
     Args:
-        reference: chunks of the reference policy, if there is one.
+        reference: model chunks of the reference policy, or empty if there is no reference policy.
     """
 
     def __init__(
@@ -70,8 +71,8 @@ class DeviceState:
         return found
 
     def offload(self, parts: Collection[str] = PARTS) -> None:
-        """Offloads parts and discards gradients; skips parts already offloaded. All ranks must call
-        it."""
+        """Offloads parts, and skips parts that are already offloaded. Offloading gradients discards
+        their values. All ranks must call `offload`."""
         leaving = [part for part in PARTS if part in parts and part not in self._away]
         if "parameters" in leaving:
             finish_gather(self._model)  # the last step's gather would still write them
@@ -88,8 +89,8 @@ class DeviceState:
             torch.cuda.empty_cache()  # hand memory that torch caches to others on the device
 
     def onload(self, parts: Collection[str] = PARTS) -> None:
-        """Brings offloaded parts back to the device. Parts are unchanged, except gradients, which
-        become zeros. Skips parts that are on the device."""
+        """Brings offloaded parts back to the device. Gradients become zeros, and the values of all
+        other parts are unchanged. Skips parts that are on the device."""
         for part in PARTS:
             if part in parts:
                 for left in self._away.pop(part, []):

@@ -1,10 +1,10 @@
 """Builds Megatron's optimizer, its schedule of learning rate and weight decay, and the loss scale
-of float16.
+for float16.
 
-Many gradients are smaller than float16's smallest numbers. The loss is therefore multiplied by the
-scale before backward (passes.py), and Megatron divides the float32 gradients by the same scale
-(`prepare_grads`). After each step the scale is adapted, depending on whether the gradient
-overflowed. Training in float32 or bfloat16 has no loss scale.
+Many gradients are smaller than float16's smallest numbers. The loss is therefore multiplied by a
+loss scale before backward (passes.py), and Megatron divides the float32 gradients by the same loss
+scale (`prepare_grads`). After each step the loss scale is adapted, depending on whether the
+gradient overflowed. Training in float32 or bfloat16 has no loss scale.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _DEFAULT = PerformanceConfig()
 
 
 class LossScale(DynamicGradScaler):
-    """Megatron's dynamic loss scale, updated when a step is decided instead of when its gradient is
-    prepared.
+    """Megatron's dynamic loss scale, updated when the outcome of a step is known instead of when
+    the gradient is prepared.
 
     Megatron updates the scale whenever it divides a gradient by the scale, even for a batch without
     a loss. If experts have their own optimizer, each optimizer would update the scale separately.
@@ -42,14 +42,14 @@ class LossScale(DynamicGradScaler):
         """Does nothing. Megatron calls `update` while it prepares gradients."""
 
     def settle(self, *, overflow: bool) -> None:
-        """Updates the scale after a step that was taken, or skipped because its gradient
-        overflowed."""
+        """Updates the loss scale after a step that was taken, or that was skipped because the
+        gradient overflowed."""
         super().update(overflow)
 
     @property
     def exhausted(self) -> bool:
-        """True if the scale is at its minimum, so that it cannot have caused an overflow. Waits for
-        the device."""
+        """True if the loss scale is at its minimum, which rules out the loss scale as the cause of
+        an overflow. Waits for the device."""
         return bool(self._scale <= self.min_scale)
 
     @property
@@ -75,7 +75,7 @@ def install_loss_scale(optimizer: MegatronOptimizer, config: OptimizerConfig) ->
 
 
 def loss_scale_of(optimizer: MegatronOptimizer) -> LossScale | None:
-    """Returns the installed loss scale; None if the loss is not scaled."""
+    """Returns the installed loss scale, or None if the loss is not scaled."""
     return cast("LossScale | None", getattr(_chain(optimizer)[0], "grad_scaler", None))
 
 
@@ -90,11 +90,11 @@ def build_optimizer(
     steps: int,
     performance: PerformanceConfig = _DEFAULT,
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Builds the optimizer, and the scheduler that sets its rates before each of the run's `steps`
-    optimizer steps.
+    """Builds the optimizer and its scheduler. The scheduler sets the learning rate and the weight
+    decay before each of the run's `steps` optimizer steps.
 
-    Megatron applies wd_mult, which exempts norms and biases, only through its scheduler, so there
-    is always a scheduler.
+    Megatron exempts norms and biases from weight decay by wd_mult. Only Megatron's scheduler
+    applies wd_mult, so there is always a scheduler.
     """
     with backend():
         optimizer = get_megatron_optimizer(
@@ -142,12 +142,12 @@ class Outcome:
     """The outcome of an optimizer step.
 
     grad_norm: norm of the unscaled gradient before clipping.
-    finite: whether gradient and loss were finite. An overflow that only the loss scale caused does
-    not count.
+    finite: whether gradient and loss were finite. An overflow that only the loss scale caused still
+    counts as finite.
     empty: whether no token of the batch had a loss.
     skipped: whether the step was skipped because the loss scale was too large for float16. The next
     update retries with the same scale or a smaller scale.
-    held: whether the step was not taken because the gradient norm was above its limit.
+    held: whether the gradient norm was above its limit, so that the step was not taken.
     """
 
     grad_norm: float
@@ -173,14 +173,15 @@ def take_step(
     """Clips the gradient and steps the optimizer.
 
     Leaves optimizer and schedule unchanged if the loss or gradient is not finite, the batch is
-    empty, or the norm is above its limit. All ranks must call `take_step`. All ranks decide alike,
-    by the norm over all parameters and by flags reduced over all ranks.
+    empty, or the norm is above its limit. All ranks must call `take_step`. All ranks make the same
+    decision, from the norm over all parameters and from flags that are reduced over all ranks.
 
     Args:
-        empty: 0-dim bool, whether no token of the batch had a loss; None on ranks that do not know.
-        loss_not_finite: 0-dim bool, whether this rank's part of the loss is not finite; None on
-            ranks that do not know.
-        norm_limit: largest gradient norm before clipping with which the step is taken.
+        empty: 0-dim bool, whether no token of the batch had a loss, or None on ranks without this
+            information.
+        loss_not_finite: 0-dim bool, whether this rank's part of the loss is not finite, or None on
+            ranks without this information.
+        norm_limit: largest gradient norm before clipping at which the step is still taken.
     """
     with backend():
         # all ranks return the same overflow; without a loss scale Megatron does not check

@@ -3,14 +3,15 @@
 If experts are divided over ranks, Megatron has a separate optimizer for experts; otherwise, one
 optimizer updates all parameters. Megatron's own checkpoints contain the settings of each optimizer.
 This module saves only tensors and the step count, under names that do not contain the number of an
-optimizer. Settings come from the configuration, and rates from the schedule before every step.
+optimizer. Settings come from the configuration, and the schedule sets the learning rates before
+every step.
 
 Adam's bias correction needs the step count, which is saved and restored for every kind of Adam.
 Torch's AdamW keeps the step count in a tensor per parameter. Transformer Engine's and Apex's
-FusedAdam keep the step count in a number per parameter group. FusedAdam creates this number at its
-first step, so a new optimizer does not show where it keeps the step count. `step_place` finds the
-place without relying on the names of optimizers: the optimizer itself steps a parameter of one
-element.
+FusedAdam keep the step count in a number per parameter group. FusedAdam creates the step count at
+its first step, so a new optimizer does not show where it keeps the step count. `step_place` finds
+where the step count is, without relying on the names of optimizers. `step_place` lets the optimizer
+step a parameter with one element, and then looks for the step count.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ STEP = "step"
 def sharded_state(
     optimizer: MegatronOptimizer, parameters: dict[str, Any], *, loading: bool
 ) -> tuple[list[Any], Any]:
-    """Returns the state that each optimizer of the chain saves or loads, and the step count (None:
-    the optimizers count no steps).
+    """Returns the state that each optimizer of the chain saves or loads, and the step count. The
+    step count is None if the optimizers do not count steps.
 
     Args:
-        parameters: sharded state of the model that is optimised.
+        parameters: sharded state of the trained model.
     """
     states, steps = [], []
     for part in chain(optimizer):
@@ -60,10 +61,11 @@ def sharded_state(
 def load_state(
     optimizer: MegatronOptimizer, parameters: dict[str, Any], states: list[Any], step: Any
 ) -> None:
-    """Restores the state that `sharded_state` described, after it was loaded.
+    """Restores the optimizers from a loaded state, which has the form that `sharded_state`
+    describes.
 
     Args:
-        parameters: as for `sharded_state`, built again.
+        parameters: sharded state of the model as for `sharded_state`, built again.
         step: the step count that `sharded_state` returned when the checkpoint was saved.
     """
     taken = 0 if step is None else int(step)
@@ -82,14 +84,14 @@ def load_state(
 
 def chain(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Returns the optimizers that are stepped one after another. Optimizers without parameters are
-    left out: a pipeline stage without experts still has an optimizer for experts."""
+    left out. For example, a pipeline stage without experts still has an optimizer for experts."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if any(group["params"] for group in part.param_groups)]
 
 
 def _begin(part: MegatronOptimizer, place: StepPlace) -> None:
-    """Creates the state of parameters that were never stepped, so that it can be saved or
-    loaded."""
+    """Creates the optimizer state of parameters that were never stepped, so that this state can be
+    saved or loaded."""
     taken = read_step(part.optimizer) or 0
     if part.config.use_precision_aware_optimizer:
         # Megatron's own function does nothing if the optimizer is offloaded, and calls Transformer
@@ -117,7 +119,8 @@ def _whole(part: MegatronOptimizer, parameters: dict[str, Any], *, loading: bool
 
 
 def _inner(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns torch's part of a state; optimizers with float32 masters nest it one level deeper."""
+    """Returns torch's part of an optimizer's state. Optimizers with float32 masters nest this part
+    one level deeper."""
     return state.get("optimizer", state)
 
 
@@ -129,8 +132,8 @@ def _bare(value: Any) -> Any:
 class StepPlace:
     """The value that an optimizer stores under "step" after one step.
 
-    group: value in the optimizer's parameter groups; None: no value.
-    state: value in each parameter's state; None: no value.
+    group: value in the optimizer's parameter groups, or None if the groups have no step count.
+    state: value in each parameter's state, or None if these states have no step count.
     """
 
     group: Any = None
@@ -158,8 +161,8 @@ def step_place(optimizer: Optimizer) -> StepPlace:
 
 
 def _place_on_the_host(optimizer: HybridDeviceOptimizer) -> StepPlace:
-    """Finds where the host optimizers of a hybrid optimizer, all of one class, keep their step
-    count.
+    """Finds where the host optimizers of a hybrid optimizer keep their step count. All host
+    optimizers have the same class.
 
     After a step, the host optimizers look up the copy of each parameter on the device. A probe
     parameter has no copy on the device. The probe therefore runs in a new optimizer, which is built
@@ -176,8 +179,8 @@ def _place_on_the_host(optimizer: HybridDeviceOptimizer) -> StepPlace:
 
 @torch.no_grad()
 def rest(optimizer: Optimizer) -> None:
-    """Makes an optimizer create its state by a step with rate 0 and zero gradients; parameters do
-    not change.
+    """Makes an optimizer create its state by a step with learning rate 0 and zero gradients. This
+    step does not change the parameters.
 
     Use this function only for optimizers whose gradients Megatron keeps outside `.grad`.
     """
@@ -198,12 +201,12 @@ def rest(optimizer: Optimizer) -> None:
 
 
 def read_step(optimizer: Optimizer) -> int | None:
-    """Returns the number of steps taken; None before the first step, or if the optimizer does not
-    count steps.
+    """Returns the number of steps that the optimizer has taken. Returns None before the first step,
+    or if the optimizer does not count steps.
 
     Raises:
-        ValueError: parameters have taken different numbers of steps. A checkpoint cannot contain
-            several numbers.
+        ValueError: parameters have taken different numbers of steps. A checkpoint can contain only
+            one step count.
     """
     found = {int(value) for value in _values(optimizer)}
     if len(found) > 1:
@@ -214,8 +217,8 @@ def read_step(optimizer: Optimizer) -> int | None:
 
 
 def write_step(optimizer: Optimizer, place: StepPlace, step: int) -> None:
-    """Sets the step count wherever the optimizer keeps a step count. No two of these places share a
-    tensor."""
+    """Sets the step count in every place where the optimizer keeps a step count. Each place gets a
+    tensor of its own."""
     for group in optimizer.param_groups:
         if place.group is not None:
             group[STEP] = like(place.group, step)
@@ -231,7 +234,8 @@ def like(kept: Any, step: int) -> Any:
 
 
 def adam_name(optimizer: Optimizer) -> str:
-    """Names an optimizer for messages: 'AdamW of torch', 'FusedAdam of transformer_engine'."""
+    """Returns an optimizer's name for messages, e.g. 'AdamW of torch' or 'FusedAdam of
+    transformer_engine'."""
     kind = type(optimizer)
     return f"{kind.__name__} of {kind.__module__.partition('.')[0]}"
 

@@ -1,1 +1,1 @@
-"""One training step on a rank: passes, statistics, loss, gradients, measurements."""
+"""Runs one training step on a rank: passes, statistics, loss, gradients and measurements."""

@@ -1,9 +1,9 @@
-"""Diagnoses an update on the last pipeline stage: its entropy forecast, and numbers of single
-tokens.
+"""Diagnoses an update on the last pipeline stage, with a forecast of the entropy and with numbers
+of single tokens.
 
-`forecast` runs after the log-prob pass. `forecast` differentiates the trainer's own loss, and needs
-only [N] numbers, no pass of the model. `measured_change` runs after the optimizer step, with one
-more forward pass, and measures how the entropy of the same tokens actually changed.
+`forecast` runs after the log-prob pass. `forecast` differentiates the trainer's own loss, which
+needs only [N] numbers and no pass of the model. `measured_change` runs after the optimizer step,
+with one more forward pass, and measures how the entropy of the same tokens actually changed.
 docs/diagnostics.md compares the forecast with the measured change.
 
 `token_numbers` computes how the current update treats the tokens of some responses, from the
@@ -60,13 +60,14 @@ def forecast(
     head: Head,
     group: ProcessGroup | None,
 ) -> dict[str, Tensor]:
-    """Returns the `forecast/*` and `gradient/*` metrics of the coming step over the whole batch;
-    0-dim.
+    """Returns the 0-dim `forecast/*` and `gradient/*` metrics of the coming step over the whole
+    batch.
 
     Args:
-        objective: the step's objective, its tokens with sum_p2 and sum_p2_log_p.
-        head: head whose temperature and vocabulary the log-probs have.
-        group: ranks that hold other tokens of the batch; None: this rank holds all.
+        objective: the step's objective, whose tokens have sum_p2 and sum_p2_log_p.
+        head: head that computed the log-probs, with their temperature and vocabulary size.
+        group: group of the ranks that hold other tokens of the batch, or None if this rank holds
+            all tokens.
     """
     tokens, sets = objective.tokens, objective.method.selects
     push = push_of(tokens, micro_batches, objective.loss)
@@ -85,8 +86,8 @@ def forecast(
 
 def token_norms(tokens: TokenBatch, group: ProcessGroup | None) -> dict[str, Tensor]:
     """Returns the mean norm of the tokens' gradients in each cell, and each cell's share of the
-    tokens, over the rollout batch; 0-dim each. A cell is a range of probability and a range of
-    entropy.
+    tokens, as 0-dim tensors over the rollout batch. A cell combines a range of probability with a
+    range of entropy.
 
     Args:
         tokens: tokens with sum_p2.
@@ -98,8 +99,8 @@ def token_norms(tokens: TokenBatch, group: ProcessGroup | None) -> dict[str, Ten
 def push_of(
     tokens: TokenBatch, micro_batches: Sequence[MicroBatch], loss_of: LossFunction
 ) -> Tensor:
-    """Returns, for every token, minus the derivative of the loss with respect to the token's
-    log-prob, on-policy: [N]. Minus the derivative is the factor of (one_hot - p) in the gradient.
+    """Returns, for every token, the negative derivative of the on-policy loss with respect to the
+    token's log-prob, [N]. The negative derivative is the factor of (one_hot - p) in the gradient.
     The loss itself is differentiated, so weights, masks, aggregation and corrections are
     included."""
     log_prob = tokens.old_log_prob.detach().requires_grad_()
@@ -118,13 +119,13 @@ def measured_change(
     tokens: TokenBatch | None,
     group: ProcessGroup | None,
 ) -> dict[str, Tensor]:
-    """Returns `forecast/measured_change`: the mean entropy, nats, of the batch's tokens under the
-    current weights minus that of the log-prob pass. Runs a forward pass, which all ranks must enter
-    together.
+    """Returns `forecast/measured_change` in nats. The metric is the mean entropy of the batch's
+    tokens under the current weights minus their mean entropy in the log-prob pass. Runs a forward
+    pass, so all ranks must call this function together.
 
     Args:
-        tokens: tokens before the step; None on all but the last pipeline stage, where the result is
-            empty.
+        tokens: tokens before the step, or None on all pipeline stages but the last. Without tokens,
+            the function returns an empty dict.
     """
     _, entropy = compute_log_probs(model, batch, head)
     if tokens is None:
@@ -142,12 +143,13 @@ def token_numbers(
     micro-batches of the update. The values are on the device, and the call does not wait for the
     device.
 
-    A token's weight is the slope of the loss in the token's log-prob, on-policy, divided by
-    -(coefficient x advantage). A token's weight is the factor of the advantage after STARE's
-    weights, STAPO's mask, GTPO's shares, importance corrections and KL terms. A token's weight is
-    also computed for methods in a user's own file. A token without a coefficient has weight 0. If
-    several ranks hold tokens of the same responses, all these ranks must call `token_numbers`,
-    since a method's loss may sum over the ranks.
+    A token's weight is the slope of the on-policy loss with respect to the token's log-prob,
+    divided by -(coefficient x advantage). A token's weight is the factor that multiplies the
+    advantage after STARE's weights, STAPO's mask, GTPO's shares, importance corrections and KL
+    terms. A token's weight is also computed for methods in a user's own file. A token with
+    coefficient 0 has weight 0, and a token with advantage 0 has weight NaN. If several ranks hold
+    tokens of the same responses, all these ranks must call `token_numbers`, since a method's loss
+    may sum over the ranks.
 
     Args:
         objective: the update's objective.

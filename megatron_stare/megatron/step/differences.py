@@ -1,4 +1,5 @@
-"""Compares engine and trainer token by token on the ranks that hold the log-probs.
+"""Compares the log-probs of engine and trainer token by token, on the ranks that hold these
+log-probs.
 
 Shape legend: N response positions of this rank.
 """
@@ -32,8 +33,8 @@ class Compared:
     """The engine's log-prob minus the trainer's log-prob for each of this rank's tokens, in nats,
     and the properties by which tokens are grouped.
 
-    versions: versions of the weights that sampled this rank's tokens; `all_versions`: versions of
-        the weights that sampled the tokens of all ranks.
+    versions: versions of the weights that sampled this rank's tokens. `all_versions` lists the
+        versions of the weights that sampled the tokens of all ranks.
     expected: number of tokens on all ranks.
     """
 
@@ -63,7 +64,8 @@ class Compared:
         )
 
     def summary(self, group: ProcessGroup | None) -> LogProbDifference:
-        """Summarises the tokens of all ranks of `group`, which must call it together."""
+        """Summarises the tokens of all ranks of `group`. These ranks must call `summary`
+        together."""
         size, everyone = self.values.abs(), torch.ones_like(self.values, dtype=torch.bool)
         ranges = {
             first: (self.positions >= first) & (self.positions < end)

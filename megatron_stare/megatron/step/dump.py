@@ -1,5 +1,5 @@
-"""Writes one training step under Hugging Face names, so that anyone can recompute it with plain
-transformers."""
+"""Writes the data of one training step under Hugging Face names, so that anyone can recompute the
+step with plain transformers."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ def write_batch(
     Args:
         batch: batch with advantages. Columns keep their names, except that `loss_mask` is written
             as `sampled`. Weight versions are written for each response position. `experts` is
-            included if the batch has it, and `branch_samples`, `branch_contexts` and
-            `branch_responses` (rollout_batch.Branches) if a response has several branches.
+            included if the batch has this column. `branch_samples`, `branch_contexts` and
+            `branch_responses` (rollout_batch.Branches) are included if a response has several
+            branches.
         more: further columns, by name.
     """
     folder.mkdir(parents=True, exist_ok=True)

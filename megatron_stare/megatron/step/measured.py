@@ -1,4 +1,5 @@
-"""Tokens and statistics of a rollout batch on the last pipeline stage, after its log-prob pass."""
+"""Holds the tokens and statistics of a rollout batch on the last pipeline stage, after the log-prob
+pass."""
 
 from __future__ import annotations
 
@@ -51,9 +52,10 @@ LOG_PROB, ENTROPY = "pass/log_prob", "pass/entropy"
 @dataclass(frozen=True)
 class Measured:
     """A rank's tokens [N], the statistics of all tokens of the rollout batch, and the method's
-    state for its updates.
+    state for the updates.
 
-    next_state: the next step's initial state; differs from `state` only if the gate lags.
+    next_state: the initial state of the next step, which differs from `state` only if a training
+    pass replaced the log-prob pass.
     forecast: metrics of the entropy forecast.
     """
 
@@ -67,7 +69,8 @@ class Measured:
         """Returns requests for the metrics of the rollout batch, by name.
 
         Args:
-            sampled: False if no engine sampled the tokens, so that they have no other log-probs.
+            sampled: False if no engine sampled the tokens, so that there are no log-probs of an
+                engine.
         """
         tokens = self.tokens
         asked: dict[str, Request] = {
@@ -91,9 +94,10 @@ def measure_batch(
 
     Args:
         state: the method's state of the previous step.
-        group: ranks that hold other tokens of the batch; None: this rank holds all.
-        lagged: whether log-probs are still unknown, so that the state does not change until
-            `complete`.
+        group: group of the ranks that hold other tokens of the batch, or None if this rank holds
+            all tokens.
+        lagged: whether log-probs are still unknown, in which case the state does not change until
+            `complete` runs.
     """
     statistics = gather_statistics(partial(method.requests, tokens), group)
     now = state if lagged else method.control(state, statistics)
@@ -103,9 +107,9 @@ def measure_batch(
 def complete(
     measured: Measured, logged: Mapping[str, Tensor], method: Method, group: ProcessGroup | None
 ) -> Measured:
-    """Adds the log-probs and entropies of a training pass that replaced the log-prob pass, and the
-    method's state for the next step computed from these log-probs and entropies. All ranks of the
-    last pipeline stage must call `complete`."""
+    """Adds the log-probs and entropies of a training pass that replaced the log-prob pass. Also
+    computes the method's state for the next step from these log-probs and entropies. All ranks of
+    the last pipeline stage must call `complete`."""
     log_prob, entropy = logged[LOG_PROB], logged[ENTROPY]
     tokens = replace(measured.tokens, log_prob=log_prob, old_log_prob=log_prob, entropy=entropy)
     after = measure_batch(method, tokens, measured.state, group, lagged=False)

@@ -1,10 +1,10 @@
-"""Finds where numbers that are not finite came from on this rank, after an update that was skipped
-because of these numbers.
+"""Finds the source of numbers that are not finite on this rank, after an update was skipped because
+of such numbers.
 
 When gradients are reduced over data-parallel ranks, a number that is not finite spreads to all
 data-parallel ranks. Each rank therefore records before the reduction whether the rank's own
-gradient is finite. After the update and on request, `look` finds the weights, gradients and samples
-that are not finite.
+gradient is finite. On request, `look` finds the weights, gradients and samples that are not finite
+after the update.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class NotFinite:
         over data-parallel ranks.
     weights: the first parameter with values that are not finite, in forward order.
     gradient: the first parameter whose gradient was not finite, in backward order.
-    samples: samples of the whole batch, ascending, that have a log-prob, advantage or loss on this
-        rank that is not finite.
+    samples: samples of the whole batch with a log-prob, advantage or loss that is not finite on
+        this rank, in ascending order.
     """
 
     rank: int
@@ -46,8 +46,8 @@ class NotFinite:
 
 
 class OwnGradients:
-    """The largest magnitude in each bucket of this rank's gradients, just before the bucket is
-    reduced over data-parallel ranks.
+    """Records the largest magnitude in each bucket of this rank's gradients, just before the bucket
+    is reduced over data-parallel ranks.
 
     The recording costs one more pass over the gradients per update. Nothing is read from the device
     until `not_finite` is called.
@@ -90,8 +90,8 @@ def look(
 
     Args:
         tokens: this rank's tokens, on the last stage.
-        lost: [k] int64 samples of the last update's tokens whose loss is not finite, if this rank
-            has the loss.
+        lost: [k] int64 samples with a token whose loss was not finite in the last update, or None
+            if this rank does not hold the loss.
     """
     named = list(named_parameters(model))
     samples: set[int] = set() if lost is None else set(lost.tolist())

@@ -1,5 +1,5 @@
-"""Defines one optimizer step's objective on the last pipeline stage: the method's loss over the
-step's micro-batches, and metrics.
+"""Defines the objective of one optimizer step on the last pipeline stage. The objective contains
+the method's loss over the step's micro-batches, and metrics.
 
 Shape legend: N response positions of this rank, n response positions of a micro-batch, as in
 microbatch.py.
@@ -44,14 +44,15 @@ METRICS = (
 class Objective:
     """The loss of one optimizer step, and the metrics logged for it.
 
-    tokens: this rank's N positions. The positions of other mini-batches are masked, and the counts
-        are those of this mini-batch.
+    tokens: this rank's N positions. The positions of other mini-batches are masked, and the token
+        counts are those of this mini-batch.
     rows: [.] indices of the mini-batch's positions among the N positions.
     statistics: statistics of the mini-batch over all ranks.
     own: the statistics of each micro-batch, keyed by the micro-batch's span. If statistics.scope is
-        micro_batch, a micro-batch uses its entry instead of `statistics`; otherwise `own` is empty.
-    is_log_prob_pass: whether this training pass is also the log-prob pass. If so, the old log-probs
-        equal the current log-probs.
+        micro_batch, a micro-batch uses its entry of `own` instead of `statistics`. For other
+        scopes, `own` is empty.
+    is_log_prob_pass: whether this training pass is also the log-prob pass, in which case the old
+        log-probs equal the current log-probs.
     """
 
     method: Method
@@ -99,8 +100,8 @@ class Objective:
         return tokens
 
     def selected(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Returns [N] int8, `Method.selected` for the positions of these micro-batches, 0
-        elsewhere; uses the log-probs of the log-prob pass."""
+        """Returns [N] int8: the result of `Method.selected` at the positions of these
+        micro-batches, and 0 at other positions. Uses the log-probs of the log-prob pass."""
         found = torch.zeros_like(self.tokens.loss_mask, dtype=torch.int8)
         for micro in micro_batches:
             seen = self.tokens_of(
@@ -114,8 +115,8 @@ class Objective:
         return self.own.get((micro.span.start, micro.span.stop), self.statistics)
 
     def requests(self, logged: Mapping[str, Tensor]) -> dict[str, Request]:
-        """Returns requests for the update's metrics, by name. The requests name the tensors that
-        `loss` logged on this rank; the answers cover all ranks."""
+        """Returns requests for the update's metrics, by name. The requests use the tensors that
+        `loss` logged on this rank, and the answers cover all ranks."""
         mask = self.tokens.loss_mask[self.rows]
         asked: dict[str, Request] = {
             "loss/policy": Sum(logged["loss/policy"], mask),
@@ -136,13 +137,14 @@ def make_objective(
     is_log_prob_pass: bool,
     known: Statistics | None = None,
 ) -> Objective:
-    """Computes the statistics of one mini-batch. All ranks of the last pipeline stage must call
-    `make_objective`.
+    """Computes the statistics of one mini-batch and returns its objective. All ranks of the last
+    pipeline stage must call `make_objective`.
 
     Args:
         part: the mini-batch's micro-batches on this rank.
-        tokens: the rank's N positions, of which only the mini-batch's count.
-        group: ranks that hold other tokens of the mini-batch; None: this rank holds all.
+        tokens: the rank's N positions. Only the positions of the mini-batch count.
+        group: group of the ranks that hold other tokens of the mini-batch, or None if this rank
+            holds all tokens.
         by_micro_batch: whether tokens are selected within each micro-batch separately.
         known: statistics of the mini-batch if they are already known.
     """

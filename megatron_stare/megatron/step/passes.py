@@ -1,9 +1,9 @@
-"""The two passes over a batch: forward only for log-probs and entropies, forward and backward for
-the gradient.
+"""Runs the two passes over a batch. The log-prob pass is forward only and gives log-probs and
+entropies. The training pass runs forward and backward and gives the gradient.
 
 The two passes run Megatron's pipeline schedule over the same micro-batches. On-policy ratios are
-therefore 1. `Reference` is the policy in the KL term; a forward-only pass computes its log-probs
-too.
+therefore 1. `Reference` is the reference policy in the KL term. A forward-only pass computes the
+log-probs of the reference policy too.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ def compute_log_probs(
     second_moment: bool = False,
     keep: list[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Returns log-probs and entropies [N] of this rank's response positions; empty on all but the
-    last pipeline stage.
+    """Returns log-probs and entropies [N] of this rank's response positions. Both returned tensors
+    are empty on all pipeline stages but the last.
 
     Args:
-        second_moment: also return sum p^2 and sum p^2 ln p [N] over the vocabulary.
-        keep: list to fill with the micro-batches' last hidden states and their graph, from which
-            `accumulate_gradients` continues; not for a model with several pipeline stages.
+        second_moment: whether to return also sum p^2 and sum p^2 ln p over the vocabulary, [N]
+            each.
+        keep: list to fill with the last hidden states of each micro-batch and their autograd graph.
+            `accumulate_gradients` continues from these hidden states. A model with several pipeline
+            stages does not support `keep`.
     """
 
     def collect(chunk: nn.Module, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, ...]:
@@ -65,16 +67,19 @@ def accumulate_gradients(
     loss_scale: Tensor | None = None,
     kept: list[Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Computes the gradient of the summed loss of all micro-batches in the model's gradient
+    """Computes the gradient of the loss, summed over all micro-batches, in the model's gradient
     buffers. The gradient is reduced over ranks.
 
     Args:
-        loss_scale: 0-dim factor of the loss, and so of the gradient; None: 1.
-        kept: hidden states that `compute_log_probs` kept for the same micro-batches and weights;
-            avoids another forward of the model. `accumulate_gradients` empties the list.
+        loss_scale: 0-dim factor of the loss and therefore of the gradient, or None for a factor of
+            1.
+        kept: hidden states that `compute_log_probs` kept for the same micro-batches and weights.
+            These hidden states make another forward of the model unnecessary.
+            `accumulate_gradients` empties the list.
 
     Returns:
-        The tensors that `loss_of` logged, concatenated: [N] each; empty on all but the last stage.
+        The tensors [N] that `loss_of` logged, concatenated over micro-batches. The returned dict is
+            empty on all pipeline stages but the last.
     """
 
     def scaled_loss(
@@ -149,10 +154,11 @@ def _run(
 
 
 class Reference:
-    """The policy of model.reference_path, in the trainer's layout, without gradients.
+    """The reference policy, without gradients, in the trainer's layout. The weights come from
+    model.reference_path, or from model.path if no reference path is set.
 
     Args:
-        shape: shape of the trained policy, which is also the reference's.
+        shape: shape of the trained policy. The reference policy has the same shape.
     """
 
     def __init__(self, config: Config, shape: ModelShape, layout: Layout) -> None:
@@ -168,8 +174,8 @@ class Reference:
         self._move("cpu" if self._offload else str(device()))
 
     def compute_log_probs(self, batch: RankBatch, head: Head) -> Tensor:
-        """Returns log-probs [N] of this rank's response positions, over the policy's
-        micro-batches."""
+        """Returns the reference policy's log-probs [N] of this rank's response positions. The pass
+        runs over the same micro-batches as the policy's passes."""
         self._move(str(device()))
         log_prob, _ = compute_log_probs(self.model, batch, head)
         if self._offload:

@@ -1,5 +1,5 @@
-"""Measures a rank's memory for its metrics, including tensors that autograd keeps for backward on a
-CPU."""
+"""Measures a rank's memory for the memory metrics. On a CPU, the measured memory includes the
+tensors that autograd keeps for backward."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megatron_stare.process.memory import device_used_bytes, take_peak_bytes
 
 
 class SavedForBackward:
-    """Bytes that autograd keeps now, and their peak since `take_peak`. Memory shared by several
-    saved tensors counts once; the policy's own memory does not count."""
+    """Counts the bytes that autograd keeps now, and their peak since the last `take_peak`. Memory
+    shared by several saved tensors counts once. The policy's own memory does not count."""
 
     def __init__(self) -> None:
         self._own: frozenset[int] = frozenset()
@@ -55,7 +55,7 @@ class SavedForBackward:
         return address
 
     def drop(self, address: int) -> None:
-        """Removes one saved tensor from the storage at this address."""
+        """Removes one saved tensor from the count of the storage at this address."""
         known = self._held[address]
         known[0] -= 1
         if not known[0]:
@@ -63,7 +63,7 @@ class SavedForBackward:
 
 
 class _Kept:
-    """A saved tensor, for as long as the autograd graph holds the tensor."""
+    """Counts a saved tensor for as long as the autograd graph holds the tensor."""
 
     __slots__ = ("_address", "_count", "tensor")
 
@@ -94,9 +94,9 @@ class RankMemory:
     def take_mb(self) -> dict[str, float]:
         """Returns memory in 10^6 bytes. Values that cannot be measured are missing.
 
-        `peak_mb` is this process's peak since the last call. `live_mb`, without CUDA, is the size
-        of the policy's tensors now plus autograd's peak since the last call. `device_mb` is what
-        all processes hold on this GPU now.
+        `peak_mb` is this process's peak since the last call. Without CUDA, `live_mb` is the size of
+        the policy's tensors now plus autograd's peak since the last call. `device_mb` is the memory
+        that all processes hold on this GPU now.
         """
         found = {"peak_mb": take_peak_bytes(), "device_mb": device_used_bytes()}
         if not uses_cuda():

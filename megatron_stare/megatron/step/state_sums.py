@@ -1,8 +1,9 @@
-"""Sums over a rank's part of a run's state, two numbers per tensor, to check that a checkpoint
-restored all of it.
+"""Computes two sums for each tensor in a rank's part of a run's state. The sums show whether a
+checkpoint restored the whole state.
 
-The log-probs of a canary batch verify the weights, but not the optimizer: a lost optimizer state
-shows only later, and raises no error. Norms are equal in any layout, up to rounding in float64.
+The log-probs of a canary batch verify the weights, but not the optimizer. A lost optimizer state
+raises no error and shows only in later steps. The totals over all ranks are equal in any layout, up
+to rounding in float64.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ Sums = dict[str, tuple[float, float]]  # by tensor: sum of absolute values, sum 
 class RankProof:
     """Numbers that one rank contributes to a proof of the loaded state.
 
-    log_probs: for each policy, the canonical numbers [n] of the response positions on this rank,
-        and the log-probs [n] float32 of these positions. Only the last stage has log-probs.
+    log_probs: for each policy, two tensors for the response positions on this rank: their indices
+        [n] in the batch's canonical order, and their log-probs [n] float32. Only the last stage has
+        log-probs.
     sums, counts: see `state_sums`.
     """
 
@@ -45,9 +47,9 @@ class RankProof:
 
 @torch.no_grad()
 def state_sums(policy: Policy, reference: Sequence[nn.Module]) -> tuple[Sums, dict[str, float]]:
-    """Sums this rank's part of the weights, of a refreshed reference and of the optimizer's
-    tensors. Each element counts on one rank, and rows that pad the vocabulary on none. Also returns
-    Adam's and the schedule's step counts."""
+    """Sums this rank's parts of the policy's weights, of a refreshed reference policy's weights and
+    of the optimizer's tensors. Each element counts on one rank only. Rows that pad the vocabulary
+    do not count. Also returns the step counts of Adam and of the schedule."""
     with backend():
         return _state_sums(policy, reference)
 

@@ -1,9 +1,10 @@
 """Processes a rollout batch on one rank of the trainer, from the log-prob pass to the last
 optimizer step.
 
-`compute_log_probs` -> `measure` (statistics of the rollout batch, the method's state) -> `update`,
-once per mini-batch (gradient, clipping, optimizer step). Only the last pipeline stage has the
-numbers; the other stages just run the passes.
+The caller calls `compute_log_probs`, then `measure`, then `update` once per mini-batch. `measure`
+computes the statistics of the rollout batch and the method's state. `update` computes and clips the
+gradient and takes an optimizer step. Only the last pipeline stage holds log-probs, statistics and
+losses. The other stages only run the passes.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ METRICS = (
 class Policy:
     """A rank's part of the policy, with its optimizer and reference.
 
-    reference: the policy in the KL term; None if the method has no such term.
+    reference: the reference policy in the KL term, or None if the method has no KL term.
     """
 
     model: list[nn.Module]
@@ -82,9 +83,10 @@ class Policy:
 class Step:
     """Training step on one rollout batch, on this rank.
 
-    measured: this rank's tokens, and statistics over all ranks' tokens; None on all but the last
-    pipeline stage.
-    group: ranks that hold other tokens of the batch; None: this rank holds all.
+    measured: this rank's tokens with the statistics over all ranks' tokens, or None on all pipeline
+    stages but the last.
+    group: group of the ranks that hold other tokens of the batch, or None if this rank holds all
+    tokens.
     """
 
     def __init__(self, config: Config, method: Method, policy: Policy, batch: RankBatch) -> None:
@@ -145,8 +147,8 @@ class Step:
 
     @torch.no_grad()
     def measure(self, state: dict[str, float]) -> None:
-        """Computes the method's statistics over the rollout batch, and its state for this step; the
-        state changes once per batch."""
+        """Computes the method's statistics over the rollout batch, and the method's state for this
+        step. The state changes once per rollout batch."""
         if self.measured is None:
             return
         before = {
@@ -256,16 +258,17 @@ class Step:
         return [part.to_host() for part in mine]
 
     def _mini_batch(self, number: int) -> int:
-        """Maps an update's number to its mini-batch; every epoch takes the mini-batches in the same
-        order."""
+        """Returns the number of an update's mini-batch. Every epoch takes the mini-batches in the
+        same order."""
         return number % len(self.batch.plan.mini_batches)
 
     @torch.no_grad()
     def _make_objective(self, number: int) -> Objective | None:
-        """Makes the objective of an update; None on all but the last pipeline stage.
+        """Returns the objective of an update, or None on all pipeline stages but the last.
 
-        For every update after the first, all ranks must call `_make_objective`: if
-        `statistics.surprisal` is `current`, the update's mini-batch passes through the model again.
+        For every update after the first, all ranks must call `_make_objective`. If
+        `statistics.surprisal` is `current`, the call passes the update's mini-batch through the
+        model again.
         """
         mini_batch = self._mini_batch(number)
         part, renewed = self.batch.mini_batch(mini_batch), None
@@ -300,8 +303,8 @@ class Step:
     def _metrics(
         self, logged: Mapping[str, Tensor], *, with_batch: bool
     ) -> Mapping[str, Tensor | float]:
-        """Returns all metrics of an update, and those of the rollout batch if `with_batch`; 0-dim
-        tensors."""
+        """Returns all metrics of an update as 0-dim tensors. If `with_batch` is True, includes the
+        metrics of the rollout batch."""
         if self.measured is None or self._objective is None:
             return {}
         objective = self._objective

@@ -1,10 +1,10 @@
-"""Hides the differences between releases of megatron-core: one module per release, all with the
-same names.
+"""Hides the differences between releases of megatron-core. Each supported release has its own
+module, and all modules define the same names.
 
-The rest of the package neither checks the release nor handles names that a release lacks;
-tests/test_structure.py enforces both. For megatron-core 0.19 and later, the package uses the newest
-module here. Releases of megatron-core between 0.16 and 0.19 are not supported: 0.18 lacks a name
-that the older module imports (scripts/try_release.sh).
+The rest of the package does not check the release and does not handle names that a release lacks.
+tests/test_structure.py enforces both rules. For megatron-core 0.19 and later, the package uses the
+newest module in this folder. Releases of megatron-core between 0.16 and 0.19 are not supported. For
+example, megatron-core 0.18 lacks a name that the module for 0.16 imports (scripts/try_release.sh).
 """
 
 from __future__ import annotations

@@ -43,8 +43,9 @@ def begin_save(
 
 
 class _LoadCommon(TorchCommonLoadStrategy):
-    """Reads the part of a checkpoint that is not tensors: from its file or, in a checkpoint of
-    0.19, from an object saved among the tensors."""
+    """Reads the part of a checkpoint that is not tensors. A checkpoint of megatron-core 0.16 has a
+    file for this part. A checkpoint of megatron-core 0.19 has an object among the tensors
+    instead."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         if (Path(checkpoint_dir) / COMMON_STATE_FNAME).exists():
@@ -62,6 +63,6 @@ def load_common(folder: str) -> dict[str, Any]:
 
 
 def load(state: dict[str, Any], folder: str, strategy: Any = None) -> dict[str, Any]:
-    """Reads the entries of a checkpoint whose names are in `state`. `strategy` reads the tensors;
-    None uses Megatron's default."""
+    """Reads the entries of a checkpoint whose names are in `state`. `strategy` reads the tensors,
+    or Megatron's default strategy if `strategy` is None."""
     return dist_checkpointing.load(state, folder, strategy, _LoadCommon())

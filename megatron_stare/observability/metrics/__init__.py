@@ -1,2 +1,2 @@
-"""The metrics of a step, the alerts that they raise, and the monitor that passes both to every
+"""Computes the metrics of a step and the alerts that these metrics raise, and passes both to every
 sink."""

@@ -54,8 +54,8 @@ class Window:
         steps: number of latest values to keep.
         known: number of finite latest values that a comparison requires.
         first: number of the run's first values to keep.
-        gaps: whether a value that is not finite takes a place among the latest values too; if not,
-            the value is skipped.
+        gaps: whether a value that is not finite takes a place among the latest values. If not, a
+            value that is not finite is skipped.
     """
 
     def __init__(self, steps: int, known: int = 1, *, first: int = 0, gaps: bool = False) -> None:
@@ -74,7 +74,7 @@ class Window:
             self.latest.append(value)
 
     def median(self) -> float | None:
-        """Returns the median of the latest values; None if there are too few."""
+        """Returns the median of the latest values, or None if there are too few finite values."""
         known = [value for value in self.latest if math.isfinite(value)]
         return statistics.median(known) if len(known) >= self._known else None
 
@@ -88,8 +88,8 @@ class Window:
         return statistics.median(self.latest) / before if before > 0 else None
 
     def scale(self) -> tuple[float, float] | None:
-        """Returns median and spread of the latest values; None if there are too few or all are
-        0."""
+        """Returns the median and the spread of the latest values. Returns None if there are too few
+        finite values or all values are 0."""
         if (middle := self.median()) is None:
             return None
         deviation = statistics.median(
@@ -115,9 +115,10 @@ NOTHING = Found(False)
 
 @dataclass(frozen=True)
 class Condition(ABC):
-    """A kind of condition. `str()` describes it for docs/guards.md.
+    """Base class of a kind of condition. `str()` describes the condition for docs/guards.md.
 
-    metrics: names in order of preference. A step is judged by the first metric that it has.
+    metrics: names in order of preference. A step is judged by the first of these metrics that the
+    step has.
     """
 
     metrics: tuple[str, ...]
@@ -127,8 +128,8 @@ class Condition(ABC):
         return Window(0)
 
     def figure(self, row: Row) -> float:
-        """Returns the value of a step; NaN, which fails every comparison, if the step lacks the
-        metric."""
+        """Returns the value of the metric in a step. If the step lacks the metric, returns NaN,
+        which fails every comparison."""
         return next((row[name] for name in self.metrics if name in row), math.nan)
 
     @abstractmethod
@@ -151,7 +152,7 @@ class Above(Condition):
 
 @dataclass(frozen=True)
 class Equal(Condition):
-    """Holds if the metric equals a number. The condition serves metrics that are flags."""
+    """Holds if the metric equals a number. This condition is meant for metrics that are flags."""
 
     number: float = 0.0
 
@@ -164,7 +165,8 @@ class Equal(Condition):
 
 @dataclass(frozen=True)
 class Risen(Condition):
-    """Holds if a count is above that of the previous step, or above 0 if that step had none."""
+    """Holds if a count is above the count of the previous step, or above 0 if the previous step had
+    no count."""
 
     def __str__(self) -> str:
         return "above the step before"
@@ -201,7 +203,7 @@ class TimesMedian(Condition):
 
 @dataclass(frozen=True)
 class Collapse(Condition):
-    """Holds if, without a target, entropy is already low compared with the run's start and still
+    """Holds if entropy has no target, is already low compared with the run's start, and still
     halves fast."""
 
     def __str__(self) -> str:
@@ -229,8 +231,8 @@ class Collapse(Condition):
 
 
 class _Sides(Window):
-    """The side of the band on which entropy was at each step: 1 above, -1 below, 0 inside, NaN
-    without a target.
+    """Records the side of the target's band on which entropy was at each step. The side is 1 above
+    the band, -1 below the band, 0 inside the band, and NaN without a target.
 
     The first step that jumps over the band counts as inside, because entropy has then reached the
     target.
@@ -247,8 +249,8 @@ class _Sides(Window):
 
 @dataclass(frozen=True)
 class OffTarget(Condition):
-    """Holds if entropy is outside the band around its target for long, after it has reached the
-    target once: the initial approach raises no alert."""
+    """Holds if entropy stays outside the band around its target for many steps, after entropy has
+    reached the target once. The initial approach to the target raises no alert."""
 
     def __str__(self) -> str:
         return (
@@ -285,8 +287,8 @@ class Grown(Condition):
     """Holds if the mean difference between engine and trainer has grown over the run and is not
     negligibly small.
 
-    setting: name of a run's setting. The setting's values replace `times` and `least`; if the name
-        is "", the values in the table apply.
+    setting: name of a run's setting. The values of this setting replace `times` and `least`. If the
+        name is "", the values in the table apply.
     """
 
     times: float = TREND
@@ -308,8 +310,8 @@ class Spike(Condition):
     """Holds if the metric is many spreads away from the median of earlier steps.
 
     both_ways: whether a value far below the median is a spike too.
-    spreads, steps, known: values from a run's settings, which config/guards_section.py describes.
-    least: a value is no spike if the value is `least` or lower.
+    spreads, steps, known: values from a run's settings, which config/fault_sections.py describes.
+    least: a value at or below `least` is no spike.
     """
 
     both_ways: bool = False
@@ -326,7 +328,8 @@ class Spike(Condition):
         return Window(self.steps, self.known)
 
     def limit(self, before: Window) -> float:
-        """Returns the largest value that is no spike; inf if there is nothing to compare with."""
+        """Returns the largest value that is no spike, or inf if there are too few earlier values to
+        compare with."""
         if (scale := before.scale()) is None:
             return math.inf
         return max(scale[0] + self.spreads * scale[1], self.least)
@@ -347,7 +350,7 @@ class Spike(Condition):
 
 @dataclass(frozen=True)
 class Outside(Condition):
-    """Holds if the metric is outside a band, which is a setting of the run."""
+    """Holds if the metric is outside a band that a setting of the run defines."""
 
     low: float = -math.inf
     high: float = math.inf

@@ -1,7 +1,7 @@
-"""Summarises a run: the most important results and settings, formatted as text.
+"""Formats the most important results and settings of a run as text.
 
-Reads a `RunRecord`. The report's head shows the figures, as cards for one run and as columns for
-several; the terminal shows them when a run has finished.
+Reads a `RunRecord`. The head of the report shows the figures, as cards for one run and as columns
+for several runs. The terminal shows the figures when a run has finished.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ NOT_OPTIMISED = "training optimises sampled responses, not this"
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure: its label, its value, a note for comparison, and whether it is good news.
+    """One figure of a run, with a label, a value, a note for comparison, and a tone that marks good
+    or bad news.
 
     first: whether this figure is among the few figures that show whether the run worked.
     """
@@ -44,8 +45,8 @@ class Figure:
 
 
 def verdict(run: RunRecord) -> list[Figure]:
-    """Returns the figures of a run, most important first, without figures that do not apply to the
-    run's method."""
+    """Returns the figures of a run, with the most important figures first. Leaves out figures that
+    do not apply to the run's method."""
     s = summary(run.metrics)
     if run.supervised:
         return [*_losses(s), *_course(run, s)]
@@ -92,7 +93,7 @@ def _course(run: RunRecord, s: dict[str, float | None]) -> list[Figure]:
 
 
 def _agreement(s: dict[str, float | None]) -> list[Figure]:
-    """Returns how far policy and sampler differed."""
+    """Returns the figures that show how far policy and sampler differed."""
     return [
         Figure(
             "Largest |log ratio|", short(s["max_abs_log_ratio"], 2), "nats; 0 is exactly on-policy"
@@ -117,8 +118,8 @@ def outline(run: RunRecord) -> str:
 
 
 def started(run: RunRecord) -> str:
-    """Describes date, host and commit of the run's starts; consecutive starts in the same place are
-    merged. Returns "" if the run's release did not record the starts."""
+    """Describes the date, host and commit of each start of the run. Consecutive starts with the
+    same host and commit are merged. Returns "" if the run's release did not record the starts."""
     said: list[str] = []
     for place, starts in itertools.groupby(run.starts, _place):
         first, *others = starts
@@ -190,8 +191,8 @@ def _reward(s: dict[str, float | None]) -> Figure:
 
 
 def _pass_at_1_of(run: RunRecord, task: str | None) -> list[Figure]:
-    """Returns the results on one task. A greedy result that fell is no bad news if the sampled
-    result rose."""
+    """Returns the results on one task. A fall of the greedy result is not marked as bad news if the
+    sampled result rose."""
     on = run.on_task(task)
     labels = labels_of(on, task)
     sampled = _pass_at_1(on, labels[0], "pass1", "correct")
@@ -202,7 +203,7 @@ def _pass_at_1_of(run: RunRecord, task: str | None) -> list[Figure]:
 
 
 def labels_of(run: RunRecord, task: str | None) -> tuple[str, str]:
-    """Returns the labels of the results on a task: sampled, then greedy.
+    """Returns the label of the sampled result and the label of the greedy result on a task.
 
     Args:
         run: the run with only the evaluations on this task.
@@ -255,7 +256,7 @@ NOTE_WIDTH = 82  # characters per line of a note in the terminal
 
 
 def closing(run_dir: Path) -> str:
-    """Formats the run's figures, then the files of its directory, on several lines."""
+    """Formats the run's figures and then the files of the run's directory, on several lines."""
     figures = verdict(read_run(run_dir))
     width = max(len(figure.label) for figure in figures)
     lines = []
@@ -270,5 +271,5 @@ def closing(run_dir: Path) -> str:
 
 
 def _holds(path: Path) -> bool:
-    """Tells whether there is such a folder, or such a file that is not empty."""
+    """Returns True if the path is a folder, or a file that is not empty."""
     return path.is_dir() or (path.is_file() and path.stat().st_size > 0)

@@ -1,7 +1,8 @@
-"""Meanings of metrics by name, as declared beside the code that logs them.
+"""Returns the meanings of metrics by name. The code that logs a metric declares the metric's
+meaning.
 
-tools/make_metric_docs.py makes `glossary.json` together with docs/metrics.md, so that code which
-shows a metric need not import all code that logs metrics.
+tools/make_metric_docs.py makes `glossary.json` together with docs/metrics.md. Code that shows a
+metric therefore does not have to import all code that logs metrics.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ FILE = Path(__file__).with_name("glossary.json")
 
 @cache
 def glossary() -> dict[str, Metric]:
-    """Returns every declared metric by its name; a trailing `<n>` stands for a number,
-    `<tool>` for the name of a tool."""
+    """Returns every declared metric by its name. In a name, a trailing `<n>` stands for a number,
+    and `<tool>` stands for the name of a tool."""
     return {each["name"]: Metric(**each) for each in json.loads(FILE.read_text())}
 
 
 def explained(name: str) -> Metric | None:
-    """Returns the entry of a logged metric; None for a user's own metric."""
+    """Returns the glossary's entry of a logged metric, or None for a user's own metric."""
     tried = (name, re.sub(r"\d+$", "<n>", name), re.sub(r"(?<=_of_).+$", "<tool>", name))
     return next((found for each in tried if (found := glossary().get(each))), None)

@@ -1,7 +1,8 @@
-"""Passes a run's reports to all its sinks: steps, evaluations, alerts, phases and notes.
+"""Passes a run's reports to all sinks. The reports are steps, evaluations, alerts, phases and
+notes.
 
-The driver loop calls the monitor. A failing sink neither ends the run nor affects other sinks,
-unless the sink keeps the run's record.
+The driver loop calls the monitor. A failing sink does not end the run and does not affect other
+sinks, unless the sink keeps the run's record.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class Monitor:
     """Passes all reports of a run to its sinks.
 
     Args:
-        sinks: sinks by name; essential ones are called first, so that everything shown by others
-            has been recorded.
+        sinks: sinks by name. Essential sinks are called first, so that everything that other sinks
+            show has been recorded.
         run: the run's directory and configuration.
-        own: the user's functions of a step's batch, by path.
+        own: the user's functions that compute metrics of a step's batch, keyed by path.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Monitor:
         self._tell(lambda sink: sink.note(text))
 
     def log(self, step: int, batch: RolloutBatch, result: Mapping[str, float]) -> None:
-        """Logs a finished step; this process has written it to disk when the call returns.
+        """Logs a finished step. When the call returns, this process has written the step to disk.
 
         Args:
             result: the trainer's metrics of the step.

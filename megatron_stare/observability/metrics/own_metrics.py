@@ -1,5 +1,5 @@
-"""Computes a user's own metrics: functions of a step's batch, named in YAML. Example:
-docs/howto/metric.md."""
+"""Computes a user's own metrics with functions of a step's batch. The YAML configuration names
+these functions. docs/howto/metric.md shows an example."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def measure(
 
     Raises:
         ValueError: a name has no group (`group/name`), or another metric has the same name.
-        TypeError: a value is no number.
+        TypeError: a value is not a number.
     """
     found = {name: float(value) for name, value in function(batch).items()}
     for name in found:

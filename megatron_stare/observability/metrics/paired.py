@@ -1,6 +1,6 @@
-"""Computes the statistics of a run that a report states.
+"""Computes the statistics of a run that a report shows.
 
-Reads metrics.jsonl (as `metrics.read_metrics` returns it) and the per-problem results in
+Uses the rows of metrics.jsonl that `run_files.read_metrics` returns, and the results per problem in
 eval.jsonl. The figures at the head of the report show these statistics. The code is plain Python
 without arrays.
 """
@@ -44,10 +44,11 @@ def paired_interval(
     / √n.
 
     Args:
-        problems: the problem of each prompt; None: all prompts belong to different problems.
+        problems: the problem of each prompt, or None if all prompts belong to different problems.
 
     Returns:
-        mean difference, low, high; the last two NaN for a single problem.
+        The mean difference, and the low and the high end of the interval. Both ends are NaN for a
+            single problem.
 
     Raises:
         ValueError: there are no pairs, or the lists differ in length.
@@ -69,8 +70,8 @@ def paired_interval(
 def compared(
     before: Mapping[str, Any], after: Mapping[str, Any], results: str
 ) -> tuple[float, float, float] | str:
-    """Compares two evaluations by their results per problem: returns `paired_interval`, or the
-    reason why there is none.
+    """Compares two evaluations by their results per problem. Returns the `paired_interval` of the
+    results, or the reason why there is no interval.
 
     Args:
         results: the key of the results, "correct" or "greedy_correct".
@@ -87,7 +88,8 @@ def compared(
 def summary(
     metrics: Sequence[Mapping[str, Any]], last_share: float = 1 / 3
 ) -> dict[str, float | None]:
-    """Returns the figures of one run; None for a metric that was not logged or never finite.
+    """Returns the figures of one run. A figure is None if its metric was not logged or never
+    finite.
 
     steps, last_step             number of steps, and number of the last step
     wall_s, step_s               sum and mean of the step times, s
@@ -143,9 +145,9 @@ def summary(
 
 def on_target(figures: Mapping[str, float | None]) -> bool | None:
     """Returns True if entropy was held at its target. The mean entropy of the last third of the
-    steps must be within BAND of the target, and so must the mean entropy of the last RECENT steps.
-    Of the steps in the last third, at least a share HELD_SHARE must have an entropy within BAND of
-    the target.
+    steps must be within BAND of the target. The mean entropy of the last RECENT steps must be
+    within BAND of the target too. In the last third, at least a share HELD_SHARE of the steps must
+    have an entropy within BAND of the target.
 
     Args:
         figures: a `summary`.
@@ -167,7 +169,7 @@ class ForecastFit:
 
     scale: slope of the least-squares line through the origin that predicts the measurement from the
         forecast.
-    correlation: Pearson's correlation; NaN if the forecasts or the measurements do not vary.
+    correlation: Pearson's correlation, or NaN if the forecasts or the measurements do not vary.
     same_sign: share of the steps in which forecast and measurement have the same sign.
     points: number of steps compared.
     """
@@ -179,8 +181,8 @@ class ForecastFit:
 
 
 def forecast_fit(forecast: Sequence[float], measured: Sequence[float]) -> ForecastFit | None:
-    """Fits steps that have both a forecast and a measurement; None if there are no such steps, or
-    every forecast is 0."""
+    """Fits measurements to forecasts over the steps that have both. Returns None if there are no
+    such steps, or if every forecast is 0."""
     squares = sum(f * f for f in forecast)
     if not squares:
         return None

@@ -1,5 +1,5 @@
-"""Compares a run's predictions with its measurements, from its metrics; for `status` and the
-report. Needs no torch."""
+"""Compares the predictions and the measurements in a run's metrics, for `status` and the report.
+Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class Planned:
-    """A predicted and measured value: medians over steps for seconds and tokens, the maximum for
-    memory."""
+    """A predicted and a measured value. The measured value is the median over steps for seconds and
+    tokens, and the maximum over steps for memory."""
 
     name: str
     unit: str

@@ -1,6 +1,7 @@
-"""Counts how often responses reflect on themselves: by words that the configuration lists, and by
-the STARE paper's six categories among the tokens that a method selects. The functions are pure.
-Their results are metrics of a step, and so part of the report."""
+"""Counts how often responses reflect on themselves. One metric counts the words that the
+configuration lists. Other metrics count words of the STARE paper's six categories among the tokens
+that a method selects. The functions are pure. The results of these functions are metrics of a step
+and therefore part of the report."""
 
 from __future__ import annotations
 
@@ -44,11 +45,12 @@ METRICS = (
 
 
 def reflections(samples: Sequence[Trajectory], words: Sequence[str]) -> dict[str, float]:
-    """Returns `response/reflections`: occurrences of any of the words per response, mean over the
-    step's samples.
+    """Returns `response/reflections`: the mean number of occurrences of the words in a response,
+    over the step's samples.
 
     Args:
-        words: words to count, by the rules of records/words.py. If empty, there is no metric.
+        words: words to count, by the rules of records/words.py. Without words, the function returns
+            no metric.
     """
     if not words:
         return {}
@@ -59,9 +61,9 @@ def reflections(samples: Sequence[Trajectory], words: Sequence[str]) -> dict[str
 def selected_reflections(samples: Sequence[Trajectory]) -> dict[str, float]:
     """Returns the share of tokens that belong to a word of each category.
     `reflection/selected_<category>` is the share among the selected tokens, and
-    `reflection/all_<category>` the share among all tokens that carry loss.
+    `reflection/all_<category>` is the share among all tokens that carry loss.
 
-    Words are found by the rules of records/words.py; a token belongs to a word if any of the word's
+    Words are found by the rules of records/words.py. A token belongs to a word if any of the word's
     characters are in the token. Only samples with recorded token numbers (`Trajectory.numbers`)
     count. Returns {} if no token is selected.
     """

@@ -1,7 +1,8 @@
-"""Signs that a policy earns its reward by other means than reasoning, from the samples of one step.
+"""Computes signs that a policy earns its reward by other means than reasoning, from the samples of
+one step.
 
-Pure functions of verified samples; the results are metrics of the step, and so part of the report.
-No sign proves anything alone; docs/diagnostics.md explains how to read each sign.
+The functions are pure. The results of these functions are metrics of the step and therefore part of
+the report. No single sign proves anything. docs/diagnostics.md explains how to read each sign.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def has_answer(sample: Trajectory) -> bool:
 
 
 def length_reward_correlation(samples: Sequence[Trajectory]) -> float:
-    """Returns Pearson's correlation of length in tokens and reward; NaN if all lengths or all
+    """Returns Pearson's correlation of length in tokens and reward, or NaN if all lengths or all
     rewards are equal."""
     try:
         return correlation([float(len(s)) for s in samples], [s.reward or 0.0 for s in samples])
@@ -106,8 +107,8 @@ def length_reward_correlation(samples: Sequence[Trajectory]) -> float:
 
 
 def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
-    """Returns the share of n-grams of token ids that occurred earlier in the same response; NaN if
-    there are no n-grams. `responses` contains a tensor [.] of token ids for each response.
+    """Returns the share of n-grams of token ids that occurred earlier in the same response, or NaN
+    if there are no n-grams. `responses` contains a tensor [.] of token ids for each response.
 
     Each n-gram becomes one int64 number in a base that is the largest token id plus 1. The first
     digit of this number is the index of the response, and the other digits are the token ids. numpy

@@ -1,8 +1,10 @@
-"""The rules for a run's metrics: one table, RULES, and the alerts that follow from it.
+"""Defines the rules for a run's metrics in one table, RULES, and the alerts that follow from these
+rules.
 
-`Watch` determines when alerts begin and end, in a run and, from its metrics alone, in `status`.
-Before a step is done, the driver applies the rules that may end a run or roll it back, with the
-run's settings: driver/guards.py and driver/agreement_watch.py.
+`Watch` determines when alerts begin and end. The monitor of a run uses `Watch`, and `status` uses
+`Watch` on the run's metrics alone. Some rules may end a run or roll a run back. The driver applies
+such rules with the run's settings before a step is done (driver/guards.py and
+driver/agreement_watch.py).
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ QUIET_STEPS = 5
 
 
 class _Numbers(dict[str, float | str]):
-    """Values of a text's placeholders by name; NaN for a missing value."""
+    """Values of a text's placeholders, keyed by name. A missing value is NaN."""
 
     def __missing__(self, name: str) -> float:
         return math.nan
@@ -66,18 +68,20 @@ class Rule:
 
     name: name of the rule's alert, in words that stay true while values change.
     when: the rule's condition.
-    alert: text of the rule's alert; "": no alert. Names in braces are metrics of the step or
+    alert: text of the rule's alert, or "" for no alert. Names in braces are metrics of the step or
         measured values.
-    error: text of the error that ends the run; "": the run does not end. If a rule has both an
-        alert and an error, the setting `action` decides.
-    metrics: metrics that show the problem most directly; an alert reports the metric with the
-        largest value. (): the metrics of the condition.
-    guard: name of the rule's settings in the section `guards`; "": the rule has no settings there.
+    error: text of the error that ends the run, or "" if the rule does not end the run. If a rule
+        has both an alert and an error, the setting `action` chooses between the alert and the
+        error.
+    metrics: metrics that show the problem most directly, or () for the metrics of the condition. An
+        alert reports the metric with the largest value.
+    guard: name of the rule's settings in the section `guards`, or "" if this section has no
+    settings for the rule.
     flag: metric that is 1 in the steps in which the condition was true. The driver evaluates the
-        rule's condition and logs this metric; other code reads this metric instead of evaluating
-        the condition.
-    dtype: dtype of the trained model for which the rule applies; "": the rule applies to models of
-        all dtypes.
+        rule's condition and logs the flag. Other code reads the flag instead of evaluating the
+        condition.
+    dtype: dtype of the trained models to which the rule applies, or "" if the rule applies to
+        models of all dtypes.
     sampled: True if the rule applies only to runs that sample their responses.
     """
 
@@ -97,7 +101,7 @@ class Rule:
 
     @property
     def setting(self) -> str:
-        """The setting that changes the rule for a run; "" if there is none."""
+        """The setting that changes the rule for a run, or "" if there is no such setting."""
         return f"{GUARDS}.{self.guard}" if self.guard else getattr(self.when, "setting", "")
 
     def given(self, **settings: Any) -> Condition:
@@ -113,7 +117,7 @@ class Rule:
 
 
 def said(text: Text, row: Row, found: Found) -> str:
-    """Fills in the text of a rule."""
+    """Fills in the placeholders in the text of a rule."""
     return text(row) if callable(text) else text.format_map(_Numbers(row, **found.measured))
 
 
@@ -277,7 +281,7 @@ class Watch:
         self._judge = Judge({rule.name: _as_logged(rule) for rule in self._rules})
 
     def add(self, step: int, metrics: Row) -> list[Alert]:
-        """Adds a step; returns the alerts that began with the step and the alerts that ended with
+        """Adds a step. Returns the alerts that began with the step and the alerts that ended with
         the step."""
         changed = []
         for rule in self._rules:
@@ -308,5 +312,5 @@ class Watch:
 
 def _as_logged(rule: Rule) -> Condition:
     """Returns a condition that tests this rule on a run's logged metrics. If the rule has a flag,
-    the condition is that the flag's metric is 1."""
+    the condition holds if the flag's metric is 1."""
     return Equal((rule.flag,), 1.0) if rule.flag else rule.when

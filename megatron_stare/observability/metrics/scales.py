@@ -1,7 +1,7 @@
-"""Prepares numbers for pictures: round tick marks, short labels, smoothing, and thinning of long
+"""Prepares numbers for charts with round tick marks, short labels, smoothing, and thinning of long
 series.
 
-Used by `report/charts.py` and `figures.py`. Independent of SVG and HTML.
+`report/charts.py` and `figures.py` use this module. The module does not depend on SVG or HTML.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ Points = list[tuple[float, float]]  # (step, value); a NaN value is a gap in the
 
 
 def nice_ticks(low: float, high: float, count: int = 5, integer: bool = False) -> list[float]:
-    """Returns about `count` tick marks at multiples of 1, 2 or 5 times a power of ten, that enclose
-    [low, high]."""
+    """Returns about `count` tick marks that enclose [low, high]. The tick marks are at multiples of
+    1, 2 or 5 times a power of ten."""
     if high <= low:
         pad = abs(low) * 0.1 or 0.5
         low, high = low - pad, high + pad
@@ -31,7 +31,8 @@ def nice_ticks(low: float, high: float, count: int = 5, integer: bool = False) -
 
 
 def tick_label(value: float, step: float) -> str:
-    """Formats a tick's label with the decimals that its spacing needs: 0.25, 1,200, 15k, 2e-5."""
+    """Formats a tick's label with as many decimals as the spacing of the ticks needs, e.g. 0.25,
+    1,200, 15k, 2e-5."""
     if value == 0:
         return "0"
     if abs(value) >= 10_000 and step >= 100:
@@ -43,8 +44,8 @@ def tick_label(value: float, step: float) -> str:
 
 
 def short(value: float | None, digits: int = 3) -> str:
-    """Formats a value with `digits` significant digits and thousands separators; an en dash if
-    there is no value."""
+    """Formats a value with `digits` significant digits and thousands separators. Returns an en dash
+    if there is no value."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
@@ -93,8 +94,8 @@ def thin(points: Points, limit: int = 700) -> Points:
 
 
 def intervals_on(steps: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
-    """Returns the intervals in which a 0/1 series is on, as (from, to) in steps; each step extends
-    half a step to either side."""
+    """Returns the intervals in which a 0/1 series is on, as (from, to) in steps. Each interval
+    extends half a step beyond its first and its last step."""
     found: list[tuple[float, float]] = []
     for step, value in zip(steps, values, strict=True):
         if not value >= 0.5:

@@ -1,4 +1,4 @@
-"""Computes a step's metrics. The trainer provides its own metrics; the driver adds metrics of
+"""Computes a step's metrics. The trainer provides its own metrics, and the driver adds metrics of
 rewards, responses, time and memory."""
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Stopwatch:
     """Times the phases of one step, and shows each phase while the phase runs.
 
     Args:
-        shown: opens a phase on the display, by name.
+        shown: function that shows a phase on the display, given the name of the phase.
     """
 
     def __init__(self, shown: Callable[[str], contextlib.AbstractContextManager[None]]) -> None:
@@ -198,7 +198,7 @@ def step_metrics(
     """Returns every metric of the step, by name.
 
     Args:
-        sampled: False if others wrote the responses, so that there are no rewards.
+        sampled: False if no engine sampled the responses, so that there are no rewards.
     """
     lengths = batch.response_lengths.to(torch.float64)
     seconds = watch.total()
@@ -222,7 +222,7 @@ def step_metrics(
 
 
 def reward_metrics(batch: RolloutBatch, samples: Sequence[Trajectory]) -> dict[str, float]:
-    """Returns the metrics of rewards and of what else only sampled responses have."""
+    """Returns the metrics of rewards, and other metrics that only sampled responses have."""
     rewards = batch.rewards[batch.verified]
     return {
         "reward/mean": float(rewards.mean()) if len(rewards) else float("nan"),
@@ -237,7 +237,8 @@ def reward_metrics(batch: RolloutBatch, samples: Sequence[Trajectory]) -> dict[s
 
 
 def tool_metrics(samples: Sequence[Trajectory]) -> dict[str, float]:
-    """Returns the metrics of tools, if a response has called one or had several turns."""
+    """Returns the metrics of tools if any response has called a tool or has several turns.
+    Otherwise returns {}."""
     calls = [call for sample in samples for call in sample.calls]
     if not calls and all(sample.turns == 1 for sample in samples):
         return {}
@@ -259,8 +260,8 @@ def tool_metrics(samples: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def degenerate_share(batch: RolloutBatch) -> float:
-    """Returns the share of prompt groups whose rewards are all equal, so that they teach
-    nothing."""
+    """Returns the share of prompt groups whose rewards are all equal. Such groups give no learning
+    signal."""
     groups = int(batch.groups.max()) + 1
     rewards, of = batch.rewards[batch.verified], batch.groups[batch.verified]
     least = rewards.new_full((groups,), torch.inf).scatter_reduce_(0, of, rewards, "amin")

@@ -1,1 +1,2 @@
-"""The run report: `page.py` prepares the content of `page.html.jinja`, `charts.py` its pictures."""
+"""Builds the run report. `page.py` prepares the content of `page.html.jinja`, and `charts.py` draws
+the pictures."""

@@ -32,8 +32,8 @@ HOVER_POINTS = 400  # positions at which the pointer can stop
 
 @dataclass(frozen=True)
 class Line:
-    """One run's series in a chart. `colour` is the run's number; `kind` is the CSS class of a line
-    that represents no run."""
+    """One run's series in a chart. `colour` is the number of the run's colour. If the line
+    represents no run, `kind` is the CSS class of the line."""
 
     label: str
     colour: int
@@ -53,8 +53,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart to draw. `targets` are dashed; if `band` is not 0, a band extends `band` times the
-    target to either side."""
+    """A chart to draw. The lines in `targets` are dashed. If `band` is not 0, a band extends `band`
+    times the target above and below each target."""
 
     title: str
     unit: str
@@ -72,7 +72,7 @@ class Chart:
 
     @property
     def flat(self) -> str | None:
-        """The constant value of a chart that never changes; None if the chart changes, or has
+        """The constant value of a chart that never changes, or None if the chart changes or has
         nothing to show."""
         values = [
             v for line in (*self.lines, *self.targets) for v in line.values if math.isfinite(v)
@@ -118,7 +118,7 @@ class Drawing:
 
 
 def draw(chart: Chart) -> Drawing | None:
-    """Draws a chart; None if no run has the metric."""
+    """Draws a chart. Returns None if no run has the chart's metric."""
     lines = [line for line in chart.lines if any(math.isfinite(v) for v in line.values)]
     if not lines:
         return None
@@ -269,7 +269,7 @@ def _line(frame: _Frame, line: Line, chart: Chart) -> None:
 
 
 def _unbroken(points: Points) -> list[Points]:
-    """Splits points into stretches between gaps."""
+    """Splits a series of points at its gaps."""
     runs: list[Points] = [[]]
     for point in points:
         if math.isfinite(point[1]):

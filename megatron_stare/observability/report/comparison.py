@@ -1,4 +1,4 @@
-"""Compares runs with the first run: paired tests of figures, and the settings that differ.
+"""Compares runs with the first run by paired tests of figures, and lists the settings that differ.
 
 Turns `RunRecord`s into columns of the report.
 """
@@ -101,9 +101,11 @@ def _steps(first: RunRecord, run: RunRecord, key: str, good: str) -> Figure | No
 
 @dataclass(frozen=True)
 class _Pair:
-    """A metric of `run` minus that of the first run over the last third of their common steps.
+    """Difference of a metric between `run` and the first run over the last third of their common
+    steps.
 
-    Holds mean and interval of the difference, the two means, and the number of steps.
+    Holds the mean and the interval of the difference, the means of both runs, and the number of
+    steps.
     """
 
     mean: float
@@ -140,8 +142,9 @@ def _tone(low: float, high: float) -> Tone:
 
 
 def settings_that_tell(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, list[str | None]]], str]:
-    """Returns rows of (setting, its value in every run) for settings that differ from the defaults
-    or between the runs, and a sentence about them."""
+    """Returns a row for each setting that differs from the defaults or between the runs, and a
+    sentence about these rows. A row contains the setting's name and the setting's value in every
+    run."""
     trees = [_flat(run.config) for run in runs]
     defaults = [_defaults(run.config) for run in runs]
     known = all(default is not None for default in defaults)
@@ -173,10 +176,10 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def _defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the default settings of the configuration's method; None if its class cannot be
-    imported.
+    """Returns the default settings of the configuration's method, or None if the method's class
+    cannot be imported.
 
-    Imports the method and thus torch, which the rest of the report does not need.
+    Imports the method's class and therefore torch. The rest of the report does not need torch.
     """
     algorithm = config.get("algorithm")
     name = algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm

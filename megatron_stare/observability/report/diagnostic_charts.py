@@ -1,7 +1,7 @@
-"""Builds the report's charts of the entropy forecast and of signs of reward hacking;
-docs/diagnostics.md explains them.
+"""Builds the report's charts of the entropy forecast and of signs of reward hacking.
+docs/diagnostics.md explains these charts.
 
-Turns metric series of one or more runs into charts for `page.py`; skips metrics that no run
+Turns metric series of one or more runs into charts for `page.py`. Skips metrics that no run
 recorded.
 """
 
@@ -180,8 +180,8 @@ def _neutral_weight(runs: Sequence[RunRecord]) -> Chart:
 
 
 def selection(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Returns charts of the thresholds and numbers of tokens that STARE selects, for every run that
-    selects any."""
+    """Returns charts of STARE's selection thresholds and of the numbers of selected tokens, for
+    every run that selects tokens."""
     charts = []
     for run in runs:
         whose = f", {run.name}" if len(runs) > 1 else ""
@@ -238,7 +238,7 @@ def _proxy(runs: Sequence[RunRecord]) -> list[Chart]:
 
 
 def _of_sets(run: RunRecord, metric: str) -> list[Line]:
-    """Returns a line for every set that the run selects."""
+    """Returns a line for every set of tokens that the run selects."""
     lines = [Line(label, 0, *run.series(f"{metric}_{end}"), kind) for end, label, kind in _SETS]
     return [line for line in lines if line.values]
 
@@ -310,8 +310,8 @@ def _recorded(charts: Sequence[Chart]) -> list[Chart]:
 
 @dataclass(frozen=True)
 class TokenNorms:
-    """A table, as text, of the mean norm of a token's gradient for each range of the token's
-    probability and each range of the token's entropy.
+    """A text table of the mean norm of a token's gradient, by ranges of the token's probability and
+    of the token's entropy.
 
     columns: ranges of entropy.
     rows: one row per range of probability. A row contains the range of probability, the bound
@@ -326,7 +326,8 @@ class TokenNorms:
 
 
 def token_norms(run: RunRecord) -> TokenNorms | None:
-    """Returns the token norms of the newest step that measured them; None if no step did."""
+    """Returns the token norms of the newest step that measured token norms, or None if no step
+    measured them."""
     row = next((row for row in reversed(run.metrics) if "gradient/token_share_0" in row), None)
     if row is None:
         return None

@@ -1,4 +1,5 @@
-"""Writes the report's first screen in words: a sentence that summarises a run, remarks, problems.
+"""Writes the text of the report's first screen: a sentence that summarises a run, remarks and
+problems.
 
 Reads a `RunRecord`. Every number in the text is also among the figures below the text.
 """
@@ -46,7 +47,7 @@ class Headline:
 
 
 def headline(run: RunRecord) -> Headline:
-    """Summarises one run: progress, the optimised result, entropy."""
+    """Summarises the progress, the optimised result and the entropy of one run."""
     if not run.metrics:
         return Headline("No step is recorded yet.")
     figures = summary(run.metrics)
@@ -70,7 +71,7 @@ def headline(run: RunRecord) -> Headline:
 
 @dataclass(frozen=True)
 class Problem:
-    """An alert of the run's own rules, over all steps in which it was active."""
+    """An alert of the run's own rules, over all steps in which the alert was active."""
 
     name: str
     when: str
@@ -103,8 +104,8 @@ def _when(spells: Sequence[Alert], holds: bool) -> str:
 
 
 def alike(runs: Sequence[RunRecord]) -> list[str]:
-    """Describes pairs of runs that are identical step for step, so that their lines coincide, and a
-    possible reason."""
+    """Describes pairs of runs that are identical step for step, and a possible reason. The lines of
+    such runs coincide in the charts."""
     found = []
     for later, run in enumerate(runs):
         for other in runs[:later]:
@@ -142,8 +143,8 @@ def _progress(run: RunRecord) -> str:
 
 @dataclass(frozen=True)
 class _Change:
-    """A result before and after training. word: "rose" or "fell" for a significant change,
-    otherwise "went"."""
+    """A result before and after training. `word` is "rose" or "fell" for a significant change, and
+    "went" otherwise."""
 
     before: float
     after: float
@@ -159,7 +160,7 @@ class _Change:
 
 
 def _change(run: RunRecord, accuracy: str, results: str) -> _Change | None:
-    """Returns the change over training from the run's evaluations on one task; None if an
+    """Returns the change over training from the run's evaluations on one task, or None if an
     evaluation is missing."""
     before, after = run.before or {}, run.after or {}
     if before.get(accuracy) is None or after.get(accuracy) is None:
