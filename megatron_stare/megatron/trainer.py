@@ -594,12 +594,13 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Drops an unfinished checkpoint, closes StageSend's connections to the engines, and leaves
-        the process groups."""
+        """Drops an unfinished checkpoint, closes the connections to the engines, and leaves the
+        process groups."""
         if self._saving is not None:
             self._saving.drop()
-        if self._stage_send is not None:
-            self._stage_send.close()
+        for send in (self._stage_send, self._device_send):
+            if send is not None:
+                send.close()
         leave()
 
 

@@ -41,6 +41,7 @@ class Opened(Sender):
         self._fail_at = fail_at
         self._open: tuple[Bucket, Sequence[Any]] | None = None
         self.held: list[dict[str, Tensor]] = []  # by rank of the engine
+        self.closed = False
 
     def expect(self, prove: bool, first: Bucket | None) -> None:
         self.held, self._open = [], None
@@ -77,7 +78,11 @@ class Opened(Sender):
 
     def forget(self) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.closed = True
+
+
+OPENED: list[Opened] = []  # of this rank
 
 
 def _values(name: str, bucket: Bucket) -> Tensor:
@@ -106,12 +111,14 @@ class OnDevices:
         return list(self.engines)
 
     def towards(self, engine: int, rank: int) -> Opened:
-        return Opened(self.fail_at if engine == 0 else None)
+        OPENED.append(Opened(self.fail_at if engine == 0 else None))
+        return OPENED[-1]
 
 
 def sent_twice(rank: int, init: str, config: Config, target: OnDevices) -> tuple[Any, ...]:
     """Sends two updates, each of changed weights. Returned are the process, what it tells of each
     update (an error in its words), and the weights."""
+    OPENED.clear()
     trainer = Trainer(resolve_run(config), rank, init)
     policy = trainer.policy
     trainer._device_send = DeviceSend(policy.model, policy.layout, policy.shape, BOUND)
@@ -128,6 +135,7 @@ def sent_twice(rank: int, init: str, config: Config, target: OnDevices) -> tuple
             told.append(str(error))
     found = os.getpid(), told, trainer.export()
     trainer.close()
+    assert all(each.closed for each in OPENED)
     return found
 
 
