@@ -72,7 +72,8 @@ class RewardFailureError(UserError):
 
 
 class NonFiniteError(UserError):
-    """Raised if a loss or gradient is not finite and the optimizer step was skipped."""
+    """Raised if the loss or gradient of several consecutive updates is not finite, or if an engine
+    computes log-probs that are not finite."""
 
 
 class GuardError(UserError):
