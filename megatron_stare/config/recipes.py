@@ -1,5 +1,5 @@
-"""Reads the recipes of published runs. A recipe has layers, a description of the published run that
-it reproduces, and the published values of its settings.
+"""Reads the recipes of published runs. A recipe has layers, the published run that the recipe
+reproduces, and the published values of the recipe's settings.
 
 `configs/recipes/index.yaml` lists the recipes. A recipe consists of layers for method, lengths,
 model and cluster, or of another recipe and a set of changes. A configuration names a recipe as

@@ -1,5 +1,5 @@
-"""Configuration sections about rollouts: prompts, engines and servers, rewards, agreement with the
-trainer, evaluation."""
+"""Defines the configuration sections about rollouts. The sections cover prompts, engines and
+servers, rewards, agreement with the trainer, and evaluation."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class RolloutConfig(Section):
 
 
 class PartialConfig(Section):
-    """Partial rollouts: a step cuts long responses, and a later step continues them; see
+    """Partial rollouts. A step cuts long responses, and a later step continues these responses; see
     docs/asynchrony.md."""
 
     tokens: int | None = Field(

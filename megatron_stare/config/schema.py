@@ -39,7 +39,7 @@ PORTS = (1024, 65535)  # lower ports are reserved for the system
 
 
 class RunConfig(Section):
-    """The run: its name, its length, and where its results go."""
+    """Name and length of the run, and the folder of its results."""
 
     name: str = Field(
         "run", description="name of the run; part of the directory's name if `dir` is not given"
@@ -365,7 +365,7 @@ class Config(Section):
 
     @property
     def supervised(self) -> bool:
-        """True if the run learns from given responses. Such a run has no engines, verifiers and
+        """True if the run learns from given responses, without engines, verifiers and
         evaluations."""
         return self.algorithm.supervised
 

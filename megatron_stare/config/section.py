@@ -1,5 +1,5 @@
-"""Base class of all configuration sections, and functions that check settings of several
-sections."""
+"""Defines the base class of all configuration sections, and the checks that several sections
+share."""
 
 from __future__ import annotations
 

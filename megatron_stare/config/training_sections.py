@@ -1,5 +1,5 @@
-"""Configuration sections about training: the policy, its layout over ranks, batches, the optimizer,
-and performance."""
+"""Defines the configuration sections about training. The sections cover the policy, the layout over
+ranks, batches, the optimizer, and performance."""
 
 from __future__ import annotations
 
@@ -286,8 +286,8 @@ class MoeConfig(Section):
 
 class PerformanceConfig(Section):
     """Settings that save time or memory and change results only in the last bits. With CUDA, a
-    setting at null is on if tests cover the setting, the device supports it and the run supports
-    it; see docs/gpu.md."""
+    setting at null is on if tests cover the setting, and if the device and the run support the
+    setting; see docs/gpu.md."""
 
     automatic: bool = Field(
         True, description="false: every setting of this section that is null is off"

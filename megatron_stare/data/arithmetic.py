@@ -42,7 +42,7 @@ class Problem:
 
     @property
     def name(self) -> str:
-        """Name that all reorderings of the problem share: '14+27+58'."""
+        """Name that all reorderings of the problem share, such as '14+27+58'."""
         return "+".join(map(str, sorted(self.operands)))
 
 
@@ -50,8 +50,8 @@ def draw_problem(seed: int, split: Split, index: int) -> Problem:
     """Returns problem number `index` of a stream.
 
     Problems may repeat within a stream, identically or reordered, but never across splits. Among
-    the first 1,000 held-out problems, 36 repeat an earlier problem. In 4 of these 36 the numbers
-    also have the same order.
+    the first 1,000 held-out problems, 36 repeat an earlier problem. For 4 of these 36 problems, the
+    order of the numbers is also the same.
     """
     attempt = 0
     while True:

@@ -1,4 +1,4 @@
-"""Finds the problems to leave out of training data. These are repeated problems and problems of the
+"""Finds the problems to leave out of training data, which are repeated problems and problems of the
 evaluation sets.
 
 Problems are compared by their words, numbers and operators in lower case. Spacing, punctuation and
@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 NGRAM = 13
-"""Number of consecutive shared words from which two problems count as copies of each other (Brown
-et al., arXiv 2005.14165, appendix C)."""
+"""Number of consecutive words. Two problems that share so many words count as copies of each other
+(Brown et al., arXiv 2005.14165, appendix C)."""
 
 # LaTeX delimiters, sizes and spaces
 _LAYOUT = re.compile(r"\\[()\[\]]|\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])|\\[,;:! ]|~")
@@ -88,9 +88,9 @@ class Contamination:
 
     Args:
         problems: problems of the evaluation.
-        ngram: number of consecutive words, at least 1. A training problem may not share this many
-            words, with the operators between these words, with an evaluation problem. Problems with
-            fewer words are compared as a whole.
+        ngram: number of consecutive words, at least 1. Two problems match if they share a sequence
+            of `ngram` words, including the operators between these words. Problems with fewer words
+            are compared as a whole.
     """
 
     def __init__(self, problems: Iterable[str], ngram: int = NGRAM) -> None:

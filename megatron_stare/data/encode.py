@@ -58,8 +58,8 @@ class PromptEncoder:
             where: line or id that an error message names.
 
         Raises:
-            DataError: the prompt has no tokens, or has several messages and no chat template joins
-                them.
+            DataError: the prompt has no tokens, or has several messages but `data.chat_template` is
+                false.
             PromptTooLongError: the prompt has too many tokens, and the configuration does not allow
                 cutting the prompt.
         """

@@ -1,4 +1,5 @@
-"""Prompts from files: one file for each split, or a weighted mixture of files for training.
+"""Supplies prompts from files. Each split has one file, or training has a weighted mixture of
+files.
 
 A source reads and checks its files once, when it is built. data/records.py defines the records of a
 file. The order of a pass over a file depends only on the seed, the file and the number of the pass.
@@ -29,7 +30,7 @@ from megatron_stare.records.batch import Prompt
 class _Part:
     """A file of a mixture.
 
-    weight: integer weight in the mixture's common unit.
+    weight: integer weight of the file; see `whole_weights`.
     records: records of the file that can be taken.
     taken: number of records taken so far.
     pass_: number of the pass over the file for which `order` was computed.

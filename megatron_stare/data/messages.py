@@ -64,8 +64,8 @@ def rendered(
 
     An assistant's turn begins after the generation prompt and ends with the last special token of
     the turn. Template text after that special token carries no loss. Each turn is encoded
-    separately, so that no token spans the border of a turn. This matches sampling, where no token
-    spans the border of a turn either.
+    separately, so that no token spans the border of a turn. When a policy samples a turn, no token
+    spans the border of the turn either.
 
     Args:
         settings: further values for the template (`data.chat_template_kwargs`).

@@ -2,11 +2,11 @@
 Problems are generated when needed and never stored.
 
 '33 8 5 2 = 38 :' asks for the signs of 33 + 8 - 5 + 2 = 38. A response is either a short guess, '+8
-+5 +2', or a search. A search makes one attempt after another. It writes the running total after
-every step and the word 'wait' after a wrong attempt, as in '+8 41 +5 46 -2 44 wait +8 41 -5 36 +2
-38'. Only the part of a response after the last word 'wait' is graded. A guess is right only by
-luck. A search finds the right signs unless it ends early. Longer responses are therefore right more
-often.
++5 +2', or a search. A search makes one attempt after another. A search writes the running total
+after every step and the word 'wait' after a wrong attempt, as in '+8 41 +5 46 -2 44 wait +8 41 -5
+36 +2 38'. Only the part of a response after the last word 'wait' is graded. A guess is right only
+by luck. A search finds the right signs unless it ends early. Longer responses are therefore right
+more often.
 
 Problem i of a stream is a pure function of (seed, split, i). A fixed hash assigns each problem to a
 split, so training and held-out problems never overlap. Rollouts use `SignsPrompts`.
@@ -69,7 +69,7 @@ class Problem:
 
     @property
     def name(self) -> str:
-        """Name that all reorderings of the problem share: '33 2 5 8 = 38'."""
+        """Name that all reorderings of the problem share, such as '33 2 5 8 = 38'."""
         return Problem(self.start, tuple(sorted(self.operands)), self.total).answer  # type: ignore[arg-type]
 
     def totals(self, signs: tuple[int, int, int]) -> list[int]:

@@ -165,12 +165,13 @@ def canary_sequences(
     """Returns the token sequences of the canary. The sequences have different lengths of up to
     `longest` tokens. Every run of a model has the same sequences.
 
-    The package ships a text for the canary. Only those lines of the text are used that the
-    tokenizer encodes and decodes without loss. Each sequence begins at a different line. If no line
-    can be used, the token ids are random.
+    The package ships a text for the canary. The sequences contain only lines of this text that the
+    tokenizer encodes and decodes without loss. Each sequence begins at a different line. If the
+    tokenizer loses characters of every line, the token ids are random.
 
     Args:
-        vocab_size: vocabulary size of the model. An id that is not below it would crash a server.
+        vocab_size: vocabulary size of the model. A token id that is not below `vocab_size` would
+            crash a server.
     """
     lengths = torch.linspace(longest, max(2, longest // 4), sequences).long().tolist()
     lines = [

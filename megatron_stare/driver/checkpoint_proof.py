@@ -1,5 +1,5 @@
-"""The self-test of a resume. A checkpoint contains data that prove, after loading, that the loaded
-state equals the saved state.
+"""The self-test of a resume. A resume compares the loaded state with data in the checkpoint and so
+proves that the loaded state equals the saved state.
 
 A checkpoint stores a few responses of the last step and the log-probs of the responses under the
 saved weights. If the reference policy was refreshed, the checkpoint also stores the log-probs under
@@ -10,7 +10,7 @@ summation order may differ. In float32, another summation order changes a log-pr
 LARGEST. In 16 bits the mean difference may reach the bound that applies to engine and trainer
 (rollout/agreement/limits.py). docs/diagnostics.md gives measurements.
 
-Shape legend: N response positions of the canary.
+Shape legend: N is the number of response positions of the canary.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def canary_of(batch: RolloutBatch) -> list[list[int]]:
 
 
 def layout_of(ranks: TrainerGroup, config: Config) -> str:
-    """Describes the layout, threads and devices in words. These affect the summation order."""
+    """Describes in words everything that affects the summation order, which is layout, threads and
+    devices."""
     sizes = ", ".join(f"{name} {value}" for name, value in config.parallel.model_dump().items())
     return f"{sizes}; {config.runtime.trainer_threads} threads; {ranks.place()}"
 

@@ -246,8 +246,8 @@ def export_policy(
     existing folder once the new folder is complete.
 
     Args:
-        stops: ids of tokens that end a response. They are added to the stop tokens of the
-            generation config.
+        stops: ids of tokens that end a response, in addition to the stop tokens of the generation
+            config.
 
     Raises:
         UserError: the policy cannot be written.

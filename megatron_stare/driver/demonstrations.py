@@ -102,7 +102,7 @@ class HeldOutLoss(Part):
 
     Args:
         prompts: the held-out demonstrations.
-        state: state of the run. Its `step` is the number of the step that is being logged.
+        state: state of the run, where `state.step` is the number of the step that is being logged.
         phase: opens a phase of the step, by name.
     """
 

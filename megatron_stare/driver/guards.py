@@ -114,7 +114,7 @@ class Guards:
     """The guards of a run.
 
     Args:
-        dtype: of the trained model.
+        dtype: dtype of the trained model.
     """
 
     def __init__(self, config: GuardsConfig, dtype: str) -> None:

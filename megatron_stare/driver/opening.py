@@ -161,9 +161,9 @@ def rehearse(
 ) -> Rehearsal:
     """Makes all checks that a run makes before its workers start. Leaves no files and no processes.
 
-    Every verifier runs a test in its own process, as in a run. The rehearsal does not check whether
-    external servers answer, nor whether memory suffices on GPUs of unknown size. Only `remarks`
-    queries a Ray cluster.
+    The rehearsal starts every verifier in its own process and tests the verifier, as in a run. The
+    rehearsal does not check whether external servers answer, nor whether memory suffices on GPUs of
+    unknown size. Only `remarks` queries a Ray cluster.
 
     If the model is not on this machine but the package knows the model's shape, the rehearsal skips
     the checks that need more than the shape. `remarks` lists the skipped checks.
@@ -217,11 +217,12 @@ def _try_verifiers(verifiers: dict[Extension, Task], config: Config) -> None:
 def remarks(config: Config) -> list[str]:
     """Returns the lines that a dry run prints beside the configuration.
 
-    The lines describe the placement on the Ray cluster, activation memory and faster settings. They
-    also list the checks that were skipped because something is not on this machine.
+    The lines describe the placement on the Ray cluster, activation memory and faster settings. The
+    lines also list the checks that were skipped because something is not on this machine.
 
     Raises:
-        UserError: the run cannot join the Ray cluster, or the cluster is too small for the layout.
+        UserError: the run cannot join the Ray cluster, or the nodes of the cluster can never hold
+            the layout.
     """
     found = placement(config)
     micro_batch = config.batch.micro_batch_tokens

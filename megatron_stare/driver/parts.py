@@ -1,4 +1,4 @@
-"""Defines the parts of a session that the driver calls after every step. These are guards, saves,
+"""Defines the parts of a session that the driver calls after every step, which are guards, saves,
 held-out evaluations and memory by phase."""
 
 from __future__ import annotations
@@ -248,8 +248,8 @@ class HeldOut(Part):
     Args:
         evaluations: the tasks with their problems.
         samples: the source of training rollouts, which knows the newest weight version.
-        training: evaluator on the training engines. These engines pause the training rollouts
-            during an evaluation.
+        training: evaluator on the training engines. The training engines pause the training
+            rollouts during an evaluation.
         own: engines reserved for evaluation, and the evaluator on these engines. None: the training
             engines evaluate.
         weights: returns the policy's tensors.

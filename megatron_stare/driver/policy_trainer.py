@@ -1,5 +1,5 @@
-"""Trains on one rollout batch. This consists of the log-prob pass, the statistics, the optimizer
-steps, and the refresh of the reference policy."""
+"""Trains on one rollout batch. A training step consists of the log-prob pass, the statistics, the
+optimizer steps, and the refresh of the reference policy."""
 
 from __future__ import annotations
 

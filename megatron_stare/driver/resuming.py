@@ -3,7 +3,8 @@ configuration allows the resume.
 
 Most settings must be the same as at the start of the run. The tokenizer, the chat template and the
 system prompt must also be the same, because a replaced file would silently change every prompt. The
-run's state contains digests that reveal such changes.
+run's state contains digests that reveal changes of the tokenizer, the chat template and the system
+prompt.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ _FILES = (  # tokenizer files
 
 
 def find_run(config: Config) -> Path:
-    """Returns the directory of the run to resume. This is run.dir if set. Otherwise it is the
-    newest run of this name under runs/, where runs with a finished step take precedence.
+    """Returns the directory of the run to resume. Returns run.dir if it is set. Otherwise returns
+    the newest run of this name under runs/, and prefers runs with a finished step.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no run to resume.
     """
     if config.run.dir:
         path = Path(config.run.dir)
@@ -85,8 +86,8 @@ def resume_point(
         from_step: step of the checkpoint; None: the newest complete checkpoint.
 
     Returns:
-        The pair; (None, None) if the run ended before its first checkpoint was complete. Such a run
-        must start over.
+        The checkpoint and its state; (None, None) if the run ended before its first checkpoint was
+        complete and must start over.
 
     Raises:
         UserError: a setting that must not change has changed, checkpoints are missing, the
@@ -136,8 +137,9 @@ def _of_step(step: int, checkpoints: Sequence[Path], path: Path) -> Path:
 @contextlib.contextmanager
 def offering_older(checkpoint: Path) -> Iterator[None]:
     """Context manager for code that opens a checkpoint. If the code raises DataError, the context
-    manager searches for the newest intact earlier checkpoint. If there is one, the context manager
-    raises an error that also names this checkpoint. The search does not read tensors."""
+    manager searches for the newest intact earlier checkpoint. If an intact earlier checkpoint
+    exists, the context manager raises an error that also names this checkpoint. The search does not
+    read tensors."""
     try:
         yield
     except DataError as error:

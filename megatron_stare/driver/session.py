@@ -121,9 +121,9 @@ class Session:
             self._open = stack.pop_all()
 
     def _find_state(self, dump_step: int | None) -> Path | None:
-        """Sets the state of the run and the position in the prompts. Both are at the beginning of
-        the run or at the resume point. Returns the checkpoint to load, or None if no checkpoint is
-        loaded."""
+        """Sets the state of the run and the position in the prompts. A new run starts at its
+        beginning, and a resumed run starts at the resume point. Returns the checkpoint to load, or
+        None if no checkpoint is loaded."""
         inputs, held = self._inputs, self._held
         made_with = prompt_inputs(self.config, inputs.tokenizer, inputs.source)
         self.source = PromptQueue(inputs.source)

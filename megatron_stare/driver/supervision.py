@@ -247,7 +247,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def attach() -> bool:
-    """Attaches this driver to its supervisor and returns whether there is one.
+    """Attaches this driver to its supervisor. Returns True if the driver has a supervisor.
 
     Opens the pipe to the supervisor, and asks the kernel to send SIGTERM if the supervisor dies.
     Call `attach` after the SIGTERM handler is installed, on a thread that lives as long as the run.

@@ -43,7 +43,7 @@ def read_calls(text: str) -> list[Call | Malformed]:
     """Returns the tool calls in the text of a turn, in order.
 
     The format of calls is that of SGLang's detector `qwen25`. That detector omits malformed calls;
-    this function returns each as a Malformed.
+    `read_calls` returns a Malformed for each malformed call.
     """
     found: list[Call | Malformed] = []
     for body in _CALL.findall(text):
@@ -141,7 +141,7 @@ class ChatFormat:
 
         Returns:
             None if the template keeps the thinking. Otherwise the token ids that start the thinking
-            at the end of a turn's opening. The template omits these ids from an earlier turn.
+            at the end of a turn's opening. The template omits these token ids from an earlier turn.
 
         Raises:
             ConfigError: the template changes an earlier turn in another way.
@@ -211,8 +211,8 @@ class ChatFormat:
             ) from error
 
     def _turn_end(self, whole: str, after: int) -> tuple[int, int]:
-        """Returns the start and the end of the first special token after position `after`. This
-        token ends the turn."""
+        """Returns the start and the end of the first special token after position `after`. `after`
+        must be a position inside a turn, so that this special token ends the turn."""
         found = [
             (at, at + len(token))
             for token in self._special

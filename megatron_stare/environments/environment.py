@@ -49,8 +49,8 @@ class Turn:
 
 class CallFailedError(UserError):
     """Error of a tool. The journal records the error as the answer to the call. An environment may
-    catch the CallFailedError and continue. When the journal replays the call, it raises the same
-    error, so that the environment continues in the same way."""
+    catch the CallFailedError and continue. When the journal replays the call, the journal raises
+    the same error, so that the environment continues in the same way."""
 
 
 # called with the request and the call's id; returns a value that JSON can hold
@@ -58,8 +58,8 @@ Tool = Callable[[Any, str], Awaitable[Any]]
 
 
 class Generate(Protocol):
-    """Interface that an environment uses for one trajectory. It samples tokens from the policy and
-    calls the environment's tools."""
+    """Interface through which an environment samples tokens from the policy and calls its tools,
+    for one trajectory."""
 
     async def __call__(
         self,
@@ -77,8 +77,8 @@ class Generate(Protocol):
             max_new_tokens: token limit of this turn; None: the tokens that remain for the response
                 under rollout.max_new_tokens.
             stop: stop strings. The token that completes the first stop string in the text ends the
-                turn. A stop string must end in an ASCII character. It must not contain a special
-                token, because the text of a turn contains no special tokens.
+                turn. A stop string must end in an ASCII character. A stop string must not contain a
+                special token, because the text of a turn contains no special tokens.
 
         Raises:
             DataError: `context` does not begin with the prompt's tokens or the branch's context,
@@ -182,9 +182,9 @@ class Response:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """Token ids from which the next turn continues. For the first branch these are the prompt
-        and the response so far. For a later branch these are the branch's context and the tokens
-        after it."""
+        """Token ids from which the next turn continues. The context of a turn in the first branch
+        is the prompt and the response so far. The context of a turn in a later branch is the
+        branch's own context and the tokens after it."""
         tokens = [token for part in self._tokens for token in part.tolist()]
         if (branch := self.branch) is None:
             return (*self._prompt.token_ids, *tokens)

@@ -1,12 +1,12 @@
-"""The process inside a sandbox. `environments/sandboxes.py` starts it under bubblewrap as `python
--I sandbox_worker.py MEMORY_MB CHARACTERS`. This module uses only the standard library.
+"""The process inside a sandbox. `environments/sandboxes.py` starts this process under bubblewrap as
+`python -I sandbox_worker.py MEMORY_MB CHARACTERS`. This module uses only the standard library.
 
 The process reads one request {"code": text, "seconds": s} per line from stdin. For each request it
 writes one line {"output": text, "failed": bool} to stdout. If a program could not be isolated, the
 program is not run, and the line is {"broken": why}. Each program runs in a process forked from this
 one, where the usual libraries are already imported. The forked process has its own user, process,
 mount, IPC and host namespaces, an empty scratch folder, and resource limits. A filter of system
-calls prevents it from starting a process or a thread.
+calls prevents the forked process from starting a process or a thread.
 """
 
 from __future__ import annotations

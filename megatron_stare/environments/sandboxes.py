@@ -251,8 +251,8 @@ class Remote(Sandbox):
 
 
 class Interpreter(Sandbox):
-    """Runs code in processes of the interpreter `pydantic-monty`. These processes need no
-    namespaces. The interpreter lacks numpy, sympy and most of the standard library.
+    """Runs code in processes of the interpreter `pydantic-monty`, which need no namespaces. The
+    interpreter lacks numpy, sympy and most of the standard library.
 
     Args:
         workers: number of programs that run at the same time.

@@ -73,8 +73,8 @@ code_interpreter.schema = {  # type: ignore[attr-defined]
 
 
 class FolderSearch:
-    """The tool `search`. It finds passages in the text files of a folder and ranks the passages by
-    BM25.
+    """The tool `search`, which finds passages in the text files of a folder and ranks the passages
+    by BM25.
 
     Args:
         folder: folder with *.txt and *.md files, including all subfolders. Empty lines separate the
@@ -184,8 +184,8 @@ class Tools(Environment):
     Raises:
         ConfigError: a tool cannot be read, two tools have the same name, the sandbox does not work
             on this machine, or the chat template is unsuitable. A template is unsuitable if it does
-            not support tools, ends turns with a token at which sampling does not stop, or leaves
-            thinking out although `earlier_thinking` is refuse.
+            not support tools, ends turns with a token at which sampling does not stop, or changes
+            earlier turns in a way that `earlier_thinking` does not allow.
     """
 
     def __init__(

@@ -22,8 +22,8 @@ PARTS = 200  # steps of Simpson's rule: relative error 1e-9 in the 95 % quantile
 
 def pass_at_k(right: int, samples: int, k: int) -> float:
     """Returns the probability that at least one of k responses is right. If c of the n responses
-    are right, this is 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374, eq. 1). Computes
-    with integers until the last division.
+    are right, the probability is 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374, eq. 1).
+    Computes with integers until the last division.
 
     Raises:
         ValueError: unless 0 <= c <= n and 1 <= k <= n.

@@ -30,8 +30,8 @@ class Rollout(Protocol):
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Result of an evaluation of one task. It consists of the record that eval.jsonl contains, and
-    a row for every prompt."""
+    """Result of an evaluation of one task, with the record for eval.jsonl and a row for every
+    prompt."""
 
     record: dict[str, Any]
     problems: list[dict[str, Any]]
@@ -53,8 +53,8 @@ def evaluate(
     `failures`.
 
     The record's entry `correct` contains, for every prompt, the share of right responses (avg@k).
-    The entry `pass1` is the mean of these shares. It estimates pass@1 for any number of samples.
-    evaluation/results.py computes pass@k, maj@k and the record's remaining figures.
+    The entry `pass1` is the mean of these shares. `pass1` estimates pass@1 for any number of
+    samples. evaluation/results.py computes pass@k, maj@k and the record's remaining figures.
 
     Args:
         judged: the task's verifier, used to find answers that are the same.

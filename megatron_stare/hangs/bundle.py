@@ -105,8 +105,9 @@ def place(run_dir: Path, beat: Beat) -> Path:
 
 
 def write(facts: Facts, shown: str, flights: Path | None, wanted: Path) -> Path:
-    """Writes the bundle and returns its folder. This is `wanted`, with a number appended if
-    `wanted` exists, or a temporary folder of this node if the run directory cannot be written.
+    """Writes the bundle and returns its folder. The folder is `wanted`, with a number appended if
+    `wanted` exists. If the run directory cannot be written, the folder is a temporary folder of
+    this node.
 
     Args:
         shown: text of the screen.

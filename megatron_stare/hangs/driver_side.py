@@ -163,8 +163,8 @@ class DriverBeats(Sink):
 
 
 class BlackBox:
-    """A run's watcher. It runs from before the first worker's start until after the last worker's
-    end. `close` may be called twice.
+    """A run's watcher. The watcher starts before the first worker starts, and ends after the last
+    worker has ended. `close` may be called twice.
 
     Args:
         ports: ports on which the watcher may listen for agents on other nodes; None: any.

@@ -1,4 +1,4 @@
-"""Examines a run's processes on this node: their states, stacks and waits.
+"""Examines the states, stacks and waits of a run's processes on this node.
 
 The examination takes bounded time. Information that cannot be read in time is skipped and reported
 as missing.
@@ -72,7 +72,8 @@ def take_stacks(pid: int, state: str, stuck: bool = False) -> tuple[list[Thread]
     permission to do so, it reads the stacks while the process runs.
 
     Args:
-        stuck: true if the process waits for a file system. Such a process cannot be paused.
+        stuck: true if the process waits for a file system, in which case py-spy cannot pause the
+            process.
     """
     spy = program()
     if spy is None:

@@ -8,7 +8,7 @@ ends with the watcher.
 
 The watcher and the agents send one JSON object per line. An agent first sends the run's token, a
 random text that the driver chose. The watcher disconnects clients that do not send this token. The
-watcher displays or stores the received data, and never executes them.
+watcher displays or stores the received data, and never executes the data.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Nodes:
 
     def ask(self) -> Callable[[], tuple[list[dict[str, Any]], dict[str, str]]]:
         """Asks every node for its facts and returns a function without waiting. The returned
-        function waits at most ANSWER_S for the answers of the nodes. It returns these answers, and
-        the reason for each node that did not answer."""
+        function waits at most ANSWER_S for the nodes. The returned function returns the answers of
+        the nodes, and the reason for each node that did not answer."""
         deadline = time.monotonic() + ANSWER_S
         with self._changed:
             nodes = dict(self._lines)

@@ -246,9 +246,9 @@ def _waited(facts: Facts, culprits: Sequence[ProcessFacts], which: str) -> str:
 
 def _waiters(facts: Facts, culprits: Sequence[ProcessFacts]) -> str:
     """Returns the beginning of a sentence, such as `ranks 0, 2 wait in all_reduce for `. The
-    returned text ends with the word `for` and a space. Its subject is the ranks that wait in a
-    collective. If no rank waits in a collective, the subject is the driver, or all processes if the
-    driver is a culprit."""
+    returned text ends with the word `for` and a space. The subject of the sentence is the ranks
+    that wait in a collective. If no rank waits in a collective, the subject is the driver, or all
+    processes if the driver is a culprit."""
     blamed = {(p.node, p.pid) for p in culprits}
     inside = {
         p.role: (p, met)

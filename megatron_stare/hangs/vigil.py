@@ -1,9 +1,9 @@
 """Decides whether a run hangs. Compares the progress in the driver's beats with the limits of the
 phases.
 
-While other programs use the CPUs, the run's processes may wait for a CPU. This waiting time does
-not count towards a limit. Ray starts workers with low priority (nice 15), so a few busy programs
-can slow the workers down a hundredfold.
+While other programs use the CPUs, the run's processes may wait for a CPU. Time that the processes
+wait for a CPU does not count towards a limit. Ray starts workers with low priority (nice 15), so a
+few busy programs can slow the workers down a hundredfold.
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ class Starvation:
 
 
 def of_the_run(folder: Path) -> set[int]:
-    """Returns the pids of this node's processes that a phase may wait for. These are the driver,
-    the ranks and the engines, and the processes that ranks and engines have started (servers and
-    writers).
+    """Returns the pids of this node's processes that a phase may wait for. A phase may wait for the
+    driver, for ranks and engines, and for processes that ranks and engines have started (servers
+    and writers).
 
     The result includes idle workers, because a worker may have received a call but has not yet had
     a CPU to handle the call.

@@ -1,13 +1,13 @@
-"""The watcher is a process beside a run that detects missing progress. Its command is `python -m
-megatron_stare.hangs.watcher FOLDER`.
+"""The watcher is a process beside a run that detects missing progress. The command of the watcher
+is `python -m megatron_stare.hangs.watcher FOLDER`.
 
 The driver starts the watcher (`driver_side.py`). The watcher ends when its standard input closes.
 The kernel closes this input even if the driver is killed. The watcher reads the driver's beats and
 copies them into the run directory. When a phase exceeds its limit, the watcher collects the facts
-of all processes and writes the bundle. It also prints one screen of text that says which process
-waits for which. The watcher imports neither torch nor Ray. It sends no requests to the processes
-that the run started. Calls that may wait for a file system run only on threads that the watcher can
-abandon.
+of all processes and writes the bundle. The watcher also prints one screen of text that says which
+process waits for which. The watcher imports neither torch nor Ray. The watcher sends no requests to
+the processes that the run started. Calls that may wait for a file system run only on threads that
+the watcher can abandon.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Watcher:
 
     def _tell(self, beat: Beat) -> None:
         """Collects facts about the hang, writes the bundle, and prints which process waits for
-        which. Kills the culprits if faults.hangs.end_run is true."""
+        which. Kills the culprits if faults.hangs.end_run is true and the run still hangs."""
         flights = Path(tempfile.mkdtemp(prefix="flight-", dir=self._folder))
         facts = self.collect(beat, flights)
         found = verdict(facts)

@@ -1,9 +1,10 @@
-"""Lets unpatched megatron-core run on a machine without CUDA. Also lets it build models without
-data, on the meta device, on any machine.
+"""Lets unpatched megatron-core run on a machine without CUDA. Also lets megatron-core build models
+without data, on the meta device, on any machine.
 
-One context manager makes all substitutions and reverts them on exit. It is entered around each call
-into Megatron. It raises an error if CUDA is available, unless the model is on the meta device.
-docs/architecture.md lists the CUDA calls in the parts of megatron-core that this project uses.
+One context manager makes all substitutions and reverts them on exit. The context manager is entered
+around each call into Megatron. The context manager raises an error if CUDA is available, unless the
+model is on the meta device. docs/architecture.md lists the CUDA calls in the parts of megatron-core
+that this project uses.
 """
 
 from __future__ import annotations
@@ -147,8 +148,8 @@ def cpu_backend() -> Iterator[None]:
 
 
 def backend() -> contextlib.AbstractContextManager[None]:
-    """Returns the context manager for calls into Megatron. It does nothing if this rank uses CUDA,
-    and makes the CPU substitutions otherwise."""
+    """Returns the context manager for calls into Megatron. The context manager does nothing if this
+    rank uses CUDA, and makes the CPU substitutions otherwise."""
     return contextlib.nullcontext() if uses_cuda() else cpu_backend()
 
 

@@ -48,8 +48,8 @@ class Layout:
 
     @property
     def is_reporting_rank(self) -> bool:
-        """True on the one rank that reports results. This rank is in the last pipeline stage and is
-        first in its tensor, data and context groups."""
+        """True on the one rank that reports results. The reporting rank is in the last pipeline
+        stage and is first in its tensor, data and context groups."""
         return self.last_stage and self.tp_rank == self.dp_rank == self.cp_rank == 0
 
 

@@ -2,8 +2,8 @@
 attention.
 
 If several responses of a micro-batch share a prompt, the prompt passes through the model once. The
-hidden states of a prompt do not depend on later tokens, so all responses of the group can use them.
-Only attention repeats the prompt's queries, keys and values for each response.
+hidden states of a prompt do not depend on later tokens, so all responses of the group can use these
+hidden states. Only attention repeats the prompt's queries, keys and values for each response.
 
 For attention on a CPU, `Spread` copies tokens into padded groups of sequences, and copies the
 results back. The backward passes are also copies. If a token has several places, backward sums the
@@ -40,8 +40,9 @@ class SharedColumns:
     """The columns of a packed row that are fed to the model.
 
     fed: [k] int64 columns that are fed to the model, ascending.
-    stands: [s] int64 indices into `fed`, one for every column of the packed row. This index points
-        to the column itself, or to a column with another sample's copy of the same token.
+    stands: [s] int64 indices into `fed`, one for every column of the packed row. The index of a
+        column points to the column itself, or to a column with another sample's copy of the same
+        token.
     """
 
     fed: Tensor
@@ -83,8 +84,8 @@ class Spread:
     """Mapping between the tokens of a packed row and the places of padded groups.
 
     index: [p] int64, the token at every place.
-    inverse: [t] int64, the place of every token. If a token has several places, this is the place
-        whose output is used.
+    inverse: [t] int64, the place of every token. If a token has several places, `inverse` contains
+        the place whose output is used.
     shapes: (b, s) of every group.
     repeated: true if tokens have several places with nonzero gradients (prompts that responses
         share). Padding also repeats tokens, but does not count because its gradient is 0.
@@ -156,8 +157,8 @@ class PackedSequences(PackedSeqParams):
     padded groups of sequences.
 
     If `cu_seqlens_q` is None, rotary embeddings use the position of each token
-    (megatron/model/model.py). This avoids Megatron's unfused embedding for packed sequences, which
-    splits the tokens into sequences and waits for the device in every layer.
+    (megatron/model/model.py). Megatron's unfused embedding for packed sequences is avoided, because
+    it splits the tokens into sequences and waits for the device in every layer.
 
     queries: the places of this rank's tokens in the padded groups. Padding repeats a sequence's
         last token.
