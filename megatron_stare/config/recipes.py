@@ -5,7 +5,7 @@ reproduces, and the published values of the recipe's settings.
 model and cluster, or of another recipe and a set of changes. A configuration names a recipe as
 recipes/NAME. `configs/recipes/published.yaml` contains the published values by layer. Each
 published value has a source and a line in that source. If a recipe's value differs from the
-published value, the file gives the reason.
+published value, `published.yaml` gives the reason.
 """
 
 from __future__ import annotations

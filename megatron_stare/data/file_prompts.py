@@ -125,7 +125,7 @@ class FilePrompts:
         return list(first.values())
 
     def _clean(self, data: DataConfig) -> None:
-        """Leaves training records out according to `data.deduplicate` and `data.decontaminate`."""
+        """Removes training records according to `data.deduplicate` and `data.decontaminate`."""
         if data.deduplicate:
             places = [(part, record) for part in self._parts for record in part.records]
             found = without_repeats((record.prompt, record.answer) for _, record in places)

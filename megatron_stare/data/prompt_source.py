@@ -84,8 +84,8 @@ def find_source(config: Config) -> tuple[Callable[..., PromptSource], dict[str, 
 
 
 def dropped(source: PromptSource) -> Mapping[str, int]:
-    """Returns the attribute `dropped` of a source: the number of records that the source left out,
-    by reason. Returns an empty mapping if the source does not have this attribute."""
+    """Returns the number of records that a source left out, by reason. The numbers are the source's
+    attribute `dropped`. Returns an empty mapping if the source has no attribute `dropped`."""
     found: Mapping[str, int] = getattr(source, "dropped", {})
     return found
 

@@ -109,8 +109,8 @@ class AgreementWatch:
     def after_log_probs(self, step: int) -> dict[str, float]:
         """Returns agreement metrics of the rollout batch and of the last canary.
 
-        The limits do not apply to a batch with tokens that older weights sampled. The canary covers
-        such a step.
+        The limits do not apply to a batch with tokens that older weights sampled. In such a step,
+        only the canary is compared with the limits.
 
         Raises:
             AgreementError: the log-probs differ by more than a limit, or the difference keeps

@@ -141,7 +141,7 @@ class Environment(ABC):
     @classmethod
     def branches(cls, settings: Mapping[str, Any]) -> bool:
         """Tells whether a response may have several branches (`Response.begin_branch`). Some
-        methods cannot train on such responses.
+        methods cannot train on responses with several branches.
 
         Args:
             settings: the environment's settings, checked.

@@ -126,7 +126,7 @@ def wilson_interval(
     distribution, and m an effective number of results. The interval is (p + z²/2m ± z √(p (1 - p)/m
     + z²/4m²)) / (1 + z²/m), as for survey samples (Korn and Graubard, Survey Methodology 24, 1998).
     Here m = 1 + p (1 - p) / v, and v is the variance of the mean from `mean_of_problems`. The
-    summand 1 corrects a bias. On average, p (1 - p) is smaller by v than its value at the true
+    summand 1 in m corrects a bias. On average, p (1 - p) is smaller by v than its value at the true
     mean. If all results are 0 or 1 and all prompts have different problems, m equals N, and the
     interval is the one that Wilson published.
 

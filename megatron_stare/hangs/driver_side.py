@@ -244,8 +244,8 @@ class BlackBox:
 
 
 def forget_left(where: Path) -> None:
-    """Removes the in-memory folders of killed watchers. Otherwise these folders would stay in
-    memory until a reboot.
+    """Removes the in-memory folders of killed watchers. The folder of a killed watcher would
+    otherwise stay in memory until a reboot.
 
     If a folder's lock is free, the folder's watcher is gone. The lock shows this even if the
     watcher ran in another PID namespace.

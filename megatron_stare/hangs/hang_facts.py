@@ -52,9 +52,9 @@ class ProcessFacts:
     Args:
         node: the host of the process. For processes of an agent, followed by the id of the Ray
             node.
-        role: see Beat, or `verifier`, `raylet`, `gcs_server`, `server of rollout engine 0`,
-            `child of driver`.
-        state: see proc_files.Status; X: the process has ended.
+        role: role of the process as in Beat, or `verifier`, `raylet`, `gcs_server`, `server of
+            rollout engine 0`, `child of driver`.
+        state: state of the process as in proc_files.Status, or X if the process has ended.
         phase, since: the phase in the process's beat, and the seconds since the start of this
             phase. None: the process writes no beats.
         busy: share of a CPU that the process used during the look.

@@ -6,15 +6,15 @@ hidden states of a prompt do not depend on later tokens, so all responses of the
 hidden states. Only attention repeats the prompt's queries, keys and values for each response.
 
 For attention on a CPU, `Spread` copies tokens into padded groups of sequences, and copies the
-results back. The backward passes are also copies. If a token has several places, backward sums the
-gradients of these places. With plain indexing, backward would instead add gradients row by row to a
-tensor of zeros.
+results back. The backward passes of `Spread` are also copies. If a token has several places,
+backward sums the gradients of these places. With plain indexing, backward would instead add
+gradients row by row to a tensor of zeros.
 
 Shape legend: a micro-batch has t tokens. A group has b sequences, and its longest sequence has s
 tokens. Under context parallelism with C ranks, a rank holds m positions of the longest sequence and
 t / C tokens of the micro-batch. All groups together have p places, including padding. In
 `shared_columns` a packed row has s positions, and each response has a copy of its prompt before it.
-Only k of the s positions are fed to the model.
+The model is fed only k of the s positions of the packed row.
 """
 
 from __future__ import annotations
